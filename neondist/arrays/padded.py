@@ -1,0 +1,165 @@
+"""The view that a window has of an array: the array's cells plus the cells around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..backends import Backend, get_backend
+from ..comm import ProcessGrid
+from ..errors import ShapeError
+from ..geometry import Box, HaloPlan, Window
+from .frame import Frame
+
+
+class PaddedArray:
+    """An activation and the view that a layer's window has of it, on the 1 x 1 grid.
+
+    Parameters
+    ----------
+    global_shape : (N, *spatial, C)
+        Shape of the whole activation; N is the global batch size. (N, C) is a vector, known whole on every tile's rank.
+    window : Window, optional
+        None: every cell sees itself alone.
+    dtype : str
+    backend : str or Backend
+    reuse : bool
+        True: a view is valid until the next call (what layers use). False: every call returns new arrays.
+
+    Attributes
+    ----------
+    local_shape, view_shape : tuple of int
+        This rank's tile, and the tile plus what the window needs.
+    own, need, extent : Box, Box, tuple
+        The same as boxes in the coordinates of the image, and the image's extent.
+    bytes_sent : int
+        Bytes of halos sent by this rank since construction.
+    """
+
+    def __init__(
+        self,
+        global_shape: Sequence[int],
+        window: Window | None = None,
+        dtype: str = "float32",
+        backend: str | Backend = "numpy",
+        reuse: bool = False,
+    ) -> None:
+        self._lay_out(ProcessGrid.serial(), global_shape, window, dtype, backend, reuse)
+
+    def _lay_out(
+        self,
+        grid: ProcessGrid,
+        global_shape: Sequence[int],
+        window: Window | None,
+        dtype: str,
+        backend: str | Backend,
+        reuse: bool,
+    ) -> None:
+        self.grid, self.global_shape, self.window = grid, tuple(global_shape), window
+        self.dtype, self.backend, self.reuse = np.dtype(dtype), get_backend(backend), reuse
+        self.extent, self.channels = self.global_shape[1:-1], self.global_shape[-1]
+        if window is not None:
+            window.check(self.extent)
+        everywhere = Window(1, padding=0, ndim=len(self.extent))
+        self.plan = HaloPlan.of(grid.partition(self.extent), window or everywhere, grid.tile)
+        self.own, self.need = self.plan.own, self.plan.need
+        lo, hi = grid.sample_range(self.global_shape[0])
+        self.local_shape = (hi - lo, *self.own.shape, self.channels)
+        self.view_shape = (hi - lo, *self.need.shape, self.channels)
+        self.bytes_sent = 0
+        self._frames: dict[int, Frame] = {}
+
+    @property
+    def tiled(self) -> bool:
+        """False for a vector, which every tile's rank knows whole."""
+        return bool(self.extent)
+
+    def get_fprop_view(self, tile: Any) -> Any:
+        """Return the cells that the window needs, halo and padding filled in.
+
+        Parameters
+        ----------
+        tile : array (n, *own.shape, C)
+            This rank's tile.
+
+        Returns
+        -------
+        array (n, *need.shape, C)
+        """
+        self._check("tile", tile, self.own)
+        if self.plan.trivial:
+            return self._given(tile)
+        frame = self._frame(len(tile))
+        view = frame.forward(tile)
+        self.bytes_sent += frame.halo.bytes_sent
+        return self._given(view)
+
+    def get_bprop_view(self, dview: Any) -> Any:
+        """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
+
+        Contributions of other ranks' windows travel home and are added; those of the padding go where it came from.
+
+        Parameters
+        ----------
+        dview : array (n, *need.shape, C)
+
+        Returns
+        -------
+        array (n, *own.shape, C)
+        """
+        self._check("dview", dview, self.need)
+        if self.plan.trivial:
+            return self._given(dview)
+        frame = self._frame(len(dview))
+        dx = frame.backward(dview)
+        self.bytes_sent += frame.halo_home.bytes_sent
+        return self._given(dx)
+
+    def scatter(self, whole: Any) -> Any:
+        """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
+        if whole.shape[1:] != self.global_shape[1:]:
+            expected = ", ".join(map(str, ("N", *self.global_shape[1:])))
+            raise ShapeError(f"array of shape {whole.shape}: expected ({expected})")
+        lo, hi = self.grid.sample_range(len(whole))
+        return self.backend.asarray(whole[(slice(lo, hi), *self.own.slices)], self.dtype)
+
+    def gather(self, tile: Any) -> Any:
+        """Return the whole array (N, *spatial, C) on every rank; collective."""
+        parts = self.grid.world.allgather(self.backend.to_numpy(tile))
+        boxes = self.grid.partition(self.extent).boxes()
+        rows = [parts[start : start + len(boxes)] for start in range(0, len(parts), len(boxes))]
+        replicas = [np.zeros((len(row[0]), *self.global_shape[1:]), self.dtype) for row in rows]
+        for whole, row in zip(replicas, rows, strict=True):
+            for box, part in zip(boxes, row, strict=True):
+                whole[(slice(None), *box.slices)] = part
+        return self.backend.asarray(np.concatenate(replicas), self.dtype)
+
+    def total(self, array: Any, replicas: bool = False) -> Any:
+        """Return the sum over the tiles (and replicas) of what each rank counted over its own cells.
+
+        A vector is counted whole on every tile's rank, so nothing is added for it over the tiles.
+        """
+        grid = self.grid
+        if replicas:
+            group = grid.world if self.tiled else grid.copies
+        elif self.tiled:
+            group = grid.tiles
+        else:
+            return array
+        group.allreduce(array)
+        return array
+
+    def _frame(self, samples: int) -> Frame:
+        if samples not in self._frames:
+            self._frames[samples] = Frame(self.plan, samples, self.channels, self.dtype, self.backend, self.grid.tiles)
+        return self._frames[samples]
+
+    def _given(self, array: Any) -> Any:
+        return array if self.reuse else array.copy()
+
+    def _check(self, name: str, array: Any, box: Box) -> None:
+        if array.shape[1:] != (*box.shape, self.channels):
+            expected = ", ".join(map(str, ("n", *box.shape, self.channels)))
+            raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({expected})")

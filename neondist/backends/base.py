@@ -1,0 +1,71 @@
+"""What a backend offers: arrays and kernels.
+
+Kernels work on views, so every convolution and pooling is 'valid': padding and halo are there already. Activations are
+channels-last (N, *spatial, C), weights (*kernel, C_in / groups, C_out). Extents may be zero.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Ints = Sequence[int]
+
+
+class Backend(ABC):
+    """Arrays and kernels of one library; a backend overrides only what it does better."""
+
+    name: str
+
+    @abstractmethod
+    def full(self, shape: Ints, value: float, dtype: np.dtype) -> Any:
+        """Return a new array filled with `value`."""
+
+    @abstractmethod
+    def asarray(self, array: Any, dtype: np.dtype) -> Any:
+        """Return a new contiguous array of this backend with the values of `array`."""
+
+    @abstractmethod
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """Return the values as a NumPy array."""
+
+    def zeros(self, shape: Ints, dtype: np.dtype) -> Any:
+        """Return a new array of zeros."""
+        return self.full(shape, 0.0, dtype)
+
+    @abstractmethod
+    def conv_forward(self, x: Any, weights: Any, stride: Ints, dilation: Ints, groups: int) -> Any:
+        """Return the valid convolution (cross-correlation) of x with the weights, (N, *out, C_out)."""
+
+    @abstractmethod
+    def conv_backward_input(
+        self, dy: Any, weights: Any, extent: Ints, stride: Ints, dilation: Ints, groups: int
+    ) -> Any:
+        """Return the gradient of x (N, *extent, C_in)."""
+
+    @abstractmethod
+    def conv_backward_weights(self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
+        """Return the gradient of the weights (*kernel, C_in / groups, C_out)."""
+
+    @abstractmethod
+    def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
+        """Return the maxima and, for the way back, the row-major place in its window of each first maximum."""
+
+    @abstractmethod
+    def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
+        """Return the gradient of x (N, *extent, C)."""
+
+    @abstractmethod
+    def window_sum(self, x: Any, kernel: Ints, stride: Ints) -> Any:
+        """Return the sum over every window."""
+
+    @abstractmethod
+    def window_spread(self, dy: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
+        """Return the adjoint of `window_sum`: every window's value added to each of its cells."""
+
+    @abstractmethod
+    def channel_sum(self, x: Any) -> Any:
+        """Return the sum over everything but the channels, (C,)."""

@@ -1,0 +1,71 @@
+"""The reference backend: NumPy, always there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import numpy_conv as conv
+from . import numpy_pool as pool
+from .base import Backend
+
+Ints = Sequence[int]
+
+
+class NumpyBackend(Backend):
+    """NumPy arrays; convolutions through GEMM."""
+
+    name = "numpy"
+
+    def full(self, shape: Ints, value: float, dtype: np.dtype) -> np.ndarray:
+        """Return a new array filled with `value`."""
+        return np.full(shape, value, dtype)
+
+    def asarray(self, array: Any, dtype: np.dtype) -> np.ndarray:
+        """Return a new contiguous array with the values of `array`."""
+        return np.array(array, dtype, order="C")
+
+    def to_numpy(self, array: np.ndarray) -> np.ndarray:
+        """Return the array itself."""
+        return array
+
+    def conv_forward(self, x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int) -> np.ndarray:
+        """Return the valid convolution (N, *out, C_out)."""
+        return conv.forward(x, weights, stride, dilation, groups)
+
+    def conv_backward_input(
+        self, dy: np.ndarray, weights: np.ndarray, extent: Ints, stride: Ints, dilation: Ints, groups: int
+    ) -> np.ndarray:
+        """Return the gradient of x (N, *extent, C_in)."""
+        return conv.backward_input(dy, weights, extent, stride, dilation, groups)
+
+    def conv_backward_weights(
+        self, x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int
+    ) -> np.ndarray:
+        """Return the gradient of the weights."""
+        return conv.backward_weights(x, dy, kernel, stride, dilation, groups)
+
+    def max_pool(self, x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, np.ndarray]:
+        """Return the maxima and their places."""
+        return pool.max_forward(x, kernel, stride)
+
+    def max_pool_backward(
+        self, dy: np.ndarray, place: np.ndarray, extent: Ints, kernel: Ints, stride: Ints
+    ) -> np.ndarray:
+        """Return the gradient of x."""
+        return pool.max_backward(dy, place, extent, kernel, stride)
+
+    def window_sum(self, x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
+        """Return the sum over every window."""
+        return pool.window_sum(x, kernel, stride)
+
+    def window_spread(self, dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
+        """Return the adjoint of `window_sum`."""
+        return pool.window_spread(dy, extent, kernel, stride)
+
+    def channel_sum(self, x: np.ndarray) -> np.ndarray:
+        """Return the sum over everything but the channels, by GEMM: its blocked sums err less than a running sum."""
+        cells = x.reshape(-1, x.shape[-1])
+        return np.ones(len(cells), x.dtype) @ cells

@@ -1,0 +1,83 @@
+"""What can be typed after `neondist`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .check import check
+from .data import data
+from .doctor import doctor
+from .report import speaks
+from .run import run
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2; in an MPI job one rank says why."""
+        if speaks():
+            super().error(message)
+        sys.exit(2)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser; `arguments.command(arguments)` runs what was asked for."""
+    top = _Parser(prog="neondist", description="Train convolutional networks whose samples are split over MPI ranks.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    one = commands.add_parser("run", help="train what a YAML file describes", allow_abbrev=False)
+    _experiment(one, "ranks to start with mpirun (default 1); inside an MPI job the job's size is used")
+    one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE)")
+    one.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
+    one.set_defaults(command=run)
+
+    one = commands.add_parser("check", help="validate a YAML file and print every layer's plan", allow_abbrev=False)
+    _experiment(one, "ranks to plan for (default 1); nothing is started")
+    one.set_defaults(command=check)
+
+    one = commands.add_parser("doctor", help="print versions, the MPI library, backends, threads and warnings")
+    one.set_defaults(command=doctor)
+
+    one = commands.add_parser("data", help="download a data set")
+    one.add_argument("name", choices=["mnist"], help="which data set")
+    one.add_argument("--to", metavar="DIR", required=True, help="where the files go")
+    one.add_argument("--mirror", metavar="URL", help="a folder that holds the files (default: the public mirror)")
+    one.set_defaults(command=data)
+    return top
+
+
+def _experiment(one: argparse.ArgumentParser, ranks: str) -> None:
+    one.add_argument("file", metavar="FILE.yaml", help="the experiment")
+    one.add_argument("-n", dest="ranks", type=_positive, metavar="RANKS", help=ranks)
+    one.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="KEY.PATH=VALUE",
+        help="change fields of the file, e.g. --set epochs=2 model.layers.0.kernel_size=3",
+    )  # fmt: skip
+    one.add_argument(
+        "--import", dest="modules", action="append", default=[], metavar="MODULE",
+        help="a module, or a .py file, with classes of your own",
+    )  # fmt: skip
+
+
+def spread(argv: Sequence[str]) -> list[str]:
+    """Return the words with `--set a=1 b=2` written as `--set a=1 --set b=2`; argparse would take the file as well."""
+    words: list[str] = []
+    after = 0  # how many words ago the last --set was
+    for word in argv:
+        if after > 1 and re.match(r"[\w.-]+=", word) and not word.startswith("-"):
+            words.append("--set")
+        elif after > 1:
+            after = 0
+        words.append(word)
+        after = 1 if word == "--set" else after + bool(after)
+    return words
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of ranks; give 1 or more")
+    return number

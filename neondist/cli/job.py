@@ -1,0 +1,56 @@
+"""What the environment says about the MPI job that this process is a rank of; no MPI is started to find out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LAUNCHED = "NEONDIST_LAUNCHED"
+"""Set by `neondist run -n N` for the ranks that it starts."""
+
+# size, rank, ranks on this node: Open MPI; MPICH and Intel MPI; srun
+_FAMILIES = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A running MPI job, as seen by one of its ranks.
+
+    Attributes
+    ----------
+    size : ranks in all, None where the environment does not tell
+    rank : this one, None where the environment does not tell
+    local_size : ranks on this machine
+    """
+
+    size: int | None
+    rank: int | None
+    local_size: int | None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that prints."""
+        return not self.rank
+
+
+def detect(env: Mapping[str, str]) -> Job | None:
+    """Return the job that this process belongs to, or None outside of one."""
+    launched = _number(env, LAUNCHED)
+    for names in _FAMILIES:
+        size, rank, local = (_number(env, name) for name in names)
+        # a shell in a Slurm step of one task is no job of ours: -n shall start one there
+        alone = size == 1 and "SLURM_STEP_ID" in env and not launched
+        if size is not None and not alone and ("SLURM" not in names[0] or "SLURM_STEP_ID" in env):
+            return Job(max(size, launched or 1), rank, local)
+    if launched or ("PMIX_RANK" in env and "SLURM_STEP_ID" not in env):
+        return Job(launched, _number(env, "PMIX_RANK"), launched)
+    return None
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    digits = env.get(name, "").split("(")[0].split(",")[0]  # Slurm: '4(x2),3' are two nodes with 4 ranks, one with 3
+    return int(digits) if digits.isdecimal() else None

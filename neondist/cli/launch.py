@@ -1,0 +1,58 @@
+"""Starting an MPI job of `neondist run`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+
+from ..errors import LaunchError
+from .job import LAUNCHED
+from .mpirun import REMEDY, Mpirun, find_mpirun
+from .supervise import supervise
+from .threads import VARIABLES, share
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Start `arguments.ranks` ranks of the same command under mpirun; return the job's exit code."""
+    mpirun = ready(os.environ)
+    command = [*mpirun.command(arguments.ranks), sys.executable, "-m", "neondist", *words(arguments)]
+    return supervise(command, environment(mpirun, arguments.ranks, os.environ))
+
+
+def ready(env: Mapping[str, str]) -> Mpirun:
+    """Return the mpirun to use, or raise LaunchError where ranks could not run."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError(f"more than one rank needs mpi4py, which {sys.executable} cannot import; {REMEDY}")
+    return find_mpirun(env)
+
+
+def words(arguments: argparse.Namespace) -> list[str]:
+    """Return what every rank is told: the same command without -n."""
+    told = ["run", arguments.file]
+    if arguments.settings:
+        told += ["--set", *arguments.settings]
+    if arguments.output is not None:
+        told += ["--output", arguments.output]
+    if arguments.resume:
+        told += ["--resume"]
+    for module in arguments.modules:
+        told += ["--import", module]
+    return told
+
+
+def environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the ranks; a number of threads that the user has set stays."""
+    new = {**mpirun.environment(), **env, LAUNCHED: str(ranks)}
+    if not any(name in env for name in VARIABLES):
+        new.update(dict.fromkeys(VARIABLES, str(share(ranks))))
+    if sys.stdout.isatty():
+        size = shutil.get_terminal_size()
+        new.update(COLUMNS=str(size.columns), LINES=str(size.lines))
+    else:
+        # mpirun gives the ranks a terminal even if there is none at its other end: no progress bars into files
+        new.update(TTY_COMPATIBLE="0", TERM="dumb")
+    return new

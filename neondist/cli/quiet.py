@@ -1,0 +1,77 @@
+"""mpirun's own notices that a rank ended with an error: the rank has said why, so they are left out."""
+
+from __future__ import annotations
+
+import os
+
+_RULE = b"-" * 60
+_EVENTS = b"[warn] Epoll"  # mpirun closing pipes of ranks that are gone
+_NOTICES = (
+    b"MPI_ABORT was invoked on rank",
+    b"detected that one or more processes exited with non-zero status",
+    b"has exited due to process rank",
+)
+
+
+def copy_without_notices(source: int, target: int) -> None:
+    """Copy one file descriptor to another until it ends, without mpirun's notices about exit codes."""
+    notices = _Filter()
+    while chunk := os.read(source, 1 << 16):
+        _write(target, notices.feed(chunk))
+    _write(target, notices.flush())
+
+
+class _Filter:
+    """Holds back what may become a notice: lines from one rule of dashes to the next."""
+
+    def __init__(self) -> None:
+        self.line = b""
+        self.block: list[bytes] = []
+        self.dropped = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        out = b""
+        for piece in chunk.replace(b"\0", b"").splitlines(keepends=True):  # mpirun ends a notice with a NUL
+            self.line += piece
+            if piece.endswith(b"\n"):
+                out += self._whole_line()
+            elif not self.block and not self._may_go():
+                out += self._pass()  # an unfinished line, such as a progress bar, must not wait
+        return out
+
+    def flush(self) -> bytes:
+        if self._after_notice():
+            return b""
+        out, self.block, self.line = b"".join(self.block) + self.line, [], b""
+        return out
+
+    def _may_go(self) -> bool:
+        """Tell whether the line so far may be the beginning of what is left out."""
+        return self._after_notice() or any(start.startswith(self.line[: len(start)]) for start in (_RULE, _EVENTS))
+
+    def _after_notice(self) -> bool:
+        return self.dropped and not self.line.strip()
+
+    def _pass(self) -> bytes:
+        out, self.line, self.dropped = self.line, b"", False
+        return out
+
+    def _whole_line(self) -> bytes:
+        rule = self.line.startswith(_RULE)
+        if not self.block and not rule:
+            if self._after_notice() or self.line.startswith(_EVENTS):
+                self.line = b""
+                return b""
+            return self._pass()
+        self.block.append(self.line)
+        self.line = b""
+        if not rule or len(self.block) == 1:
+            return b""
+        block, self.block = b"".join(self.block), []
+        self.dropped = any(notice in block for notice in _NOTICES)
+        return b"" if self.dropped else block
+
+
+def _write(target: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(target, data) :]

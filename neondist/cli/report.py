@@ -1,0 +1,31 @@
+"""The one message of a mistake."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from ..config import place
+from ..errors import UserError
+from .job import detect
+
+
+def report(error: UserError) -> None:
+    """Print the message to stderr; in an MPI job only the first rank does."""
+    if speaks():
+        show(error)
+
+
+def speaks() -> bool:
+    """Tell whether this rank is the one that prints, for errors that are found before MPI is there to agree on them."""
+    job = detect(os.environ)
+    if job is None or job.first:
+        return True
+    time.sleep(3)  # the first rank to end makes mpirun end the others: let the one that prints be that
+    return False
+
+
+def show(error: UserError) -> None:
+    """Print the message to stderr."""
+    print(f"error: {place(error)}", file=sys.stderr, flush=True)

@@ -1,0 +1,24 @@
+"""Ranks and what travels between them.
+
+transport: what a communicator must offer. single, loopback, mpi: one process, P threads, MPI. grid: who holds which
+tile. agree, abort: errors. Importing this package does not start MPI.
+"""
+
+from . import loopback
+from .abort import abort_on_error, end_job
+from .agree import agree
+from .grid import ProcessGrid
+from .single import SingleTransport
+from .transport import Exchange, Message, Transport
+
+__all__ = [
+    "Exchange",
+    "Message",
+    "ProcessGrid",
+    "SingleTransport",
+    "Transport",
+    "abort_on_error",
+    "agree",
+    "end_job",
+    "loopback",
+]

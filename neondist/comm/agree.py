@@ -1,0 +1,23 @@
+"""All ranks raise, or none does."""
+
+from __future__ import annotations
+
+from .. import errors
+from .transport import Transport
+
+
+def agree(transport: Transport, error: Exception | None) -> None:
+    """Raise on every rank if any rank has an error; collective.
+
+    A rank with an error of its own raises that; the others raise the same kind of UserError with the message of the
+    first failing rank if that was one (so that every rank ends with exit code 2), else RemoteError.
+    """
+    report = None if error is None else (type(error).__name__, isinstance(error, errors.UserError), str(error))
+    failures = [(rank, r) for rank, r in enumerate(transport.allgather(report)) if r is not None]
+    if error is not None:
+        raise error
+    if failures:
+        rank, (kind, is_users, message) = failures[0]
+        if is_users:
+            raise getattr(errors, kind, errors.UserError)(message)
+        raise errors.RemoteError(f"rank {rank} failed: {kind}: {message}")

@@ -1,0 +1,136 @@
+"""P virtual ranks inside one process, a thread each: plans, layers and schemes without mpirun.
+
+Everything is built from mailboxes, one for each ordered pair of ranks in a group; what is sent is copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from ..errors import RemoteError
+from .transport import Exchange, Message, Transport
+
+
+class _World:
+    """What the threads share: the mailboxes, and the word that one of them failed."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.failed = threading.Event()
+        self._lock = threading.Lock()
+        self._boxes: defaultdict[tuple, SimpleQueue] = defaultdict(SimpleQueue)
+
+    def box(self, *address: Any) -> SimpleQueue:
+        with self._lock:
+            return self._boxes[address]
+
+    def receive(self, box: SimpleQueue) -> Any:
+        end = time.monotonic() + self.timeout
+        while not self.failed.is_set():
+            try:
+                return box.get(timeout=0.05)
+            except Empty:
+                if time.monotonic() > end:
+                    raise TimeoutError(
+                        f"no message within {self.timeout} s: the virtual ranks wait for each other"
+                    ) from None
+        raise RemoteError("another virtual rank failed")
+
+
+class LoopbackTransport(Transport):
+    """One virtual rank's view of its group."""
+
+    def __init__(self, world: _World, group: tuple, rank: int, size: int) -> None:
+        self.world, self.group, self.rank, self.size = world, group, rank, size
+        self._splits = 0
+
+    def send(self, peer: int, value: Any) -> None:
+        """Put a value into the mailbox of `peer`."""
+        self.world.box(self.group, self.rank, peer).put(value)
+
+    def receive(self, peer: int) -> Any:
+        """Take the next value that `peer` sent."""
+        return self.world.receive(self.world.box(self.group, peer, self.rank))
+
+    def split(self, color: int, key: int) -> Transport:
+        """Return the group of the ranks that gave the same colour, ordered by key."""
+        self._splits += 1
+        members = sorted((k, r) for r, (c, k) in enumerate(self.allgather((color, key))) if c == color)
+        group = (*self.group, self._splits, color)
+        return LoopbackTransport(self.world, group, members.index((key, self.rank)), len(members))
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """Return an exchange over fixed arrays."""
+        return _LoopbackExchange(self, sends, receives)
+
+    def allreduce(self, array: np.ndarray) -> None:
+        """Replace the array by its sum over all ranks, added in rank order."""
+        array[...] = sum(self.allgather(array.copy()))
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order."""
+        for peer in range(self.size):
+            self.send(peer, value)
+        return [self.receive(peer) for peer in range(self.size)]
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return the value of rank `root`."""
+        return self.allgather(value)[root]
+
+    def abort(self, code: int) -> None:
+        """End all virtual ranks."""
+        self.world.failed.set()
+        raise SystemExit(code)
+
+
+class _LoopbackExchange(Exchange):
+    def __init__(self, transport: LoopbackTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        super().__init__(sends, receives)
+        self.transport = transport
+
+    def run(self) -> None:
+        for message in self.sends:
+            self.transport.send(message.peer, message.cells.copy())
+        for message in self.receives:
+            message.cells[...] = self.transport.receive(message.peer)
+
+
+def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0) -> list[Any]:
+    """Call `function(transport)` on every virtual rank and return the results in rank order.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds that a rank waits for a message before it reports a deadlock.
+
+    Raises
+    ------
+    Exception
+        The error of the first rank that failed; the other ranks are ended.
+    """
+    world = _World(timeout)
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = function(LoopbackTransport(world, ("world",), rank, ranks))
+        except BaseException as error:
+            errors.append(error)
+            world.failed.set()
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

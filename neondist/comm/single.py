@@ -1,0 +1,46 @@
+"""A group of one rank: serial runs, no MPI."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .transport import Exchange, Message, Transport
+
+
+class _NothingToDo(Exchange):
+    def run(self) -> None:
+        pass
+
+
+class SingleTransport(Transport):
+    """One process alone."""
+
+    rank = 0
+    size = 1
+
+    def split(self, color: int, key: int) -> Transport:
+        """Return the same group."""
+        return self
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """Return an exchange with no messages."""
+        return _NothingToDo(sends, receives)
+
+    def allreduce(self, array: np.ndarray) -> None:
+        """Leave the array as it is."""
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return the value alone."""
+        return [value]
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return the value."""
+        return value
+
+    def abort(self, code: int) -> None:
+        """End the process."""
+        sys.exit(code)

@@ -1,0 +1,73 @@
+"""What the rest of neondist needs from a communicator; MPI, loopback and a single process offer it alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Message:
+    """A box of a fixed array that goes to, or comes from, rank `peer`."""
+
+    peer: int
+    array: np.ndarray
+    box: tuple[slice, ...]
+
+    @property
+    def cells(self) -> np.ndarray:
+        """The part of the array that travels (a view)."""
+        return self.array[self.box]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return self.cells.nbytes
+
+
+class Exchange(ABC):
+    """Messages that are planned once and run many times; empty messages are left out."""
+
+    def __init__(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.sends = [message for message in sends if message.nbytes]
+        self.receives = [message for message in receives if message.nbytes]
+        self.bytes_sent = sum(message.nbytes for message in self.sends)
+
+    @abstractmethod
+    def run(self) -> None:
+        """Send what the send boxes hold now, and fill the receive boxes."""
+
+
+class Transport(ABC):
+    """A group of ranks. All methods but `abort` are collective."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def split(self, color: int, key: int) -> Transport:
+        """Return the group of the ranks that gave the same colour, ordered by key."""
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """Return an exchange over fixed arrays; messages between two ranks match in the order listed."""
+
+    @abstractmethod
+    def allreduce(self, array: np.ndarray) -> None:
+        """Replace a contiguous array by its sum over all ranks."""
+
+    @abstractmethod
+    def allgather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order."""
+
+    @abstractmethod
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return the value of rank `root`."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End the job on all ranks with this exit code."""

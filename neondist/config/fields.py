@@ -1,0 +1,57 @@
+"""The fields of a class: its constructor's arguments."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One constructor argument."""
+
+    hint: Any
+    default: Any = inspect.Parameter.empty
+
+    @property
+    def required(self) -> bool:
+        """Whether the file must give it."""
+        return self.default is inspect.Parameter.empty
+
+
+def fields(cls: type) -> dict[str, Field]:
+    """Return the constructor's arguments by name; **kwargs stands for those of the next class in line."""
+    found: dict[str, Field] = {}
+    for base in cls.__mro__:
+        init = vars(base).get("__init__")
+        if init is None or base is object:
+            continue
+        hints = _hints(init)
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind in _NAMED:
+                found.setdefault(parameter.name, Field(hints.get(parameter.name, Any), parameter.default))
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return found
+
+
+def _hints(init: Any) -> dict[str, Any]:
+    """Return the type hints; one that cannot be evaluated (a name imported for type checkers only) is Any."""
+    try:
+        return typing.get_type_hints(init)
+    except Exception:
+        pass
+    hints: dict[str, Any] = {}
+    names = vars(sys.modules[init.__module__]) if init.__module__ in sys.modules else {}
+    for name, hint in getattr(init, "__annotations__", {}).items():
+        try:
+            hints[name] = eval(hint, dict(names)) if isinstance(hint, str) else hint
+        except Exception:
+            hints[name] = Any
+    return hints

@@ -1,0 +1,160 @@
+"""A node of the file to a value of the type that a field asks for."""
+
+from __future__ import annotations
+
+import collections.abc
+import typing
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any, TypeAlias
+
+from ..errors import ConfigError
+from ..registry import registered, suggest
+from .tree import Node, fault, join
+from .words import bare, bases, members, words
+
+Build: TypeAlias = Callable[[Node, str, Any], Any]
+
+
+class Mismatch(ConfigError):
+    """The value's type does not fit; another alternative of a union may."""
+
+    path: str = ""
+
+
+def fit(node: Node, hint: Any, path: str, build: Build) -> Any:
+    """Return the node's value as `hint` asks: int for float, lists for tuples, objects by `build(node, path, hint)`.
+
+    Raises
+    ------
+    ConfigError
+        With place, path, what is expected and what is there.
+    """
+    if node.tag is not None:
+        return _object(node, hint, path, build)
+    choices = members(hint)
+    if not isinstance(node.value, list | dict) and type(node.value) in choices:
+        return node.value  # at once, so that `float | int` keeps an int
+    deeper: list[Mismatch] = []
+    for choice in choices:
+        try:
+            return _one(node, choice, path, build)
+        except Mismatch as error:
+            if error.path != path:
+                deeper.append(error)
+    if len(deeper) == 1:  # the only list type among them: say which of its items is wrong
+        raise deeper[0]
+    raise _mismatch(node, hint, path)
+
+
+def _object(node: Node, hint: Any, path: str, build: Build) -> Any:
+    value = build(node, path, hint)
+    if not any(_is(value, choice) for choice in members(hint)):
+        raise _mismatch(node, hint, path)
+    return value
+
+
+def _one(node: Node, hint: Any, path: str, build: Build) -> Any:
+    value, origin, args = node.value, typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint is object or isinstance(hint, typing.TypeVar):
+        return _free(node, path, build)
+    if origin is typing.Literal:
+        if any(value == arg and type(value) is type(arg) for arg in args):
+            return value
+    elif isinstance(value, list):
+        return _list(node, value, origin or hint, args, path, build)
+    elif isinstance(value, dict):
+        if _takes(origin or hint, dict):
+            item = args[1] if len(args) == 2 else Any
+            return {name: fit(child, item, join(path, name), build) for name, child in value.items()}
+    elif isinstance(value, str) and isinstance(hint, type) and issubclass(hint, PurePath):
+        return hint(value)
+    elif hint is float and type(value) is int:
+        return float(value)
+    elif _plain(value, hint):
+        return value
+    raise _mismatch(node, hint, path)
+
+
+def _list(node: Node, items: list[Node], kind: Any, args: tuple[Any, ...], path: str, build: Build) -> Any:
+    if not _takes(kind, tuple if kind is tuple else list):
+        raise _mismatch(node, kind, path)
+    fixed = kind is tuple and args and args[-1] is not Ellipsis
+    if fixed and len(items) != len(args):
+        raise _mismatch(node, tuple[args], path)  # type: ignore[valid-type]
+    hints = args if fixed else [args[0] if args else Any] * len(items)
+    values = [fit(item, hint, join(path, i), build) for i, (item, hint) in enumerate(zip(items, hints, strict=True))]
+    return tuple(values) if kind is tuple else set(values) if kind is set else values
+
+
+def _free(node: Node, path: str, build: Build) -> Any:
+    """Return the value as it is written, where the class does not say what it wants."""
+    if isinstance(node.value, list):
+        return [fit(item, Any, join(path, i), build) for i, item in enumerate(node.value)]
+    if isinstance(node.value, dict):
+        return {name: fit(item, Any, join(path, name), build) for name, item in node.value.items()}
+    return node.value
+
+
+def _takes(kind: Any, given: type) -> bool:
+    """Tell whether a value of type `given` passes for `kind`, a class or an abstract collection."""
+    if kind in (list, tuple, set, dict):
+        return kind is given or (kind is set and given is list)
+    return isinstance(kind, type) and kind is not str and issubclass(given, kind)
+
+
+def _plain(value: Any, hint: Any) -> bool:
+    """Tell whether a plain value passes: True is no number here, and text is no list of letters."""
+    if isinstance(value, bool):
+        return hint is bool
+    kind = typing.get_origin(hint) or hint
+    if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, collections.abc.Collection):
+        return kind is str
+    return _is(value, hint)
+
+
+def _is(value: Any, hint: Any) -> bool:
+    hint = bare(hint)
+    if hint is Any or isinstance(hint, typing.TypeVar):
+        return True
+    kind = typing.get_origin(hint) or hint
+    if kind is collections.abc.Callable:
+        return callable(value)
+    try:
+        return isinstance(value, kind)
+    except TypeError:  # a protocol or a special form: the class itself has to judge
+        return True
+
+
+def _mismatch(node: Node, hint: Any, path: str) -> Mismatch:
+    error = Mismatch(str(fault(node, path, f"expected {words(hint)}, got {node}{_remedy(node, hint)}")))
+    error.path = path
+    return error
+
+
+def _remedy(node: Node, hint: Any) -> str:
+    value, kinds = node.value, members(hint)
+    if node.tag is None and bases(hint):
+        if isinstance(value, str) and value in registered():
+            return f"; write !{value} {{}}"
+        if isinstance(value, dict):
+            return "; put the class before it: !NAME {field: value}"
+    literals = [arg for kind in kinds if typing.get_origin(kind) is typing.Literal for arg in typing.get_args(kind)]
+    if isinstance(value, str) and literals:
+        near = suggest(value, map(str, literals))
+        return near if near.startswith("; did") else ""
+    if isinstance(value, str) and {int, float} & set(kinds) and _number(value):
+        return "; remove the quotes"
+    if type(value) is float and int in kinds and value.is_integer():
+        return f"; write {int(value)}"
+    if type(value) in (int, float, bool) and str in kinds:
+        return f"; quote it: '{str(value).lower()}'"
+    return ""
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,44 @@
+"""Plain YAML scalars to Python values."""
+
+from __future__ import annotations
+
+import re
+
+from yaml.constructor import SafeConstructor
+
+from .tree import Plain
+
+# YAML 1.1 takes 1e-3 (no dot, no sign) for text; people mean a number
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def scalar(text: str, kind: str, quoted: bool) -> Plain:
+    """Return the value of a scalar of a YAML core `kind` ('int', 'str', ...); ValueError if the two do not fit."""
+    if kind == "null":
+        return None
+    if kind == "bool":
+        if text.lower() not in SafeConstructor.bool_values:
+            raise ValueError(text)
+        return SafeConstructor.bool_values[text.lower()]
+    if kind in ("int", "float") or (not quoted and _EXPONENT.fullmatch(text)):
+        return _number(text)
+    return text
+
+
+def needs_quotes(text: str) -> bool:
+    """Tell whether this text, written without quotes, would be read as a number."""
+    return bool(_EXPONENT.fullmatch(text))
+
+
+def _number(text: str) -> Plain:
+    digits = text.replace("_", "").lower()
+    if digits.lstrip("+-") in (".inf", ".nan"):
+        return float(digits.replace(".", ""))
+    if ":" in digits:
+        return text  # YAML 1.1 reads 1:30 as ninety; nobody means that
+    for convert in (int, lambda word: int(word, 0), float):
+        try:
+            return convert(digits)
+        except ValueError:
+            continue
+    raise ValueError(text)

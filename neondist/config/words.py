@@ -1,0 +1,75 @@
+"""Type hints in words, for messages."""
+
+from __future__ import annotations
+
+import collections.abc
+import types
+import typing
+from pathlib import PurePath
+from typing import Any
+
+from ..registry import Registered, registered
+
+_PLAIN: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    list: "a list",
+    tuple: "a list",
+    dict: "a mapping",
+}
+
+
+def members(hint: Any) -> list[Any]:
+    """Return the alternatives of a union; any other hint is its own only one."""
+    hint = bare(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [member for part in typing.get_args(hint) for member in members(part)]
+    return [hint]
+
+
+def bare(hint: Any) -> Any:
+    """Return a hint without Annotated and NewType around it."""
+    while True:
+        if typing.get_origin(hint) is typing.Annotated:
+            hint = typing.get_args(hint)[0]
+        elif hasattr(hint, "__supertype__"):
+            hint = hint.__supertype__
+        else:
+            return type(None) if hint is None else hint
+
+
+def bases(hint: Any) -> list[type]:
+    """Return the classes of objects that a hint asks for."""
+    return [member for member in members(hint) if isinstance(member, type) and issubclass(member, Registered)]
+
+
+def words(hint: Any) -> str:
+    """Return 'an integer, text or null' for `int | str | None`."""
+    parts = list(dict.fromkeys(_one(member) for member in members(hint)))
+    return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def _one(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(repr(arg) for arg in args)
+    if origin is tuple and args and args[-1] is not Ellipsis:
+        return f"a list [{', '.join(words(arg) for arg in args)}]"
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
+        return "a mapping"
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
+        return f"a list (each {words(args[0])})" if args else "a list"
+    if isinstance(hint, type) and issubclass(hint, Registered):
+        return f"an object ({examples(hint)})"
+    if isinstance(hint, type) and issubclass(hint, PurePath):
+        return "text"
+    return _PLAIN.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def examples(base: type, most: int = 6) -> str:
+    """Return '!Adam, !SGD, ...': the classes below `base` (itself too) that a file can name."""
+    names = [f"!{name}" for name, cls in sorted(registered().items()) if issubclass(cls, base)]
+    return ", ".join(names[:most] + ["..."] * (len(names) > most)) or base.__name__

@@ -1,0 +1,41 @@
+"""What every cost answers: a sum over the local cells, its gradient, and what the mean divides by."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from ..errors import ShapeError
+from ..registry import Registered
+
+
+class Cost(Registered, ABC):
+    """A cost of outputs against targets, summed over what this rank holds.
+
+    Sums of ranks add up; the model divides the total by `global batch * cells(output shape)`, so that no rank has to
+    know how much of the output the others hold. All arrays may be empty.
+    """
+
+    @abstractmethod
+    def value(self, y: np.ndarray, targets: np.ndarray) -> float:
+        """Return the sum of the cost over the local samples and cells of `y`."""
+
+    @abstractmethod
+    def gradient(self, y: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the gradient of `value` with respect to `y`: a new array of its shape and dtype."""
+
+    def cells(self, y_shape: tuple[int, ...]) -> int:
+        """Return the number of terms per sample in a GLOBAL output of shape `y_shape` (without the batch axis)."""
+        return math.prod(y_shape[:-1])
+
+    def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
+        """Raise ShapeError if outputs of the global shape `y_shape` cannot be compared with labels of `classes`.
+
+        `classes` is None where the targets are not labels.
+        """
+        if classes is not None and y_shape[-1] < classes:
+            raise ShapeError(
+                f"the last layer has {y_shape[-1]} outputs, but the data set has {classes} classes; give it {classes}"
+            )

@@ -1,0 +1,49 @@
+"""Targets: integer labels, or one value per output."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import DataError, ShapeError
+
+
+def is_dense(y: np.ndarray, targets: np.ndarray) -> bool:
+    """Return whether `targets` has one value per output (one-hot, probabilities), and not one label per cell.
+
+    Raises
+    ------
+    ShapeError
+        The shape of `targets` is neither that of `y` nor that of `y` without its last axis.
+    DataError
+        `targets` has one value per cell, but they are not integers, or not in [0, classes).
+    """
+    if targets.shape == y.shape:
+        return True
+    if targets.shape != y.shape[:-1]:
+        raise ShapeError(
+            f"targets of shape {targets.shape} do not fit outputs of shape {y.shape}: give labels of shape"
+            f" {y.shape[:-1]} or values of shape {y.shape}; one label per image needs an FC or a global pooling"
+            " layer at the end"
+        )
+    classes = y.shape[-1]
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise DataError(f"targets: labels must be integers from 0 to {classes - 1}, not {targets.dtype}")
+    if targets.size:
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= classes:
+            wrong = low if low < 0 else high
+            raise DataError(
+                f"targets: label {wrong} is outside the {classes} classes (0 to {classes - 1}) of the last layer;"
+                " give that layer more outputs or correct the labels"
+            )
+    return False
+
+
+def labels_of(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return integer labels of the shape of `y` without its last axis; of dense targets the largest."""
+    return targets.argmax(axis=-1) if is_dense(y, targets) else targets
+
+
+def pick(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return from every cell of `values` the entry of its label, with the last axis kept (length 1)."""
+    return np.take_along_axis(values, labels[..., None].astype(np.intp, copy=False), axis=-1)

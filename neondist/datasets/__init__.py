@@ -1,0 +1,12 @@
+"""Data sets that hand every rank its own tile of each image, and the labels whole.
+
+base: what a data set is. idx, unpack, mnist_files, mnist: the official MNIST files. gratings, synthetic: images of any
+size, made on demand. cache, cache_path: this rank's tile in an HDF5 file. download: the MNIST files from their public
+mirror (imported by the command line only).
+"""
+
+from .base import Dataset, Split
+from .mnist import MNIST
+from .synthetic import Synthetic
+
+__all__ = ["MNIST", "Dataset", "Split", "Synthetic"]

@@ -1,0 +1,122 @@
+"""What a data set is: two splits, of which a rank keeps its tile of every image and all the targets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from ..comm import ProcessGrid, agree
+from ..errors import ShapeError
+from ..registry import Registered
+
+
+class Tiles(Protocol):
+    """This rank's tile of every sample, indexed by an integer array: a NumPy array, or what makes them on demand."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Any, /) -> np.ndarray: ...
+
+
+class Split:
+    """Samples and their targets; every index is a sample number, the same on all ranks.
+
+    Parameters
+    ----------
+    tiles : array or Tiles
+        This rank's tile of every sample, local shape (N, *tile, C), uint8 or float.
+    labels : array
+        Target of every sample: classes (N,), whole on every rank, or this rank's tile of target images (N, *tile).
+        Classes are kept as int64.
+    mean, std : float or one per channel
+        `images` returns (x / scale - mean) / std.
+    scale : float
+        The raw value that stands for 1, 255 for bytes.
+
+    Raises
+    ------
+    ShapeError
+        If there are not as many labels as tiles.
+    """
+
+    def __init__(
+        self, tiles: Tiles, labels: np.ndarray, mean: ArrayLike = 0.0, std: ArrayLike = 1.0, scale: float = 255.0
+    ) -> None:
+        if len(tiles) != len(labels):
+            raise ShapeError(f"split: {len(tiles)} samples but {len(labels)} labels; give one label per sample")
+        self.tiles = tiles
+        labels = np.asarray(labels)
+        self.labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
+        self._factor = 1.0 / (scale * np.asarray(std, np.float64))
+        self._offset = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> np.ndarray:
+        """Return this rank's tile of the samples `indices`, local shape (n, *tile, C), normalised and contiguous."""
+        out = np.array(self.tiles[_sample_numbers(indices)], dtype, order="C")
+        out *= self._factor.astype(out.dtype)
+        out -= self._offset.astype(out.dtype)
+        return out
+
+    def targets(self, indices: ArrayLike) -> np.ndarray:
+        """Return the targets of the samples `indices`: classes (n,) int64, or tiles of target images (n, *tile)."""
+        return self.labels[_sample_numbers(indices)]
+
+
+class Dataset(Registered, ABC):
+    """A source of samples. A subclass says how to `check` it and how to `load` this rank's part.
+
+    Attributes
+    ----------
+    sample_shape : tuple of int
+        Global shape of one sample, (H, W, C) or (*spatial, C); known after `check`.
+    classes : int
+        Number of classes; known after `check`.
+    train, test : Split
+        Known after `open`.
+    """
+
+    sample_shape: tuple[int, ...]
+    classes: int
+    train: Split
+    test: Split
+
+    @abstractmethod
+    def check(self) -> None:
+        """Look at the source, quickly and without MPI; raise DataError if it cannot be what it should be."""
+
+    @abstractmethod
+    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+        """Return the training and test splits with this rank's tile, `tile_slices(grid, sample_shape)`; no messages."""
+
+    def open(self, grid: ProcessGrid) -> None:
+        """Load this rank's part of both splits (collective): if one rank cannot, every rank raises.
+
+        Raises
+        ------
+        DataError
+            If the source is missing, damaged or not what it should be, on any rank.
+        """
+        error: Exception | None = None
+        try:
+            self.check()
+            self.train, self.test = self.load(grid)
+        except Exception as problem:
+            error = problem
+        agree(grid.world, error)
+
+
+def tile_slices(grid: ProcessGrid, sample_shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of this rank's tile in one sample of global shape (*spatial, C); channels are never cut."""
+    return (*grid.tile_box(tuple(sample_shape[:-1])).slices, slice(0, sample_shape[-1]))
+
+
+def _sample_numbers(indices: ArrayLike) -> np.ndarray:
+    numbers = np.asarray(indices)
+    return numbers.astype(np.intp) if numbers.size == 0 else numbers

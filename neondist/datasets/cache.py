@@ -1,0 +1,113 @@
+"""This rank's part of a data set in one HDF5 file, rebuilt whenever it may be out of date.
+
+A cache is only ever a copy: it is used if its fingerprint (sources, tile, grid, format) and its checksums are right,
+and made again otherwise. It is written beside its final name and renamed, so that nobody ever sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..comm import ProcessGrid
+from ..errors import DataError
+from .unpack import PIECE
+
+FORMAT = 1
+Arrays = dict[str, np.ndarray]
+
+
+def fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, extent: tuple[int, ...]) -> str:
+    """Return everything that the cached tile depends on, as text; reads the sources once for their checksums."""
+    box = grid.tile_box(extent)
+    facts = {
+        "format": FORMAT,
+        "data set": name,
+        "sources": [_source(path) for path in sources],
+        "extent": extent,
+        "tile": [box.lo, box.hi],
+        "ranks": grid.size,
+    }
+    return json.dumps(facts, sort_keys=True)
+
+
+def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
+    """Return the arrays kept in `path` under the fingerprint `stamp`; where it has none, `build` them and keep them.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be written.
+    """
+    arrays = read(path, stamp)
+    if arrays is None:
+        arrays = build()
+        write(path, stamp, arrays)
+    return arrays
+
+
+def read(path: Path, stamp: str) -> Arrays | None:
+    """Return the arrays in `path`, or None if it is missing, has another fingerprint or is damaged in any way."""
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            if file.attrs["stamp"] != stamp:
+                return None
+            sums: dict[str, str] = json.loads(file.attrs["checksums"])
+            arrays = {name: np.asarray(file[name][()]) for name in sums}
+    # a damaged HDF5 file may raise nearly anything; whatever it is, the cache is made again
+    except Exception:
+        return None
+    return arrays if checksums(arrays) == sums else None
+
+
+def write(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write the arrays to `path`: whole, or not at all; DataError if the place cannot be written."""
+    import h5py
+
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with h5py.File(part, "w") as file:
+            for name, array in arrays.items():
+                file[name] = array
+            file.attrs["stamp"] = stamp
+            file.attrs["checksums"] = json.dumps(checksums(arrays))
+        with open(part, "rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(part, path)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DataError(
+            f"serialized_path: {path} cannot be written ({error}); choose a place that is writable and has room, or"
+            " leave serialized_path out"
+        ) from error
+    finally:
+        # gone already if it was renamed; left over only by a failure
+        with suppress(OSError):
+            part.unlink()
+
+
+def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Return shape, dtype and crc of each array, as text by name."""
+    return {n: f"{a.shape} {a.dtype} {zlib.crc32(np.ascontiguousarray(a).data):08x}" for n, a in arrays.items()}
+
+
+def _source(path: Path) -> list[Any]:
+    crc = 0
+    try:
+        with open(path, "rb") as file:
+            facts = os.fstat(file.fileno())
+            while piece := file.read(PIECE):
+                crc = zlib.crc32(piece, crc)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+    return [path.name, facts.st_size, facts.st_mtime_ns, crc]

@@ -1,0 +1,128 @@
+"""MNIST, the handwritten digits: the official IDX files, or the subset that ships with the package."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from ..comm import ProcessGrid
+from ..errors import ConfigError, DataError
+from .base import Dataset, Split, tile_slices
+from .cache import Arrays, cached, fingerprint
+from .cache_path import cache_path, check_template
+from .idx import Header, Reader, open_idx, read_header
+from .mnist_files import ALL, TEST, TRAIN, MnistFile, MnistPair, check_folder
+from .unpack import REMEDY
+
+EMBEDDED = Path(__file__).parent / "embedded"
+_PAIRS = {"train": TRAIN, "test": TEST}
+_SIDE = (28, 28)
+
+
+class MNIST(Dataset):
+    """Handwritten digits, 28 x 28 grey pixels, 10 classes (LeCun, Cortes and Burges).
+
+    Parameters
+    ----------
+    path : path, optional
+        Folder with the four official files, plain or .gz; `~` is expanded. Default: the embedded subset of 10,000
+        training and 2,000 test digits. Files with the official number of samples must be the official files, bit
+        for bit.
+    serialized_path : path, optional
+        Where each rank keeps its decoded tile between runs: an HDF5 file whose name has {rank} (needed for more than
+        one rank) and {size}; `~` is expanded. It is rebuilt when the files, the grid or the format changed. Default:
+        nothing is written.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is not a path, or the template has other fields.
+
+    Notes
+    -----
+    Pixels are normalised with the mean 0.1307 and the standard deviation 0.3081 of the official training set.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, serialized_path: str | os.PathLike[str] | None = None
+    ) -> None:
+        if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
+            raise ConfigError(f"path: {path!r} is not a folder; give one, or leave it out for the embedded digits")
+        if serialized_path is not None:
+            check_template(serialized_path)
+        self.path, self.serialized_path = path, serialized_path
+        self.sample_shape = (*_SIDE, 1)
+        self.classes = 10
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the digits come from."""
+        return EMBEDDED if self.path is None else Path(os.path.expanduser(self.path))
+
+    def check(self) -> None:
+        """Check that the four files are there and that their headers agree; reads a few bytes, not the data."""
+        check_folder(self.folder)
+        for pair in _PAIRS.values():
+            images, labels = (file.find(self.folder) for file in (pair.images, pair.labels))
+            found = read_header(images, pair.images.magic), read_header(labels, pair.labels.magic)
+            _check_headers(images, labels, *found)
+
+    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+        """Return the splits with this rank's tile, from the cache where it is good."""
+        if self.serialized_path is None:
+            arrays = self._decode(grid)
+        else:
+            path = cache_path(self.serialized_path, grid)
+            sources = [file.find(self.folder) for file in ALL]
+            stamp = fingerprint("MNIST", sources, grid, self.sample_shape[:-1])
+            arrays = cached(path, stamp, lambda: self._decode(grid))
+        train, test = (
+            Split(arrays[f"{name}/images"], arrays[f"{name}/targets"], mean=0.1307, std=0.3081) for name in _PAIRS
+        )
+        return train, test
+
+    def _decode(self, grid: ProcessGrid) -> Arrays:
+        arrays: Arrays = {}
+        tile = tile_slices(grid, self.sample_shape)
+        for name, pair in _PAIRS.items():
+            arrays[f"{name}/images"], arrays[f"{name}/targets"] = _read_pair(pair, self.folder, tile)
+        return arrays
+
+
+def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return this rank's tile of all images (N, h, w, 1) uint8 and all labels (N,) int64; every byte is checked."""
+    images, labels = (file.find(folder) for file in (pair.images, pair.labels))
+    with open_idx(images, pair.images.magic) as pixels, open_idx(labels, pair.labels.magic) as digits:
+        _check_headers(images, labels, pixels.header, digits.header)
+        cut = (slice(None), *tile)
+        # a whole image lives only as long as its chunk: only the cut tiles are kept
+        tiles = [chunk[..., None][cut].copy() for chunk in pixels.chunks()]
+        _check_official(pixels, pair.images)
+        targets = np.concatenate(list(digits.chunks())).astype(np.int64)
+        _check_official(digits, pair.labels)
+    wrong = np.flatnonzero(targets > 9)
+    if wrong.size:
+        at = wrong[0]
+        raise DataError(f"{labels}: label {targets[at]} of sample {at} is not a digit (0 to 9); {REMEDY}")
+    return np.concatenate(tiles), targets
+
+
+def _check_headers(images: Path, labels: Path, pixels: Header, digits: Header) -> None:
+    if pixels.sample != _SIDE:
+        size = " x ".join(map(str, pixels.sample))
+        raise DataError(f"{images}: images of {size} pixels, MNIST has 28 x 28; {REMEDY}")
+    if pixels.count != digits.count:
+        raise DataError(
+            f"{images} has {pixels.count} images but {labels} has {digits.count} labels; take both from the same set,"
+            f" or {REMEDY}"
+        )
+
+
+def _check_official(reader: Reader, file: MnistFile) -> None:
+    if reader.header.count == file.count and reader.md5 != file.md5:
+        raise DataError(
+            f"{reader.path}: has {file.count} samples like the official file, but its unpacked md5 is {reader.md5},"
+            f" expected {file.md5}: it is damaged or another data set; {REMEDY}"
+        )

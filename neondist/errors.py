@@ -1,0 +1,42 @@
+"""One exception class per kind of mistake.
+
+A `UserError` is something the person at the keyboard can mend: the command line prints its message once and exits with
+code 2. Everything else is a defect or a failure of the machine: a traceback and exit code 1.
+"""
+
+
+class NeondistError(Exception):
+    """Base of all errors that neondist raises on purpose."""
+
+
+class UserError(NeondistError):
+    """The input is wrong; the message says where, what and how to mend it.
+
+    `subject` is the object that the message is about, if there is one: the command line adds its file and line.
+    """
+
+    subject: object = None
+
+
+class ConfigError(UserError):
+    """A field of an experiment, a layer or a command has a value that cannot work."""
+
+
+class ShapeError(UserError):
+    """Array or layer shapes do not fit together."""
+
+
+class GridError(UserError):
+    """Ranks, replicas, rows and columns do not fit together."""
+
+
+class DataError(UserError):
+    """A data file is missing, damaged or not what its name promises."""
+
+
+class LaunchError(UserError):
+    """The job cannot be started: no MPI, no mpirun, or two MPIs that do not know each other."""
+
+
+class RemoteError(NeondistError):
+    """Another rank failed; its own message is the one to read."""

@@ -1,0 +1,27 @@
+"""Integer geometry of tiles, windows and halos; it imports neither MPI nor arrays.
+
+box: a half-open box of cells. split: balanced partitions. window: what a layer looks at. plan: who sends which cells to
+whom. If the tests of this package fail, no distributed test can pass.
+"""
+
+from .box import Box
+from .grid_shape import GridShape, grid_shape
+from .plan import HaloPlan, Piece, RepartitionPlan, TransferPlan, fold
+from .split import Partition, factorisations, split
+from .window import Window, same_padding
+
+__all__ = [
+    "Box",
+    "GridShape",
+    "HaloPlan",
+    "Partition",
+    "Piece",
+    "RepartitionPlan",
+    "TransferPlan",
+    "Window",
+    "factorisations",
+    "fold",
+    "grid_shape",
+    "same_padding",
+    "split",
+]

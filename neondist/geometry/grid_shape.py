@@ -1,0 +1,80 @@
+"""How many replicas and tiles there are; pure arithmetic, so that a plan needs no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigError, GridError
+from .split import Partition, factorisations
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """replicas x planes x rows x cols ranks; ranks are numbered row-major, replicas slowest."""
+
+    replicas: int = 1
+    rows: int = 1
+    cols: int = 1
+    planes: int = 1
+
+    @property
+    def tiles(self) -> int:
+        """Ranks that share one sample."""
+        return self.planes * self.rows * self.cols
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.replicas * self.tiles
+
+    def parts(self, ndim: int) -> tuple[int, ...]:
+        """Return into how many ranges each of `ndim` spatial axes is cut."""
+        if ndim == 3:
+            return self.planes, self.rows, self.cols
+        if ndim == 2:
+            return self.planes * self.rows, self.cols
+        return (self.tiles,) * ndim  # one axis takes all tiles, and no axis none
+
+    def partition(self, extent: Sequence[int]) -> Partition:
+        """Return the cut of an image of `extent` cells; an image with no axes is known whole on every tile's rank."""
+        if len(extent) > 3:
+            raise ConfigError(
+                f"images of extent {tuple(extent)} have more than the three spatial axes that a grid can cut"
+            )
+        return Partition(tuple(extent), self.parts(len(extent)), self.tiles)
+
+
+def grid_shape(
+    ranks: int, replicas: int = 1, rows: int | None = None, cols: int | None = None, planes: int = 1
+) -> GridShape:
+    """Return the grid for this many ranks; rows and cols default to the most square factorisation.
+
+    Raises
+    ------
+    GridError
+        If the factors do not multiply to `ranks`; the message lists those that do.
+    """
+    for field, value in {"replicas": replicas, "rows": rows, "cols": cols, "planes": planes}.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise GridError(f"{field} {value!r}: needs an integer of at least 1")
+    per_plane, rest = divmod(ranks, replicas * planes)
+    choices = factorisations(per_plane, 2) if not rest else []
+    fitting = [(r, c) for r, c in choices if rows in (None, r) and cols in (None, c)]
+    if not fitting:
+        raise GridError(_explain(ranks, replicas, rows, cols, planes, choices))
+    # a tie between r x c and c x r goes to more rows: a halo along H is one contiguous run
+    best = min(fitting, key=lambda rc: (abs(rc[0] - rc[1]), -rc[0]))
+    return GridShape(replicas, *best, planes)
+
+
+def _explain(
+    ranks: int, replicas: int, rows: int | None, cols: int | None, planes: int, choices: list[tuple[int, ...]]
+) -> str:
+    wanted = f"{replicas} replicas x " + (f"{planes} planes x " if planes > 1 else "")
+    wanted += f"{rows or 'any'} rows x {cols or 'any'} cols"
+    if choices:
+        fits = ", ".join(f"{r} x {c}" for r, c in choices)
+        return f"grid {wanted} does not make {ranks} ranks; rows x cols can be {fits}"
+    counts = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
+    return f"grid {wanted} does not make {ranks} ranks; replicas x planes must divide {ranks}: {counts}"

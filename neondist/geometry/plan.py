@@ -1,0 +1,191 @@
+"""Who sends which cells to whom; pure integers, computed by every rank alone, nothing is communicated.
+
+A plan names, for one tile, the cells that it owns, the cells that it needs, and the pieces that travel. The way back
+(bprop) is the same plan with the two ends swapped, adding instead of placing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from .box import Box
+from .split import Partition
+from .window import Window
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of cells that one tile owns and another (or the same) needs.
+
+    `source` is in image coordinates; `target` is where the needer keeps it, which differs only where the image wraps.
+    """
+
+    peer: int
+    source: Box
+    target: Box
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """The cells one tile owns and needs, and the pieces it receives, sends, and already has."""
+
+    own: Box
+    need: Box
+    receives: tuple[Piece, ...]
+    sends: tuple[Piece, ...]
+    local: tuple[Piece, ...]
+
+    @property
+    def sent_cells(self) -> int:
+        """Cells that this tile sends in fprop; in bprop it receives as many."""
+        return sum(piece.source.size for piece in self.sends)
+
+    @property
+    def received_cells(self) -> int:
+        """Cells that this tile receives in fprop; in bprop it sends as many."""
+        return sum(piece.source.size for piece in self.receives)
+
+
+@dataclass(frozen=True)
+class HaloPlan(TransferPlan):
+    """The plan of one tile for one window.
+
+    `need` reaches outside the image where the window is padded; `buffer` is the box around everything that the tile
+    keeps in one array: what it owns, what it needs, and the cells that padding is folded from.
+    """
+
+    buffer: Box
+    extent: tuple[int, ...]
+    window: Window
+
+    @property
+    def trivial(self) -> bool:
+        """True if the view is the tile itself."""
+        return self.need == self.own and not self.receives and not self.sends
+
+    @classmethod
+    def of(cls, partition: Partition, window: Window, tile: int) -> HaloPlan:
+        """Return the plan of `tile` when `window` slides over the image that `partition` cuts."""
+        axes = [_Axis(partition, window, axis) for axis in range(len(partition.extent))]
+        here = partition.coords(tile)
+        received = _combine(partition, [axis.pieces(at) for axis, at in zip(axes, here, strict=True)])
+        own, need = partition.box(tile), window.needs(_output(partition, window).box(tile))
+        sends = _combine(partition, [axis.pieces_from(at) for axis, at in zip(axes, here, strict=True)], by_needer=True)
+        sources = [axis.sources(at) for axis, at in zip(axes, here, strict=True)]
+        folded = Box(tuple(lo for lo, _ in sources), tuple(hi for _, hi in sources))
+        return cls(
+            own=own,
+            need=need,
+            receives=tuple(p for p in received if p.peer != tile),
+            sends=tuple(p for p in sends if p.peer != tile),
+            local=tuple(p for p in received if p.peer == tile),
+            buffer=need.hull(own).hull(folded),
+            extent=partition.extent,
+            window=window,
+        )
+
+
+@dataclass(frozen=True)
+class RepartitionPlan(TransferPlan):
+    """The plan that moves an image from one partition to another; ranks beyond a partition's tiles own nothing."""
+
+    @classmethod
+    def of(cls, source: Sequence[Box], target: Sequence[Box], rank: int) -> RepartitionPlan:
+        """Return the plan of `rank`; source[q] is what rank q owns and target[q] what it needs."""
+        received = _overlaps(target[rank], source)
+        sent = _overlaps(source[rank], target)
+        return cls(
+            own=source[rank],
+            need=target[rank],
+            receives=tuple(p for p in received if p.peer != rank),
+            sends=tuple(p for p in sent if p.peer != rank),
+            local=tuple(p for p in received if p.peer == rank),
+        )
+
+
+def _overlaps(box: Box, others: Sequence[Box]) -> list[Piece]:
+    cuts = ((peer, box.intersect(other)) for peer, other in enumerate(others))
+    return [Piece(peer, cut, cut) for peer, cut in cuts if not cut.empty]
+
+
+def _output(partition: Partition, window: Window) -> Partition:
+    return Partition(window.output_extent(partition.extent), partition.parts, partition.copies)
+
+
+@dataclass(frozen=True)
+class _AxisPiece:
+    """One axis of a piece: the part at the other end, and [lo, hi) where the owner and where the needer keeps it."""
+
+    part: int
+    lo: int
+    hi: int
+    offset: int
+
+
+class _Axis:
+    """One axis of a halo: tiles are a product of ranges, so every piece is a product of axis pieces."""
+
+    def __init__(self, partition: Partition, window: Window, axis: int) -> None:
+        self.partition, self.axis, self.mode = partition, axis, window.mode
+        self.n, self.parts = partition.extent[axis], partition.parts[axis]
+        out = _output(partition, window)
+        along = Partition((out.extent[axis],), (self.parts,))
+        alone = Window(window.kernel[axis], window.stride[axis], (window.padding[axis],), window.dilation[axis], ndim=1)
+        self.needs = [next(alone.needs(along.box(part)).axes()) for part in range(self.parts)]
+
+    def sources(self, part: int) -> tuple[int, int]:
+        """Return the range of cells, inside the image or (wrap) modulo it, that the part needs from owners."""
+        lo, hi = self.needs[part]
+        if self.mode == "wrap" or lo >= hi:
+            return lo, hi
+        if self.mode == "zeros":
+            return max(lo, 0), min(hi, self.n)
+        turning = (lo, -1, 0, self.n - 1, self.n, hi - 1)  # fold is monotonic between these
+        cells = [fold(i, self.n, self.mode) for i in turning if lo <= i < hi]
+        return min(cells), max(cells) + 1
+
+    def pieces(self, part: int) -> list[_AxisPiece]:
+        """Return what `part` needs, by owner."""
+        lo, hi = self.sources(part)
+        if lo >= hi:
+            return []
+        turns = range(lo // self.n, -(-hi // self.n)) if self.mode == "wrap" else range(1)
+        return [
+            _AxisPiece(owner, a, b, turn * self.n)
+            for turn in turns
+            for owner, a, b in self.partition.owners(self.axis, lo - turn * self.n, hi - turn * self.n)
+        ]
+
+    def pieces_from(self, owner: int) -> list[_AxisPiece]:
+        """Return what any part needs of `owner`, by needer."""
+        return [
+            _AxisPiece(part, p.lo, p.hi, p.offset)
+            for part in range(self.parts)
+            for p in self.pieces(part)
+            if p.part == owner
+        ]
+
+
+def _combine(partition: Partition, axes: list[list[_AxisPiece]], by_needer: bool = False) -> list[Piece]:
+    """Return the products of axis pieces; both ends of a message list its pieces in the same order."""
+    pieces: list[Piece] = []
+    if not axes:  # a vector is known whole on every rank
+        return pieces
+    for combination in product(*axes):
+        peer = 0
+        for parts, p in zip(partition.parts, combination, strict=True):
+            peer = peer * parts + p.part
+        source = Box(tuple(p.lo for p in combination), tuple(p.hi for p in combination))
+        pieces.append(Piece(peer, source, source.shift([p.offset for p in combination])))
+    return sorted(pieces, key=lambda piece: piece.peer) if by_needer else pieces
+
+
+def fold(i: int, n: int, mode: str) -> int:
+    """Return the cell in [0, n) that cell i shows, for the modes reflect, replicate and wrap."""
+    if mode == "wrap":
+        return i % n
+    if mode == "replicate":
+        return min(max(i, 0), n - 1)
+    return -i if i < 0 else (2 * (n - 1) - i if i >= n else i)

@@ -1,0 +1,64 @@
+"""Balanced splitting of cells over tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from .box import Box
+
+
+def split(n: int, parts: int, i: int) -> tuple[int, int]:
+    """Return the half-open range of part i when n cells go to `parts` parts: the first n % parts get one more."""
+    base, extra = divmod(n, parts)
+    lo = i * base + min(i, extra)
+    return lo, lo + base + (i < extra)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """An image of `extent` cells, cut into parts[a] ranges on every axis a; tiles are numbered row-major.
+
+    With no axes (a vector that every tile's rank knows whole) there are `copies` tiles, each of the one empty box.
+    """
+
+    extent: tuple[int, ...]
+    parts: tuple[int, ...]
+    copies: int = 1
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles."""
+        return prod(self.parts) if self.extent else self.copies
+
+    def coords(self, tile: int) -> tuple[int, ...]:
+        """Return the tile's place in the grid of tiles."""
+        place = []
+        for parts in reversed(self.parts if self.extent else ()):
+            tile, at = divmod(tile, parts)
+            place.append(at)
+        return tuple(reversed(place))
+
+    def box(self, tile: int) -> Box:
+        """Return the tile's cells."""
+        ranges = [split(n, p, c) for n, p, c in zip(self.extent, self.parts, self.coords(tile), strict=False)]
+        return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
+
+    def boxes(self) -> list[Box]:
+        """Return the cells of all tiles."""
+        return [self.box(tile) for tile in range(self.tiles)]
+
+    def owners(self, axis: int, lo: int, hi: int) -> list[tuple[int, int, int]]:
+        """Return (part, lo, hi) of every part of the axis that holds cells of [lo, hi)."""
+        n, parts = self.extent[axis], self.parts[axis]
+        ranges = ((part, *split(n, parts, part)) for part in range(parts))
+        cut = ((part, max(a, lo), min(b, hi)) for part, a, b in ranges)
+        return [(part, a, b) for part, a, b in cut if a < b]
+
+
+def factorisations(n: int, axes: int) -> list[tuple[int, ...]]:
+    """Return every way to write n as an ordered product of `axes` factors."""
+    if axes == 1:
+        return [(n,)]
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    return [(d, *rest) for d in divisors for rest in factorisations(n // d, axes - 1)]

@@ -1,0 +1,145 @@
+"""What a layer looks at: a window that slides over the image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, overload
+
+from ..errors import ConfigError, ShapeError
+from .box import Box
+
+MODES = ("zeros", "reflect", "replicate", "wrap")
+
+
+@dataclass(frozen=True, init=False)
+class Window:
+    """Kernel, stride, padding and dilation on every spatial axis; integers only.
+
+    Parameters
+    ----------
+    kernel, stride, dilation : int or tuple of int
+        An int holds for all axes. The number of axes is the length of the longest tuple given, or 2.
+    padding : int, (int, ...) per axis, or ((before, after), ...) per side
+    fill : float
+        Value of the cells outside the image in mode 'zeros' (-inf for max pooling).
+    mode : {'zeros', 'reflect', 'replicate', 'wrap'}
+        Where cells outside the image come from.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    fill: float
+    mode: str
+
+    def __init__(
+        self,
+        kernel: int | Sequence[int] = 3,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[Any] = 1,
+        dilation: int | Sequence[int] = 1,
+        fill: float = 0.0,
+        mode: str = "zeros",
+        ndim: int | None = None,
+    ) -> None:
+        lengths = {len(v) for v in (kernel, stride, padding, dilation) if isinstance(v, Sequence)}
+        if len(lengths) > 1 or (ndim is not None and lengths - {ndim}):
+            raise ConfigError(
+                f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation}: the tuples differ in length"
+                " or from the number of spatial axes; give an int or one entry per axis"
+            )
+        axes = ndim if ndim is not None else (lengths.pop() if lengths else 2)
+        if mode not in MODES:
+            raise ConfigError(f"padding mode '{mode}' is unknown; choose from {', '.join(MODES)}")
+        self._set("kernel", _per_axis("kernel_size", kernel, axes, least=1))
+        self._set("stride", _per_axis("stride", stride, axes, least=1))
+        self._set("padding", _per_side(padding, axes))
+        self._set("dilation", _per_axis("dilation", dilation, axes, least=1))
+        self._set("fill", float(fill))
+        self._set("mode", mode)
+
+    def _set(self, field: str, value: Any) -> None:
+        object.__setattr__(self, field, value)  # the class is frozen
+
+    @property
+    def ndim(self) -> int:
+        """Number of spatial axes."""
+        return len(self.kernel)
+
+    @property
+    def span(self) -> tuple[int, ...]:
+        """Cells from the first to the last that one window touches, on every axis."""
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
+
+    @property
+    def pointwise(self) -> bool:
+        """True if every output cell sees exactly the input cell at its own place."""
+        return all(v == 1 for v in (*self.kernel, *self.stride)) and not any(p for side in self.padding for p in side)
+
+    @overload
+    def output_extent(self, extent: int) -> int: ...
+    @overload
+    def output_extent(self, extent: Sequence[int]) -> tuple[int, ...]: ...
+    def output_extent(self, extent: int | Sequence[int]) -> int | tuple[int, ...]:
+        """Return how many windows fit, on every axis (an int is the extent of axis 0)."""
+        if isinstance(extent, Sequence):
+            return tuple(self._fit(axis, n) for axis, n in enumerate(extent))
+        return self._fit(0, int(extent))
+
+    def _fit(self, axis: int, n: int) -> int:
+        return max(0, (n + sum(self.padding[axis]) - self.span[axis]) // self.stride[axis] + 1)
+
+    def needs(self, out: Box) -> Box:
+        """Return the input cells that the output cells `out` look at; it may reach outside the image."""
+        lo = [o * s - p for o, s, (p, _) in zip(out.lo, self.stride, self.padding, strict=True)]
+        hi = [
+            start + (n - 1) * s + span if n else start
+            for start, n, s, span in zip(lo, out.shape, self.stride, self.span, strict=True)
+        ]
+        return Box(tuple(lo), tuple(hi))
+
+    def check(self, extent: Sequence[int]) -> None:
+        """Raise ShapeError or ConfigError if the window cannot slide over an image of this extent."""
+        if len(extent) != self.ndim:
+            raise ShapeError(f"a {self.ndim}-D window cannot slide over an image of extent {tuple(extent)}")
+        for axis, (n, sides) in enumerate(zip(extent, self.padding, strict=True)):
+            if self.span[axis] > n + sum(sides):
+                raise ShapeError(
+                    f"kernel_size {self.kernel} (dilation {self.dilation}) spans {self.span[axis]} cells on axis"
+                    f" {axis}, more than the padded input has ({n} + {sides[0]} + {sides[1]}); use a smaller kernel or"
+                    " more padding"
+                )
+            if self.mode == "reflect" and max(sides) >= n:
+                raise ConfigError(
+                    f"padding {sides} with padding_mode 'reflect' must be less than the image's {n} cells on axis"
+                    f" {axis}; use less padding or padding_mode 'replicate'"
+                )
+
+
+def same_padding(
+    extent: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Return the padding that makes the output ceil(extent / stride); an odd cell goes to the end."""
+    total = [
+        max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
+        for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True)
+    ]
+    return tuple((t // 2, t - t // 2) for t in total)
+
+
+def _per_axis(field: str, value: int | Sequence[int], axes: int, least: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
+    if any(isinstance(v, bool) or not isinstance(v, Integral) or v < least for v in values):
+        raise ConfigError(f"{field} {value}: needs integers of at least {least}")
+    return tuple(int(v) for v in values)
+
+
+def _per_side(value: int | Sequence[Any], axes: int) -> tuple[tuple[int, int], ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
+    sides = [tuple(v) if isinstance(v, Sequence) else (v, v) for v in values]
+    if any(len(side) != 2 or any(not isinstance(p, Integral) or p < 0 for p in side) for side in sides):
+        raise ConfigError(f"padding {value}: needs an integer, one per axis, or ((before, after), ...) of at least 0")
+    return tuple((int(before), int(after)) for before, after in sides)

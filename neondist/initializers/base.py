@@ -1,0 +1,27 @@
+"""First values of parameters, keyed by global index so that any tile can make its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from ..registry import Registered
+
+
+class Initializer(Registered, ABC):
+    """A rule for first values."""
+
+    @abstractmethod
+    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+        """Return float64 values for the entries of a parameter.
+
+        Parameters
+        ----------
+        stream : int
+            Key of the random stream (rng.key of seed, layer and parameter name).
+        index : uint64 array
+            Row-major indices of the entries in the whole parameter.
+        fan_in, fan_out : int
+            Inputs that one output cell sees, and outputs that one input cell reaches.
+        """

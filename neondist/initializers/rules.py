@@ -1,0 +1,71 @@
+"""The usual rules for first values."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import numpy as np
+
+from .. import rng
+from .base import Initializer
+
+
+class Constant(Initializer):
+    """The same value everywhere."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+        """Return the constant."""
+        return np.full(index.shape, float(self.value))
+
+
+class Gaussian(Initializer):
+    """Normal values of standard deviation `scale`."""
+
+    def __init__(self, scale: float = 0.01) -> None:
+        self.scale = scale
+
+    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+        """Return normal values."""
+        return self.scale * rng.normal(stream, index)
+
+
+class Uniform(Initializer):
+    """Uniform values in [low, high)."""
+
+    def __init__(self, low: float = -0.1, high: float = 0.1) -> None:
+        self.low, self.high = low, high
+
+    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+        """Return uniform values."""
+        return self.low + (self.high - self.low) * rng.uniform(stream, index)
+
+
+class FanInNormal(Initializer):
+    """Normal values of standard deviation gain / sqrt(fan_in) (He et al. 2015: gain sqrt(2) for rectifiers)."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        self.gain = gain
+
+    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+        """Return scaled normal values."""
+        return self.gain / sqrt(max(1, fan_in)) * rng.normal(stream, index)
+
+
+class FanInUniform(Initializer):
+    """Uniform values within 1 / sqrt(fan_in) of zero, the default of convolutions and FC layers (as in PyTorch)."""
+
+    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+        """Return scaled uniform values."""
+        return (2.0 * rng.uniform(stream, index) - 1.0) / sqrt(max(1, fan_in))
+
+
+class GlorotUniform(Initializer):
+    """Uniform values of variance 2 / (fan_in + fan_out) (Glorot and Bengio 2010)."""
+
+    def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
+        """Return scaled uniform values."""
+        limit = sqrt(6.0 / max(1, fan_in + fan_out))
+        return limit * (2.0 * rng.uniform(stream, index) - 1.0)

@@ -1,0 +1,28 @@
+"""An activation function as a layer of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Dist, Layer
+from .functions import Activation
+
+
+class ActivationLayer(Layer):
+    """Applies `activation` to every cell: input and output (N, *spatial, C), local."""
+
+    def __init__(self, activation: Activation, name: str | None = None) -> None:
+        super().__init__(name)
+        self.activation = activation
+
+    def forward(self, view: Any) -> Any:
+        """Return a copy, which the activation works on in place."""
+        return view.copy()
+
+    def backward(self, dy: Any) -> Any:
+        """Return dy, which has gone through the activation already."""
+        return dy
+
+
+class ActivationLayerDist(Dist, ActivationLayer):
+    """An activation over tiles."""

@@ -1,0 +1,62 @@
+"""Average pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .base import Dist
+from .pooling import PoolingLayer
+
+
+class AvgPoolingLayer(PoolingLayer):
+    """Mean over each window.
+
+    Parameters
+    ----------
+    kernel_size, stride, padding
+        As in PoolingLayer.
+    count_include_pad : bool
+        True: divide by the window's cells; False: by those of them that lie inside the image.
+    """
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[Any] = 0,
+        count_include_pad: bool = True,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(kernel_size, stride, padding, name)
+        self.count_include_pad = count_include_pad
+
+    def forward(self, view: Any) -> Any:
+        """Return the means."""
+        self.extent = view.shape[1:-1]
+        y = self.kernels.window_sum(view, *self._kernel_and_stride)
+        y *= self._weights(y.dtype)
+        return y
+
+    def backward(self, dy: Any) -> Any:
+        """Spread each gradient evenly."""
+        return self.kernels.window_spread(dy * self._weights(dy.dtype), self.extent, *self._kernel_and_stride)
+
+    def _weights(self, dtype: Any) -> Any:
+        """Return 1 / the number of cells that count, for every window: (*out, 1)."""
+        kernel, stride = self._kernel_and_stride
+        weights = np.ones((1,) * len(kernel) + (1,), dtype)
+        for axis, ((lo, hi), n, k, s) in enumerate(
+            zip(self.input.need.axes(), self.input.extent, kernel, stride, strict=True)
+        ):
+            starts = np.arange(lo, hi - k + 1, s)
+            inside = np.minimum(starts + k, n) - np.maximum(starts, 0)
+            counts = np.full(len(starts), k) if self.count_include_pad else inside
+            weights = weights / counts.reshape([-1 if a == axis else 1 for a in range(len(kernel) + 1)])
+        return weights.astype(dtype)
+
+
+class AvgPoolingLayerDist(Dist, AvgPoolingLayer):
+    """Average pooling over tiles."""

@@ -1,0 +1,194 @@
+"""A layer is a window, a forward on a view, a backward on a view; it never pads and never communicates.
+
+`layer.input` makes the view: a PaddedArray, or a GlobalArray where the mixin `Dist` comes first among the bases.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import GlobalArray, PaddedArray
+from ..backends import Backend
+from ..comm import ProcessGrid
+from ..geometry import Window
+from ..initializers import Constant, Initializer
+from ..registry import Distributed, Registered, serial_class
+from .functions import Activation
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all layers of a built model share."""
+
+    grid: ProcessGrid
+    backend: Backend
+    dtype: np.dtype
+    seed: int
+    batch_size: int
+
+
+class Phase(NamedTuple):
+    """What a pass is for: training or not, the step's number, and the first of the replica's samples in the batch."""
+
+    training: bool = True
+    step: int = 0
+    first_sample: int = 0
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Shape and first values of one array of a layer."""
+
+    shape: Shape
+    initializer: Initializer = field(default_factory=Constant)
+    fan_in: int = 1
+    fan_out: int = 1
+
+
+class Layer(Registered, ABC):
+    """Base of all layers. A layer of your own needs `forward` and `backward`, and a `window` if it sees neighbours.
+
+    Attributes
+    ----------
+    window : Window or None
+        None: every output cell sees the input cell at its own place alone.
+    input_shape, output_shape : tuple of int
+        Global, without the batch; known after the model's build.
+    ifmshape, ofmshape : tuple of int
+        The same for this rank's tile.
+    params, grads, state : dict of name to array
+        Trained arrays, their gradients (summed over all ranks after model.bprop), and arrays that are kept but not
+        trained.
+    input : PaddedArray or GlobalArray
+        Makes views, and offers `total`, `own`, `need` and `extent`.
+    phase : Phase
+        What the pass at work is for.
+    """
+
+    has_dist_twin = True
+    distributed = False
+    window: Window | None = None
+    activation: Activation | None = None
+    needs_input_gradient = True
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+        self.params: dict[str, Any] = {}
+        self.grads: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
+        self.phase = Phase()
+
+    # What a subclass may say of itself: functions of the global input shape alone.
+
+    def window_for(self, input_shape: Shape) -> Window | None:
+        """Return the window for inputs of this shape."""
+        return self.window
+
+    def channels_for(self, input_shape: Shape) -> int:
+        """Return the number of output channels."""
+        return input_shape[-1]
+
+    def output_shape_for(self, input_shape: Shape) -> Shape:
+        """Return the global output shape, without the batch; raises ShapeError or ConfigError if there is none."""
+        window = self.window_for(input_shape)
+        extent = input_shape[:-1]
+        if window is not None:
+            window.check(extent)
+            extent = window.output_extent(extent)
+        return *extent, self.channels_for(input_shape)
+
+    def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
+        """Return the trained arrays, by name."""
+        return {}
+
+    def state_for(self, input_shape: Shape) -> dict[str, Parameter]:
+        """Return the arrays that are kept but not trained, by name."""
+        return {}
+
+    # What a subclass computes.
+
+    @abstractmethod
+    def forward(self, view: Any) -> Any:
+        """Return this rank's outputs (n, *out, C') for its view (n, *need, C); keep what `backward` needs."""
+
+    @abstractmethod
+    def backward(self, dy: Any) -> Any:
+        """Return the gradient of the view, given that of the outputs; fill `grads` with this rank's share."""
+
+    # What the model calls.
+
+    def build(self, input_shape: Shape, context: Context) -> None:
+        """Fix shapes and make the input, for a global input shape without the batch."""
+        self.context, self.input_shape = context, tuple(input_shape)
+        self.window = self.window_for(self.input_shape)
+        self.output_shape = self.output_shape_for(self.input_shape)
+        self.adjust_for_dist()
+
+    def adjust_for_dist(self) -> None:
+        """Create `input` for this rank's tile, and set the local ifmshape and ofmshape."""
+        self.input = self.make_input((self.context.batch_size, *self.input_shape))
+        self.ifmshape = self.input.local_shape[1:]
+        self.ofmshape = (*self.context.grid.tile_box(self.output_shape[:-1]).shape, self.output_shape[-1])
+
+    def make_input(self, shape: Shape) -> PaddedArray:
+        """Return what makes the views of inputs of this global shape."""
+        return PaddedArray(shape, self.window, str(self.context.dtype), self.context.backend, reuse=True)
+
+    def fprop(self, x: Any, phase: Phase) -> Any:
+        """Return this rank's tile of the output for its tile of the input."""
+        self.phase = phase
+        y = self.forward(self.input.get_fprop_view(x))
+        if self.activation is not None:
+            y = self.output = self.activation.fprop(y)
+        return y
+
+    def bprop(self, dy: Any) -> Any:
+        """Return the gradient of this rank's tile of the input, given that of the output."""
+        if self.activation is not None:
+            dy = self.activation.bprop(self.output, dy)
+        dview = self.backward(dy)
+        return self.input.get_bprop_view(dview) if self.needs_input_gradient else None
+
+    # What `forward` and `backward` may use.
+
+    @property
+    def kernels(self) -> Backend:
+        """The backend's kernels."""
+        return self.context.backend
+
+    def total(self, array: Any, replicas: bool = False) -> Any:
+        """Return the sum over all tiles (and replicas) of what each rank counted over its own cells."""
+        return self.input.total(array, replicas)
+
+    def share(self, array: Any) -> Any:
+        """Return this rank's share in a sum over all ranks of something computed from the output.
+
+        Outputs with no spatial axes are known whole on every tile's rank, and must be counted once.
+        """
+        counted = self.output_shape[:-1] or self.context.grid.tile == 0
+        return array if counted else 0 * array
+
+    def default_name(self) -> str:
+        """Return the class as a word: 'max_pooling' for MaxPoolingLayerDist."""
+        word = serial_class(type(self)).__name__.removesuffix("Layer")
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()
+
+
+class Dist(Distributed):
+    """The mixin that distributes a layer: `class MyLayerDist(Dist, MyLayer)`; its input is cut into tiles."""
+
+    distributed = True
+    context: Context
+    window: Any
+
+    def make_input(self, shape: Shape) -> PaddedArray:
+        """Return a GlobalArray over the model's grid."""
+        context = self.context
+        return GlobalArray(context.grid, shape, self.window, str(context.dtype), context.backend, reuse=True)

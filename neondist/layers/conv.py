@@ -1,0 +1,115 @@
+"""Convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from ..errors import ConfigError
+from ..geometry import Window, same_padding
+from ..initializers import FanInUniform, Initializer
+from .base import Dist, Layer, Parameter, Shape
+from .functions import Activation
+
+
+class ConvLayer(Layer):
+    """Convolution (cross-correlation) with shared weights.
+
+    Input (N, *spatial, C), output (N, *spatial', out_channels), both local to this rank. Parameters 'weights'
+    (*kernel, C / groups, out_channels) and 'bias' (out_channels,).
+
+    Parameters
+    ----------
+    out_channels : int
+    kernel_size, stride, dilation : int or one per axis
+    padding : int, one per axis, ((before, after), ...) per axis, or 'same' (output extent ceil(extent / stride))
+    groups : int
+        Must divide the input's channels and out_channels.
+    bias : bool
+    activation : Activation, optional
+    padding_mode : {'zeros', 'reflect', 'replicate', 'wrap'}
+    scheme : {'halo'}
+        How cells of other tiles reach a view.
+    weights_init : Initializer, optional
+        Default FanInUniform.
+    """
+
+    window: Window
+
+    def __init__(
+        self,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[Any] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        activation: Activation | None = None,
+        padding_mode: str = "zeros",
+        scheme: str = "halo",
+        name: str | None = None,
+        weights_init: Initializer | None = None,
+    ) -> None:
+        super().__init__(name)
+        if out_channels < 1:
+            raise ConfigError(f"out_channels {out_channels}: needs at least 1")
+        if groups < 1 or out_channels % groups:
+            raise ConfigError(f"groups {groups} must divide out_channels {out_channels}")
+        if isinstance(padding, str) and padding != "same":
+            raise ConfigError(f"padding '{padding}': give numbers, or 'same'")
+        if scheme != "halo":
+            raise ConfigError(f"scheme '{scheme}' is unknown; choose from halo")
+        self.out_channels, self.kernel_size, self.stride = out_channels, kernel_size, stride
+        self.padding, self.dilation, self.groups, self.bias = padding, dilation, groups, bias
+        self.activation, self.padding_mode, self.scheme = activation, padding_mode, scheme
+        self.weights_init = weights_init or FanInUniform()
+
+    def window_for(self, input_shape: Shape) -> Window:
+        """Return the window; padding 'same' depends on the extent."""
+        ndim, padding = len(input_shape) - 1, self.padding
+        if isinstance(padding, str):
+            bare = Window(self.kernel_size, self.stride, 0, self.dilation, ndim=ndim)
+            padding = same_padding(input_shape[:-1], bare.kernel, bare.stride, bare.dilation)
+        return Window(self.kernel_size, self.stride, padding, self.dilation, mode=self.padding_mode, ndim=ndim)
+
+    def channels_for(self, input_shape: Shape) -> int:
+        """Return out_channels."""
+        return self.out_channels
+
+    def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
+        """Return 'weights' and 'bias'."""
+        kernel, channels = self.window_for(input_shape).kernel, input_shape[-1]
+        if channels % self.groups:
+            raise ConfigError(f"groups {self.groups} must divide the input's {channels} channels")
+        shape = (*kernel, channels // self.groups, self.out_channels)
+        fan_in, fan_out = prod(shape[:-1]), prod(kernel) * self.out_channels // self.groups
+        found = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out)}
+        if self.bias:
+            found["bias"] = Parameter((self.out_channels,))
+        return found
+
+    def forward(self, view: Any) -> Any:
+        """Return the convolution plus bias."""
+        self.view = view
+        window = self.window
+        y = self.kernels.conv_forward(view, self.params["weights"], window.stride, window.dilation, self.groups)
+        if self.bias:
+            y += self.params["bias"]
+        return y
+
+    def backward(self, dy: Any) -> Any:
+        """Return the gradient of the view; fill those of weights and bias."""
+        window, kernels = self.window, self.kernels
+        how = window.stride, window.dilation, self.groups
+        self.grads["weights"] = kernels.conv_backward_weights(self.view, dy, window.kernel, *how)
+        if self.bias:
+            self.grads["bias"] = kernels.channel_sum(dy)
+        if not self.needs_input_gradient:
+            return None
+        return kernels.conv_backward_input(dy, self.params["weights"], self.view.shape[1:-1], *how)
+
+
+class ConvLayerDist(Dist, ConvLayer):
+    """Convolution over tiles."""

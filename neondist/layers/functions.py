@@ -1,0 +1,89 @@
+"""Activation functions; each backward works from the output alone, so that no input is kept."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from ..registry import Registered
+
+
+class Activation(Registered, ABC):
+    """A function of each cell."""
+
+    @abstractmethod
+    def fprop(self, z: Any) -> Any:
+        """Return the outputs for z (any shape, channels last); z may be overwritten."""
+
+    @abstractmethod
+    def bprop(self, y: Any, dy: Any) -> Any:
+        """Return the gradient of z, given the outputs y and their gradient."""
+
+
+class Identity(Activation):
+    """The input itself."""
+
+    def fprop(self, z: Any) -> Any:
+        """Return z."""
+        return z
+
+    def bprop(self, y: Any, dy: Any) -> Any:
+        """Return dy."""
+        return dy
+
+
+class RectLin(Activation):
+    """Rectifier max(z, 0); the gradient at 0 is 0."""
+
+    def fprop(self, z: Any) -> Any:
+        """Return max(z, 0)."""
+        return np.maximum(z, 0, out=z)
+
+    def bprop(self, y: Any, dy: Any) -> Any:
+        """Return dy where y is positive."""
+        return dy * (y > 0)
+
+
+class Logistic(Activation):
+    """1 / (1 + exp(-z))."""
+
+    def fprop(self, z: Any) -> Any:
+        """Return the logistic function, through tanh so that nothing overflows."""
+        z *= 0.5
+        np.tanh(z, out=z)
+        z *= 0.5
+        z += 0.5
+        return z
+
+    def bprop(self, y: Any, dy: Any) -> Any:
+        """Return dy y (1 - y)."""
+        return dy * y * (1 - y)
+
+
+class Tanh(Activation):
+    """Hyperbolic tangent."""
+
+    def fprop(self, z: Any) -> Any:
+        """Return tanh z."""
+        return np.tanh(z, out=z)
+
+    def bprop(self, y: Any, dy: Any) -> Any:
+        """Return dy (1 - y²)."""
+        return dy * (1 - y * y)
+
+
+class Softmax(Activation):
+    """exp(z) normalised over the channels. CrossEntropy has its own softmax inside: do not put both."""
+
+    def fprop(self, z: Any) -> Any:
+        """Return the softmax over the last axis."""
+        z -= z.max(axis=-1, keepdims=True, initial=-np.inf)
+        np.exp(z, out=z)
+        z /= z.sum(axis=-1, keepdims=True)
+        return z
+
+    def bprop(self, y: Any, dy: Any) -> Any:
+        """Return y (dy - sum over channels of y dy)."""
+        return y * (dy - (y * dy).sum(axis=-1, keepdims=True))

@@ -1,0 +1,40 @@
+"""Global average pooling."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..errors import ShapeError
+from .base import Dist, Layer, Shape
+
+
+class GlobalAvgPoolingLayer(Layer):
+    """Mean over the whole image: input (N, *spatial, C) local, output (N, C) whole on every rank (Lin et al. 2014).
+
+    Local sums and one allreduce of N x C numbers; nothing is gathered.
+    """
+
+    def output_shape_for(self, input_shape: Shape) -> Shape:
+        """Return (C,)."""
+        if len(input_shape) < 2:
+            raise ShapeError(f"global average pooling needs an image, but its input has shape {input_shape}")
+        return input_shape[-1:]
+
+    def forward(self, view: Any) -> Any:
+        """Return the means over all tiles."""
+        sums = view.sum(axis=tuple(range(1, view.ndim - 1)))
+        return self.total(sums) / prod(self.input_shape[:-1])
+
+    def backward(self, dy: Any) -> Any:
+        """Spread the gradient evenly over the cells."""
+        each = dy / prod(self.input_shape[:-1])
+        cells = self.input.own.shape
+        each = each.reshape(len(dy), *(1 for _ in cells), dy.shape[-1])
+        return np.broadcast_to(each, (len(dy), *cells, dy.shape[-1])).copy()
+
+
+class GlobalAvgPoolingLayerDist(Dist, GlobalAvgPoolingLayer):
+    """Global average pooling over tiles."""

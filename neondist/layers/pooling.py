@@ -1,0 +1,71 @@
+"""What all pooling layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+from ..errors import ConfigError
+from ..geometry import Window
+from .base import Dist, Layer, Shape
+
+
+class PoolingLayer(Layer):
+    """Base of the pooling layers: a window, one value for each channel.
+
+    Input (N, *spatial, C), output (N, *spatial', C), both local to this rank.
+
+    Parameters
+    ----------
+    kernel_size : int or one per axis
+    stride : int or one per axis, optional
+        Default: kernel_size.
+    padding : int, one per axis, or ((before, after), ...) per axis
+        Must be less than the kernel, so that every window holds a cell.
+    """
+
+    window: Window
+    fill = 0.0
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[Any] = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.kernel_size, self.padding = kernel_size, padding
+        self.stride = kernel_size if stride is None else stride
+
+    def window_for(self, input_shape: Shape) -> Window:
+        """Return the window."""
+        window = Window(self.kernel_size, self.stride, self.padding, fill=self.fill, ndim=len(input_shape) - 1)
+        if any(max(sides) >= k for sides, k in zip(window.padding, window.kernel, strict=True)):
+            raise ConfigError(f"padding {self.padding} must be less than kernel_size {self.kernel_size}")
+        return window
+
+    @property
+    def _kernel_and_stride(self) -> tuple[Shape, Shape]:
+        return self.window.kernel, self.window.stride
+
+
+class MaxPoolingLayer(PoolingLayer):
+    """Maximum over each window; padding never wins, and of equal values the first in row-major order does."""
+
+    fill = -inf
+
+    def forward(self, view: Any) -> Any:
+        """Return the maxima."""
+        self.extent = view.shape[1:-1]
+        y, self.place = self.kernels.max_pool(view, *self._kernel_and_stride)
+        return y
+
+    def backward(self, dy: Any) -> Any:
+        """Send each gradient to where the maximum was."""
+        return self.kernels.max_pool_backward(dy, self.place, self.extent, *self._kernel_and_stride)
+
+
+class MaxPoolingLayerDist(Dist, MaxPoolingLayer):
+    """Max pooling over tiles."""

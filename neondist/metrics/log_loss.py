@@ -1,0 +1,20 @@
+"""The mean negative log likelihood."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..costs.cross_entropy import CrossEntropy
+from .base import Metric
+
+
+class LogLoss(Metric):
+    """Mean of -log p of the label over samples (and cells), p being the softmax of the outputs."""
+
+    name = "log_loss"
+
+    def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+        """Return the sum of -log p and the number of answers."""
+        return CrossEntropy().value(y, targets), math.prod(y.shape[:-1])

@@ -1,0 +1,38 @@
+"""The share of answers that are wrong even with k guesses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..costs.labels import labels_of, pick
+from ..errors import ConfigError
+from ..optim.ranges import integer
+from .base import Metric
+
+
+class TopK(Metric):
+    """Share of samples (or cells) whose label is not among the `k` largest outputs; ties go to the lower classes.
+
+    Parameters
+    ----------
+    k : int
+        Number of guesses, at least 1 and at most the number of classes; 1 is `Misclassification`.
+    """
+
+    def __init__(self, k: int = 5) -> None:
+        self.k = integer("k", k, 1)
+        self.name = f"top{self.k}_error"
+
+    def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+        """Return the number of misses and the number of answers."""
+        labels = labels_of(y, targets)
+        mine = pick(y, labels)
+        lower_class = np.arange(y.shape[-1]) < labels[..., None]
+        ahead = ((y > mine) | ((y == mine) & lower_class)).sum(axis=-1)
+        hit = (ahead < self.k) & ~np.isnan(mine[..., 0])  # a network that has diverged knows nothing
+        return float(np.count_nonzero(~hit)), hit.size
+
+    def check(self, classes: int | None) -> None:
+        """Raise ConfigError if there are fewer classes than guesses."""
+        if classes is not None and self.k > classes:
+            raise ConfigError(f"k: {self.k} guesses are more than the {classes} classes; give at most {classes}")

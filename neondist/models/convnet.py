@@ -1,0 +1,20 @@
+"""Convolutional networks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import ShapeError
+from ..geometry import GridShape
+from .model import Model
+from .plan import LayerPlan
+
+
+class Convnet(Model):
+    """A convolutional network: input images (N, H, W, C), or (N, *spatial, C) in general."""
+
+    def plan(self, input_shape: Sequence[int], grid: GridShape | None = None) -> list[LayerPlan]:
+        """Return the plan of every layer; ShapeError if the input is no image."""
+        if len(input_shape) < 2:
+            raise ShapeError(f"input_shape {tuple(input_shape)}: a convnet needs (H, W, C); vectors go into an MLP")
+        return super().plan(input_shape, grid)

@@ -1,0 +1,26 @@
+"""Distributed models."""
+
+from __future__ import annotations
+
+from ..comm import ProcessGrid
+from ..registry import Distributed
+from .convnet import Convnet
+from .mlp import MLP
+
+
+class DistModel(Distributed):
+    """The mixin that distributes a model: `class MyModelDist(DistModel, MyModel)`; its default grid is all ranks."""
+
+    distributed = True
+
+    def default_grid(self) -> ProcessGrid:
+        """Return the grid of all ranks of the job."""
+        return ProcessGrid()
+
+
+class MLPDist(DistModel, MLP):
+    """A multi-layer perceptron over tiles."""
+
+
+class ConvnetDist(DistModel, Convnet):
+    """A convolutional network over tiles."""

@@ -1,0 +1,21 @@
+"""From a serial model to its distributed twin."""
+
+from __future__ import annotations
+
+from ..registry import dist_class
+from .model import Model
+
+
+def distribute(model: Model) -> Model:
+    """Return the distributed twin of a serial model, layer by layer; trained weights come along.
+
+    Raises
+    ------
+    ConfigError
+        If a layer or the model has no distributed class; the message names it and says how to write one.
+    """
+    layers = [dist_class(type(layer))(**layer.arguments() | {"name": layer.name}) for layer in model.layers]
+    twin: Model = dist_class(type(model))(**model.arguments() | {"layers": layers})
+    if model.parameters is not None:
+        twin.load_state(model.state())
+    return twin

@@ -1,0 +1,260 @@
+"""A list of layers with a cost and an optimiser; serial here, distributed with the mixin `DistModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import GlobalArray
+from ..backends import get_backend
+from ..comm import ProcessGrid
+from ..costs import Cost, CrossEntropy
+from ..errors import ConfigError, GridError, ShapeError, UserError
+from ..geometry import GridShape
+from ..layers import Context, Layer, Phase
+from ..optim import SGD, Optimizer
+from ..registry import Registered
+from .parameters import Parameters, load
+from .plan import LayerPlan, of_layer, plan_layers
+from .targets import local_targets
+
+
+class Model(Registered):
+    """A chain of layers, trained by gradient descent.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+        Unnamed layers are named after their class and number: 'conv1', 'conv2', 'fc1'.
+    cost : Cost
+        Default CrossEntropy.
+    optimizer : Optimizer
+        Default SGD.
+    seed : int
+        Keys all random numbers, with names and global indices.
+    backend : str
+        'auto' takes the fastest that is there.
+    dtype : {'float32', 'float64'}
+
+    Attributes
+    ----------
+    grid, batch_size, input_shape, output_shape
+        Known after `build`; shapes are global, without the batch.
+    bytes_sent : int
+        Bytes of halos that this rank has sent since `build`.
+    """
+
+    has_dist_twin = True
+    distributed = False
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        cost: Cost | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 0,
+        backend: str = "auto",
+        dtype: str = "float32",
+    ) -> None:
+        if not layers:
+            raise ConfigError("layers: a model needs at least one layer")
+        if str(dtype) not in ("float32", "float64"):
+            raise ConfigError(f"dtype {dtype!r}: choose from float32, float64")
+        self.layers = list(layers)
+        self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
+        self.seed, self.backend, self.dtype = seed, backend, np.dtype(dtype)
+        self.learning_rate_scale, self.step = 1.0, 0
+        self.parameters: Parameters | None = None
+        self._pending: dict[str, Any] | None = None
+        self._name_layers()
+
+    def plan(self, input_shape: Sequence[int], grid: GridShape | None = None) -> list[LayerPlan]:
+        """Return shapes, tiles and halos of every layer, from arithmetic alone; raises what `build` would raise."""
+        return plan_layers(self.layers, tuple(input_shape), grid or GridShape())
+
+    def build(self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None) -> None:
+        """Fix all shapes, make the inputs of all layers for this rank, and fill in first weights.
+
+        Parameters
+        ----------
+        input_shape : (*spatial, C), global
+        batch_size : int
+            Global: over all replicas.
+        grid : ProcessGrid, optional
+            Default: all ranks (distributed models), or this process alone (serial ones).
+        """
+        self.grid = grid or self.default_grid()
+        self._check_grid(batch_size)
+        self.input_shape, self.batch_size = tuple(input_shape), batch_size
+        plans = self.plan(self.input_shape)
+        self.output_shape = plans[-1].output_shape
+        context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
+        for index, (layer, plan) in enumerate(zip(self.layers, plans, strict=True)):
+            try:
+                layer.build(plan.input_shape, context)
+            except UserError as error:
+                raise of_layer(error, index, layer) from error
+        self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
+        self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
+        self.parameters = Parameters(self.layers, self.seed, self.dtype, context.backend)
+        self.slots = self.optimizer.slots(self.parameters.values.size, self.dtype)
+        if self._pending is not None:
+            self.load_state(self._pending)
+
+    # The passes.
+
+    def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
+        """Return this rank's tile of the output (or the whole output after an FC layer) for its tile of the input."""
+        batch = self._batch(x, batch_size)
+        phase = Phase(training, self.step, self.grid.sample_range(batch)[0])
+        for layer in self.layers:
+            x = layer.fprop(x, phase)
+        return x
+
+    def bprop(self, dy: Any) -> Any:
+        """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
+
+        Parameters
+        ----------
+        dy : array
+            This rank's part of the output's gradient (`scatter_output`).
+        """
+        parameters = self._built()
+        for layer in reversed(self.layers):
+            dy = layer.bprop(dy)
+        parameters.sum_gradients(self.grid)
+        return dy
+
+    def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
+        """Run one step - fprop, cost, bprop, update - and return the mean loss over the global batch.
+
+        Parameters
+        ----------
+        x : array
+            This rank's tile of the images.
+        targets : array
+            Those of the whole batch, the same on every rank, or this rank's part of them.
+        batch_size : int, optional
+            Samples of this batch over all replicas, where they are not those that the model was built for.
+        """
+        parameters = self._built()
+        batch = self._batch(x, batch_size)
+        self.layers[0].needs_input_gradient = False
+        try:
+            y = self.fprop(x, training=True, batch_size=batch)
+            local = self.local_targets(targets, batch)
+            scale = 1.0 / (batch * self.cost.cells(self.output_shape))
+            loss = self.total_over_output(np.array([self.cost.value(y, local)]))
+            self.bprop(self.cost.gradient(y, local) * self.dtype.type(scale))
+        finally:
+            self.layers[0].needs_input_gradient = True
+        self.optimizer.update(
+            parameters.values, parameters.grads, self.slots, self.step, scale=self.learning_rate_scale
+        )
+        self.step += 1
+        return float(loss[0] * scale)
+
+    # Whole arrays and this rank's parts.
+
+    def scatter(self, images: Any) -> Any:
+        """Return this rank's tile of images (N, *spatial, C), the same on every rank."""
+        return self.input.scatter(images)
+
+    def scatter_output(self, dy: Any) -> Any:
+        """Return this rank's part of an array of the output's shape, the same on every rank."""
+        return self.output.scatter(dy)
+
+    def gather(self, y: Any) -> Any:
+        """Return the whole output on every rank; collective."""
+        return self.output.gather(y)
+
+    def gather_input(self, dx: Any) -> Any:
+        """Return the whole input (or its gradient) on every rank; collective."""
+        return self.input.gather(dx)
+
+    def local_targets(self, targets: Any, batch_size: int) -> Any:
+        """Return the part of the whole batch's targets that belongs to this rank's outputs."""
+        return local_targets(targets, self.output, batch_size)
+
+    def total_over_output(self, array: Any) -> Any:
+        """Sum an array in place over the ranks that hold distinct parts of the output, and return it; collective."""
+        return self.output.total(array, replicas=True)
+
+    # Values to keep.
+
+    def state(self) -> dict[str, Any]:
+        """Return copies of all whole arrays by '<layer name>/<parameter>', equal on every grid."""
+        return {name: array.copy() for name, array in self._built().arrays().items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over arrays that `state` returned; before the first build they are kept for it."""
+        if self.parameters is None:
+            self._pending = dict(state)
+        else:
+            load(self.parameters.arrays(), state, "state")
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>', equal on every grid."""
+        return {name: array.copy() for name, array in self._built().named_slots(self.slots).items()}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take over arrays that `optimizer_state` returned."""
+        load(self._built().named_slots(self.slots), state, "optimiser state")
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of halos that this rank has sent since `build`."""
+        return sum(layer.input.bytes_sent for layer in self.layers)
+
+    # Inside.
+
+    def default_grid(self) -> ProcessGrid:
+        """Return the grid to build on where none is given."""
+        return ProcessGrid.serial()
+
+    def _name_layers(self) -> None:
+        counts: dict[str, int] = {}
+        for layer in self.layers:
+            if layer.name is None:
+                word = layer.default_name()
+                counts[word] = counts.get(word, 0) + 1
+                layer.name = f"{word}{counts[word]}"
+        names = [layer.name for layer in self.layers]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ConfigError(f"layers: the name '{min(map(str, twice))}' is given twice; names must differ")
+
+    def _check_grid(self, batch_size: int) -> None:
+        if not self.distributed and self.grid.size > 1:
+            name = type(self).__name__
+            size = self.grid.size
+            raise GridError(f"{name} is serial, but the grid has {size} ranks; use {name}Dist or nd.distribute")
+        if batch_size < self.grid.replicas:
+            raise ConfigError(f"batch_size {batch_size} is less than replicas {self.grid.replicas}; give each a sample")
+        for layer in self.layers:
+            if layer.distributed != self.distributed:
+                kind = "serial" if self.distributed else "distributed"
+                raise ConfigError(
+                    f"layer '{layer.name}' ({type(layer).__name__}) is {kind}, but {type(self).__name__} is not;"
+                    " use the layer's twin, or nd.distribute"
+                )
+
+    def _built(self) -> Parameters:
+        if self.parameters is None:
+            name = type(self).__name__
+            raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")
+        return self.parameters
+
+    def _batch(self, x: Any, batch_size: int | None) -> int:
+        """Return the number of samples over all replicas, and check that this rank's share of them came."""
+        self._built()
+        whole = batch_size or (len(x) if self.grid.replicas == 1 else self.batch_size)
+        lo, hi = self.grid.sample_range(whole)
+        if len(x) != hi - lo:
+            raise ShapeError(
+                f"{len(x)} samples came, but rank {self.grid.rank} takes {hi - lo} of a batch of {whole};"
+                " give batch_size where a batch is smaller than the model was built for"
+            )
+        return whole

@@ -1,0 +1,35 @@
+"""The targets that belong to a rank's outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays import PaddedArray
+from ..errors import ShapeError
+
+
+def local_targets(targets: Any, output: PaddedArray, batch_size: int) -> Any:
+    """Return this rank's part of the targets of a whole batch; what is local already is returned as it is.
+
+    Parameters
+    ----------
+    targets : array
+        Labels (N,) or (N, *spatial), or arrays of the output's shape (N, *spatial, C); N is `batch_size`, or the
+        samples of this rank's replica.
+    output : PaddedArray
+        The layout of the output.
+    """
+    lo, hi = output.grid.sample_range(batch_size)
+    if len(targets) == batch_size:
+        targets = targets[lo:hi]
+    elif len(targets) != hi - lo:
+        raise ShapeError(f"{len(targets)} targets came for a batch of {batch_size}")
+    spatial = targets.shape[1 : 1 + len(output.extent)]
+    if spatial == output.own.shape:
+        return targets
+    if spatial == output.extent:
+        return targets[(slice(None), *output.own.slices)]
+    raise ShapeError(
+        f"targets of spatial shape {spatial}: expected the whole output's {output.extent} or this tile's"
+        f" {output.own.shape}"
+    )

@@ -1,0 +1,74 @@
+"""Adam."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .base import Optimizer
+from .ranges import real
+from .schedule import Schedule
+
+
+class Adam(Optimizer):
+    """Adaptive moments (Kingma and Ba 2015), as `torch.optim.Adam`.
+
+    Parameters
+    ----------
+    learning_rate : float
+        Length of a step.
+    beta1, beta2 : float
+        Memory of the running means of the gradient and of its square, in [0, 1).
+    eps : float
+        Added to the root of the mean square, against division by zero; above 0.
+    weight_decay : float
+        L2 penalty, added to the gradients.
+    schedule : Schedule, optional
+        A factor on the learning rate over the epochs.
+
+    Raises
+    ------
+    ConfigError
+        A value is out of its range.
+    """
+
+    slot_names = ("mean", "square")
+
+    def __init__(
+        self,
+        learning_rate: float = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__(learning_rate, weight_decay, schedule)
+        self.beta1 = real("beta1", beta1, 0.0, 1.0)
+        self.beta2 = real("beta2", beta2, 0.0, 1.0)
+        self.eps = real("eps", eps, 0.0, open_low=True)
+
+    def apply(
+        self,
+        params: np.ndarray,
+        grads: np.ndarray,
+        slots: dict[str, np.ndarray],
+        scratch: np.ndarray,
+        rate: float,
+        step: int,
+    ) -> None:
+        """Change one block in place by the bias-corrected mean over the bias-corrected root mean square."""
+        mean, square = slots["mean"], slots["square"]
+        mean *= self.beta1
+        np.multiply(grads, 1.0 - self.beta1, out=scratch)
+        mean += scratch
+        square *= self.beta2
+        np.multiply(grads, grads, out=scratch)
+        scratch *= 1.0 - self.beta2
+        square += scratch
+        count = step + 1
+        np.sqrt(square, out=scratch)
+        scratch /= (1.0 - self.beta2**count) ** 0.5
+        scratch += self.eps
+        np.divide(mean, scratch, out=scratch)
+        scratch *= rate / (1.0 - self.beta1**count)
+        params -= scratch

@@ -1,0 +1,54 @@
+"""Learning-rate schedules: a factor on the learning rate as a function of the epoch."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+from ..registry import Registered
+from .ranges import integer, real
+
+
+class Schedule(Registered, ABC):
+    """A factor on the learning rate that depends on the time since the start of training."""
+
+    @abstractmethod
+    def factor(self, epoch: float) -> float:
+        """Return the factor at `epoch`, counted from 0; 2.5 is the middle of the third epoch."""
+
+
+class StepDecay(Schedule):
+    """Multiply the learning rate by `factor` after every `every_epochs` epochs.
+
+    Parameters
+    ----------
+    every_epochs : int
+        Epochs between two drops.
+    factor : float
+        What one drop multiplies the learning rate by.
+    """
+
+    def __init__(self, every_epochs: int, factor: float = 0.1) -> None:
+        self.every_epochs = integer("every_epochs", every_epochs, 1)
+        self.drop = real("factor", factor, 0.0, open_low=True)
+
+    def factor(self, epoch: float) -> float:
+        """Return `factor` to the power of the number of drops so far."""
+        return self.drop ** math.floor(epoch / self.every_epochs)
+
+
+class CosineDecay(Schedule):
+    """Let the learning rate fall to zero along half a cosine (Loshchilov and Hutter 2017, without restarts).
+
+    Parameters
+    ----------
+    epochs : int
+        Length of the fall; afterwards the factor stays 0.
+    """
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = integer("epochs", epochs, 1)
+
+    def factor(self, epoch: float) -> float:
+        """Return (1 + cos(pi * epoch / epochs)) / 2, never past the end of the fall."""
+        return 0.5 * (1.0 + math.cos(math.pi * min(epoch / self.epochs, 1.0)))

@@ -1,0 +1,71 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import ConfigError
+from .base import Optimizer
+from .ranges import flag, real
+from .schedule import Schedule
+
+
+class SGD(Optimizer):
+    """Gradient descent with momentum, as `torch.optim.SGD` (dampening 0).
+
+    Parameters
+    ----------
+    learning_rate : float
+        Length of a step.
+    momentum : float
+        Share of the last step's direction that is kept, in [0, 1).
+    weight_decay : float
+        L2 penalty, added to the gradients.
+    nesterov : bool
+        Look one step ahead (Sutskever et al. 2013); needs momentum.
+    schedule : Schedule, optional
+        A factor on the learning rate over the epochs.
+
+    Raises
+    ------
+    ConfigError
+        A value is out of its range.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float = 0.01,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__(learning_rate, weight_decay, schedule)
+        self.momentum = real("momentum", momentum, 0.0, 1.0)
+        self.nesterov = flag("nesterov", nesterov)
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov: true needs a momentum; give momentum: 0.9 or leave nesterov out")
+        self.slot_names = ("momentum",) if self.momentum else ()
+
+    def apply(
+        self,
+        params: np.ndarray,
+        grads: np.ndarray,
+        slots: dict[str, np.ndarray],
+        scratch: np.ndarray,
+        rate: float,
+        step: int,
+    ) -> None:
+        """Change one block in place: buf = momentum * buf + grad; p -= rate * buf."""
+        direction = grads
+        if self.momentum:
+            buf = slots["momentum"]
+            buf *= self.momentum
+            buf += grads
+            direction = buf
+            if self.nesterov:
+                np.multiply(buf, self.momentum, out=scratch)
+                grads += scratch
+                direction = grads
+        np.multiply(direction, rate, out=scratch)
+        params -= scratch

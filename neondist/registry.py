@@ -1,0 +1,92 @@
+"""Names for YAML: every subclass of `Registered` can be a tag, under its class name.
+
+The classes themselves are the table (Python keeps a list of subclasses), so that subclassing is all that a user has to
+do, and nothing has to be filled in at import time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .errors import ConfigError
+
+
+class Registered:
+    """Base of every class that a YAML file may name; it remembers the arguments it was made with."""
+
+    _arguments: dict[str, Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        self = super().__new__(cls)
+        bound = inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs)
+        bound.apply_defaults()
+        values = dict(list(bound.arguments.items())[1:])
+        values.update(values.pop("kwargs", {}))
+        values.pop("args", None)
+        self._arguments = values
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor's arguments by name, defaults included (a new dict)."""
+        return dict(self._arguments)
+
+
+class Distributed:
+    """Marker of the mixins that make a serial class distributed: `class FooDist(Dist, Foo)`."""
+
+
+def registered(base: type = Registered) -> dict[str, type]:
+    """Return all concrete public classes below `base` by name."""
+    found: dict[str, type] = {}
+    for cls in _below(base):
+        if not (cls.__name__.startswith("_") or inspect.isabstract(cls)):
+            found[cls.__name__] = cls
+    return found
+
+
+def find(name: str, base: type = Registered) -> type:
+    """Return the class called `name`, or raise ConfigError with the nearest names."""
+    classes = registered(base)
+    if name not in classes:
+        raise ConfigError(f"unknown name '{name}'{suggest(name, classes)}")
+    return classes[name]
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" or, where nothing is near, the list of choices."""
+    choices = sorted(choices)
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    return f"; choose from {', '.join(choices)}" if choices else ""
+
+
+def serial_class(cls: type) -> type:
+    """Return the serial twin of a distributed class; a serial class is its own."""
+    if not issubclass(cls, Distributed):
+        return cls
+    return next(base for base in cls.__mro__ if not issubclass(base, Distributed) and base is not cls)
+
+
+def dist_class(cls: type) -> type:
+    """Return the distributed twin of a serial class; ConfigError says how to write one where none exists."""
+    if issubclass(cls, Distributed):
+        return cls
+    for candidate in registered().values():
+        if issubclass(candidate, Distributed) and serial_class(candidate) is cls:
+            return candidate
+    name = cls.__name__
+    raise ConfigError(
+        f"{name} has no distributed class; write one next to it: class {name}Dist(nd.Dist, {name}): pass"
+        " (docs/adding_a_layer.md)"
+    )
+
+
+def _below(cls: type) -> Iterator[type]:
+    sub: type
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _below(sub)

@@ -1,0 +1,57 @@
+"""Random numbers keyed by (seed, purpose, step, GLOBAL index), never by rank.
+
+A counter-based generator: number i of a stream is a pure function of the stream's key and i, so each rank makes just
+the numbers of its own cells and all grids see the same ones (Salmon et al. 2011). The mixing function is splitmix64
+(Steele, Lea and Flood 2014).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+
+def key(*parts: int | str) -> int:
+    """Return the 64-bit key of a stream, from integers and names such as (seed, 'dropout', layer name, step)."""
+    state = np.zeros(1, np.uint64)
+    for part in parts:
+        word = zlib.crc32(part.encode()) if isinstance(part, str) else part & _MASK
+        state = _mix(state + _GAMMA + np.array([word], np.uint64))
+    return int(state[0])
+
+
+def uniform(stream: int, index: np.ndarray) -> np.ndarray:
+    """Return float64 numbers in [0, 1), one for each entry of `index` (uint64, any shape)."""
+    bits = _mix((np.asarray(index, np.uint64) + np.uint64(1)) * _GAMMA + np.uint64(stream))
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def normal(stream: int, index: np.ndarray) -> np.ndarray:
+    """Return standard normal float64 numbers, one for each entry of `index` (Box and Muller 1958)."""
+    index = np.asarray(index, np.uint64)
+    radius = np.sqrt(-2.0 * np.log1p(-uniform(stream, index)))
+    return radius * np.cos(2.0 * np.pi * uniform(key(stream, "angle"), index))
+
+
+def box_index(shape: Sequence[int], slices: Sequence[slice]) -> np.ndarray:
+    """Return the row-major indices, in an array of `shape`, of the cells that `slices` selects (uint64)."""
+    index = np.zeros((1,) * len(shape), np.uint64)
+    stride = 1
+    for axis in range(len(shape) - 1, -1, -1):
+        cells = np.arange(*slices[axis].indices(shape[axis]), dtype=np.uint64) * np.uint64(stride)
+        index = index + cells.reshape((-1,) + (1,) * (len(shape) - 1 - axis))
+        stride *= shape[axis]
+    return index
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * _MIX1
+    z = (z ^ (z >> np.uint64(27))) * _MIX2
+    return z ^ (z >> np.uint64(31))

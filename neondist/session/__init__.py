@@ -1,0 +1,16 @@
+"""Training sessions: the loop, what joins it, and what it writes.
+
+experiment: everything together, as a YAML file names it. fit, evaluate: the loop. hooks: how to join it; progress,
+metrics_log, checkpoint, curves, tiles_picture: the hooks that a run has. validate, describe: before a run.
+"""
+
+from .describe import describe
+from .evaluate import evaluate
+from .experiment import FitExperiment
+from .fit import fit
+from .hooks import Hook
+from .progress import ProgressBar
+from .run import Run
+from .train import RunResult
+
+__all__ = ["FitExperiment", "Hook", "ProgressBar", "Run", "RunResult", "describe", "evaluate", "fit"]

@@ -1,0 +1,63 @@
+"""What a layer costs on a grid: bytes sent and bytes held, from its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..geometry import GridShape, split
+
+if TYPE_CHECKING:
+    from ..models import Model
+    from ..models.plan import LayerPlan
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One layer (or several) in one training step.
+
+    Attributes
+    ----------
+    sent_most, sent_all : bytes of halos, forward and backward, of the rank that sends most and of all ranks
+    parameters : number of trained values
+    memory : bytes that the fullest rank holds, kernels' scratch space not counted
+    """
+
+    sent_most: int = 0
+    sent_all: int = 0
+    parameters: int = 0
+    memory: int = 0
+
+    def __add__(self, other: LayerCosts) -> LayerCosts:
+        """Add layer by layer; the ranks that send or hold most need not be the same, so the sum is an upper bound."""
+        return LayerCosts(
+            self.sent_most + other.sent_most,
+            self.sent_all + other.sent_all,
+            self.parameters + other.parameters,
+            self.memory + other.memory,
+        )
+
+
+def layer_costs(model: Model, plans: list[LayerPlan], batch_size: int, grid: GridShape) -> list[LayerCosts]:
+    """Return the costs of every layer in one step of a whole batch."""
+    itemsize = model.dtype.itemsize
+    per_value = itemsize * (2 + len(model.optimizer.slots(0, model.dtype)))  # value, gradient, slots
+    samples = split(batch_size, grid.replicas, 0)[1]  # of the fullest replica
+    costs = []
+    for index, plan in enumerate(plans):
+        channels = plan.input_shape[-1] * itemsize
+        # the first layer's input needs no gradient, so nothing travels home from it
+        home = plan.received_cells if index else [0] * len(plan.received_cells)
+        sent = [(there + back) * channels for there, back in zip(plan.sent_cells, home, strict=True)]
+        views = [2 * box.size * channels if plan.window is not None else 0 for box in plan.views]
+        outputs = [2 * box.size * plan.output_shape[-1] * itemsize for box in plan.tiles]
+        held = max(view + output for view, output in zip(views, outputs, strict=True))
+        costs.append(
+            LayerCosts(
+                sent_most=max(sent) * samples,
+                sent_all=sum(sent) * batch_size,
+                parameters=plan.parameters,
+                memory=held * samples + plan.parameters * per_value,
+            )
+        )
+    return costs

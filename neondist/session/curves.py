@@ -1,0 +1,62 @@
+"""curves.png: loss and error over the epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .hooks import Hook
+from .run import Record, Run
+
+
+def can_draw() -> bool:
+    """Tell whether matplotlib is there."""
+    return find_spec("matplotlib") is not None
+
+
+class Curves(Hook):
+    """Draw the curves at the end of the run, and of one that fails, on rank 0; nothing without matplotlib."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def after_run(self, run: Run) -> None:
+        """Draw."""
+        if run.first_rank and run.history and can_draw():
+            draw_curves(run.history, self.path)
+
+    def on_error(self, run: Run, error: BaseException) -> None:
+        """Draw what there is."""
+        self.after_run(run)
+
+
+def draw_curves(history: Sequence[Record], path: Path) -> None:
+    """Write a picture of the losses and the error of `history`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss, error = figure.subplots(1, 2)
+    _line(loss, history, "train_loss", "training", "tab:blue", "o")
+    _line(loss, history, "valid_loss", "test", "tab:orange", "s")
+    loss.set(title="Loss", ylabel="mean loss per sample")
+    loss.legend()
+    _line(error, history, "valid_error", "test", "tab:orange", "s", factor=100)
+    last = history[-1].get("valid_error")
+    ending = "" if last is None else f": {100 * last:.2f} % after epoch {history[-1]['epoch']}"
+    error.set(title=f"Test error{ending}", ylabel="wrong answers (%)")
+    for axes in (loss, error):
+        axes.set_xlabel("epoch")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def _line(
+    axes: Any, history: Sequence[Record], key: str, label: str, color: str, marker: str, factor: float = 1
+) -> None:
+    points = [(r["epoch"], factor * r[key]) for r in history if r.get(key) is not None]
+    few = len(points) <= 40  # markers of more would hide the line
+    axes.plot(*zip(*points, strict=True), color=color, marker=marker if few else None, label=label) if points else None

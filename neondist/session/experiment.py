@@ -1,0 +1,122 @@
+"""An experiment: a model, a data set and how to train the one on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..comm import ProcessGrid
+from ..datasets import Dataset
+from ..errors import ConfigError
+from ..metrics import Metric
+from ..models import Model
+from ..optim.ranges import flag, integer
+from ..registry import Registered
+from .hooks import Hook
+from .progress import ProgressBar
+from .settings import all_metrics, grid_factors, require, settle
+from .train import RunResult, train
+from .validate import validate
+
+
+class FitExperiment(Registered):
+    """Train a model on a data set and judge it after every epoch.
+
+    Parameters
+    ----------
+    dataset : Dataset
+    model : Model
+    batch_size : int
+        Samples per update, over all replicas.
+    epochs : int
+    dist_flag : bool
+        True: the image is cut over the ranks. False: the serial classes, in one process.
+    grid : mapping, optional
+        replicas, rows, cols, planes; what is not given follows from the number of ranks.
+    backend, dtype, seed : optional
+        Instead of the model's own.
+    metrics : sequence of Metric, optional
+        Measured beside the misclassification.
+
+    Raises
+    ------
+    ConfigError
+        A field has the wrong type or is out of range.
+
+    Examples
+    --------
+    >>> nd.FitExperiment(nd.MNIST(), model, epochs=3).run(output="runs/first")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        model: Model,
+        batch_size: int = 128,
+        epochs: int = 1,
+        dist_flag: bool = True,
+        grid: Mapping[str, int | None] | None = None,
+        backend: str | None = None,
+        dtype: str | None = None,
+        seed: int | None = None,
+        metrics: Sequence[Metric] | None = None,
+    ) -> None:
+        require("dataset", dataset, Dataset, "a data set such as !MNIST {}")
+        require("model", model, Model, "a model such as !ConvnetDist {layers: [...]}")
+        self.dataset, self.model = dataset, model
+        self.batch_size = integer("batch_size", batch_size, 1)
+        self.epochs = integer("epochs", epochs, 1)
+        self.dist_flag = flag("dist_flag", dist_flag)
+        self.grid = grid_factors(grid)
+        self.metrics = all_metrics(metrics)
+        settle(model, backend, dtype, seed)
+
+    def validate(self, ranks: int = 1) -> None:
+        """Find everything that can be wrong before a rank is started; needs no MPI.
+
+        Raises
+        ------
+        UserError
+            GridError, DataError, ShapeError or ConfigError; `subject`, where there is one, is the object it is about.
+        """
+        validate(self, ranks)
+
+    def open_grid(self, comm: Any = None) -> ProcessGrid:
+        """Return the grid that the experiment asks for, over all ranks of `comm` (default all; collective)."""
+        return ProcessGrid(comm, **self.grid) if self.dist_flag else ProcessGrid.serial()
+
+    def run(
+        self,
+        grid: ProcessGrid | None = None,
+        output: str | Path | None = None,
+        resume: bool = False,
+        resolved: str | None = None,
+        hooks: Iterable[Hook] | None = None,
+    ) -> RunResult:
+        """Train; collective, every rank gets the same result.
+
+        Parameters
+        ----------
+        grid : ProcessGrid, optional
+            Default `open_grid()`.
+        output : path, optional
+            Folder for experiment.yaml, environment.json, metrics.jsonl, checkpoint.h5, curves.png and tiles.png.
+            The files of an earlier run are replaced. Default: nothing is written.
+        resume : bool
+            Continue from checkpoint.h5 in `output`, which any number of ranks may have written.
+        resolved : str, optional
+            Text of experiment.yaml.
+        hooks : iterable of Hook, optional
+            Called beside those that write the files; default a ProgressBar.
+
+        Raises
+        ------
+        UserError
+            As `validate`; ConfigError if nothing can be written to `output`; DataError if there is nothing to resume.
+        """
+        if resume and output is None:
+            raise ConfigError("resume: needs the folder of the run to continue; give output")
+        grid = self.open_grid() if grid is None else grid
+        folder = None if output is None else Path(output)
+        return train(self, grid, folder, resume, resolved, [ProgressBar()] if hooks is None else hooks)

@@ -1,0 +1,27 @@
+"""Where code of your own can join a training run."""
+
+from __future__ import annotations
+
+from .run import Run
+
+
+class Hook:
+    """Override what you need. Every rank calls the same hooks in the same order; only `on_error` may be called alone.
+
+    A hook that communicates has to do so on every rank; one that prints or writes asks `run.first_rank`.
+    """
+
+    def before_run(self, run: Run) -> None:
+        """Model and data are ready, nothing has been trained."""
+
+    def after_step(self, run: Run) -> None:
+        """One batch has been trained; `run.loss` is its mean loss."""
+
+    def after_epoch(self, run: Run) -> None:
+        """One epoch is complete; `run.history[-1]` is its record."""
+
+    def on_error(self, run: Run, error: BaseException) -> None:
+        """The run has failed, perhaps on this rank only: put things in order, do not communicate."""
+
+    def after_run(self, run: Run) -> None:
+        """All epochs are complete."""

@@ -1,0 +1,52 @@
+"""metrics.jsonl: one line per epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from .hooks import Hook
+from .output import write_text
+from .run import Record, Run
+
+
+class MetricsLog(Hook):
+    """Write one JSON object per epoch, on rank 0, floats in full precision; NaN and infinity become null.
+
+    The object holds epoch, step, train_loss, valid_loss, valid_error; of training alone seconds, samples_per_second and
+    bytes_sent (halos, all ranks); and the metrics that were asked for beside the misclassification.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def before_run(self, run: Run) -> None:
+        """Begin the file anew, with the epochs that the run continues from: an unfinished line must not stay."""
+        if run.first_rank:
+            write_text(self.path, "".join(map(line, run.history)))
+
+    def after_epoch(self, run: Run) -> None:
+        """Append the epoch's line; it is in the file when this returns."""
+        if run.first_rank:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line(run.history[-1]))
+
+
+def line(record: Record) -> str:
+    """Return a record as one line of JSON."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(clean, allow_nan=False) + "\n"
+
+
+def read_history(path: Path, epoch: int) -> list[Record]:
+    """Return the records of the epochs up to `epoch`; lines that are not whole are left out."""
+    records = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("epoch"), int) and record["epoch"] <= epoch:
+            records.append(record)
+    return records

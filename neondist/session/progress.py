@@ -1,0 +1,125 @@
+"""What the person at the keyboard sees."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from typing import IO, Any
+
+from .hooks import Hook
+from .run import Record, Run
+
+
+class ProgressBar(Hook):
+    """A bar for the epoch under way on rank 0, and one line per epoch; only the lines where there is no terminal.
+
+    Parameters
+    ----------
+    file : text file, optional
+        Where to print; default stdout.
+    """
+
+    def __init__(self, file: IO[str] | None = None) -> None:
+        self.file = file
+        self.bar: Any = None
+        self.task: Any = None
+        self.start = 0.0
+
+    def before_run(self, run: Run) -> None:
+        """Say what will run, and show the bar."""
+        if not run.first_rank:
+            return
+        self._print(run, headline(run))
+        if run.epoch >= run.epochs:
+            self._print(run, f"all {run.epochs} epochs are complete; raise epochs to train on")
+        elif (console := terminal(self.file)) is not None:
+            self._open_bar(run, console)
+        self.start = time.perf_counter()
+
+    def after_step(self, run: Run) -> None:
+        """Move the bar."""
+        if self.bar is not None:
+            speed = run.seen / max(time.perf_counter() - self.start, 1e-9)
+            self.bar.update(
+                self.task, completed=run.seen, epoch=run.epoch + 1, step=run.step, loss=run.loss, speed=speed
+            )
+
+    def after_epoch(self, run: Run) -> None:
+        """Print the epoch's line."""
+        if run.first_rank:
+            self._print(run, summary(run.history[-1], run.epochs))
+            self.start = time.perf_counter()
+
+    def on_error(self, run: Run, error: BaseException) -> None:
+        """Give the terminal back."""
+        self._close_bar()
+
+    def after_run(self, run: Run) -> None:
+        """Give the terminal back."""
+        self._close_bar()
+
+    def _open_bar(self, run: Run, console: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}/" + str(run.epochs)),
+            BarColumn(bar_width=None),
+            TextColumn("step {task.fields[step]}  loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} samples/s"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        samples = len(run.dataset.train)
+        self.task = self.bar.add_task("", total=samples, epoch=run.epoch + 1, step=run.step, loss=math.nan, speed=0.0)
+        self.bar.start()
+
+    def _close_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def _print(self, run: Run, text: str) -> None:
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(text, file=self.file, flush=True)
+
+
+def terminal(file: IO[str] | None = None) -> Any:
+    """Return a console if `file` (default stdout) ends at a terminal that can show a bar, else None."""
+    if not (sys.stdout if file is None else file).isatty():
+        return None
+    if "OMPI_COMM_WORLD_SIZE" in os.environ and "NEONDIST_LAUNCHED" not in os.environ:
+        return None  # Open MPI gives every rank a terminal, wherever its own output goes; only our launcher tells where
+    from rich.console import Console
+
+    console = Console(file=file)
+    return console if console.is_terminal and not console.is_dumb_terminal else None
+
+
+def headline(run: Run) -> str:
+    """Return one line that says what is trained on what."""
+    grid = run.grid
+    ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {grid.rows} x {grid.cols})"
+    done = f", from epoch {run.epoch}" if run.epoch else ""
+    return (
+        f"{type(run.model).__name__} on {ranks}: {len(run.dataset.train)} training and {len(run.dataset.test)} test"
+        f" samples of {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{done}"
+    )
+
+
+def summary(record: Record, epochs: int) -> str:
+    """Return an epoch's numbers in one line."""
+    error = record["valid_error"]
+    parts = [
+        f"epoch {record['epoch']}/{epochs}",
+        f"train loss {record['train_loss']:.6f}",
+        f"valid loss {record['valid_loss']:.6f}",
+        *([] if error is None else [f"valid error {100 * error:.2f} %"]),
+        f"{record['seconds']:.1f} s",
+        f"{record['samples_per_second']:,.0f} samples/s",
+        *([f"{record['bytes_sent'] / 1e6:,.1f} MB sent"] if record["bytes_sent"] else []),
+    ]
+    return "  ".join(parts)

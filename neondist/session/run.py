@@ -1,0 +1,54 @@
+"""A training run under way: what hooks may look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from ..comm import ProcessGrid
+    from ..datasets import Dataset
+    from ..models import Model
+
+Record: TypeAlias = dict[str, Any]
+"""One epoch's numbers: epoch, step, train_loss, valid_loss, valid_error, seconds, samples_per_second, bytes_sent."""
+
+
+@dataclass
+class Run:
+    """The state of a training run; the same on every rank.
+
+    Attributes
+    ----------
+    model, dataset : the model and the data set, built and opened
+    epochs : epochs after which the run ends
+    batch_size : samples of a whole batch, over all replicas
+    epoch : epochs that are complete
+    seen : samples of the present epoch so far
+    loss : mean loss of the last batch
+    history : one record per complete epoch, those before a resume included
+    """
+
+    model: Model
+    dataset: Dataset
+    epochs: int
+    batch_size: int
+    epoch: int = 0
+    seen: int = 0
+    loss: float = float("nan")
+    history: list[Record] = field(default_factory=list)
+
+    @property
+    def grid(self) -> ProcessGrid:
+        """The ranks of the run."""
+        return self.model.grid
+
+    @property
+    def step(self) -> int:
+        """Updates of the parameters so far."""
+        return self.model.step
+
+    @property
+    def first_rank(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes files."""
+        return self.grid.rank == 0

@@ -1,0 +1,105 @@
+"""From an experiment to a trained model and the files of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..backends import get_backend
+from ..comm import ProcessGrid
+from . import output
+from .checkpoint import Checkpoint, restore
+from .curves import Curves
+from .environment import environment, to_json
+from .fit import fit
+from .hooks import Hook
+from .metrics_log import MetricsLog, read_history
+from .run import Record
+from .tiles_picture import TilesPicture
+from .together import together
+
+if TYPE_CHECKING:
+    from .experiment import FitExperiment
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run leaves behind.
+
+    Attributes
+    ----------
+    files : the files that it wrote
+    history : one record per epoch
+    """
+
+    files: list[Path] = field(default_factory=list)
+    history: list[Record] = field(default_factory=list)
+
+
+def train(
+    experiment: FitExperiment,
+    grid: ProcessGrid,
+    folder: Path | None,
+    resume: bool,
+    resolved: str | None,
+    hooks: Iterable[Hook],
+) -> RunResult:
+    """Run an experiment on a grid; collective. The arguments are those of `FitExperiment.run`.
+
+    Whatever can be wrong is found, on every rank, before a file of an earlier run is touched.
+    """
+    model, dataset = experiment.model, experiment.dataset
+    with together(grid.world):
+        experiment.validate(grid.size)
+    if folder is not None:
+        output.prepare(grid.world, folder)
+    dataset.open(grid)
+    with together(grid.world):
+        model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
+    model.step, epoch = 0, 0
+    history: list[Record] = []
+    if resume and folder is not None:
+        epoch = restore(folder / "checkpoint.h5", model, grid.world).epoch
+        found = read_history(folder / "metrics.jsonl", epoch) if grid.rank == 0 else []
+        history = grid.world.bcast(found)
+    writers: list[Hook] = []
+    if folder is not None:
+        _begin(experiment, grid, folder, resume, resolved)
+        writers = _writers(folder)
+    history = fit(
+        model,
+        dataset,
+        experiment.epochs,
+        experiment.batch_size,
+        hooks=[*hooks, *writers],
+        metrics=experiment.metrics,
+        epoch=epoch,
+        history=history,
+    )
+    files = output.present(folder) if folder is not None and grid.rank == 0 else []
+    return RunResult(grid.world.bcast(files), history)
+
+
+def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, resolved: str | None) -> None:
+    """Put the folder in order and write what is known before training."""
+    model = experiment.model
+    facts = environment(grid, backend=get_backend(model.backend).name, dtype=str(model.dtype), seed=model.seed)
+    with together(grid.world):
+        if grid.rank == 0:
+            if not resume:
+                output.clear(folder)
+            if resolved is not None:
+                output.write_text(folder / "experiment.yaml", resolved)
+            output.write_text(folder / "environment.json", to_json(facts))
+
+
+def _writers(folder: Path) -> list[Hook]:
+    """Return the hooks that write files; the log before the checkpoint, which is what a resume believes."""
+    return [
+        MetricsLog(folder / "metrics.jsonl"),
+        Checkpoint(folder / "checkpoint.h5"),
+        Curves(folder / "curves.png"),
+        TilesPicture(folder / "tiles.png"),
+    ]

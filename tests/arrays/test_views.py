@@ -1,0 +1,139 @@
+"""Views and their adjoint over virtual ranks, for every window that hypothesis draws."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support import check_views, slides, windows
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.errors import ConfigError, ShapeError
+from neondist.geometry import HaloPlan
+
+
+def on_ranks(extent, window, parts):
+    size = parts[0] * parts[1] * parts[2]
+    return loopback.run(size, lambda comm: check_views(comm, extent, window, parts), timeout=20)
+
+
+@given(windows(), st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2)))
+@settings(max_examples=150, deadline=None)
+def test_views_and_dot_test(drawn, parts):
+    extent, window = drawn
+    assume(slides(extent, window))
+    on_ranks(extent, window, parts)
+
+
+HARD = {
+    "halo wider than a tile": ((9, 9), nd.Window(7, padding=3), (4, 2, 1)),
+    "fewer cells than ranks": ((3, 2), nd.Window(3, padding=1), (4, 3, 1)),
+    "even kernel": ((8, 7), nd.Window((2, 4), padding=((1, 0), (2, 1))), (3, 2, 1)),
+    "stride out of phase": ((28, 28), nd.Window(3, stride=2, padding=1), (3, 2, 1)),
+    "asymmetric padding": ((7, 7), nd.Window(3, padding=((0, 2), (2, 0))), (4, 1, 1)),
+    "stride beyond the kernel": ((11, 10), nd.Window(1, stride=3, padding=0), (3, 3, 1)),
+    "reflect": ((9, 8), nd.Window(5, padding=4, mode="reflect"), (4, 2, 1)),
+    "replicate": ((5, 4), nd.Window(5, padding=4, mode="replicate"), (3, 2, 1)),
+    "wrap more than once": ((3, 2), nd.Window(3, padding=7, mode="wrap"), (2, 2, 1)),
+    "volume": ((4, 5, 6), nd.Window(3, padding=1, ndim=3), (2, 3, 2)),
+    "one axis": ((9,), nd.Window(3, padding=1, ndim=1), (2, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("case", HARD.values(), ids=HARD.keys())
+def test_hard_cases(case):
+    arrays = on_ranks(*case)
+    assert sum(ga.bytes_sent for ga in arrays) == 4 * sum(
+        cells * 2 * 2 * 8 for ga in arrays for cells in [ga.plan.sent_cells]
+    )  # two rounds, both ways; 2 samples, 2 channels, 8 bytes
+
+
+def drop(keep):
+    """A plan that forgets the received pieces for which keep(plan, piece) is false, at both ends."""
+    build = HaloPlan.of.__func__
+
+    def mutilated(cls, partition, window, tile):
+        plans = [build(cls, partition, window, t) for t in range(partition.tiles)]
+        plan = plans[tile]
+        object.__setattr__(plan, "receives", tuple(p for p in plan.receives if keep(plan, p)))
+        sends = tuple(p for p in plan.sends if keep(plans[p.peer], p))
+        object.__setattr__(plan, "sends", sends)
+        return plan
+
+    return classmethod(mutilated)
+
+
+def is_corner(plan, piece):
+    return all(piece.source.hi[a] <= plan.own.lo[a] or piece.source.lo[a] >= plan.own.hi[a] for a in range(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [
+        ("the corner", lambda plan, piece: not is_corner(plan, piece)),
+        ("the side before", lambda plan, piece: piece.source.lo[0] >= plan.own.lo[0]),
+        ("the side after", lambda plan, piece: piece.source.hi[1] <= plan.own.hi[1]),
+    ],
+)
+def test_a_missing_part_of_the_halo_is_noticed(monkeypatch, name, keep):
+    monkeypatch.setattr(HaloPlan, "of", drop(keep))
+    with pytest.raises(AssertionError):
+        on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
+
+
+def test_an_adjoint_that_does_not_add_is_noticed(monkeypatch):
+    from neondist.arrays.frame import Frame
+
+    whole = Frame.backward
+
+    def crop_only(self, dview):
+        self.coming = []
+        return whole(self, dview)
+
+    monkeypatch.setattr(Frame, "backward", crop_only)
+    with pytest.raises(AssertionError):
+        on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
+
+
+def test_an_adjoint_that_places_instead_of_adding_is_noticed(monkeypatch):
+    from neondist.arrays.frame import Frame
+
+    def placed(self, dview):
+        gradient = self._spread(dview)
+        for piece, strip in self.going:
+            strip[...] = gradient[self._index(piece.target)]
+        self.halo_home.run()
+        for piece, strip in self.coming:
+            gradient[self._index(piece.source)] = strip
+        return gradient[self.own]
+
+    monkeypatch.setattr(Frame, "backward", placed)
+    with pytest.raises(AssertionError):
+        on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
+
+
+def test_views_are_new_arrays_unless_reuse_is_asked_for():
+    x = np.ones((1, 4, 4, 1), np.float32)
+    fresh = nd.PaddedArray(x.shape, nd.Window())
+    first = fresh.get_fprop_view(x)
+    fresh.get_fprop_view(x + 1)
+    assert first.max() == 1
+    assert nd.PaddedArray(x.shape).get_fprop_view(x) is not x
+    reused = nd.PaddedArray(x.shape, nd.Window(), reuse=True)
+    assert np.shares_memory(reused.get_fprop_view(x), reused.get_fprop_view(x))
+
+
+def test_padded_array_equals_numpy():
+    check_views(nd.comm.SingleTransport(), (5, 6), nd.Window(3, padding=2, mode="reflect"), (1, 1, 1))
+
+
+def test_mistakes_are_explained():
+    ga = nd.PaddedArray((2, 5, 5, 1), nd.Window())
+    with pytest.raises(ShapeError, match=r"tile of shape \(2, 5, 4, 1\).*expects \(n, 5, 5, 1\)"):
+        ga.get_fprop_view(np.zeros((2, 5, 4, 1)))
+    with pytest.raises(ShapeError, match="expected"):
+        ga.scatter(np.zeros((2, 6, 5, 1)))
+    with pytest.raises(ShapeError, match="spans 9 cells"):
+        nd.PaddedArray((2, 5, 5, 1), nd.Window(9))
+    with pytest.raises(ConfigError, match="did you mean 'numpy'"):
+        nd.PaddedArray((2, 5, 5, 1), backend="nunpy")

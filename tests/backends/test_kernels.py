@@ -1,0 +1,107 @@
+"""Kernels against PyTorch, in float64."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from neondist.backends import get_backend
+from neondist.backends.windows import blocks
+
+torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
+backend = get_backend("numpy")
+rng = np.random.default_rng(0)
+
+
+def channels_first(x):
+    return torch.tensor(np.moveaxis(x, -1, 1).copy())
+
+
+def channels_last(t):
+    return np.moveaxis(t.detach().numpy(), 1, -1)
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 2), (2, 4)])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
+def test_convolution(kernel, stride):
+    for dilation, groups, inner, outer in itertools.product([(1, 1), (2, 1)], [1, 2, 4], [4, 8], [4, 8]):
+        compare_convolution((11, 13), kernel, stride, dilation, groups, inner, outer)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolution_of_series_and_volumes(groups):
+    compare_convolution((17,), (4,), (2,), (3,), groups, 4, 6)
+    compare_convolution((6, 7, 5), (2, 3, 1), (1, 2, 1), (2, 1, 1), groups, 4, 2)
+
+
+def compare_convolution(extent, kernel, stride, dilation, groups, inner, outer):
+    conv = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[len(extent)]
+    x = rng.normal(size=(3, *extent, inner))
+    w = rng.normal(size=(*kernel, inner // groups, outer))
+    xt = channels_first(x).requires_grad_()
+    wt = torch.tensor(np.moveaxis(w, (-1, -2), (0, 1)).copy()).requires_grad_()
+    yt = conv(xt, wt, stride=stride, dilation=dilation, groups=groups)
+    y = backend.conv_forward(x, w, stride, dilation, groups)
+    np.testing.assert_allclose(y, channels_last(yt), rtol=0, atol=1e-11)
+    dy = rng.normal(size=y.shape)
+    yt.backward(channels_first(dy))
+    dx = backend.conv_backward_input(dy, w, extent, stride, dilation, groups)
+    dw = backend.conv_backward_weights(x, dy, kernel, stride, dilation, groups)
+    np.testing.assert_allclose(dx, channels_last(xt.grad), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(dw, np.moveaxis(wt.grad.numpy(), (0, 1), (-1, -2)), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [((2, 2), (2, 2)), ((3, 3), (2, 1)), ((2, 3), (3, 4))])
+def test_pooling(kernel, stride):
+    x = rng.normal(size=(2, 9, 11, 3))
+    xt = channels_first(x).requires_grad_()
+    yt = torch.nn.functional.max_pool2d(xt, kernel, stride)
+    y, place = backend.max_pool(x, kernel, stride)
+    np.testing.assert_array_equal(y, channels_last(yt))
+    dy = rng.normal(size=y.shape)
+    yt.backward(channels_first(dy))
+    dx = backend.max_pool_backward(dy, place, (9, 11), kernel, stride)
+    np.testing.assert_allclose(dx, channels_last(xt.grad), rtol=0, atol=1e-13)
+
+    xt = channels_first(x).requires_grad_()
+    yt = torch.nn.functional.avg_pool2d(xt, kernel, stride, divisor_override=1)
+    yt.backward(channels_first(dy))
+    np.testing.assert_allclose(backend.window_sum(x, kernel, stride), channels_last(yt), rtol=0, atol=1e-12)
+    spread = backend.window_spread(dy, (9, 11), kernel, stride)
+    np.testing.assert_allclose(spread, channels_last(xt.grad), rtol=0, atol=1e-12)
+
+
+def test_of_equal_maxima_the_first_wins():
+    _, place = backend.max_pool(np.zeros((1, 2, 2, 1)), (2, 2), (1, 1))
+    assert place.item() == 0
+    x = np.array([[0.0, 5.0], [5.0, 5.0]]).reshape(1, 2, 2, 1)
+    _, place = backend.max_pool(x, (2, 2), (1, 1))
+    assert place.item() == 1
+
+
+def test_not_a_number_is_not_hidden():
+    y, _ = backend.max_pool(np.array([1.0, np.nan]).reshape(1, 1, 2, 1), (1, 2), (1, 1))
+    assert np.isnan(y).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 5, 2), (2, 0, 5, 2), (2, 5, 0, 2), (2, 2, 5, 2)])
+def test_extents_of_zero(shape):
+    extent = shape[1:-1]
+    w = np.ones((3, 3, 2, 4))
+    y = backend.conv_forward(np.ones(shape), w, (1, 1), (1, 1), 1)
+    out = tuple(max(0, n - 2) for n in extent)
+    assert y.shape == (shape[0], *out, 4)
+    assert backend.conv_backward_input(y, w, extent, (1, 1), (1, 1), 1).shape == shape
+    assert not backend.conv_backward_weights(np.ones(shape), y, (3, 3), (1, 1), (1, 1), 1).any()
+    pooled, place = backend.max_pool(np.ones(shape), (3, 3), (1, 1))
+    assert backend.max_pool_backward(pooled, place, extent, (3, 3), (1, 1)).shape == shape
+    sums = backend.window_sum(np.ones(shape), (3, 3), (1, 1))
+    assert backend.window_spread(sums, extent, (3, 3), (1, 1)).shape == shape
+
+
+@pytest.mark.parametrize("budget", [1, 7, 40, 1000])
+def test_blocks_cover_everything_once(budget):
+    seen = np.zeros((5, 4), int)
+    for where in blocks(5, (4, 9), 3, budget):
+        seen[where] += 1
+    assert (seen == 1).all()

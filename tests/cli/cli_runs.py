@@ -1,0 +1,73 @@
+"""Running the command as users do."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from neondist.cli.mpirun import find_mpirun
+from neondist.errors import LaunchError
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENT = """\
+!FitExperiment
+dataset: !Synthetic {shape: [12, 10, 1], classes: 3, train: 24, test: 12}
+model: !ConvnetDist
+  layers:
+    - !ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, activation: !RectLin {}}
+    - !MaxPoolingLayerDist {kernel_size: 2}
+    - !FCLayerDist {out_features: 3}
+  cost: !CrossEntropy {}
+  optimizer: !SGD {learning_rate: 1e-3}
+batch_size: 8
+epochs: 2
+dtype: float64
+backend: numpy
+seed: 1
+"""
+
+
+def have_mpirun():
+    try:
+        return find_mpirun(os.environ) is not None
+    except LaunchError:
+        return False
+
+
+needs_mpirun = pytest.mark.skipif(not have_mpirun(), reason="needs mpirun")
+
+
+def start(words, cwd, **env):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env}
+    return subprocess.Popen(words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def neondist(*argv):
+    return [sys.executable, "-m", "neondist", *map(str, argv)]
+
+
+def under_mpirun(ranks, *argv):
+    return [*find_mpirun(os.environ).command(ranks), *neondist(*argv)]
+
+
+def call(words, cwd, **env):
+    """Return exit code, stdout, stderr and seconds."""
+    begin = time.perf_counter()
+    process = start(words, cwd, **env)
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, out, err, time.perf_counter() - begin
+
+
+def mpirun_env():
+    return find_mpirun(os.environ).environment()
+
+
+def losses(out):
+    return re.findall(r"train loss ([\d.]+)  valid loss ([\d.]+)", out)

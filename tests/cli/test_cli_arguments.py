@@ -1,0 +1,85 @@
+"""What can be typed."""
+
+import time
+
+import pytest
+
+from neondist.cli import main
+from neondist.cli.arguments import parser, spread
+from neondist.cli.launch import words
+
+
+def parse(*argv):
+    return parser().parse_args(spread(argv))
+
+
+def test_settings_before_and_after_the_file():
+    for argv in (
+        ["run", "e.yaml", "--set", "a=1", "--set", "b.c=-2"],
+        ["run", "--set", "a=1", "b.c=-2", "e.yaml"],
+        ["run", "--set", "a=1", "e.yaml", "--set", "b.c=-2", "-n", "3"],
+        ["check", "--set", "a=1", "b.c=-2", "-n", "2", "e.yaml"],
+    ):
+        arguments = parse(*argv)
+        assert (arguments.file, arguments.settings) == ("e.yaml", ["a=1", "b.c=-2"])
+
+
+def test_a_file_with_an_equals_sign_is_no_setting():
+    arguments = parse("run", "--set", "a=b=c", "lr/x=1.yaml")
+    assert (arguments.file, arguments.settings) == ("lr/x=1.yaml", ["a=b=c"])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["run", "e.yaml"],
+        [
+            "run",
+            "e.yaml",
+            "--set",
+            "a=!B {c: 1}",
+            "d=2",
+            "--output",
+            "o p",
+            "--resume",
+            "--import",
+            "m",
+            "--import",
+            "x.py",
+        ],
+    ],
+)
+def test_ranks_are_told_the_same(argv):
+    told = parse(*words(parse(*argv, "-n", "4")))
+    asked = parse(*argv)
+    assert vars(told) == vars(asked)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["run"],
+        ["run", "e.yaml", "-n", "0"],
+        ["run", "e.yaml", "-n", "two"],
+        ["data", "cifar", "--to", "x"],
+    ],
+)
+def test_usage_errors_are_2(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: neondist" in capsys.readouterr().err
+
+
+def test_usage_is_told_by_one_rank(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        main(["run"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == ""
+    assert waited == [3]  # rank 0 has to speak before mpirun ends it

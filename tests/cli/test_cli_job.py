@@ -1,0 +1,41 @@
+"""What the environment tells about the MPI job."""
+
+import pytest
+
+from neondist.cli.job import Job, detect
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+}
+HYDRA = {"PMI_SIZE": "6", "PMI_RANK": "0", "MPI_LOCALNRANKS": "3"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+
+
+@pytest.mark.parametrize(
+    ("env", "job"),
+    [
+        ({}, None),
+        ({"PATH": "/bin"}, None),
+        (OPEN_MPI, Job(4, 3, 2)),
+        (HYDRA, Job(6, 0, 3)),
+        (STEP, Job(8, 5, 4)),
+        ({**STEP, "PMIX_RANK": "5"}, Job(8, 5, 4)),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}, None),  # srun --pty bash
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}, None),  # the batch script itself
+        ({"PMIX_RANK": "2"}, Job(None, 2, None)),
+        ({"NEONDIST_LAUNCHED": "4"}, Job(4, None, 4)),  # an mpirun that says nothing
+        ({**HYDRA, "PMI_SIZE": "1", "NEONDIST_LAUNCHED": "4"}, Job(4, 0, 3)),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, Job(1, 0, None)),
+        ({"PMI_SIZE": "many"}, None),
+    ],
+)
+def test_detect(env, job):
+    assert detect(env) == job
+
+
+def test_one_rank_prints():
+    assert [Job(4, rank, 4).first for rank in range(3)] == [True, False, False]
+    assert Job(None, None, None).first

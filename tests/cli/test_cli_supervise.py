@@ -1,0 +1,75 @@
+"""Exit codes, signals, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PARENT = "import os, sys; from neondist.cli.supervise import supervise; sys.exit(supervise(sys.argv[1:], os.environ))"
+
+
+def start(*command, **more):
+    return subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True, **more)
+
+
+def gone(pid, seconds=3.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().split()[2] == "Z":
+                    return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize(("text", "code"), [("exit 0", 0), ("exit 5", 5), ("kill -9 $$", 137)])
+def test_exit_code(text, code):
+    assert start("sh", "-c", text).wait(10) == code
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 3), (signal.SIGHUP, 4)]
+)
+def test_signals_are_forwarded(number, code):
+    """The child tells which signal it got: USR1 and HUP (as TERM) by its own code."""
+    text = "trap 'exit 3' USR1; trap 'exit 4' TERM; trap 'exit 5' INT; echo ready; while :; do sleep 0.05; done"
+    process = start("sh", "-c", text)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert process.wait(10) == code
+
+
+def test_a_job_that_ends_well_in_spite_of_a_signal_is_done():
+    process = start("sh", "-c", "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done")
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_the_child_dies_with_its_parent():
+    process = start("sh", "-c", "echo $$; exec sleep 30")
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait(10)
+    assert gone(child)
+
+
+def test_stderr_comes_through_without_mpiruns_notices():
+    text = r"""
+rule=$(printf '%074d' 0 | tr 0 -)
+echo before >&2
+printf '%s\nMPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n%s\n' $rule $rule >&2
+echo after >&2
+exit 1
+"""
+    process = start("sh", "-c", text, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (1, "before\nafter\n")

@@ -1,0 +1,64 @@
+"""Threads per rank."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from neondist.cli import threads
+
+SCRIPT = """
+import sys
+if "numpy" in sys.argv: import numpy
+from neondist.cli import threads
+threads.cores = lambda process=0: {own} if process == 0 else {parents}
+given = threads.limit(4)
+import os, numpy
+from threadpoolctl import threadpool_info
+pools = [p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas"]
+print(given, os.environ.get("OMP_NUM_THREADS"), *pools)
+"""
+
+
+def limited(own, parents, *argv, **env):
+    env = {**{k: v for k, v in os.environ.items() if k not in threads.VARIABLES}, **env}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(own=own, parents=parents), *argv],
+        env=env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_cores_at_least_one():
+    assert 1 <= threads.cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(8, 1, 8), (8, 3, 2), (2, 2, 1), (2, 9, 1)])
+def test_share(monkeypatch, cores, ranks, expected):
+    monkeypatch.setattr(threads, "cores", lambda process=0: cores)
+    assert threads.share(ranks) == expected
+
+
+@pytest.mark.parametrize("loaded", [[], ["numpy"]])
+def test_a_quarter_of_the_parents_cores(loaded):
+    given, variable, *pools = limited(8, 8, *loaded)
+    assert (given, variable) == ("2", "2")
+    assert all(int(n) <= 2 for n in pools)
+
+
+def test_a_bound_rank_keeps_to_its_cores():
+    assert limited(1, 8)[:2] == ["1", "1"]
+
+
+def test_what_the_user_has_set_stays():
+    assert limited(8, 8, OMP_NUM_THREADS="7")[:2] == ["None", "7"]
+    assert limited(8, 8, MKL_NUM_THREADS="7")[:2] == ["None", "None"]
+
+
+def test_container_quota(monkeypatch, tmp_path):
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(threads, "QUOTA", quota)
+    for text, expected in [("150000 100000", 2), ("max 100000", None), ("10000 100000", 1), ("", None)]:
+        quota.write_text(text)
+        assert threads._quota() == expected

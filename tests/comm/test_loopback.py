@@ -1,0 +1,61 @@
+"""Virtual ranks, and errors that all ranks agree on."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.comm import agree, loopback
+from neondist.errors import DataError, RemoteError
+
+
+def test_collectives():
+    def body(comm):
+        array = np.full(3, comm.rank + 1.0)
+        comm.allreduce(array)
+        odd = comm.split(comm.rank % 2, -comm.rank)
+        return array[0], comm.allgather(comm.rank), comm.bcast(comm.rank, 2), odd.allgather(comm.rank), odd.rank
+
+    results = loopback.run(4, body)
+    assert [r[:3] for r in results] == [(10.0, [0, 1, 2, 3], 2)] * 4
+    assert [r[3] for r in results] == [[2, 0], [3, 1], [2, 0], [3, 1]]
+    assert [r[4] for r in results] == [1, 1, 0, 0]
+
+
+def test_the_error_of_one_rank_ends_all():
+    def body(comm):
+        if comm.rank == 1:
+            raise ZeroDivisionError("rank 1")
+        comm.allgather(0)
+
+    with pytest.raises(ZeroDivisionError):
+        loopback.run(3, body)
+
+
+def test_a_deadlock_is_reported():
+    with pytest.raises(TimeoutError, match="wait for each other"):
+        loopback.run(2, lambda comm: comm.receive(1 - comm.rank), timeout=0.2)
+
+
+@pytest.mark.parametrize(("error", "others"), [(DataError("bad file"), DataError), (OSError("disk"), RemoteError)])
+def test_agreement_raises_everywhere(error, others):
+    def body(comm):
+        try:
+            agree(comm, error if comm.rank == 2 else None)
+        except Exception as raised:
+            return raised
+
+    results = loopback.run(3, body)
+    assert results[2] is error
+    assert all(type(r) is others and str(error) in str(r) for r in results[:2])
+
+
+def test_agreement_on_nothing_passes():
+    assert loopback.run(3, lambda comm: agree(comm, None)) == [None] * 3
+
+
+def test_grid_numbers_ranks_row_major_with_replicas_slowest():
+    def body(comm):
+        grid = nd.ProcessGrid(comm, replicas=2, rows=1, cols=3)
+        return grid.size, grid.rank, grid.replica, grid.row, grid.col, grid.tiles.size, grid.copies.size
+
+    assert loopback.run(6, body) == [(6, r, r // 3, 0, r % 3, 3, 2) for r in range(6)]

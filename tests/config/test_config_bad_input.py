@@ -1,0 +1,275 @@
+"""Every mistake in a file: one message with its line, and nothing is made."""
+
+import os
+import time
+
+import pytest
+from config_toys import load
+
+from neondist.config import dump, load_experiment
+from neondist.errors import ConfigError, ShapeError, UserError
+
+HEAD = "!ToyExperiment\nmodel: !ToyModel\n  layers:\n"
+
+
+def layer(text: str) -> str:
+    """The layer stands on line 4."""
+    return f"{HEAD}    - {text}\n"
+
+
+CASES = {
+    "unknown tag": (
+        layer("!ToyKonv {}"),
+        "exp.yaml:4: model.layers.0: unknown tag !ToyKonv; did you mean 'ToyConv'?",
+    ),
+    "unknown tag, nothing near": (
+        "!ToyExperiment\nmodel: !ToyModel\n  layers: []\n  optimizer: !Zzz {}",
+        "exp.yaml:4: model.optimizer: unknown tag !Zzz; choose from ToySGD",
+    ),
+    "unknown field": (
+        layer("!ToyConv\n      out_channels: 1\n      kernel_sise: 3"),
+        "exp.yaml:6: model.layers.0.kernel_sise: ToyConvDist has no field 'kernel_sise'; did you mean 'kernel_size'?",
+    ),
+    "field of a class without any": (
+        layer("!ToyConv {out_channels: 1, kernel_size: 1, activation: !ToyRelu {slope: 1}}"),
+        "exp.yaml:4: model.layers.0.activation.slope: ToyRelu has no field 'slope'; it has none",
+    ),
+    "missing field": (
+        layer("!ToyConv {out_channels: 1}"),
+        "exp.yaml:4: model.layers.0.kernel_size: missing; ToyConvDist needs it: add 'kernel_size: ...' (an integer or a"
+        " list [an integer, an integer])",
+    ),
+    "text for an integer": (
+        layer("!ToyConv {out_channels: six, kernel_size: 1}"),
+        "exp.yaml:4: model.layers.0.out_channels: expected an integer, got the text 'six'",
+    ),
+    "quoted integer": (
+        layer("!ToyConv {out_channels: '6', kernel_size: 1}"),
+        "exp.yaml:4: model.layers.0.out_channels: expected an integer, got the text '6'; remove the quotes",
+    ),
+    "float for an integer": (
+        layer("!ToyConv {out_channels: 6.0, kernel_size: 1}"),
+        "exp.yaml:4: model.layers.0.out_channels: expected an integer, got 6.0; write 6",
+    ),
+    "bool for an integer": (
+        layer("!ToyConv {out_channels: yes, kernel_size: 1}"),
+        "exp.yaml:4: model.layers.0.out_channels: expected an integer, got true",
+    ),
+    "bool for a number": (
+        layer("!ToyConv {out_channels: 1, kernel_size: 1, scale: true}"),
+        "exp.yaml:4: model.layers.0.scale: expected a number, got true",
+    ),
+    "integer for a bool": (
+        layer("!ToyConv {out_channels: 1, kernel_size: 1, bias: 1}"),
+        "exp.yaml:4: model.layers.0.bias: expected true or false, got 1",
+    ),
+    "number for text": (
+        layer("!ToyConv {out_channels: 1, kernel_size: 1, name: 5}"),
+        "exp.yaml:4: model.layers.0.name: expected text or null, got 5; quote it: '5'",
+    ),
+    "null for an integer": (
+        layer("!ToyConv {out_channels: , kernel_size: 1}"),
+        "exp.yaml:4: model.layers.0.out_channels: expected an integer, got nothing",
+    ),
+    "list of the wrong length": (
+        layer("!ToyConv {out_channels: 1, kernel_size: [1, 2, 3]}"),
+        "exp.yaml:4: model.layers.0.kernel_size: expected an integer or a list [an integer, an integer], got a list",
+    ),
+    "wrong item of a list": (
+        layer("!ToyConv\n      out_channels: 1\n      kernel_size:\n        - 1\n        - x"),
+        "exp.yaml:8: model.layers.0.kernel_size.1: expected an integer, got the text 'x'",
+    ),
+    "not one of the choices": (
+        layer("!ToyConv {out_channels: 1, kernel_size: 1, padding: smae}"),
+        "exp.yaml:4: model.layers.0.padding: expected an integer, 'same' or a list (each a list [an integer, an"
+        " integer]), got the text 'smae'; did you mean 'same'?",
+    ),
+    "plain mapping for an object": (
+        layer("{out_channels: 1}"),
+        "exp.yaml:4: model.layers.0: expected an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToyLonely, !ToyWide), got"
+        " a mapping; put the class before it: !NAME {field: value}",
+    ),
+    "name for an object": (
+        layer("!ToyConv {out_channels: 1, kernel_size: 1, activation: ToyRelu}"),
+        "exp.yaml:4: model.layers.0.activation: expected an object (!ToyRelu) or null, got the text 'ToyRelu'; write"
+        " !ToyRelu {}",
+    ),
+    "object for a plain value": (
+        HEAD + "    []\nepochs: !ToyRelu {}",
+        "exp.yaml:5: epochs: expected an integer, got !ToyRelu",
+    ),
+    "object of another kind": (
+        layer("!ToyRelu {}"),
+        "exp.yaml:4: model.layers.0: expected an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToyLonely, !ToyWide), got"
+        " !ToyRelu",
+    ),
+    "scalar where a list should be": (
+        "!ToyExperiment\nmodel: !ToyModel\n  layers: 3",
+        "exp.yaml:3: model.layers: expected a list (each an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToyLonely,"
+        " !ToyWide)), got 3",
+    ),
+    "text where a list should be": (
+        "!ToyExperiment\nmodel: !ToyModel\n  layers: abc",
+        "exp.yaml:3: model.layers: expected a list (each an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToyLonely,"
+        " !ToyWide)), got the text 'abc'",
+    ),
+    "value after a tag": (
+        layer("!ToyConv 16"),
+        "exp.yaml:4: model.layers.0: !ToyConv takes its fields by name; write !ToyConv {field: value}",
+    ),
+    "list after a tag": (
+        layer("!ToyConv [16, 5]"),
+        "exp.yaml:4: model.layers.0: !ToyConv takes its fields by name; write !ToyConv {field: value}",
+    ),
+    "constructor's error names its field": (
+        layer("!ToyConv\n      kernel_size: 1\n      out_channels: -1"),
+        "exp.yaml:6: model.layers.0.out_channels: out_channels -1 must be at least 1",
+    ),
+    "constructor's error says who and then its field": (
+        layer("!ToyConv\n      out_channels: 1\n      kernel_size: [3, 0]"),
+        "exp.yaml:6: model.layers.0.kernel_size: layer 'x' (ToyConv): kernel_size (3, 0) has no cell",
+    ),
+    "constructor's error": (
+        layer("!ToyConv {out_channels: 1, kernel_size: 0}"),
+        "exp.yaml:4: model.layers.0: a window needs a cell",
+    ),
+    "constructor's error about a child": (
+        layer("!ToyConv {out_channels: 1, kernel_size: 1}")
+        + layer("!ToyConv {out_channels: 1, kernel_size: 1, name: bad}").removeprefix(HEAD),
+        "exp.yaml:5: model.layers.1: layer 1 is bad",
+    ),
+    "no distributed twin": (
+        layer("!ToyLonely {}"),
+        "exp.yaml:4: model.layers.0: ToyLonely has no distributed class; write one next to it: class"
+        " ToyLonelyDist(nd.Dist, ToyLonely): pass (docs/adding_a_layer.md)",
+    ),
+    "dist_flag of the wrong type": (
+        "!ToyExperiment\ndist_flag: maybe\nmodel: !ToyModel {layers: []}",
+        "exp.yaml:2: dist_flag: expected true or false, got the text 'maybe'",
+    ),
+    "key given twice": (
+        "!ToyExperiment\nepochs: 1\nmodel: !ToyModel {layers: []}\nepochs: 2",
+        "exp.yaml:4: epochs: given twice, first at exp.yaml:2; remove one",
+    ),
+    "key that is no word": (
+        "!ToyExperiment\n? [a, b]\n: 1",
+        "exp.yaml:2: a field's name must be a word, not a list or a mapping",
+    ),
+    "empty file": ("", "exp.yaml:1: the file is empty; it must hold one !ToyExperiment {...}"),
+    "comments only": ("# nothing\n\n", "exp.yaml:1: the file is empty; it must hold one !ToyExperiment {...}"),
+    "no tag": (
+        "\nepochs: 1\n",
+        "exp.yaml:2: the file must hold one !ToyExperiment with its fields, got a mapping; begin it"
+        " with !ToyExperiment",
+    ),
+    "a list": (
+        "- 1\n",
+        "exp.yaml:1: the file must hold one !ToyExperiment with its fields, got a list; begin it with !ToyExperiment",
+    ),
+    "another top object": ("!ToySGD {}", "exp.yaml:1: the top object must be !ToyExperiment, got !ToySGD"),
+    "two documents": (
+        "!ToyExperiment {}\n---\n!ToyExperiment {}",
+        "exp.yaml:2: not valid YAML: but found another document; check indentation, brackets and colons",
+    ),
+    "open bracket": (
+        "!ToyExperiment\nepochs: [1,\nmodel: 2\n",
+        "exp.yaml:4: not valid YAML: expected ',' or ']', but got '<stream end>'; check indentation, brackets and"
+        " colons",
+    ),
+    "a tab": (
+        "!ToyExperiment\nmodel: !ToyModel\n\tlayers: []",
+        "exp.yaml:3: not valid YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs",
+    ),
+    "unknown alias": (
+        "!ToyExperiment\nmodel: *m",
+        "exp.yaml:2: not valid YAML: found undefined alias 'm'; check indentation, brackets and colons",
+    ),
+    "a control character": (
+        "!ToyExperiment\nmodel: \x00",
+        "exp.yaml:2: not a text file: it has a character that YAML does not allow; remove it",
+    ),
+    "alias of itself": (
+        "!ToyExperiment\nanything: &a\n  - 1\n  - *a",
+        "exp.yaml:2: anything.1: an alias stands for a value that contains it; remove the alias",
+    ),
+    "python object": (
+        "!ToyExperiment\nmodel: !!python/object/apply:os.system ['touch /tmp/neondist-pwned']",
+        "exp.yaml:2: model: the tag !!python/object/apply:os.system is not allowed; a tag names a neondist class,"
+        " such as !MNIST",
+    ),
+    "python name at the top": (
+        "!!python/name:os.system {}",
+        "exp.yaml:1: the tag !!python/name:os.system is not allowed; a tag names a neondist class, such as !MNIST",
+    ),
+    "verbatim tag": (
+        "!ToyExperiment\nmodel: !<os.system> {}",
+        "exp.yaml:2: model: the tag !<os.system> is not allowed; a tag names a neondist class, such as !MNIST",
+    ),
+    "core tag on a wrong value": (
+        "!ToyExperiment\nepochs: !!int abc",
+        "exp.yaml:2: epochs: 'abc' is not of the kind !!int; remove the tag",
+    ),
+    "a class that is no tag": ("!ToyExperiment\nmodel: !os.system {}", None),
+    "nested without end": (
+        "!ToyExperiment\nanything: " + "[" * 60 + "]" * 60,
+        None,
+    ),
+    "nested a thousand deep": ("!ToyExperiment\nanything: " + "[" * 100_000, None),
+    "huge integer": ("!ToyExperiment\nepochs: " + "9" * 10_000 + "\nmodel: !ToyModel {layers: []}", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_message(name):
+    text, message = CASES[name]
+    start = time.perf_counter()
+    with pytest.raises(UserError) as caught:
+        load(text)
+    assert str(caught.value).startswith("exp.yaml:")
+    if message is not None:
+        assert str(caught.value) == message
+    assert len(str(caught.value).splitlines()) == 1
+    assert time.perf_counter() - start < 30  # not a hang; the machine may be busy
+    assert not os.path.exists("/tmp/neondist-pwned")
+
+
+def test_the_constructors_class_of_error_is_kept():
+    with pytest.raises(ShapeError):
+        load(CASES["constructor's error"][0])
+
+
+def test_billion_laughs():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    start = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"exp.yaml:\d+: .*aliases unfold into more than 10000 values; write fewer"):
+        load("!ToyExperiment\n" + "\n".join(lines))
+    assert time.perf_counter() - start < 30  # not a hang; the machine may be busy
+
+
+def test_missing_file_suggests_its_neighbour(tmp_path):
+    (tmp_path / "mnist.yaml").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        load_experiment(tmp_path / "mnits.yaml")
+    assert str(caught.value) == f"{tmp_path}/mnits.yaml: no such file; did you mean 'mnist.yaml'?"
+    with pytest.raises(ConfigError, match="no such file; check the path"):
+        load_experiment(tmp_path / "nowhere" / "x.yaml")
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_experiment(tmp_path)
+
+
+def test_files_that_are_no_text(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"!ToyExperiment\nepochs: \xff")
+    with pytest.raises(ConfigError, match=r"x.yaml:2: not UTF-8 text"):
+        load_experiment(path)
+    path.write_bytes(b"a" * (1 << 21))
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        load_experiment(path)
+
+
+def test_dump_names_what_it_cannot_write():
+    from config_toys import ToyExperiment, ToyModel
+
+    with pytest.raises(ConfigError, match=r"^anything: <function .*> cannot be written to a YAML file"):
+        dump(ToyExperiment(ToyModel([]), anything=lambda: 1))

@@ -1,0 +1,73 @@
+"""Metrics against short definitions; sums that add up; empty arrays."""
+
+import numpy as np
+import pytest
+
+from neondist.costs import CrossEntropy
+from neondist.errors import ConfigError, DataError
+from neondist.metrics import LogLoss, Misclassification, TopK
+
+ALL = [Misclassification(), TopK(1), TopK(3), LogLoss()]
+
+
+def data(shape, seed=0, levels=5):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, levels, shape).astype(float), rng.integers(0, shape[-1], shape[:-1])  # with ties
+
+
+@pytest.mark.parametrize("shape", [(40, 6), (3, 5, 4, 6), (2, 3, 6)])
+@pytest.mark.parametrize("k", [1, 2, 6])
+def test_topk_is_the_first_k_of_a_stable_sort(shape, k):
+    y, labels = data(shape)
+    guesses = np.argsort(-y, axis=-1, kind="stable")[..., :k]
+    misses = ~(guesses == labels[..., None]).any(axis=-1)
+    assert TopK(k).measure(y, labels) == (misses.sum(), misses.size)
+
+
+@pytest.mark.parametrize("shape", [(40, 6), (3, 5, 4, 6)])
+def test_misclassification_is_top_1(shape):
+    y, labels = data(shape)
+    assert Misclassification().measure(y, labels) == TopK(1).measure(y, labels)
+    assert Misclassification().measure(y, y.argmax(-1)) == (0.0, y[..., 0].size)
+
+
+def test_log_loss_is_the_mean_cross_entropy():
+    y, labels = data((4, 5, 6))
+    total, count = LogLoss().measure(y, labels)
+    assert count == 20
+    assert total == CrossEntropy().value(y, labels)
+    flat = y - np.log(np.exp(y).sum(-1, keepdims=True))
+    assert total == pytest.approx(-np.take_along_axis(flat, labels[..., None], -1).sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("metric", ALL)
+def test_sums_add_up_over_parts_and_one_hot_is_the_same(metric):
+    y, labels = data((6, 4, 5))
+    parts = [slice(0, 0), slice(0, 1), slice(1, 6)]
+    sums = np.array([metric.measure(y[p], labels[p]) for p in parts]).sum(axis=0)
+    np.testing.assert_allclose(sums, metric.measure(y, labels), rtol=1e-13)
+    np.testing.assert_allclose(metric.measure(y, np.eye(5)[labels]), metric.measure(y, labels), rtol=1e-13)
+
+
+@pytest.mark.parametrize("metric", ALL)
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0, 2, 4)])
+def test_empty(metric, shape):
+    assert metric.measure(np.zeros(shape), np.zeros(shape[:-1], int)) == (0.0, 0)
+
+
+def test_a_network_that_gives_nan_is_wrong():
+    assert TopK(2).measure(np.full((3, 4), np.nan), np.array([0, 1, 2])) == (3.0, 3)
+
+
+def test_values_out_of_range():
+    with pytest.raises(ConfigError, match=r"^k: 0 .* at least 1"):
+        TopK(0)
+    with pytest.raises(ConfigError, match=r"^k: 5 .* 3 classes"):
+        TopK(5).check(3)
+    TopK(5).check(None)
+    with pytest.raises(DataError, match="label 9"):
+        Misclassification().measure(np.zeros((1, 3)), np.array([9]))
+
+
+def test_names():
+    assert [m.name for m in ALL] == ["misclassification", "top1_error", "top3_error", "log_loss"]

@@ -1,0 +1,50 @@
+"""The same numbers on every grid of virtual ranks."""
+
+import numpy as np
+import pytest
+from invariance import KINDS, layers, train
+from support import worst
+
+import neondist as nd
+from neondist.comm import loopback
+
+GRIDS = [(p, 1, r) for p in (1, 2, 3, 4, 6, 9) for r in range(1, p + 1) if p % r == 0]
+GRIDS += [(2, 2, 1), (4, 2, 2), (6, 3, 1), (8, 2, 2), (12, 2, 3), (6, 6, 1)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def serial(request):
+    return request.param, train(request.param)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda g: f"{g[0]} ranks, {g[1]} replicas, {g[2]} rows")
+def test_every_grid_computes_what_one_process_does(serial, grid):
+    kind, expected = serial
+    ranks, replicas, rows = grid
+    results = loopback.run(ranks, lambda comm: train(kind, nd.ProcessGrid(comm, replicas=replicas, rows=rows)))
+    for found in results:
+        assert worst(found, expected) < 1e-10
+
+
+def test_the_runs_learn():
+    """A run that changes nothing would be invariant too."""
+    loss = train("everything", steps=20)["loss"]
+    assert loss[-2] < 0.7 * loss[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distribute_keeps_the_weights(kind):
+    cls = nd.MLP if kind == "perceptron" else nd.Convnet
+    model = cls(layers(kind, dist=False), seed=3, dtype="float64")
+    model.build(KINDS[kind], batch_size=2)
+    x = np.random.default_rng(0).normal(size=(2, *KINDS[kind]))
+    model.load_state({name: array + 0.5 for name, array in model.state().items()})
+    expected = model.fprop(x)
+
+    def run(comm):
+        twin = nd.distribute(model)
+        twin.build(KINDS[kind], 2, nd.ProcessGrid(comm))
+        return twin.gather(twin.fprop(twin.scatter(x)))
+
+    for found in loopback.run(4, run):
+        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,190 @@
+"""What a model promises beside its numbers, and what it says of mistakes."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.errors import ConfigError, DataError, GridError, ShapeError
+
+
+def small(**kwargs):
+    model = nd.Convnet([nd.ConvLayer(2, 3, padding=1), nd.FCLayer(3)], **kwargs)
+    model.build((5, 4, 1), batch_size=2)
+    return model
+
+
+def test_layers_are_named_after_their_class():
+    layers = [nd.ConvLayer(1, 1), nd.MaxPoolingLayer(1), nd.ConvLayer(1, 1), nd.FCLayer(2), nd.L2PoolingLayer(1)]
+    names = [layer.name for layer in nd.Convnet(layers).layers]
+    assert names == ["conv1", "max_pooling1", "conv2", "fc1", "l2_pooling1"]
+    assert nd.ConvnetDist([nd.ConvLayerDist(1, 1)]).layers[0].name == "conv1"
+
+
+def test_assigning_a_parameter_copies_it_in():
+    model = small()
+    model.layers[0].params["bias"] = np.array([7.0, 8.0])
+    assert (model.parameters.values == 7.0).sum() == 1
+    with pytest.raises(ShapeError, match="expected"):
+        model.layers[0].params["bias"] = np.zeros(3)
+
+
+def test_state_is_a_copy_and_comes_back():
+    model, other = small(seed=1), small(seed=2)
+    state = model.state()
+    assert not np.array_equal(state["conv1/weights"], other.state()["conv1/weights"])
+    other.load_state(state)
+    state["conv1/weights"][...] = 0
+    np.testing.assert_array_equal(other.state()["conv1/weights"], model.state()["conv1/weights"])
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    model = small()
+    before = model.state()
+    wrong = dict(before, **{"conv1/weights": np.zeros((3, 3, 1, 9))})
+    with pytest.raises(ShapeError, match="'conv1/weights' has shape"):
+        model.load_state(wrong)
+    del wrong["fc1/bias"]
+    with pytest.raises(ShapeError, match="missing fc1/bias"):
+        model.load_state(wrong | {"other/bias": np.zeros(1)})
+    for name, array in model.state().items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_float32_stays_float32():
+    model = nd.Convnet(
+        [
+            nd.ConvLayer(4, 3, padding=1, activation=nd.Logistic()),
+            nd.BatchNormLayer(),
+            nd.DropoutLayer(),
+            nd.AvgPoolingLayer(2),
+            nd.L2PoolingLayer(2),
+            nd.MaxPoolingLayer(1),
+            nd.GlobalAvgPoolingLayer(),
+            nd.FCLayer(3),
+        ]
+    )
+    model.build((9, 9, 1), batch_size=2)
+    y = x = np.ones((2, 9, 9, 1), np.float32)
+    for layer in model.layers:
+        y = layer.fprop(y, layer.phase)
+        assert y.dtype == np.float32, layer.name
+    dy = y
+    for layer in reversed(model.layers):
+        dy = layer.bprop(dy)
+        assert dy.dtype == np.float32, layer.name
+    assert dy.shape == x.shape
+    assert all(array.dtype == np.float32 for array in model.state().values())
+
+
+def test_the_input_is_not_changed():
+    x = np.random.default_rng(0).normal(size=(2, 5, 4, 1)).astype(np.float32)
+    before = x.copy()
+    model = nd.Convnet([nd.ActivationLayer(nd.RectLin()), nd.FCLayer(3)])
+    model.build((5, 4, 1), batch_size=2)
+    dy = np.ones((2, 3), np.float32)
+    model.fprop(x)
+    model.bprop(dy)
+    np.testing.assert_array_equal(x, before)
+    assert (dy == 1).all()
+
+
+def test_dropout_keeps_the_rate_and_is_off_in_evaluation():
+    model = nd.Convnet([nd.DropoutLayer(0.25)], dtype="float64")
+    model.build((100, 100, 1), batch_size=4)
+    x = np.ones((4, 100, 100, 1))
+    y = model.fprop(x)
+    assert abs((y == 0).mean() - 0.25) < 0.01
+    assert np.allclose(y[y != 0], 1 / 0.75)
+    np.testing.assert_array_equal(model.fprop(x), y)
+    model.step += 1
+    assert not np.array_equal(model.fprop(x), y)
+    np.testing.assert_array_equal(model.fprop(x, training=False), x)
+
+
+class Untwinned(nd.Layer):
+    """A layer that nobody has distributed."""
+
+    def forward(self, view):
+        return view
+
+    def backward(self, dy):
+        return dy
+
+
+MISTAKES = {
+    "kernel": (
+        lambda: nd.Convnet([nd.ConvLayer(1, 9)]).build((5, 5, 1), 1),
+        ShapeError,
+        r"layer 0 'conv1' \(ConvLayer\): kernel_size \(9, 9\)",
+    ),
+    "groups": (
+        lambda: nd.Convnet([nd.ConvLayer(4, 1, groups=2)]).build((5, 5, 3), 1),
+        ConfigError,
+        r"layer 0 'conv1'.*groups 2 must divide the input's 3 channels",
+    ),
+    "reflect": (
+        lambda: nd.Convnet([nd.ConvLayer(1, 3, padding=5, padding_mode="reflect")]).build((5, 5, 1), 1),
+        ConfigError,
+        "layer 0 'conv1'.*reflect",
+    ),
+    "padding word": (lambda: nd.ConvLayer(1, 3, padding="valid"), ConfigError, "padding 'valid'"),
+    "scheme": (lambda: nd.ConvLayer(1, 3, scheme="tower"), ConfigError, "scheme 'tower'"),
+    "pool padding": (
+        lambda: nd.Convnet([nd.MaxPoolingLayer(2, padding=2)]).build((5, 5, 1), 1),
+        ConfigError,
+        "layer 0 'max_pooling1'.*padding 2 must be less",
+    ),
+    "names": (
+        lambda: nd.Convnet([nd.FCLayer(1, name="a"), nd.FCLayer(1, name="a")]),
+        ConfigError,
+        "'a' is given twice",
+    ),
+    "dtype": (lambda: nd.Convnet([nd.FCLayer(1)], dtype="float16"), ConfigError, "dtype 'float16'"),
+    "backend": (
+        lambda: nd.Convnet([nd.FCLayer(1)], backend="tensor").build((5, 5, 1), 1),
+        ConfigError,
+        "backend 'tensor'",
+    ),
+    "empty": (lambda: nd.Convnet([]), ConfigError, "at least one layer"),
+    "vector": (lambda: nd.Convnet([nd.FCLayer(1)]).build((5,), 1), ShapeError, "vectors go into an MLP"),
+    "mlp": (lambda: nd.MLP([nd.ConvLayer(1, 1)]).build((5, 5, 1), 1), ConfigError, "use Convnet"),
+    "not built": (lambda: nd.Convnet([nd.FCLayer(1)]).fprop(np.zeros((1, 2, 2, 1))), ConfigError, "not built yet"),
+    "no twin": (
+        lambda: nd.distribute(nd.Convnet([Untwinned()])),
+        ConfigError,
+        r"Untwinned has no distributed class; write one.*class UntwinnedDist\(nd.Dist, Untwinned\)",
+    ),
+    "mixed": (
+        lambda: nd.ConvnetDist([nd.FCLayer(1)]).build((5, 5, 1), 1, nd.ProcessGrid.serial()),
+        ConfigError,
+        r"'fc1' \(FCLayer\) is serial",
+    ),
+    "label": (lambda: small().train_batch(np.zeros((2, 5, 4, 1), np.float32), np.array([0, 9])), DataError, "9"),
+    "targets": (
+        lambda: small().train_batch(np.zeros((2, 5, 4, 1), np.float32), np.zeros(5, int)),
+        ShapeError,
+        "5 targets came",
+    ),
+    "image": (lambda: small().fprop(np.zeros((2, 5, 5, 1), np.float32)), ShapeError, "tile of shape"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_explained(case):
+    make, kind, words = case
+    with pytest.raises(kind, match=words):
+        make()
+
+
+def test_mistakes_about_ranks_are_explained():
+    def serial_model(comm):
+        nd.Convnet([nd.FCLayer(1)]).build((5, 5, 1), 4, nd.ProcessGrid(comm))
+
+    def small_batch(comm):
+        nd.ConvnetDist([nd.FCLayerDist(1)]).build((5, 5, 1), 1, nd.ProcessGrid(comm, replicas=2))
+
+    with pytest.raises(GridError, match="Convnet is serial, but the grid has 2 ranks"):
+        loopback.run(2, serial_model)
+    with pytest.raises(ConfigError, match="batch_size 1 is less than replicas 2"):
+        loopback.run(2, small_batch)

@@ -1,0 +1,84 @@
+"""Views, models and errors over real MPI, at whatever rank count mpirun gives."""
+
+import numpy as np
+import pytest
+from invariance import KINDS, train
+from mpi4py import MPI
+from support import check_views, grids, slides, worst
+
+import neondist as nd
+from neondist.comm import agree, mpi
+from neondist.errors import DataError, GridError
+
+world = MPI.COMM_WORLD
+
+
+def random_windows(count):
+    """The same windows on every rank, drawn without hypothesis' own randomness."""
+    rng, found = np.random.default_rng(11), []
+    while len(found) < count:
+        ndim = int(rng.integers(1, 4))
+        extent = tuple(int(n) for n in rng.integers(1, 12, ndim))
+        window = nd.Window(
+            kernel=tuple(rng.integers(1, 6, ndim)),
+            stride=tuple(rng.integers(1, 4, ndim)),
+            padding=tuple((int(a), int(b)) for a, b in rng.integers(0, 5, (ndim, 2))),
+            dilation=tuple(rng.integers(1, 3, ndim)),
+            mode=str(rng.choice(["zeros", "reflect", "replicate", "wrap"])),
+            ndim=ndim,
+        )
+        if slides(extent, window):
+            found.append((extent, window))
+    return found
+
+
+def test_views_and_dot_test():
+    for extent, window in random_windows(60):
+        for shape in grids(world.size):
+            check_views(world, extent, window, (shape.rows, shape.cols, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_invariance(kind):
+    expected = train(kind)
+    for replicas in (r for r in range(1, world.size + 1) if world.size % r == 0 and r <= 6):
+        for shape in grids(world.size // replicas):
+            grid = nd.ProcessGrid(world, replicas=replicas, rows=shape.rows, cols=shape.cols)
+            assert worst(train(kind, grid), expected) < 1e-10, grid
+
+
+def test_every_rank_ends_with_the_same_weights():
+    state = train("everything", nd.ProcessGrid())
+    for name, array in state.items():
+        for other in world.allgather(array):
+            np.testing.assert_array_equal(array, other, err_msg=name)
+
+
+def test_large_messages_in_float32():
+    grid = nd.ProcessGrid()
+    ga = nd.GlobalArray(grid, (2, 128, 130, 16), nd.Window(5, padding=2), reuse=True)
+    whole = np.random.default_rng(0).normal(size=ga.global_shape).astype(np.float32)
+    padded = np.pad(whole, [(0, 0), (2, 2), (2, 2), (0, 0)])
+    for _ in range(3):
+        view = ga.get_fprop_view(ga.scatter(whole))
+        np.testing.assert_array_equal(view, padded[(slice(None), *ga.need.shift((2, 2)).slices)])
+
+
+def test_errors_are_agreed_on():
+    transport = mpi.world()
+    failing = transport.size - 1
+    with pytest.raises(DataError, match="broken file"):
+        agree(transport, DataError("broken file") if transport.rank == failing else None)
+    agree(transport, None)
+
+
+def test_a_grid_that_does_not_fit_is_refused_on_every_rank():
+    with pytest.raises(GridError, match="does not make"):
+        nd.ProcessGrid(rows=world.size + 1)
+
+
+def test_a_sub_communicator_serves_as_a_grid():
+    half = world.Split(world.rank % 2, world.rank)
+    grid = nd.ProcessGrid(half)
+    assert grid.size == half.size
+    assert worst(train("perceptron", grid), train("perceptron")) < 1e-10

@@ -1,0 +1,119 @@
+"""A model of one number per class and a data set of a few cells, to watch the loop; and a real little experiment."""
+
+import numpy as np
+
+from neondist.comm import ProcessGrid
+from neondist.costs import CrossEntropy
+from neondist.datasets import Split, Synthetic
+from neondist.layers import ConvLayerDist, DropoutLayerDist, FCLayerDist, MaxPoolingLayerDist, RectLin
+from neondist.models import ConvnetDist
+from neondist.optim import SGD
+from neondist.session import FitExperiment, Hook
+
+
+class ToyModel:
+    """Scores are the mean cell times one weight per class; it remembers the batches that it saw."""
+
+    def __init__(self, optimizer=None, classes=3):
+        self.grid, self.dtype, self.seed = ProcessGrid.serial(), np.dtype("float64"), 7
+        self.optimizer, self.cost = optimizer or SGD(0.1), CrossEntropy()
+        self.output_shape, self.bytes_sent, self.step, self.learning_rate_scale = (classes,), 0, 0, 1.0
+        self.weights = np.linspace(-1, 1, classes)
+        self.slots = self.optimizer.slots(classes, self.dtype)
+        self.seen, self.scales, self.targets_seen, self.training = [], [], [], []
+
+    def fprop(self, x, training=True, batch_size=None):
+        self.training.append(training)
+        return x.mean(axis=(1, 2)) * self.weights
+
+    def train_batch(self, x, targets, batch_size=None):
+        assert len(x) == len(targets) == batch_size
+        self.seen.append(x[:, 0, 0, 0].tolist())
+        self.targets_seen.append(targets.tolist())
+        self.scales.append(self.learning_rate_scale)
+        self.step, self.bytes_sent = self.step + 1, self.bytes_sent + 10 * batch_size
+        y = self.fprop(x)
+        grads = (self.cost.gradient(y, targets) * x.mean(axis=(1, 2))).sum(axis=0) / batch_size
+        self.optimizer.update(self.weights, grads, self.slots, self.step - 1, self.learning_rate_scale)
+        return self.cost.value(y, targets) / batch_size
+
+    def local_targets(self, targets, batch_size):
+        assert len(targets) == batch_size
+        return targets
+
+    def total_over_output(self, array):
+        return array
+
+    def state(self):
+        return {"toy/weights": self.weights.copy()}
+
+    def load_state(self, state):
+        self.weights[...] = state["toy/weights"]
+
+    def optimizer_state(self):
+        return {f"toy/weights/{name}": slot.copy() for name, slot in self.slots.items()}
+
+    def load_optimizer_state(self, state):
+        for name, slot in self.slots.items():
+            slot[...] = state[f"toy/weights/{name}"]
+
+
+class ToyData:
+    """Sample i is an image of 2 x 2 cells of value i."""
+
+    sample_shape, classes = (2, 2, 1), 3
+
+    def __init__(self, train=10, test=7):
+        self.train, self.test = (self.split(count) for count in (train, test))
+
+    def split(self, count):
+        cells = np.broadcast_to(np.arange(count, dtype=float)[:, None, None, None], (count, 2, 2, 1))
+        return Split(cells, np.arange(count) % 3, scale=1.0)
+
+
+class Recorder(Hook):
+    """Writes down what it is called for; fails where it is told to."""
+
+    def __init__(self, fail_at=None):
+        self.calls, self.fail_at = [], fail_at
+
+    def _call(self, name, run):
+        self.calls.append((name, run.epoch, run.step))
+        if (name, run.step) == self.fail_at:
+            raise RuntimeError("the hook fails")
+
+    def before_run(self, run):
+        self._call("before_run", run)
+
+    def after_step(self, run):
+        self._call("after_step", run)
+
+    def after_epoch(self, run):
+        self._call("after_epoch", run)
+
+    def on_error(self, run, error):
+        self._call("on_error", run)
+
+    def after_run(self, run):
+        self._call("after_run", run)
+
+
+def experiment(epochs=2, layers=None, model=ConvnetDist, optimizer=None, dataset=None, **fields):
+    """A network of a few hundred weights on 45 gratings; its numbers are float64.
+
+    `layers` and `dataset` make new ones each time: virtual ranks share no objects.
+    """
+    layers = (
+        layers()
+        if layers
+        else [
+            ConvLayerDist(3, 3, padding=1, activation=RectLin()),
+            MaxPoolingLayerDist(2),
+            ConvLayerDist(4, 3, padding=1, activation=RectLin(), name="second"),
+            DropoutLayerDist(0.2),
+            FCLayerDist(4),
+        ]
+    )
+    made = model(layers, optimizer=optimizer or SGD(0.05, 0.9), dtype="float64")
+    dataset = dataset() if dataset else Synthetic((13, 11, 2), classes=4, train=45, test=13)
+    return FitExperiment(dataset, made, **{"batch_size": 10, "epochs": epochs} | fields)

@@ -1,0 +1,26 @@
+"""Start the tests of tests/mpi under mpirun: one mpirun for each rank count, many cases in each."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from neondist.cli.mpirun import find_mpirun
+
+CASES = Path(__file__).parent / "mpi"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 9])
+def test_under_mpirun(ranks):
+    mpirun = find_mpirun(os.environ)
+    environment = {**os.environ, **mpirun.environment(), "NEONDIST_MPI_TEST": "1", "OMP_NUM_THREADS": "1"}
+    command = [*mpirun.command(ranks), sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", CASES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    said = done.stdout[-8000:] + done.stderr[-4000:]
+    assert done.returncode == 0, said
+    passed = re.findall(r"(\d+) passed", done.stdout)
+    assert len(passed) == ranks, said
+    assert min(map(int, passed)) >= 10, said

@@ -1,0 +1,61 @@
+"""Make the MNIST subset that ships with the package, from the four official files.
+
+Usage: python tools/make_embedded_mnist.py FOLDER
+
+Draws 1,000 training and 200 test digits of each class, shuffles them, and writes four gzipped IDX files to
+neondist/datasets/embedded. The same input gives the same bytes: the draw is seeded and the gzip headers hold no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from neondist.comm import ProcessGrid
+from neondist.datasets import MNIST, Split
+from neondist.datasets.idx import IMAGES, LABELS
+from neondist.datasets.mnist import EMBEDDED
+from neondist.datasets.mnist_files import TEST, TRAIN, MnistPair
+
+SEED = 28
+
+
+def main() -> None:
+    """Read the official files (checked bit for bit), write the subset."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", help="where the four official files lie")
+    parser.add_argument("--to", type=Path, default=EMBEDDED, help="where to write (default: the package)")
+    args = parser.parse_args()
+    whole = MNIST(args.folder)
+    whole.open(ProcessGrid.serial())
+    # RandomState is frozen: its stream is the same in every NumPy
+    draw = np.random.RandomState(SEED)
+    args.to.mkdir(parents=True, exist_ok=True)
+    write(args.to, TRAIN, whole.train, subset(draw, whole.train.labels, 1000))
+    write(args.to, TEST, whole.test, subset(draw, whole.test.labels, 200))
+
+
+def subset(draw: np.random.RandomState, labels: np.ndarray, each: int) -> np.ndarray:
+    """Return the indices of `each` samples of every class, shuffled."""
+    chosen = [draw.permutation(np.flatnonzero(labels == digit))[:each] for digit in range(10)]
+    return draw.permutation(np.concatenate(chosen))
+
+
+def write(folder: Path, pair: MnistPair, split: Split, chosen: np.ndarray) -> None:
+    """Write the chosen images and labels as gzipped IDX files under their official names."""
+    images, labels = split.tiles[chosen][..., 0], split.targets(chosen).astype(np.uint8)
+    for file, magic, array in ((pair.images, IMAGES, images), (pair.labels, LABELS, labels)):
+        raw = struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.tobytes()
+        with (
+            open(folder / f"{file.name}.gz", "wb") as plain,
+            gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=plain, mtime=0) as packed,
+        ):
+            packed.write(raw)
+
+
+if __name__ == "__main__":
+    main()
