@@ -13,9 +13,11 @@ class UserError(NeondistError):
     """The input is wrong; the message says where, what and how to mend it.
 
     `subject` is the object that the message is about, if there is one: the command line adds its file and line.
+    `agreed` says that every rank has this error (comm.agree), so that one of them can tell.
     """
 
     subject: object = None
+    agreed: bool = False
 
 
 class ConfigError(UserError):

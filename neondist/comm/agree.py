@@ -10,14 +10,19 @@ def agree(transport: Transport, error: Exception | None) -> None:
     """Raise on every rank if any rank has an error; collective.
 
     A rank with an error of its own raises that; the others raise the same kind of UserError with the message of the
-    first failing rank if that was one (so that every rank ends with exit code 2), else RemoteError.
+    first failing rank if that was one (so that every rank ends with exit code 2), else RemoteError. A UserError
+    that is raised is marked `agreed`.
     """
     report = None if error is None else (type(error).__name__, isinstance(error, errors.UserError), str(error))
     failures = [(rank, r) for rank, r in enumerate(transport.allgather(report)) if r is not None]
     if error is not None:
+        if isinstance(error, errors.UserError):
+            error.agreed = True
         raise error
     if failures:
         rank, (kind, is_users, message) = failures[0]
         if is_users:
-            raise getattr(errors, kind, errors.UserError)(message)
+            agreed: errors.UserError = getattr(errors, kind, errors.UserError)(message)
+            agreed.agreed = True
+            raise agreed
         raise errors.RemoteError(f"rank {rank} failed: {kind}: {message}")

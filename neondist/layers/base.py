@@ -5,54 +5,36 @@
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from ..arrays import GlobalArray, PaddedArray
 from ..backends import Backend
-from ..comm import ProcessGrid
 from ..geometry import Window
 from ..initializers import Constant, Initializer
-from ..registry import Distributed, Registered, serial_class
+from ..registry import Distributed, dist_class
 from .functions import Activation
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Context:
-    """What all layers of a built model share."""
-
-    grid: ProcessGrid
-    backend: Backend
-    dtype: np.dtype
-    seed: int
-    batch_size: int
-
-
-class Phase(NamedTuple):
-    """What a pass is for: training or not, the step's number, and the first of the replica's samples in the batch."""
-
-    training: bool = True
-    step: int = 0
-    first_sample: int = 0
+from .node import Context, Node, Phase, Shape
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Shape and first values of one array of a layer."""
+    """Shape and first values of one array of a layer.
+
+    With `tiled`, its leading axes are the output's spatial axes, and each rank keeps the part of its own output tile
+    alone (unshared weights): the gradient is then summed over the replicas, not over the tiles.
+    """
 
     shape: Shape
     initializer: Initializer = field(default_factory=Constant)
     fan_in: int = 1
     fan_out: int = 1
+    tiled: bool = False
 
 
-class Layer(Registered, ABC):
+class Layer(Node):
     """Base of all layers. A layer of your own needs `forward` and `backward`, and a `window` if it sees neighbours.
 
     Attributes
@@ -76,7 +58,6 @@ class Layer(Registered, ABC):
     distributed = False
     window: Window | None = None
     activation: Activation | None = None
-    needs_input_gradient = True
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
@@ -104,6 +85,11 @@ class Layer(Registered, ABC):
             extent = window.output_extent(extent)
         return *extent, self.channels_for(input_shape)
 
+    def halos_for(self, input_shape: Shape) -> list[tuple[Shape, Window]]:
+        """Return the arrays whose halos travel in a step: global shape without the batch, and window."""
+        window = self.window_for(input_shape)
+        return [] if window is None else [(input_shape, window)]
+
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return the trained arrays, by name."""
         return {}
@@ -129,17 +115,23 @@ class Layer(Registered, ABC):
         self.context, self.input_shape = context, tuple(input_shape)
         self.window = self.window_for(self.input_shape)
         self.output_shape = self.output_shape_for(self.input_shape)
+        self.arrays: list[PaddedArray] = []
         self.adjust_for_dist()
 
     def adjust_for_dist(self) -> None:
         """Create `input` for this rank's tile, and set the local ifmshape and ofmshape."""
-        self.input = self.make_input((self.context.batch_size, *self.input_shape))
+        self.input = self.make_array(self.input_shape, self.window)
         self.ifmshape = self.input.local_shape[1:]
         self.ofmshape = (*self.context.grid.tile_box(self.output_shape[:-1]).shape, self.output_shape[-1])
 
-    def make_input(self, shape: Shape) -> PaddedArray:
-        """Return what makes the views of inputs of this global shape."""
-        return PaddedArray(shape, self.window, str(self.context.dtype), self.context.backend, reuse=True)
+    def make_array(self, shape: Shape, window: Window | None) -> PaddedArray:
+        """Return what makes the views of activations of this global shape (without the batch), and count its bytes."""
+        self.arrays.append(self.new_array((self.context.batch_size, *shape), window))
+        return self.arrays[-1]
+
+    def new_array(self, shape: Shape, window: Window | None) -> PaddedArray:
+        """Return a PaddedArray; the mixin `Dist` returns a GlobalArray."""
+        return PaddedArray(shape, window, str(self.context.dtype), self.context.backend, reuse=True)
 
     def fprop(self, x: Any, phase: Phase) -> Any:
         """Return this rank's tile of the output for its tile of the input."""
@@ -155,6 +147,29 @@ class Layer(Registered, ABC):
             dy = self.activation.bprop(self.output, dy)
         dview = self.backward(dy)
         return self.input.get_bprop_view(dview) if self.needs_input_gradient else None
+
+    def walk(self, input_shape: Shape) -> Iterator[tuple[Layer, Shape]]:
+        """Yield this layer."""
+        yield self, input_shape
+
+    def give_names(self, prefix: str, counts: dict[str, int]) -> None:
+        """Name this layer, if it has no name."""
+        self._name_itself(prefix, counts)
+
+    def twin(self) -> Layer:
+        """Return a new layer of the distributed class, with the same arguments and name."""
+        found: Layer = dist_class(type(self))(**self.arguments() | {"name": self.name})
+        return found
+
+    @property
+    def leaves(self) -> list[Layer]:
+        """This layer."""
+        return [self]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of halos that this rank has sent for this layer."""
+        return sum(array.bytes_sent for array in self.arrays)
 
     # What `forward` and `backward` may use.
 
@@ -175,20 +190,14 @@ class Layer(Registered, ABC):
         counted = self.output_shape[:-1] or self.context.grid.tile == 0
         return array if counted else 0 * array
 
-    def default_name(self) -> str:
-        """Return the class as a word: 'max_pooling' for MaxPoolingLayerDist."""
-        word = serial_class(type(self)).__name__.removesuffix("Layer")
-        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()
-
 
 class Dist(Distributed):
     """The mixin that distributes a layer: `class MyLayerDist(Dist, MyLayer)`; its input is cut into tiles."""
 
     distributed = True
     context: Context
-    window: Any
 
-    def make_input(self, shape: Shape) -> PaddedArray:
+    def new_array(self, shape: Shape, window: Window | None) -> PaddedArray:
         """Return a GlobalArray over the model's grid."""
         context = self.context
-        return GlobalArray(context.grid, shape, self.window, str(context.dtype), context.backend, reuse=True)
+        return GlobalArray(context.grid, shape, window, str(context.dtype), context.backend, reuse=True)

@@ -14,7 +14,7 @@ def distribute(model: Model) -> Model:
     ConfigError
         If a layer or the model has no distributed class; the message names it and says how to write one.
     """
-    layers = [dist_class(type(layer))(**layer.arguments() | {"name": layer.name}) for layer in model.layers]
+    layers = [layer.twin() for layer in model.layers]
     twin: Model = dist_class(type(model))(**model.arguments() | {"layers": layers})
     if model.parameters is not None:
         twin.load_state(model.state())

@@ -19,7 +19,7 @@ class MLP(Model):
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None) -> list[LayerPlan]:
         """Return the plan of every layer; ConfigError if one of them has a window."""
         plans = super().plan(input_shape, grid)
-        for index, (layer, plan) in enumerate(zip(self.layers, plans, strict=True)):
+        for index, (layer, plan) in enumerate(zip(self.leaves, plans, strict=True)):
             if plan.window is not None:
                 raise of_layer(ConfigError("an MLP has no layers with windows; use Convnet"), index, layer)
         return plans

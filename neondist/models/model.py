@@ -11,13 +11,13 @@ from ..arrays import GlobalArray
 from ..backends import get_backend
 from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
-from ..errors import ConfigError, GridError, ShapeError, UserError
+from ..errors import ConfigError, GridError, ShapeError
 from ..geometry import GridShape
-from ..layers import Context, Layer, Phase
+from ..layers import Context, Layer, Node, Phase, Sequential
 from ..optim import SGD, Optimizer
 from ..registry import Registered
 from .parameters import Parameters, load
-from .plan import LayerPlan, of_layer, plan_layers
+from .plan import LayerPlan, plan_layers
 from .targets import local_targets
 
 
@@ -26,8 +26,8 @@ class Model(Registered):
 
     Parameters
     ----------
-    layers : sequence of Layer
-        Unnamed layers are named after their class and number: 'conv1', 'conv2', 'fc1'.
+    layers : sequence of layers and containers
+        Unnamed layers are named after their class and number: 'conv1', 'conv2', 'fc1', 'sum1.conv1'.
     cost : Cost
         Default CrossEntropy.
     optimizer : Optimizer
@@ -40,6 +40,8 @@ class Model(Registered):
 
     Attributes
     ----------
+    leaves : list of Layer
+        All single layers, those inside of containers included.
     grid, batch_size, input_shape, output_shape
         Known after `build`; shapes are global, without the batch.
     bytes_sent : int
@@ -51,7 +53,7 @@ class Model(Registered):
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[Node],
         cost: Cost | None = None,
         optimizer: Optimizer | None = None,
         seed: int = 0,
@@ -62,7 +64,8 @@ class Model(Registered):
             raise ConfigError("layers: a model needs at least one layer")
         if str(dtype) not in ("float32", "float64"):
             raise ConfigError(f"dtype {dtype!r}: choose from float32, float64")
-        self.layers = list(layers)
+        self.chain = Sequential(layers)
+        self.layers = self.chain.layers
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self.seed, self.backend, self.dtype = seed, backend, np.dtype(dtype)
         self.learning_rate_scale, self.step = 1.0, 0
@@ -88,17 +91,13 @@ class Model(Registered):
         self.grid = grid or self.default_grid()
         self._check_grid(batch_size)
         self.input_shape, self.batch_size = tuple(input_shape), batch_size
-        plans = self.plan(self.input_shape)
-        self.output_shape = plans[-1].output_shape
+        self.plan(self.input_shape)  # names the layer if something does not fit
+        self.output_shape = self.chain.output_shape_for(self.input_shape)
         context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
-        for index, (layer, plan) in enumerate(zip(self.layers, plans, strict=True)):
-            try:
-                layer.build(plan.input_shape, context)
-            except UserError as error:
-                raise of_layer(error, index, layer) from error
+        self.chain.build(self.input_shape, context)
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
-        self.parameters = Parameters(self.layers, self.seed, self.dtype, context.backend)
+        self.parameters = Parameters(self.leaves, self.seed, self.dtype, context.backend)
         self.slots = self.optimizer.slots(self.parameters.values.size, self.dtype)
         if self._pending is not None:
             self.load_state(self._pending)
@@ -109,9 +108,7 @@ class Model(Registered):
         """Return this rank's tile of the output (or the whole output after an FC layer) for its tile of the input."""
         batch = self._batch(x, batch_size)
         phase = Phase(training, self.step, self.grid.sample_range(batch)[0])
-        for layer in self.layers:
-            x = layer.fprop(x, phase)
-        return x
+        return self.chain.fprop(x, phase)
 
     def bprop(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
@@ -122,10 +119,9 @@ class Model(Registered):
             This rank's part of the output's gradient (`scatter_output`).
         """
         parameters = self._built()
-        for layer in reversed(self.layers):
-            dy = layer.bprop(dy)
+        dx = self.chain.bprop(dy)
         parameters.sum_gradients(self.grid)
-        return dy
+        return dx
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one step - fprop, cost, bprop, update - and return the mean loss over the global batch.
@@ -141,7 +137,7 @@ class Model(Registered):
         """
         parameters = self._built()
         batch = self._batch(x, batch_size)
-        self.layers[0].needs_input_gradient = False
+        self.chain.needs_input_gradient = False
         try:
             y = self.fprop(x, training=True, batch_size=batch)
             local = self.local_targets(targets, batch)
@@ -149,7 +145,7 @@ class Model(Registered):
             loss = self.total_over_output(np.array([self.cost.value(y, local)]))
             self.bprop(self.cost.gradient(y, local) * self.dtype.type(scale))
         finally:
-            self.layers[0].needs_input_gradient = True
+            self.chain.needs_input_gradient = True
         self.optimizer.update(
             parameters.values, parameters.grads, self.slots, self.step, scale=self.learning_rate_scale
         )
@@ -206,7 +202,12 @@ class Model(Registered):
     @property
     def bytes_sent(self) -> int:
         """Bytes of halos that this rank has sent since `build`."""
-        return sum(layer.input.bytes_sent for layer in self.layers)
+        return sum(layer.bytes_sent for layer in self.leaves)
+
+    @property
+    def leaves(self) -> list[Layer]:
+        """All single layers, those inside of containers included."""
+        return self.chain.leaves
 
     # Inside.
 
@@ -217,11 +218,8 @@ class Model(Registered):
     def _name_layers(self) -> None:
         counts: dict[str, int] = {}
         for layer in self.layers:
-            if layer.name is None:
-                word = layer.default_name()
-                counts[word] = counts.get(word, 0) + 1
-                layer.name = f"{word}{counts[word]}"
-        names = [layer.name for layer in self.layers]
+            layer.give_names("", counts)
+        names = [layer.name for layer in self.leaves]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise ConfigError(f"layers: the name '{min(map(str, twice))}' is given twice; names must differ")
@@ -233,7 +231,7 @@ class Model(Registered):
             raise GridError(f"{name} is serial, but the grid has {size} ranks; use {name}Dist or nd.distribute")
         if batch_size < self.grid.replicas:
             raise ConfigError(f"batch_size {batch_size} is less than replicas {self.grid.replicas}; give each a sample")
-        for layer in self.layers:
+        for layer in self.leaves:
             if layer.distributed != self.distributed:
                 kind = "serial" if self.distributed else "distributed"
                 raise ConfigError(

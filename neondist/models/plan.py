@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ..errors import UserError
 from ..geometry import Box, GridShape, HaloPlan, Window
-from ..layers import Layer
+from ..layers import Layer, Node
 
 Shape = tuple[int, ...]
 
@@ -26,25 +27,31 @@ class LayerPlan:
     """every tile's cells of the output"""
     views: list[Box]
     """every tile's view of the input"""
-    sent_cells: list[int]
-    """cells that each tile sends in fprop, for each sample and channel of the input"""
-    received_cells: list[int]
-    """cells that each tile receives in fprop, which are those it sends in bprop"""
+    halo_cells: list[int]
+    """cells that each tile receives in fprop, channels not counted"""
+    sent_words: list[int]
+    """numbers that each tile sends in fprop for each sample, channels counted"""
+    received_words: list[int]
+    """numbers that each tile receives in fprop, which are those it sends in bprop"""
 
 
-def plan_layers(layers: list[Layer], input_shape: Shape, grid: GridShape) -> list[LayerPlan]:
-    """Return the plan of each layer; an error names the layer and carries it as `subject`."""
+def plan_layers(nodes: Sequence[Node], input_shape: Shape, grid: GridShape) -> list[LayerPlan]:
+    """Return the plan of each single layer; an error names the layer and carries it as `subject`."""
     plans = []
-    for index, layer in enumerate(layers):
+    for index, node in enumerate(nodes):
+        about: Node = node
         try:
-            plans.append(_plan(layer, input_shape, grid))
+            for layer, shape in node.walk(input_shape):
+                about = layer
+                plans.append(_plan(layer, shape, grid))
+                about = node
+            input_shape = node.output_shape_for(input_shape)
         except UserError as error:
-            raise of_layer(error, index, layer) from error
-        input_shape = plans[-1].output_shape
+            raise of_layer(error, index, about) from error
     return plans
 
 
-def of_layer(error: UserError, index: int, layer: Layer) -> UserError:
+def of_layer(error: UserError, index: int, layer: Node) -> UserError:
     """Return the error with the layer's place in front and the layer as `subject`."""
     named = type(error)(f"layer {index} '{layer.name}' ({type(layer).__name__}): {error}")
     named.subject = layer
@@ -53,9 +60,9 @@ def of_layer(error: UserError, index: int, layer: Layer) -> UserError:
 
 def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
     window, output_shape = layer.window_for(input_shape), layer.output_shape_for(input_shape)
-    source = grid.partition(input_shape[:-1])
-    everywhere = Window(1, padding=0, ndim=len(source.extent))
-    halos = [HaloPlan.of(source, window or everywhere, tile) for tile in range(grid.tiles)]
+    tiles = range(grid.tiles)
+    everywhere = Window(1, padding=0, ndim=len(input_shape) - 1)
+    travelling = [(_halos(shape, seen, grid), shape[-1]) for shape, seen in layer.halos_for(input_shape)]
     return LayerPlan(
         name=str(layer.name),
         cls=type(layer).__name__,
@@ -64,7 +71,12 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
         window=window,
         parameters=sum(prod(p.shape) for p in layer.parameters_for(input_shape).values()),
         tiles=grid.partition(output_shape[:-1]).boxes(),
-        views=[halo.need for halo in halos],
-        sent_cells=[halo.sent_cells for halo in halos],
-        received_cells=[halo.received_cells for halo in halos],
+        views=[halo.need for halo in _halos(input_shape, window or everywhere, grid)],
+        halo_cells=[sum(plans[tile].received_cells for plans, _ in travelling) for tile in tiles],
+        sent_words=[sum(plans[tile].sent_cells * channels for plans, channels in travelling) for tile in tiles],
+        received_words=[sum(plans[tile].received_cells * channels for plans, channels in travelling) for tile in tiles],
     )
+
+
+def _halos(shape: Shape, window: Window, grid: GridShape) -> list[HaloPlan]:
+    return [HaloPlan.of(grid.partition(shape[:-1]), window, tile) for tile in range(grid.tiles)]

@@ -47,8 +47,8 @@ def layer_costs(model: Model, plans: list[LayerPlan], batch_size: int, grid: Gri
     for index, plan in enumerate(plans):
         channels = plan.input_shape[-1] * itemsize
         # the first layer's input needs no gradient, so nothing travels home from it
-        home = plan.received_cells if index else [0] * len(plan.received_cells)
-        sent = [(there + back) * channels for there, back in zip(plan.sent_cells, home, strict=True)]
+        home = plan.received_words if index else [0] * len(plan.received_words)
+        sent = [(there + back) * itemsize for there, back in zip(plan.sent_words, home, strict=True)]
         views = [2 * box.size * channels if plan.window is not None else 0 for box in plan.views]
         outputs = [2 * box.size * plan.output_shape[-1] * itemsize for box in plan.tiles]
         held = max(view + output for view, output in zip(views, outputs, strict=True))

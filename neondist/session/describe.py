@@ -102,7 +102,7 @@ def _shapes(plans: Sequence[LayerPlan]) -> list[Column]:
 
 def _costs(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> list[Column]:
     total = sum(costs, LayerCosts())
-    halo = [f"{max(p.received_cells):,}" if any(p.received_cells) else "-" for p in plans]
+    halo = [f"{max(p.halo_cells):,}" if any(p.halo_cells) else "-" for p in plans]
     return [
         Column("halo", halo),
         Column("sent, most", [_size(c.sent_most) for c in costs], _size(total.sent_most)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from pathlib import Path
 
 from ..comm import Transport, agree
@@ -26,8 +25,9 @@ def prepare(world: Transport, folder: Path) -> None:
     if world.rank == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            trial = partial(folder / f"trial-{os.getpid()}")
+            trial.touch()
+            trial.unlink()
         except OSError as problem:
             reason = problem.strerror or problem
             error = ConfigError(f"output: cannot write to {folder} ({reason}); choose another folder with --output")

@@ -12,7 +12,6 @@ from ..comm import ProcessGrid
 from . import output
 from .checkpoint import Checkpoint, restore
 from .curves import Curves
-from .environment import environment, to_json
 from .fit import fit
 from .hooks import Hook
 from .metrics_log import MetricsLog, read_history
@@ -84,6 +83,8 @@ def train(
 
 def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, resolved: str | None) -> None:
     """Put the folder in order and write what is known before training."""
+    from .environment import environment, to_json  # it imports much that `import neondist` can do without
+
     model = experiment.model
     facts = environment(grid, backend=get_backend(model.backend).name, dtype=str(model.dtype), seed=model.seed)
     with together(grid.world):

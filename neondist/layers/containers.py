@@ -1,0 +1,170 @@
+"""Containers, so that residual networks and U-Nets can be written: chains, sums and concatenations."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ShapeError
+from .base import Layer
+from .node import Context, Node, Phase, Shape
+
+
+class Container(Node):
+    """Base of the containers.
+
+    All activations of one shape are cut into the same tiles, so what meets in a container fits cell by cell.
+    """
+
+    def __init__(self, layers: Sequence[Any], name: str | None = None) -> None:
+        self.name, self.layers = name, [as_node(layer) for layer in layers]
+
+    def build(self, input_shape: Shape, context: Context) -> None:
+        """Build every layer inside."""
+        self.output_shape_for(input_shape)
+        for layer, shape in self.inputs(input_shape):
+            layer.build(shape, context)
+
+    @abstractmethod
+    def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
+        """Yield what is directly inside, with the shape of its input."""
+
+    def walk(self, input_shape: Shape) -> Iterator[tuple[Layer, Shape]]:
+        """Yield every single layer inside, with the shape of its input."""
+        for layer, shape in self.inputs(input_shape):
+            yield from layer.walk(shape)
+        self.output_shape_for(input_shape)  # what meets here must fit
+
+    def give_names(self, prefix: str, counts: dict[str, int]) -> None:
+        """Name the container, and what is inside with the container's name in front."""
+        self._name_itself(prefix, counts)
+        inside: dict[str, int] = {}
+        for layer in self.layers:
+            layer.give_names(f"{self.name}.", inside)
+
+    def twin(self) -> Node:
+        """Return the container of the twins."""
+        made: Node = type(self)([layer.twin() for layer in self.layers], name=self.name)
+        return made
+
+    @property
+    def leaves(self) -> list[Layer]:
+        """All single layers inside, in order."""
+        return [leaf for layer in self.layers for leaf in layer.leaves]
+
+
+class Sequential(Container):
+    """One layer after the other; none at all is the identity.
+
+    Parameters
+    ----------
+    layers : sequence of layers or containers
+        A list among them stands for a Sequential.
+    """
+
+    def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
+        """Yield every layer with what the one before gives."""
+        for layer in self.layers:
+            yield layer, input_shape
+            input_shape = layer.output_shape_for(input_shape)
+
+    def output_shape_for(self, input_shape: Shape) -> Shape:
+        """Return what the last layer gives."""
+        for layer in self.layers:
+            input_shape = layer.output_shape_for(input_shape)
+        return input_shape
+
+    def fprop(self, x: Any, phase: Phase) -> Any:
+        """Pass x through all layers."""
+        for layer in self.layers:
+            x = layer.fprop(x, phase)
+        return x
+
+    def bprop(self, dy: Any) -> Any:
+        """Pass dy back through all layers."""
+        for layer in self.layers[:1]:
+            layer.needs_input_gradient = self.needs_input_gradient
+        for layer in reversed(self.layers):
+            dy = layer.bprop(dy)
+        return dy
+
+
+class Branches(Container):
+    """Base of the containers whose layers all see the same input; a branch is a layer, or a list of layers."""
+
+    def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
+        """Yield every branch with the container's input."""
+        for layer in self.layers:
+            yield layer, input_shape
+
+    def _shapes(self, input_shape: Shape, compared: slice) -> list[Shape]:
+        """Return the branches' output shapes; ShapeError if they differ in the axes compared."""
+        shapes = [layer.output_shape_for(input_shape) for layer in self.layers]
+        for layer, shape in zip(self.layers, shapes, strict=True):
+            if shape[compared] != shapes[0][compared] or len(shape) != len(shapes[0]):
+                raise ShapeError(
+                    f"{type(self).__name__} '{self.name}': branch {_tell(self.layers[0])} gives {shapes[0]}, but branch"
+                    f" {_tell(layer)} gives {shape}; make them agree, with padding, stride or a Crop"
+                )
+        return shapes
+
+    def _back(self, gradients: Sequence[Any]) -> Any:
+        """Return the sum of what the branches send back."""
+        total: Any = None
+        for layer, dy in zip(self.layers, gradients, strict=True):
+            layer.needs_input_gradient = self.needs_input_gradient
+            dx = layer.bprop(dy)
+            if dx is not None:
+                total = dx.copy() if total is None else np.add(total, dx, out=total)
+        return total
+
+
+class Sum(Branches):
+    """The sum of its branches; `Sum([[conv, conv], []])` is a residual block: an empty list is the identity."""
+
+    def output_shape_for(self, input_shape: Shape) -> Shape:
+        """Return the shape that all branches must give."""
+        return self._shapes(input_shape, slice(None))[0]
+
+    def fprop(self, x: Any, phase: Phase) -> Any:
+        """Return the sum of all branches."""
+        total = self.layers[0].fprop(x, phase).copy()
+        for layer in self.layers[1:]:
+            total += layer.fprop(x, phase)
+        return total
+
+    def bprop(self, dy: Any) -> Any:
+        """Give dy to every branch."""
+        return self._back([dy] * len(self.layers))
+
+
+class Concat(Branches):
+    """Its branches side by side along the channels, such as the skip connections of a U-Net."""
+
+    def output_shape_for(self, input_shape: Shape) -> Shape:
+        """Return the extent that all branches must give, and the sum of their channels."""
+        shapes = self._shapes(input_shape, slice(0, -1))
+        return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
+
+    def fprop(self, x: Any, phase: Phase) -> Any:
+        """Return all branches' channels."""
+        parts = [layer.fprop(x, phase) for layer in self.layers]
+        self.borders = np.cumsum([part.shape[-1] for part in parts])[:-1]
+        return np.concatenate(parts, axis=-1)
+
+    def bprop(self, dy: Any) -> Any:
+        """Give every branch the gradient of its channels."""
+        return self._back([np.ascontiguousarray(part) for part in np.split(dy, self.borders, axis=-1)])
+
+
+def as_node(layer: Any) -> Node:
+    """Return the layer; a list of layers becomes a Sequential."""
+    found: Node = Sequential(layer) if isinstance(layer, (list, tuple)) else layer
+    return found
+
+
+def _tell(node: Node) -> str:
+    return f"'{node.name}'" if node.leaves else f"'{node.name}' (the identity)"

@@ -1,0 +1,98 @@
+"""What a model is made of: single layers, and containers of them."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..backends import Backend
+from ..comm import ProcessGrid
+from ..registry import Registered, serial_class
+
+if TYPE_CHECKING:
+    from .base import Layer
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all layers of a built model share."""
+
+    grid: ProcessGrid
+    backend: Backend
+    dtype: np.dtype
+    seed: int
+    batch_size: int
+
+
+class Phase(NamedTuple):
+    """What a pass is for: training or not, the step's number, and the first of the replica's samples in the batch."""
+
+    training: bool = True
+    step: int = 0
+    first_sample: int = 0
+
+
+class Node(Registered, ABC):
+    """A piece of a network with one input and one output.
+
+    Attributes
+    ----------
+    name : str
+        Given, or made by the model from the class and a number.
+    needs_input_gradient : bool
+        False for what comes first: `bprop` may return None.
+    """
+
+    name: str | None
+    needs_input_gradient = True
+
+    @abstractmethod
+    def output_shape_for(self, input_shape: Shape) -> Shape:
+        """Return the global output shape, without the batch; raises ShapeError or ConfigError if there is none."""
+
+    @abstractmethod
+    def build(self, input_shape: Shape, context: Context) -> None:
+        """Fix shapes and make the input, for a global input shape without the batch."""
+
+    @abstractmethod
+    def fprop(self, x: Any, phase: Phase) -> Any:
+        """Return this rank's tile of the output for its tile of the input."""
+
+    @abstractmethod
+    def bprop(self, dy: Any) -> Any:
+        """Return the gradient of this rank's tile of the input, given that of the output."""
+
+    @abstractmethod
+    def walk(self, input_shape: Shape) -> Iterator[tuple[Layer, Shape]]:
+        """Yield every single layer inside, with the shape of its input."""
+
+    @abstractmethod
+    def give_names(self, prefix: str, counts: dict[str, int]) -> None:
+        """Name what has no name: prefix, the class as a word, and a number from `counts`."""
+
+    @abstractmethod
+    def twin(self) -> Node:
+        """Return the distributed twin, under the same names."""
+
+    @property
+    @abstractmethod
+    def leaves(self) -> list[Layer]:
+        """All single layers inside, in order."""
+
+    def _name_itself(self, prefix: str, counts: dict[str, int]) -> None:
+        if self.name is None:
+            word = self._word()
+            counts[word] = counts.get(word, 0) + 1
+            self.name = f"{prefix}{word}{counts[word]}"
+
+    def _word(self) -> str:
+        """Return the class as a word: 'max_pooling' for MaxPoolingLayerDist."""
+        word = serial_class(type(self)).__name__.removesuffix("Layer")
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()
