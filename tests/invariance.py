@@ -7,66 +7,134 @@ import numpy as np
 import neondist as nd
 
 
-def layers(kind, dist):
-    """The layers of a small network of each kind, serial or distributed."""
+def everything(make):
+    return [
+        make("Conv", 4, 5, padding=2, activation=nd.RectLin()),
+        make("BatchNorm"),
+        make("MaxPooling", 3, stride=2, padding=1),
+        make("Conv", 6, 3, stride=2, padding="same", padding_mode="reflect", groups=2),
+        make("Dropout", 0.3),
+        make("AvgPooling", 3, 1, 1, count_include_pad=False),
+        make("L2Pooling", 2, 1),
+        make("Activation", nd.Logistic()),
+        make("FC", 12, activation=nd.Tanh()),
+        make("BatchNorm"),
+        make("FC", 10),
+    ]
+
+
+def global_average(make):
+    return [
+        make("Conv", 6, (3, 4), stride=(2, 1), padding=((1, 0), (2, 1)), padding_mode="wrap"),
+        make("Conv", 5, 3, padding=2, dilation=2, padding_mode="replicate", activation=nd.Tanh()),
+        make("GlobalAvgPooling"),
+        make("Dropout", 0.2),
+        make("FC", 10, bias=False),
+    ]
+
+
+def fully_convolutional(make):
+    return [make("Conv", 4, 3, padding=1, activation=nd.RectLin()), make("Conv", 10, 7, padding=3)]
+
+
+def perceptron(make):
+    return [make("FC", 20, activation=nd.RectLin()), make("Dropout"), make("FC", 10)]
+
+
+def unshared(make):
+    return [
+        make("LocalFiltering", 4, 3, 2, padding=1, bias=True, activation=nd.Tanh()),
+        make("L2Pooling", 2, 1),
+        make("LocalFiltering", 3, (2, 3)),
+        make("FC", 10),
+    ]
+
+
+def segmentation(make):
+    """A small U-Net: everything that meets in a container, and everything that enlarges or cuts."""
+    def block(channels):
+        return [make("Conv", channels, 3, padding=1, activation=nd.RectLin()), make("BatchNorm")]
+
+    deep = [
+        make("MaxPooling", 2),
+        nd.Sum([block(6), [make("Conv", 6, 1)]]),
+        nd.Sum([block(6), []]),
+        make("Deconv", 4, 3, stride=2, padding=1, output_padding=(0, 1), groups=2, activation=nd.RectLin()),
+        make("Pad", ((1, 2), (0, 0)), mode="reflect"),
+        make("Crop", ((0, 1), (0, 0))),
+    ]
+    return [
+        *block(4),
+        nd.Concat([deep, [], [make("Upsample", 2, "bilinear"), make("AvgPooling", 3, 2, 1)]]),
+        make("Upsample", (2, 3)),
+        make("Conv", 10, 3, stride=(2, 3), padding=1),
+        make("Pad", 1, fill=2.0),
+        make("Crop", ((1, 1), (2, 0))),
+    ]
+
+
+def series(make):
+    return [
+        make("Conv", 4, 5, stride=2, padding=2, padding_mode="wrap", activation=nd.Tanh()),
+        make("MaxPooling", 3, 2, 1),
+        make("Deconv", 6, 4, stride=2, padding=1, activation=nd.RectLin()),
+        make("BatchNorm"),
+        make("AvgPooling", 2),
+        make("GlobalAvgPooling"),
+        make("FC", 10),
+    ]
+
+
+def volume(make):
+    return [
+        make("Conv", 4, 3, padding=1, activation=nd.RectLin()),
+        make("BatchNorm"),
+        make("MaxPooling", 2),
+        make("Upsample", 2, "bilinear"),
+        make("Deconv", 4, 2, stride=2),
+        make("AvgPooling", 2),
+        make("L2Pooling", 2, 1),
+        make("FC", 10),
+    ]
+
+
+KINDS = {
+    "everything": ((28, 27, 2), everything),
+    "global average": ((7, 9, 2), global_average),
+    "fully convolutional": ((6, 5, 3), fully_convolutional),
+    "perceptron": ((7, 3, 1), perceptron),
+    "unshared": ((9, 8, 2), unshared),
+    "segmentation": ((9, 10, 2), segmentation),
+    "series": ((23, 2), series),
+    "volume": ((5, 6, 7, 1), volume),
+}
+COSTS = {"segmentation": nd.Dice}
+MODELS = {"perceptron": nd.MLP}
+
+
+def model_of(kind, dist):
+    """A small network of this kind, serial or distributed."""
 
     def make(name, *args, **kwargs):
         return getattr(nd, f"{name}Layer{'Dist' if dist else ''}")(*args, **kwargs)
 
-    if kind == "everything":
-        return [
-            make("Conv", 4, 5, padding=2, activation=nd.RectLin()),
-            make("BatchNorm"),
-            make("MaxPooling", 3, stride=2, padding=1),
-            make("Conv", 6, 3, stride=2, padding="same", padding_mode="reflect", groups=2),
-            make("Dropout", 0.3),
-            make("AvgPooling", 3, 1, 1, count_include_pad=False),
-            make("L2Pooling", 2, 1),
-            make("Activation", nd.Logistic()),
-            make("FC", 12, activation=nd.Tanh()),
-            make("BatchNorm"),
-            make("FC", 10),
-        ]
-    if kind == "global average":
-        return [
-            make("Conv", 6, (3, 4), stride=(2, 1), padding=((1, 0), (2, 1)), padding_mode="wrap"),
-            make("Conv", 5, 3, padding=2, dilation=2, padding_mode="replicate", activation=nd.Tanh()),
-            make("GlobalAvgPooling"),
-            make("Dropout", 0.2),
-            make("FC", 10, bias=False),
-        ]
-    if kind == "fully convolutional":
-        return [
-            make("Conv", 4, 3, padding=1, activation=nd.RectLin()),
-            make("Conv", 10, 7, padding=3),
-        ]
-    return [make("FC", 20, activation=nd.RectLin()), make("Dropout"), make("FC", 10)]
-
-
-KINDS = {
-    "everything": (28, 27, 2),
-    "global average": (7, 9, 2),
-    "fully convolutional": (6, 5, 3),
-    "perceptron": (7, 3, 1),
-}
+    serial = MODELS.get(kind, nd.Convnet)
+    cls = getattr(nd, f"{serial.__name__}Dist") if dist else serial
+    optimizer = nd.SGD(0.05, momentum=0.9, weight_decay=1e-3)
+    cost = COSTS.get(kind, nd.CrossEntropy)()
+    return cls(KINDS[kind][1](make), cost=cost, optimizer=optimizer, seed=3, dtype="float64")
 
 
 def train(kind, grid=None, batch=6, steps=4):
     """Outputs, input gradient, all gradients, losses and final state of a short run, as whole arrays."""
-    dist, shape = grid is not None, KINDS[kind]
-    cls = {(False, False): nd.Convnet, (False, True): nd.ConvnetDist, (True, False): nd.MLP, (True, True): nd.MLPDist}[
-        kind == "perceptron", dist
-    ]
-    optimizer = nd.SGD(0.05, momentum=0.9, weight_decay=1e-3)
-    model = cls(layers(kind, dist), optimizer=optimizer, seed=3, dtype="float64")
+    model, shape = model_of(kind, grid is not None), KINDS[kind][0]
     model.build(shape, batch, grid)
     rng = np.random.default_rng(5)
     x = rng.normal(size=(batch, *shape))
     y = model.fprop(model.scatter(x))
     whole = model.gather(y)
     found = {"y": whole, "dx": model.gather_input(model.bprop(model.scatter_output(rng.normal(size=whole.shape))))}
-    for layer in model.layers:
-        found |= {f"grad {layer.name}/{name}": array.copy() for name, array in layer.grads.items()}
+    found |= {f"grad {name}": array for name, array in model.gradients().items()}
     labels = rng.integers(0, 10, whole.shape[:-1])
     losses = [model.train_batch(model.scatter(x), labels) for _ in range(steps)]
     rest = batch - 1  # a last batch that does not fill the replicas evenly

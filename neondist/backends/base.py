@@ -51,6 +51,18 @@ class Backend(ABC):
         """Return the gradient of the weights (*kernel, C_in / groups, C_out)."""
 
     @abstractmethod
+    def local_forward(self, x: Any, weights: Any, stride: Ints) -> Any:
+        """Return the unshared convolution (N, *out, C_out); weights (*out, *kernel, C_in, C_out)."""
+
+    @abstractmethod
+    def local_backward_input(self, dy: Any, weights: Any, extent: Ints, stride: Ints) -> Any:
+        """Return the gradient of x (N, *extent, C_in)."""
+
+    @abstractmethod
+    def local_backward_weights(self, x: Any, dy: Any, weights: Any, stride: Ints) -> Any:
+        """Return the gradient of the unshared weights, of the shape of `weights`."""
+
+    @abstractmethod
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
         """Return the maxima and, for the way back, the row-major place in its window of each first maximum."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import numpy_conv as conv
+from . import numpy_local as local
 from . import numpy_pool as pool
 from .base import Backend
 
@@ -46,6 +47,18 @@ class NumpyBackend(Backend):
     ) -> np.ndarray:
         """Return the gradient of the weights."""
         return conv.backward_weights(x, dy, kernel, stride, dilation, groups)
+
+    def local_forward(self, x: np.ndarray, weights: np.ndarray, stride: Ints) -> np.ndarray:
+        """Return the unshared convolution."""
+        return local.forward(x, weights, stride)
+
+    def local_backward_input(self, dy: np.ndarray, weights: np.ndarray, extent: Ints, stride: Ints) -> np.ndarray:
+        """Return the gradient of x."""
+        return local.backward_input(dy, weights, extent, stride)
+
+    def local_backward_weights(self, x: np.ndarray, dy: np.ndarray, weights: np.ndarray, stride: Ints) -> np.ndarray:
+        """Return the gradient of the unshared weights."""
+        return local.backward_weights(x, dy, weights, stride)
 
     def max_pool(self, x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, np.ndarray]:
         """Return the maxima and their places."""

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
 from ..errors import ShapeError
 from ..registry import Registered
+
+Total: TypeAlias = Callable[[np.ndarray], np.ndarray]
+"""Sums an array over the tiles that share a sample (collective), and returns it."""
+
+
+def alone(array: np.ndarray) -> np.ndarray:
+    """Return the array: the total where nobody shares the samples."""
+    return array
 
 
 class Cost(Registered, ABC):
@@ -19,11 +29,14 @@ class Cost(Registered, ABC):
     """
 
     @abstractmethod
-    def value(self, y: np.ndarray, targets: np.ndarray) -> float:
-        """Return the sum of the cost over the local samples and cells of `y`."""
+    def value(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> float:
+        """Return the sum of the cost over the local samples and cells of `y`.
+
+        `total` is for costs that are no sum over cells: every rank's value is its share in the whole.
+        """
 
     @abstractmethod
-    def gradient(self, y: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def gradient(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> np.ndarray:
         """Return the gradient of `value` with respect to `y`: a new array of its shape and dtype."""
 
     def cells(self, y_shape: tuple[int, ...]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .base import Cost
+from .base import Cost, Total, alone
 from .labels import is_dense, pick
 
 
@@ -15,7 +15,7 @@ class CrossEntropy(Cost):
     integer labels (n,) or (n, *spatial), or probabilities of the shape of `y`. The mean is over batch and cells.
     """
 
-    def value(self, y: np.ndarray, targets: np.ndarray) -> float:
+    def value(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> float:
         """Return the sum of -log p over the local cells, summed in float64."""
         shifted = _shifted(y)
         if is_dense(y, targets):
@@ -23,10 +23,10 @@ class CrossEntropy(Cost):
             weight = targets.sum(axis=-1, dtype=np.float64)
         else:
             fitted, weight = pick(shifted, targets)[..., 0], 1.0
-        total = np.exp(shifted, out=shifted).sum(axis=-1, dtype=np.float64)
-        return float((weight * np.log(total) - fitted).sum())
+        mass = np.exp(shifted, out=shifted).sum(axis=-1, dtype=np.float64)
+        return float((weight * np.log(mass) - fitted).sum())
 
-    def gradient(self, y: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def gradient(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> np.ndarray:
         """Return softmax(y) minus the targets, (n, C) or (n, *spatial, C)."""
         p = _shifted(y)
         np.exp(p, out=p)
@@ -38,6 +38,10 @@ class CrossEntropy(Cost):
             index = targets[..., None].astype(np.intp, copy=False)
             np.put_along_axis(p, index, pick(p, targets) - 1, axis=-1)
         return p
+
+
+class SoftmaxCrossEntropy(CrossEntropy):
+    """Cross entropy for each cell of a segmentation, under the name that people look for; the same as CrossEntropy."""
 
 
 def _shifted(y: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .base import Cost
+from .base import Cost, Total, alone
 from .labels import is_dense, pick
 
 
@@ -15,13 +15,13 @@ class SumSquared(Cost):
     (n,) or (n, *spatial), which stand for their one-hot vectors.
     """
 
-    def value(self, y: np.ndarray, targets: np.ndarray) -> float:
+    def value(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> float:
         """Return 0.5 * sum((y - targets)^2) over everything local, summed in float64."""
         difference = self.gradient(y, targets)
         np.multiply(difference, difference, out=difference)
         return 0.5 * float(difference.sum(dtype=np.float64))
 
-    def gradient(self, y: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def gradient(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> np.ndarray:
         """Return y - targets."""
         if is_dense(y, targets):
             return np.subtract(y, targets, dtype=y.dtype, casting="same_kind")

@@ -8,6 +8,7 @@ from .box import Box
 from .grid_shape import GridShape, grid_shape
 from .plan import HaloPlan, Piece, RepartitionPlan, TransferPlan, fold
 from .split import Partition, factorisations, split
+from .upsampling import Upsampling
 from .window import Window, same_padding
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Piece",
     "RepartitionPlan",
     "TransferPlan",
+    "Upsampling",
     "Window",
     "factorisations",
     "fold",

@@ -132,7 +132,7 @@ class _Axis:
         self.n, self.parts = partition.extent[axis], partition.parts[axis]
         out = _output(partition, window)
         along = Partition((out.extent[axis],), (self.parts,))
-        alone = Window(window.kernel[axis], window.stride[axis], (window.padding[axis],), window.dilation[axis], ndim=1)
+        alone = window.along(axis)
         self.needs = [next(alone.needs(along.box(part)).axes()) for part in range(self.parts)]
 
     def sources(self, part: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, overload
 
 from ..errors import ConfigError, ShapeError
+from ..registry import suggest
 from .box import Box
 
 MODES = ("zeros", "reflect", "replicate", "wrap")
@@ -22,6 +23,7 @@ class Window:
     kernel, stride, dilation : int or tuple of int
         An int holds for all axes. The number of axes is the length of the longest tuple given, or 2.
     padding : int, (int, ...) per axis, or ((before, after), ...) per side
+        Negative numbers crop, which only a kernel of 1 may do.
     fill : float
         Value of the cells outside the image in mode 'zeros' (-inf for max pooling).
     mode : {'zeros', 'reflect', 'replicate', 'wrap'}
@@ -53,11 +55,13 @@ class Window:
             )
         axes = ndim if ndim is not None else (lengths.pop() if lengths else 2)
         if mode not in MODES:
-            raise ConfigError(f"padding mode '{mode}' is unknown; choose from {', '.join(MODES)}")
+            raise ConfigError(f"padding_mode '{mode}' is unknown{suggest(mode, MODES)}")
         self._set("kernel", _per_axis("kernel_size", kernel, axes, least=1))
         self._set("stride", _per_axis("stride", stride, axes, least=1))
         self._set("padding", _per_side(padding, axes))
         self._set("dilation", _per_axis("dilation", dilation, axes, least=1))
+        if any(min(sides) < 0 < k - 1 for sides, k in zip(self.padding, self.kernel, strict=True)):
+            raise ConfigError(f"padding {padding}: only a kernel of 1 may crop, with negative padding; give at least 0")
         self._set("fill", float(fill))
         self._set("mode", mode)
 
@@ -101,6 +105,11 @@ class Window:
         ]
         return Box(tuple(lo), tuple(hi))
 
+    def along(self, axis: int) -> Window:
+        """Return the window of one axis."""
+        fields = self.kernel[axis], self.stride[axis], (self.padding[axis],), self.dilation[axis]
+        return Window(*fields, fill=self.fill, mode=self.mode, ndim=1)
+
     def check(self, extent: Sequence[int]) -> None:
         """Raise ShapeError or ConfigError if the window cannot slide over an image of this extent."""
         if len(extent) != self.ndim:
@@ -140,6 +149,6 @@ def _per_axis(field: str, value: int | Sequence[int], axes: int, least: int) -> 
 def _per_side(value: int | Sequence[Any], axes: int) -> tuple[tuple[int, int], ...]:
     values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
     sides = [tuple(v) if isinstance(v, Sequence) else (v, v) for v in values]
-    if any(len(side) != 2 or any(not isinstance(p, Integral) or p < 0 for p in side) for side in sides):
-        raise ConfigError(f"padding {value}: needs an integer, one per axis, or ((before, after), ...) of at least 0")
+    if any(len(side) != 2 or any(not isinstance(p, Integral) for p in side) for side in sides):
+        raise ConfigError(f"padding {value}: needs an integer, one per axis, or ((before, after), ...)")
     return tuple((int(before), int(after)) for before, after in sides)

@@ -6,13 +6,17 @@ from .base import Dist, Layer, Parameter
 from .batchnorm import BatchNormLayer, BatchNormLayerDist
 from .containers import Concat, Sequential, Sum
 from .conv import ConvLayer, ConvLayerDist
+from .crop import CropLayer, CropLayerDist, PadLayer, PadLayerDist
+from .deconv import DeconvLayer, DeconvLayerDist
 from .dropout import DropoutLayer, DropoutLayerDist
 from .functions import Activation, Identity, Logistic, RectLin, Softmax, Tanh
 from .global_avg_pooling import GlobalAvgPoolingLayer, GlobalAvgPoolingLayerDist
 from .l2_pooling import L2PoolingLayer, L2PoolingLayerDist
 from .linear import FCLayer, FCLayerDist
+from .local import LocalFilteringLayer, LocalFilteringLayerDist
 from .node import Context, Node, Phase
 from .pooling import MaxPoolingLayer, MaxPoolingLayerDist
+from .upsample import UpsampleLayer, UpsampleLayerDist
 
 __all__ = [
     "Activation",
@@ -26,6 +30,10 @@ __all__ = [
     "Context",
     "ConvLayer",
     "ConvLayerDist",
+    "CropLayer",
+    "CropLayerDist",
+    "DeconvLayer",
+    "DeconvLayerDist",
     "Dist",
     "DropoutLayer",
     "DropoutLayerDist",
@@ -37,10 +45,14 @@ __all__ = [
     "L2PoolingLayer",
     "L2PoolingLayerDist",
     "Layer",
+    "LocalFilteringLayer",
+    "LocalFilteringLayerDist",
     "Logistic",
     "MaxPoolingLayer",
     "MaxPoolingLayerDist",
     "Node",
+    "PadLayer",
+    "PadLayerDist",
     "Parameter",
     "Phase",
     "RectLin",
@@ -48,4 +60,6 @@ __all__ = [
     "Softmax",
     "Sum",
     "Tanh",
+    "UpsampleLayer",
+    "UpsampleLayerDist",
 ]

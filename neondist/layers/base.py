@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ..arrays import GlobalArray, PaddedArray
 from ..backends import Backend
-from ..geometry import Window
+from ..geometry import Box, Window
 from ..initializers import Constant, Initializer
 from ..registry import Distributed, dist_class
 from .functions import Activation
@@ -32,6 +33,10 @@ class Parameter:
     fan_in: int = 1
     fan_out: int = 1
     tiled: bool = False
+
+    def size_on(self, tile: Box) -> int:
+        """Return how many of its numbers the rank of an output tile keeps."""
+        return tile.size * prod(self.shape[tile.ndim :]) if self.tiled else prod(self.shape)
 
 
 class Layer(Node):

@@ -16,7 +16,7 @@ from ..geometry import GridShape
 from ..layers import Context, Layer, Node, Phase, Sequential
 from ..optim import SGD, Optimizer
 from ..registry import Registered
-from .parameters import Parameters, load
+from .parameters import Parameters, gather, load
 from .plan import LayerPlan, plan_layers
 from .targets import local_targets
 
@@ -97,7 +97,7 @@ class Model(Registered):
         self.chain.build(self.input_shape, context)
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
-        self.parameters = Parameters(self.leaves, self.seed, self.dtype, context.backend)
+        self.parameters = Parameters(self.leaves, context)
         self.slots = self.optimizer.slots(self.parameters.values.size, self.dtype)
         if self._pending is not None:
             self.load_state(self._pending)
@@ -120,7 +120,7 @@ class Model(Registered):
         """
         parameters = self._built()
         dx = self.chain.bprop(dy)
-        parameters.sum_gradients(self.grid)
+        parameters.sum_gradients()
         return dx
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
@@ -142,8 +142,8 @@ class Model(Registered):
             y = self.fprop(x, training=True, batch_size=batch)
             local = self.local_targets(targets, batch)
             scale = 1.0 / (batch * self.cost.cells(self.output_shape))
-            loss = self.total_over_output(np.array([self.cost.value(y, local)]))
-            self.bprop(self.cost.gradient(y, local) * self.dtype.type(scale))
+            loss = self.total_over_output(np.array([self.cost.value(y, local, self.output.total)]))
+            self.bprop(self.cost.gradient(y, local, self.output.total) * self.dtype.type(scale))
         finally:
             self.chain.needs_input_gradient = True
         self.optimizer.update(
@@ -181,8 +181,8 @@ class Model(Registered):
     # Values to keep.
 
     def state(self) -> dict[str, Any]:
-        """Return copies of all whole arrays by '<layer name>/<parameter>', equal on every grid."""
-        return {name: array.copy() for name, array in self._built().arrays().items()}
+        """Return copies of all whole arrays by '<layer name>/<parameter>', equal on every grid; collective."""
+        return gather(self._built().arrays())
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over arrays that `state` returned; before the first build they are kept for it."""
@@ -191,13 +191,18 @@ class Model(Registered):
         else:
             load(self.parameters.arrays(), state, "state")
 
+    def gradients(self) -> dict[str, Any]:
+        """Return copies of all whole gradients by '<layer name>/<parameter>', summed over all ranks; collective."""
+        parameters = self._built()
+        return gather((entry, entry.layer.grads[entry.name]) for entry in parameters.trained)
+
     def optimizer_state(self) -> dict[str, Any]:
-        """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>', equal on every grid."""
-        return {name: array.copy() for name, array in self._built().named_slots(self.slots).items()}
+        """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>'; collective."""
+        return gather(self._built().slots(self.slots))
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take over arrays that `optimizer_state` returned."""
-        load(self._built().named_slots(self.slots), state, "optimiser state")
+        load(self._built().slots(self.slots), state, "optimiser state")
 
     @property
     def bytes_sent(self) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from .. import rng
-from ..backends import Backend
-from ..comm import ProcessGrid
 from ..errors import ShapeError
-from ..layers import Layer, Parameter
+from ..layers import Context, Layer, Parameter
+from .entry import Entry
 
 
 class Views(dict[str, Any]):
@@ -31,80 +30,96 @@ class Parameters:
 
     Binds `params`, `grads` and `state` of every layer to views of the buffers, and fills in first values, which depend
     on the seed, the layer's name and the entry's index alone.
+
+    Attributes
+    ----------
+    values, grads : flat arrays
+        What every rank holds alike comes first; then the arrays that are cut into tiles, this rank's part.
     """
 
-    def __init__(self, layers: Iterable[Layer], seed: int, dtype: np.dtype, backend: Backend) -> None:
-        self.layers, self.seed = list(layers), seed
-        trained = {layer: layer.parameters_for(layer.input_shape) for layer in self.layers}
-        kept = {layer: layer.state_for(layer.input_shape) for layer in self.layers}
-        self.values = backend.zeros((_size(trained.values()),), dtype)
-        self.grads = backend.zeros(self.values.shape, dtype)
-        self._kept = backend.zeros((_size(kept.values()),), dtype)
-        for layer, views in _views(self.values, trained):
-            layer.params = views
-        for layer, views in _views(self.grads, trained):
-            layer.grads = views
-        for layer, views in _views(self._kept, kept):
-            layer.state = views
-        for layer in self.layers:
-            for name, parameter in trained[layer].items():
-                layer.params[name] = self._first(layer, name, parameter)
-            for name, parameter in kept[layer].items():
-                layer.state[name] = self._first(layer, name, parameter)
+    def __init__(self, layers: Iterable[Layer], context: Context) -> None:
+        self.context = context
+        layers = list(layers)
+        trained = [
+            Entry(layer, name, parameter, context.grid)
+            for layer in layers
+            for name, parameter in layer.parameters_for(layer.input_shape).items()
+        ]
+        self.trained = sorted(trained, key=lambda entry: entry.parameter.tiled)
+        self.kept = [
+            Entry(layer, name, parameter, context.grid)
+            for layer in layers
+            for name, parameter in layer.state_for(layer.input_shape).items()
+        ]
+        self.shared = sum(prod(e.local_shape) for e in trained if not e.parameter.tiled)
+        self.values, self.grads, kept = self._flat(self.trained), self._flat(self.trained), self._flat(self.kept)
+        for layer in layers:
+            layer.params, layer.grads, layer.state = Views(), Views(), Views()
+        for entry, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
+            dict.__setitem__(entry.layer.params, entry.name, value)
+            dict.__setitem__(entry.layer.grads, entry.name, gradient)
+        for entry, value in zip(self.kept, self.cut(kept, self.kept), strict=True):
+            dict.__setitem__(entry.layer.state, entry.name, value)
+        for entry, value in self.arrays():
+            value[...] = self._first(entry)
 
-    def _first(self, layer: Layer, name: str, parameter: Parameter) -> np.ndarray:
-        stream = rng.key(self.seed, "weights", str(layer.name), name)
-        index = np.arange(prod(parameter.shape), dtype=np.uint64).reshape(parameter.shape)
+    def cut(self, flat: Any, entries: list[Entry] | None = None) -> list[Any]:
+        """Return the parts of a flat array that belong to the entries (default the trained ones), as views."""
+        parts, start = [], 0
+        for entry in self.trained if entries is None else entries:
+            stop = start + prod(entry.local_shape)
+            parts.append(flat[start:stop].reshape(entry.local_shape))
+            start = stop
+        return parts
+
+    def sum_gradients(self) -> None:
+        """Add up every rank's share in one allreduce over all ranks; what is cut into tiles, over the replicas."""
+        grid = self.context.grid
+        grid.world.allreduce(self.grads[: self.shared])
+        if self.shared < len(self.grads):
+            grid.copies.allreduce(self.grads[self.shared :])
+
+    def arrays(self) -> list[tuple[Entry, Any]]:
+        """Return all arrays, trained and kept: views of this rank's part."""
+        found = [(entry, entry.layer.params[entry.name]) for entry in self.trained]
+        return found + [(entry, entry.layer.state[entry.name]) for entry in self.kept]
+
+    def slots(self, flat: dict[str, Any]) -> list[tuple[Entry, Any]]:
+        """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""
+        return [
+            (Entry(entry.layer, f"{entry.name}/{slot}", entry.parameter, self.context.grid), part)
+            for slot, array in flat.items()
+            for entry, part in zip(self.trained, self.cut(array), strict=True)
+        ]
+
+    def _flat(self, entries: list[Entry]) -> Any:
+        return self.context.backend.zeros((sum(prod(e.local_shape) for e in entries),), self.context.dtype)
+
+    def _first(self, entry: Entry) -> np.ndarray:
+        stream = rng.key(self.context.seed, "weights", str(entry.layer.name), entry.name)
+        index = rng.box_index(entry.parameter.shape, entry.slices)
+        parameter: Parameter = entry.parameter
         return parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
 
-    def sum_gradients(self, grid: ProcessGrid) -> None:
-        """Add up every rank's share: tiles and replicas, in one allreduce."""
-        grid.world.allreduce(self.grads)
 
-    def arrays(self) -> dict[str, Any]:
-        """Return all arrays by '<layer name>/<name>': views, not copies."""
-        return {
-            f"{layer.name}/{name}": array
-            for layer in self.layers
-            for name, array in (*layer.params.items(), *layer.state.items())
-        }
-
-    def named_slots(self, slots: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimiser's flat slots as views by '<layer name>/<parameter>/<slot>'."""
-        trained = {layer: layer.parameters_for(layer.input_shape) for layer in self.layers}
-        return {
-            f"{layer.name}/{name}/{slot}": array
-            for slot, flat in slots.items()
-            for layer, views in _views(flat, trained)
-            for name, array in views.items()
-        }
+def gather(arrays: Iterable[tuple[Entry, Any]]) -> dict[str, Any]:
+    """Return copies of whole arrays by full name; collective where some are cut into tiles."""
+    return {entry.full_name: entry.gather(array) for entry, array in arrays}
 
 
-def load(arrays: dict[str, Any], values: dict[str, Any], what: str) -> None:
-    """Copy `values` into `arrays` of the same names; ShapeError, before anything is copied, if they do not fit."""
-    missing, unknown = sorted(arrays.keys() - values.keys()), sorted(values.keys() - arrays.keys())
+def load(arrays: list[tuple[Entry, Any]], values: dict[str, Any], what: str) -> None:
+    """Copy whole `values` into `arrays`; ShapeError, before anything is copied, if they do not fit."""
+    wanted = {entry.full_name: entry for entry, _ in arrays}
+    missing, unknown = sorted(wanted.keys() - values.keys()), sorted(values.keys() - wanted.keys())
     if missing or unknown:
         raise ShapeError(
             f"{what} does not fit the model: missing {', '.join(missing) or 'none'};"
             f" unknown {', '.join(unknown) or 'none'}"
         )
-    for name, array in arrays.items():
-        if np.shape(values[name]) != array.shape:
-            raise ShapeError(f"{what}: '{name}' has shape {np.shape(values[name])}, but the model's has {array.shape}")
-    for name, array in arrays.items():
-        array[...] = values[name]
-
-
-def _size(specs: Iterable[dict[str, Parameter]]) -> int:
-    return sum(prod(p.shape) for spec in specs for p in spec.values())
-
-
-def _views(flat: Any, specs: dict[Layer, dict[str, Parameter]]) -> Iterator[tuple[Layer, Views]]:
-    start = 0
-    for layer, spec in specs.items():
-        views = Views()
-        for name, parameter in spec.items():
-            stop = start + prod(parameter.shape)
-            dict.__setitem__(views, name, flat[start:stop].reshape(parameter.shape))
-            start = stop
-        yield layer, views
+    for name, entry in wanted.items():
+        if np.shape(values[name]) != entry.parameter.shape:
+            raise ShapeError(
+                f"{what}: '{name}' has shape {np.shape(values[name])}, but the model's has {entry.parameter.shape}"
+            )
+    for entry, array in arrays:
+        array[...] = values[entry.full_name][entry.slices]

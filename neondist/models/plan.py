@@ -23,6 +23,8 @@ class LayerPlan:
     output_shape: Shape
     window: Window | None
     parameters: int
+    held: list[int]
+    """trained numbers that each tile's rank keeps: all of them, or those of its tile"""
     tiles: list[Box]
     """every tile's cells of the output"""
     views: list[Box]
@@ -61,6 +63,7 @@ def of_layer(error: UserError, index: int, layer: Node) -> UserError:
 def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
     window, output_shape = layer.window_for(input_shape), layer.output_shape_for(input_shape)
     tiles = range(grid.tiles)
+    parameters = layer.parameters_for(input_shape).values()
     everywhere = Window(1, padding=0, ndim=len(input_shape) - 1)
     travelling = [(_halos(shape, seen, grid), shape[-1]) for shape, seen in layer.halos_for(input_shape)]
     return LayerPlan(
@@ -69,7 +72,8 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
         input_shape=input_shape,
         output_shape=output_shape,
         window=window,
-        parameters=sum(prod(p.shape) for p in layer.parameters_for(input_shape).values()),
+        parameters=sum(prod(p.shape) for p in parameters),
+        held=[sum(p.size_on(box) for p in parameters) for box in grid.partition(output_shape[:-1]).boxes()],
         tiles=grid.partition(output_shape[:-1]).boxes(),
         views=[halo.need for halo in _halos(input_shape, window or everywhere, grid)],
         halo_cells=[sum(plans[tile].received_cells for plans, _ in travelling) for tile in tiles],

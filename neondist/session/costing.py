@@ -57,7 +57,7 @@ def layer_costs(model: Model, plans: list[LayerPlan], batch_size: int, grid: Gri
                 sent_most=max(sent) * samples,
                 sent_all=sum(sent) * batch_size,
                 parameters=plan.parameters,
-                memory=held * samples + plan.parameters * per_value,
+                memory=held * samples + max(plan.held) * per_value,
             )
         )
     return costs

@@ -38,7 +38,7 @@ def evaluate(model: Model, split: Split, batch_size: int, metrics: Sequence[Metr
         lo, hi = model.grid.sample_range(len(batch))
         y = model.fprop(split.images(batch[lo:hi], model.dtype), training=False, batch_size=len(batch))
         targets = model.local_targets(split.targets(batch), len(batch))
-        sums[0] += model.cost.value(y, targets)
+        sums[0] += model.cost.value(y, targets, model.output.total)
         for at, metric in enumerate(metrics):
             sums[1 + 2 * at : 3 + 2 * at] += metric.measure(y, targets)
     model.total_over_output(sums)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from invariance import KINDS, layers, train
+from invariance import KINDS, model_of, train
 from support import worst
 
 import neondist as nd
@@ -34,16 +34,15 @@ def test_the_runs_learn():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_distribute_keeps_the_weights(kind):
-    cls = nd.MLP if kind == "perceptron" else nd.Convnet
-    model = cls(layers(kind, dist=False), seed=3, dtype="float64")
-    model.build(KINDS[kind], batch_size=2)
-    x = np.random.default_rng(0).normal(size=(2, *KINDS[kind]))
+    shape, model = KINDS[kind][0], model_of(kind, dist=False)
+    model.build(shape, batch_size=2)
+    x = np.random.default_rng(0).normal(size=(2, *shape))
     model.load_state({name: array + 0.5 for name, array in model.state().items()})
     expected = model.fprop(x)
 
     def run(comm):
         twin = nd.distribute(model)
-        twin.build(KINDS[kind], 2, nd.ProcessGrid(comm))
+        twin.build(shape, 2, nd.ProcessGrid(comm))
         return twin.gather(twin.fprop(twin.scatter(x)))
 
     for found in loopback.run(4, run):

@@ -1,0 +1,67 @@
+"""Dice loss for segmentation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import ConfigError
+from .base import Cost, Total, alone
+from .labels import is_dense, pick
+
+
+class Dice(Cost):
+    """One minus the soft Dice overlap of each class, averaged over the classes (Milletari et al. 2016).
+
+    With p the softmax of the outputs and t the one-hot targets, the loss of a sample is the mean over the classes of
+    (sum(p + t) - 2 sum(p t)) / (sum(p + t) + smooth); the sums run over the whole image, over all its tiles. Outputs
+    `y` are scores (n, *spatial, C), targets integer labels (n, *spatial) or of the shape of `y`, all local.
+
+    Parameters
+    ----------
+    smooth : float
+        Positive; keeps a class that is nowhere from dividing by zero.
+    """
+
+    def __init__(self, smooth: float = 1.0) -> None:
+        if not smooth > 0:
+            raise ConfigError(f"smooth {smooth}: needs a positive number")
+        self.smooth = smooth
+
+    def value(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> float:
+        """Return this rank's share: its own sums over those of the whole image."""
+        p, t = _softmax(y), _one_hot(y, targets)
+        both, overlap = _over_cells(p + t), _over_cells(p * t)
+        whole = total(both.copy())
+        return float(((both - 2 * overlap) / (whole + self.smooth)).sum() / y.shape[-1])
+
+    def gradient(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> np.ndarray:
+        """Return the gradient of the whole image's loss with respect to the local scores."""
+        p, t = _softmax(y), _one_hot(y, targets)
+        both, overlap = total(np.stack([_over_cells(p + t), _over_cells(p * t)]))
+        spatial = (slice(None), *(None for _ in y.shape[1:-1]))
+        whole = (both + self.smooth)[spatial]
+        by_p = ((2 * overlap + self.smooth)[spatial] / whole - 2 * t) / (whole * y.shape[-1])
+        by_p = by_p.astype(y.dtype)
+        return p * (by_p - (by_p * p).sum(axis=-1, keepdims=True))
+
+    def cells(self, y_shape: tuple[int, ...]) -> int:
+        """Return 1: a sample's cost is one number."""
+        return 1
+
+
+def _softmax(y: np.ndarray) -> np.ndarray:
+    p = np.exp(y - y.max(axis=-1, keepdims=True, initial=-np.inf))
+    p /= p.sum(axis=-1, keepdims=True)
+    return p
+
+
+def _one_hot(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    if is_dense(y, targets):
+        return targets
+    pick(y, targets)  # labels out of range are told here
+    return (targets[..., None] == np.arange(y.shape[-1])).astype(y.dtype)
+
+
+def _over_cells(array: np.ndarray) -> np.ndarray:
+    """Return the sums over the spatial axes, (n, C), in float64."""
+    return array.sum(axis=tuple(range(1, array.ndim - 1)), dtype=np.float64)

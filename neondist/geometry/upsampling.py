@@ -1,0 +1,49 @@
+"""What a layer that enlarges the image looks at: windows that advance by a fraction of a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .box import Box
+from .window import Window
+
+
+@dataclass(frozen=True, init=False)
+class Upsampling(Window):
+    """Output cell o looks at input cell o // factor (nearest), or at the two cells around its centre (linear).
+
+    Centres are aligned as in PyTorch with align_corners=False: output o lies at input (o + 1/2) / factor - 1/2.
+    """
+
+    factor: tuple[int, ...]
+    linear: bool
+
+    def __init__(self, factor: Sequence[int], linear: bool) -> None:
+        super().__init__(2 if linear else 1, padding=0, mode="replicate", ndim=len(factor))
+        self._set("factor", tuple(factor))
+        self._set("linear", linear)
+
+    def _fit(self, axis: int, n: int) -> int:
+        return n * self.factor[axis]
+
+    def needs(self, out: Box) -> Box:
+        """Return the input cells that the output cells `out` look at; linear ones may reach one cell outside."""
+        first = [self.cell(axis, lo) for axis, lo in enumerate(out.lo)]
+        last = [
+            self.cell(axis, lo + n - 1) + self.kernel[axis] if n else at
+            for axis, (lo, n, at) in enumerate(zip(out.lo, out.shape, first, strict=True))
+        ]
+        return Box(tuple(first), tuple(last))
+
+    def cell(self, axis: int, o: int) -> int:
+        """Return the first input cell that output cell o looks at."""
+        f = self.factor[axis]
+        return (2 * o + 1 - f) // (2 * f) if self.linear else o // f
+
+    def along(self, axis: int) -> Window:
+        """Return the window of one axis."""
+        return Upsampling(self.factor[axis : axis + 1], self.linear)
+
+    def check(self, extent: Sequence[int]) -> None:
+        """Accept every extent."""

@@ -1,0 +1,68 @@
+"""Cutting cells off the image, and putting cells around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ConfigError
+from ..geometry import Window
+from .base import Dist, Layer, Shape
+
+
+class PadLayer(Layer):
+    """Puts `padding` cells around the image: (N, *spatial, C) to (N, *spatial + padding, C), local.
+
+    Parameters
+    ----------
+    padding : int, one per axis, or ((before, after), ...) per axis
+    mode : {'zeros', 'reflect', 'replicate', 'wrap'}
+    fill : float
+        Value of the new cells in mode 'zeros'.
+    """
+
+    def __init__(
+        self, padding: int | Sequence[Any], mode: str = "zeros", fill: float = 0.0, name: str | None = None
+    ) -> None:
+        super().__init__(name)
+        self.padding, self.mode, self.fill = padding, mode, fill
+
+    def window_for(self, input_shape: Shape) -> Window:
+        """Return a window of one cell, which the padding shifts."""
+        return Window(1, padding=self.padding, fill=self.fill, mode=self.mode, ndim=len(input_shape) - 1)
+
+    def forward(self, view: Any) -> Any:
+        """Return a copy of the view: the next layer may work in place."""
+        return view.copy()
+
+    def backward(self, dy: Any) -> Any:
+        """Return dy."""
+        return dy
+
+
+class PadLayerDist(Dist, PadLayer):
+    """Padding over tiles; the tiles are balanced anew."""
+
+
+class CropLayer(PadLayer):
+    """Cuts `cropping` cells off the image's sides: (N, *spatial, C) to (N, *spatial - cropping, C), local.
+
+    Parameters
+    ----------
+    cropping : int, one per axis, or ((before, after), ...) per axis
+    """
+
+    def __init__(self, cropping: int | Sequence[Any], name: str | None = None) -> None:
+        super().__init__(_negative(cropping), name=name)
+
+
+class CropLayerDist(Dist, CropLayer):
+    """Cropping over tiles; the tiles are balanced anew."""
+
+
+def _negative(cropping: int | Sequence[Any]) -> Any:
+    if isinstance(cropping, Sequence):
+        return tuple(_negative(side) for side in cropping)
+    if cropping < 0:
+        raise ConfigError(f"cropping {cropping}: needs at least 0; use PadLayer to add cells")
+    return -cropping

@@ -1,0 +1,126 @@
+"""Transposed convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from ..errors import ConfigError
+from ..geometry import Window
+from ..initializers import FanInUniform, Initializer
+from .base import Dist, Layer, Parameter, Shape
+from .functions import Activation
+
+
+class DeconvLayer(Layer):
+    """Transposed convolution, the adjoint of a convolution from the output to the input (Zeiler et al. 2010).
+
+    The window slides over the OUTPUT, so the halo adds in fprop and is fetched in bprop. Input (N, *spatial, C), output
+    (N, *spatial', out_channels) with extent (n - 1) stride - padding + dilation (kernel - 1) + 1 + output_padding, both
+    local; as torch.nn.ConvTranspose2d. Parameters 'weights' (*kernel, C / groups, out_channels) and 'bias'.
+
+    Parameters
+    ----------
+    out_channels : int
+    kernel_size, stride, dilation : int or one per axis
+    padding : int, one per axis, or ((before, after), ...) per axis
+        Cells that are cut off the output's sides.
+    output_padding : int or one per axis
+        Cells added at the output's end; less than the stride.
+    groups, bias, activation, weights_init
+        As in ConvLayer.
+    """
+
+    def __init__(
+        self,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[Any] = 0,
+        output_padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        activation: Activation | None = None,
+        name: str | None = None,
+        weights_init: Initializer | None = None,
+    ) -> None:
+        super().__init__(name)
+        if out_channels < 1 or groups < 1 or out_channels % groups:
+            raise ConfigError(f"groups {groups} must divide out_channels {out_channels}, and both be at least 1")
+        self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding
+        self.output_padding, self.dilation, self.groups = output_padding, dilation, groups
+        self.bias, self.activation, self.weights_init = bias, activation, weights_init or FanInUniform()
+
+    def sliding(self, input_shape: Shape) -> Window:
+        """Return the window that slides over the output."""
+        return Window(self.kernel_size, self.stride, self.padding, self.dilation, ndim=len(input_shape) - 1)
+
+    def output_shape_for(self, input_shape: Shape) -> Shape:
+        """Return the extent whose convolution has the input's extent, and out_channels."""
+        window = self.sliding(input_shape)
+        extra = self.output_padding
+        extras = (extra,) * window.ndim if isinstance(extra, int) else tuple(extra)
+        if len(extras) != window.ndim or any(not 0 <= e < s for e, s in zip(extras, window.stride, strict=False)):
+            raise ConfigError(f"output_padding {extra} must be at least 0 and less than stride {self.stride}")
+        extent = tuple(
+            (n - 1) * s - sum(p) + span + e
+            for n, s, p, span, e in zip(
+                input_shape[:-1], window.stride, window.padding, window.span, extras, strict=True
+            )
+        )
+        if min(extent) < 1:
+            raise ConfigError(f"padding {self.padding} cuts off all of the output {extent}; use less")
+        return *extent, self.out_channels
+
+    def halos_for(self, input_shape: Shape) -> list[tuple[Shape, Window]]:
+        """Return the output's halo."""
+        return [(self.output_shape_for(input_shape), self.sliding(input_shape))]
+
+    def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
+        """Return 'weights' and 'bias'."""
+        kernel, channels = self.sliding(input_shape).kernel, input_shape[-1]
+        if channels % self.groups:
+            raise ConfigError(f"groups {self.groups} must divide the input's {channels} channels")
+        shape = (*kernel, channels // self.groups, self.out_channels)
+        found = {"weights": Parameter(shape, self.weights_init, prod(shape[:-1]), prod(kernel) * self.out_channels)}
+        return found | ({"bias": Parameter((self.out_channels,))} if self.bias else {})
+
+    def adjust_for_dist(self) -> None:
+        """Create the array of outputs too: its halo travels."""
+        super().adjust_for_dist()
+        self.over = self.sliding(self.input_shape)
+        self.spread = self.make_array(self.output_shape, self.over)
+
+    def forward(self, view: Any) -> Any:
+        """Return what all windows, those of other tiles too, add up to, plus bias."""
+        self.view = view
+        parts = self.kernels.conv_backward_input(
+            view, self._turned(self.params["weights"]), self.spread.need.shape, *self._how
+        )
+        y = self.spread.get_bprop_view(parts)
+        return y + self.params["bias"] if self.bias else y.copy()
+
+    def backward(self, dy: Any) -> Any:
+        """Return the gradient of the view: a convolution of dy with its halo."""
+        seen = self.spread.get_fprop_view(dy)
+        weights = self.kernels.conv_backward_weights(seen, self.view, self.over.kernel, *self._how)
+        self.grads["weights"] = self._turned(weights)
+        if self.bias:
+            self.grads["bias"] = self.kernels.channel_sum(dy)
+        return self.kernels.conv_forward(seen, self._turned(self.params["weights"]), *self._how)
+
+    @property
+    def _how(self) -> tuple[Shape, Shape, int]:
+        return self.over.stride, self.over.dilation, self.groups
+
+    def _turned(self, weights: Any) -> Any:
+        """Return (*kernel, a / groups, b) as (*kernel, b / groups, a): the weights of the opposite direction."""
+        kernel, inner, outer = weights.shape[:-2], weights.shape[-2], weights.shape[-1] // self.groups
+        split = weights.reshape(*kernel, inner, self.groups, outer).swapaxes(-3, -1)
+        return split.reshape(*kernel, outer, self.groups * inner)
+
+
+class DeconvLayerDist(Dist, DeconvLayer):
+    """Transposed convolution over tiles."""

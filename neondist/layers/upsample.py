@@ -1,0 +1,91 @@
+"""Enlarging images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..geometry import Upsampling
+from .base import Dist, Layer, Shape
+
+MODES = ("nearest", "bilinear")
+
+
+class UpsampleLayer(Layer):
+    """Enlarges every spatial axis by a whole factor: (N, *spatial, C) to (N, *spatial * factor, C), local.
+
+    As torch.nn.Upsample with align_corners=False.
+
+    Parameters
+    ----------
+    factor : int or one per axis
+    mode : {'nearest', 'bilinear'}
+        'bilinear' is linear along each axis, whatever their number.
+    """
+
+    window: Upsampling
+
+    def __init__(self, factor: int | Sequence[int] = 2, mode: str = "nearest", name: str | None = None) -> None:
+        super().__init__(name)
+        factors = (factor,) if isinstance(factor, int) else tuple(factor)
+        if any(f < 1 for f in factors):
+            raise ConfigError(f"factor {factor}: needs integers of at least 1")
+        if mode not in MODES:
+            raise ConfigError(f"mode '{mode}': choose from {', '.join(MODES)}")
+        self.factor, self.mode = factor, mode
+
+    def window_for(self, input_shape: Shape) -> Upsampling:
+        """Return what the enlarged cells look at."""
+        ndim = len(input_shape) - 1
+        factor = (self.factor,) * ndim if isinstance(self.factor, int) else tuple(self.factor)
+        if len(factor) != ndim:
+            raise ConfigError(f"factor {self.factor}: needs one integer, or one for each of {ndim} axes")
+        return Upsampling(factor, self.mode == "bilinear")
+
+    def forward(self, view: Any) -> Any:
+        """Return the enlarged cells, one axis after the other."""
+        self.view_shape = view.shape
+        for axis in range(1, view.ndim - 1):
+            shape = list(view.shape)
+            shape[axis] = self.ofmshape[axis - 1]
+            y = np.zeros(shape, view.dtype)
+            for out, cells, weight in self._phases(axis):
+                y[out] += view[cells] * view.dtype.type(weight)
+            view = y
+        return view
+
+    def backward(self, dy: Any) -> Any:
+        """Return the adjoint, axes in the opposite order."""
+        for axis in range(dy.ndim - 2, 0, -1):
+            shape = list(dy.shape)
+            shape[axis] = self.view_shape[axis]
+            dview = np.zeros(shape, dy.dtype)
+            for out, cells, weight in self._phases(axis):
+                dview[cells] += dy[out] * dy.dtype.type(weight)
+            dy = dview
+        return dy
+
+    def _phases(self, axis: int) -> Iterator[tuple[tuple, tuple, float]]:
+        """Yield (output cells, view cells, weight): every factor-th output cell reads neighbouring input cells."""
+        window, place = self.window, axis - 1
+        factor, start = window.factor[place], self.input.need.lo[place]
+        box = self.context.grid.tile_box(self.output_shape[:-1])
+        lo, n = box.lo[place], box.shape[place]
+        if box.empty:
+            return
+        before = (slice(None),) * axis
+        for phase in range(min(factor, n)):
+            count, first = -(-(n - phase) // factor), window.cell(place, lo + phase) - start
+            position = (2 * (lo + phase) + 1) / (2 * factor) - 0.5
+            right = position - np.floor(position) if window.linear else 0.0
+            out = (*before, slice(phase, n, factor))
+            yield out, (*before, slice(first, first + count)), 1.0 - right
+            if right:
+                yield out, (*before, slice(first + 1, first + 1 + count)), right
+
+
+class UpsampleLayerDist(Dist, UpsampleLayer):
+    """Upsampling over tiles."""
