@@ -52,6 +52,7 @@ def unshared(make):
 
 def segmentation(make):
     """A small U-Net: everything that meets in a container, and everything that enlarges or cuts."""
+
     def block(channels):
         return [make("Conv", channels, 3, padding=1, activation=nd.RectLin()), make("BatchNorm")]
 

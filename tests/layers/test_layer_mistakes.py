@@ -1,0 +1,83 @@
+"""What the layers of issue B say of mistakes, with the layer's name in front."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.errors import ConfigError, ShapeError
+
+
+def build(*layers, shape=(8, 8, 4)):
+    nd.Convnet(layers).build(shape, batch_size=1)
+
+
+MISTAKES = {
+    "branches differ": (
+        lambda: build(nd.Sum([[nd.ConvLayer(4, 3, name="narrow")], []], name="block")),
+        ShapeError,
+        r"layer 0 'block' \(Sum\).*'block.sequential1' gives \(6, 6, 4\).*\(the identity\) gives \(8, 8, 4\)",
+    ),
+    "extents differ": (
+        lambda: build(nd.Concat([nd.ConvLayer(4, 3, name="a"), nd.ConvLayer(2, 1, name="b")])),
+        ShapeError,
+        r"'a' gives \(6, 6, 4\), but branch 'b' gives \(8, 8, 2\)",
+    ),
+    "inner layer": (
+        lambda: build(nd.Sequential([nd.ConvLayer(4, 3), nd.ConvLayer(4, 9)])),
+        ShapeError,
+        r"layer 0 'sequential1.conv2' \(ConvLayer\): kernel_size",
+    ),
+    "deconv groups": (lambda: build(nd.DeconvLayer(6, 3, groups=3)), ConfigError, "groups 3 must divide the input's 4"),
+    "output_padding": (lambda: build(nd.DeconvLayer(4, 3, 2, output_padding=2)), ConfigError, "less than stride 2"),
+    "deconv padding": (lambda: build(nd.DeconvLayer(4, 1, padding=4)), ConfigError, "cuts off all"),
+    "factor": (lambda: nd.UpsampleLayer(0), ConfigError, "factor 0"),
+    "factors": (lambda: build(nd.UpsampleLayer((2, 2, 2))), ConfigError, "one for each of 2 axes"),
+    "upsample mode": (lambda: nd.UpsampleLayer(2, "cubic"), ConfigError, "choose from nearest, bilinear"),
+    "crop": (lambda: build(nd.CropLayer(4)), ShapeError, "layer 0 'crop1'"),
+    "negative crop": (lambda: nd.CropLayer(-1), ConfigError, "use PadLayer"),
+    "negative padding": (lambda: build(nd.ConvLayer(1, 3, padding=-1)), ConfigError, "only a kernel of 1 may crop"),
+    "reflect": (lambda: build(nd.PadLayer(8, "reflect")), ConfigError, "'reflect' must be less than the image's 8"),
+    "smooth": (lambda: nd.Dice(0), ConfigError, "smooth 0"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_explained(case):
+    make, kind, words = case
+    with pytest.raises(kind, match=words):
+        make()
+
+
+def test_a_state_of_unshared_weights_must_fit():
+    model = nd.Convnet([nd.LocalFilteringLayer(2, 3)])
+    model.build((6, 6, 1), 1)
+    other = nd.Convnet([nd.LocalFilteringLayer(2, 3)])
+    other.build((7, 6, 1), 1)
+    with pytest.raises(ShapeError, match=r"'local_filtering1/weights' has shape \(5, 4, 3, 3, 1, 2\)"):
+        model.load_state(other.state())
+
+
+def test_each_rank_keeps_the_weights_of_its_tile_alone():
+    def body(comm):
+        model = nd.ConvnetDist([nd.LocalFilteringLayerDist(2, 3, padding=1)], dtype="float64")
+        model.build((8, 8, 1), 2, nd.ProcessGrid(comm))
+        return model.layers[0].params["weights"].shape, model.state()["local_filtering1/weights"]
+
+    whole = nd.Convnet([nd.LocalFilteringLayer(2, 3, padding=1)], dtype="float64")
+    whole.build((8, 8, 1), 2)
+    for shape, gathered in loopback.run(4, body):
+        assert shape == (4, 4, 3, 3, 1, 2)
+        np.testing.assert_array_equal(gathered, whole.layers[0].params["weights"])
+
+
+def test_dice_by_finite_differences():
+    rng = np.random.default_rng(0)
+    y, labels, cost = rng.normal(size=(2, 4, 5, 3)), rng.integers(0, 3, (2, 4, 5)), nd.Dice()
+    gradient, step = cost.gradient(y, labels), 1e-5
+    for _ in range(5):
+        direction = rng.normal(size=y.shape)
+        slope = (cost.value(y + step * direction, labels) - cost.value(y - step * direction, labels)) / (2 * step)
+        assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-7)
+    perfect = 50.0 * np.eye(3)[labels]
+    assert cost.value(perfect, labels) < 0.1 < cost.value(-perfect, labels)

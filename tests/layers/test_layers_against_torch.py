@@ -1,0 +1,156 @@
+"""Layers that tests/models does not stack, one by one against PyTorch in float64, in 1, 2 and 3 dimensions."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+
+torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
+F = torch.nn.functional
+
+
+def first(x):
+    return torch.tensor(np.moveaxis(x, -1, 1).copy())
+
+
+def last(t):
+    return np.moveaxis(t.detach().numpy(), 1, -1)
+
+
+def compare(layer, shape, reference, tolerance=1e-10):
+    """Outputs, input gradient and all parameters' gradients of `layer` are those of reference(x, params)."""
+    model = nd.Convnet([layer], seed=4, dtype="float64")
+    model.build(shape, batch_size=3)
+    rng = np.random.default_rng(1)
+    for array in layer.params.values():
+        array[...] = rng.normal(size=array.shape)
+    x = rng.normal(size=(3, *shape))
+    tensors = {name: torch.tensor(array, requires_grad=True) for name, array in layer.params.items()}
+    xt = first(x).requires_grad_()
+    yt = reference(xt, tensors)
+    y = model.fprop(x)
+    np.testing.assert_allclose(y, last(yt), rtol=0, atol=tolerance)
+    dy = rng.normal(size=y.shape)
+    yt.backward(first(dy))
+    np.testing.assert_allclose(model.bprop(dy), last(xt.grad), rtol=0, atol=tolerance)
+    for name, gradient in layer.grads.items():
+        np.testing.assert_allclose(gradient, tensors[name].grad.numpy(), rtol=0, atol=10 * tolerance)
+
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+DECONV = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+EXTENT = {1: (9,), 2: (7, 6), 3: (5, 4, 6)}
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolution(ndim, groups):
+    def reference(x, p):
+        weights = p["weights"].movedim((-1, -2), (0, 1))
+        return CONV[ndim](x, weights, p["bias"], stride=2, padding=1, groups=groups)
+
+    compare(nd.ConvLayer(6, 3, 2, 1, groups=groups), (*EXTENT[ndim], 4), reference)
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stride", "padding", "extra", "dilation"), [(1, 0, 0, 1), (2, 1, 1, 1), (3, 2, 2, 2), (2, 0, 0, 1)]
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transposed_convolution(ndim, stride, padding, extra, dilation, groups):
+    def reference(x, p):
+        # ours (*kernel, C / groups, out), theirs (C, out / groups, *kernel)
+        w = p["weights"].movedim((-2, -1), (0, 1))
+        w = (
+            w.reshape(w.shape[0], groups, -1, *w.shape[2:])
+            .transpose(0, 1)
+            .reshape(-1, w.shape[1] // groups, *w.shape[2:])
+        )
+        return DECONV[ndim](x, w, p["bias"], stride, padding, extra, groups, dilation)
+
+    layer = nd.DeconvLayer(6, 3, stride, padding, extra, dilation, groups)
+    compare(layer, (*EXTENT[ndim], 4), reference)
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("factor", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_upsampling(ndim, factor, mode):
+    name = {1: "linear", 2: "bilinear", 3: "trilinear"}[ndim] if mode == "bilinear" else "nearest"
+    compare(
+        nd.UpsampleLayer(factor, mode),
+        (*EXTENT[ndim], 2),
+        lambda x, p: F.interpolate(x, scale_factor=factor, mode=name),
+    )
+
+
+def test_upsampling_by_a_factor_per_axis():
+    reference = lambda x, p: F.interpolate(x, scale_factor=(3, 2), mode="bilinear")  # noqa: E731
+    compare(nd.UpsampleLayer((3, 2), "bilinear"), (5, 4, 2), reference)
+
+
+@pytest.mark.parametrize(
+    ("mode", "torch_mode"),
+    [("zeros", "constant"), ("reflect", "reflect"), ("replicate", "replicate"), ("wrap", "circular")],
+)
+def test_padding(mode, torch_mode):
+    compare(nd.PadLayer(((1, 2), (3, 0)), mode), (5, 6, 2), lambda x, p: F.pad(x, (3, 0, 1, 2), mode=torch_mode))
+
+
+def test_cropping():
+    compare(nd.CropLayer(((1, 2), (0, 3))), (7, 6, 2), lambda x, p: x[:, :, 1:-2, :-3])
+    compare(nd.CropLayer(1), (7, 6, 2), lambda x, p: x[:, :, 1:-1, 1:-1])
+
+
+@pytest.mark.parametrize(("stride", "padding"), [(1, 0), (2, 1)])
+def test_unshared_convolution(stride, padding):
+    def reference(x, p):
+        columns = F.unfold(x, (3, 2), stride=stride, padding=padding)  # (n, C * kernel, cells)
+        w = p["weights"]  # (h, w, 3, 2, C, out)
+        per_cell = w.permute(0, 1, 4, 2, 3, 5).reshape(w.shape[0] * w.shape[1], -1, w.shape[-1])
+        y = torch.einsum("nkl,lko->nol", columns, per_cell).reshape(len(x), -1, *w.shape[:2])
+        return y + p["bias"].permute(2, 0, 1)
+
+    compare(nd.LocalFilteringLayer(5, (3, 2), stride, padding, bias=True), (7, 6, 3), reference)
+
+
+def test_max_pooling_of_negative_numbers_with_padding():
+    model = nd.Convnet([nd.MaxPoolingLayer(3, 2, 1)], dtype="float64")
+    model.build((5, 5, 1), batch_size=1)
+    x = -1.0 - np.random.default_rng(0).random((1, 5, 5, 1))
+    np.testing.assert_array_equal(model.fprop(x), last(F.max_pool2d(first(x), 3, 2, 1)))
+
+
+@pytest.mark.parametrize("ndim", [1, 3])
+def test_pooling_in_other_dimensions(ndim):
+    most = {1: F.max_pool1d, 3: F.max_pool3d}[ndim]
+    mean = {1: F.avg_pool1d, 3: F.avg_pool3d}[ndim]
+    compare(nd.MaxPoolingLayer(3, 2, 1), (*EXTENT[ndim], 2), lambda x, p: most(x, 3, 2, 1))
+    compare(nd.AvgPoolingLayer(2, 2, 1), (*EXTENT[ndim], 2), lambda x, p: mean(x, 2, 2, 1))
+    compare(
+        nd.AvgPoolingLayer(2, 2, 1, False), (*EXTENT[ndim], 2), lambda x, p: mean(x, 2, 2, 1, count_include_pad=False)
+    )
+
+
+def test_containers():
+    """A residual block and a skip connection."""
+    conv = nd.ConvLayer(3, 3, padding=1, name="inner")
+
+    def weights(model):
+        w, b = model.layers[0].leaves[0].params["weights"], model.layers[0].leaves[0].params["bias"]
+        return torch.tensor(w).permute(3, 2, 0, 1), torch.tensor(b)
+
+    for container, join in (
+        (nd.Sum([[conv], []]), lambda a, b: a + b),
+        (nd.Concat([conv, []]), lambda a, b: torch.cat((a, b), 1)),
+    ):
+        model = nd.Convnet([container], dtype="float64")
+        model.build((6, 5, 3), batch_size=2)
+        x = np.random.default_rng(2).normal(size=(2, 6, 5, 3))
+        xt = first(x).requires_grad_()
+        yt = join(F.conv2d(xt, *weights(model), padding=1), xt)
+        y = model.fprop(x)
+        np.testing.assert_allclose(y, last(yt), atol=1e-12)
+        dy = np.random.default_rng(3).normal(size=y.shape)
+        yt.backward(first(dy))
+        np.testing.assert_allclose(model.bprop(dy), last(xt.grad), atol=1e-12)
