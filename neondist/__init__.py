@@ -7,7 +7,7 @@ from .arrays import GlobalArray, PaddedArray
 from .backends import available, get_backend
 from .comm import ProcessGrid, loopback
 from .costs import Cost, CrossEntropy, Dice, SoftmaxCrossEntropy, SumSquared
-from .datasets import MNIST, Dataset, Split, Synthetic
+from .datasets import CIFAR10, MNIST, Dataset, Split, Synthetic
 from .errors import ConfigError, DataError, GridError, LaunchError, NeondistError, RemoteError, ShapeError, UserError
 from .geometry import Box, GridShape, HaloPlan, RepartitionPlan, Window, split
 from .initializers import Constant, FanInNormal, FanInUniform, Gaussian, GlorotUniform, Initializer, Uniform
@@ -61,6 +61,7 @@ from .session import FitExperiment, Hook, fit
 from .version import __version__
 
 __all__ = [
+    "CIFAR10",
     "MLP",
     "MNIST",
     "SGD",

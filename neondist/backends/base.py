@@ -79,5 +79,17 @@ class Backend(ABC):
         """Return the adjoint of `window_sum`: every window's value added to each of its cells."""
 
     @abstractmethod
+    def separable_filter(self, x: Any, taps: Sequence[Sequence[float]]) -> Any:
+        """Return the valid correlation of every channel with the product of `taps`, a vector for each spatial axis."""
+
+    @abstractmethod
+    def separable_spread(self, dy: Any, extent: Ints, taps: Sequence[Sequence[float]]) -> Any:
+        """Return the adjoint of `separable_filter`, (N, *extent, C)."""
+
+    @abstractmethod
     def channel_sum(self, x: Any) -> Any:
         """Return the sum over everything but the channels, (C,)."""
+
+    @abstractmethod
+    def sample_sum(self, x: Any) -> Any:
+        """Return each sample's sum over its cells, (N, C)."""

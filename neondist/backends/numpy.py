@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from . import numpy_conv as conv
+from . import numpy_filter as separable
 from . import numpy_local as local
 from . import numpy_pool as pool
 from .base import Backend
@@ -78,7 +80,21 @@ class NumpyBackend(Backend):
         """Return the adjoint of `window_sum`."""
         return pool.window_spread(dy, extent, kernel, stride)
 
+    def separable_filter(self, x: np.ndarray, taps: Sequence[Sequence[float]]) -> np.ndarray:
+        """Return the valid correlation with the product of `taps`."""
+        return separable.forward(x, taps)
+
+    def separable_spread(self, dy: np.ndarray, extent: Ints, taps: Sequence[Sequence[float]]) -> np.ndarray:
+        """Return the adjoint of `separable_filter`."""
+        return separable.spread(dy, extent, taps)
+
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum over everything but the channels, by GEMM: its blocked sums err less than a running sum."""
         cells = x.reshape(-1, x.shape[-1])
         return np.ones(len(cells), x.dtype) @ cells
+
+    def sample_sum(self, x: np.ndarray) -> np.ndarray:
+        """Return each sample's sum over its cells, by GEMM as `channel_sum`."""
+        cells = prod(x.shape[1:-1])
+        ones = np.ones((1, cells), x.dtype)
+        return (ones @ x.reshape(len(x), cells, x.shape[-1])).reshape(len(x), x.shape[-1])

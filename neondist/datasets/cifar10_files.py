@@ -1,0 +1,72 @@
+"""Where the CIFAR-10 batches lie: a folder, or the archive that they come in."""
+
+from __future__ import annotations
+
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ..errors import DataError
+
+BATCHES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
+_NAMES = [name for names in BATCHES.values() for name in names]
+_LARGEST = 10_000 * 3073  # an official batch; nothing larger is read from an archive
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder (or one whose sub-folder cifar-10-batches-bin holds the batches), or a .tar.gz."""
+
+    path: Path
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every batch; DataError if one is missing."""
+        if self.path.is_dir():
+            return {file.name: file.stat().st_size for file in self.files()}
+        with self._archive() as archive:
+            return {name: member.size for name, member in self._members(archive).items()}
+
+    def files(self) -> list[Path]:
+        """Return the files that everything is read from."""
+        if not self.path.is_dir():
+            return [self.path]
+        inner = self.path / "cifar-10-batches-bin"
+        folder = inner if inner.is_dir() else self.path
+        for name in _NAMES:
+            if not (folder / name).is_file():
+                raise DataError(f"CIFAR10 path: {folder} has no {name}; unpack the binary version of CIFAR-10 there")
+        return [folder / name for name in _NAMES]
+
+    def batches(self) -> dict[str, bytes]:
+        """Return the bytes of every batch."""
+        if self.path.is_dir():
+            return {file.name: file.read_bytes() for file in self.files()}
+        with self._archive() as archive:
+            return {name: _read(archive, member) for name, member in self._members(archive).items()}
+
+    def _members(self, archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
+        found = {PurePosixPath(m.name).name: m for m in archive if m.isfile()}
+        missing = [name for name in _NAMES if name not in found]
+        if missing:
+            raise DataError(f"{self.path}: has no {missing[0]}; it is not the binary version of CIFAR-10")
+        return {name: found[name] for name in _NAMES}
+
+    @contextmanager
+    def _archive(self) -> Iterator[tarfile.TarFile]:
+        if not self.path.exists():
+            raise DataError(f"CIFAR10 path: no folder or file {self.path}; correct the path")
+        try:
+            with tarfile.open(self.path) as archive:
+                yield archive
+        except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+            raise DataError(f"{self.path}: is no sound .tar.gz ({error}); fetch it again") from error
+
+
+def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    if member.size > _LARGEST:
+        raise DataError(f"{member.name} claims {member.size} bytes, a batch has at most {_LARGEST}")
+    file = archive.extractfile(member)
+    return file.read() if file is not None else b""

@@ -1,0 +1,65 @@
+"""Local response normalisation."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from .base import Dist, Layer
+
+
+class LRNLayer(Layer):
+    """y = x / (k + alpha / depth * sum of squares over `depth` neighbouring channels) ^ beta (Krizhevsky et al. 2012).
+
+    Channels beyond the first and the last count as zeros, as in torch.nn.LocalResponseNorm. Cells do not see each
+    other, so nothing travels. Input and output (N, *spatial, C), local.
+
+    Parameters
+    ----------
+    depth : int
+        Channels in a sum: depth // 2 before, (depth - 1) // 2 after.
+    alpha, beta, k : float
+        alpha and beta at least 0, k positive.
+    """
+
+    def __init__(
+        self, depth: int = 5, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0, name: str | None = None
+    ) -> None:
+        super().__init__(name)
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+            raise ConfigError(f"depth {depth}: needs an integer of at least 1")
+        for field, value, fits in (("alpha", alpha, alpha >= 0), ("beta", beta, beta >= 0), ("k", k, k > 0)):
+            if not (fits and np.isfinite(value)):
+                raise ConfigError(f"{field} {value}: needs a number {'above' if field == 'k' else 'of at least'} 0")
+        self.depth, self.alpha, self.beta, self.k = depth, alpha, beta, k
+
+    def forward(self, view: Any) -> Any:
+        """Return the normalised cells."""
+        self.view = view
+        width = [(0, 0)] * (view.ndim - 1) + [(self.depth // 2, (self.depth - 1) // 2)]
+        squares = np.pad(view * view, width)
+        # the channels take the place of a spatial axis
+        sums = self.kernels.window_sum(self._as_line(squares), (self.depth,), (1,)).reshape(view.shape)
+        self.base = sums * (self.alpha / self.depth) + self.k
+        self.y = view * self.base**-self.beta
+        return self.y.copy()  # the next layer may work in place
+
+    def backward(self, dy: Any) -> Any:
+        """Return the gradient through the cell itself and through its neighbours' sums."""
+        channels = dy.shape[-1]
+        through = self._as_line(dy * self.y / self.base)
+        spread = self.kernels.window_spread(through, (channels + self.depth - 1,), (self.depth,), (1,))
+        first = self.depth // 2
+        neighbours = spread[:, first : first + channels].reshape(dy.shape)
+        return dy * self.base**-self.beta - self.view * neighbours * (2 * self.alpha * self.beta / self.depth)
+
+    @staticmethod
+    def _as_line(array: Any) -> Any:
+        return array.reshape(prod(array.shape[:-1]), array.shape[-1], 1)
+
+
+class LRNLayerDist(Dist, LRNLayer):
+    """Local response normalisation over tiles."""
