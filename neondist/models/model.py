@@ -67,6 +67,7 @@ class Model(Registered):
         self.chain = Sequential(layers)
         self.layers = self.chain.layers
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
+        self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = seed, backend, np.dtype(dtype)
         self.learning_rate_scale, self.step = 1.0, 0
         self.parameters: Parameters | None = None
@@ -108,7 +109,7 @@ class Model(Registered):
         """Return this rank's tile of the output (or the whole output after an FC layer) for its tile of the input."""
         batch = self._batch(x, batch_size)
         phase = Phase(training, self.step, self.grid.sample_range(batch)[0])
-        return self.chain.fprop(x, phase)
+        return self.chain.fprop(x if x.dtype == self.dtype else x.astype(self.dtype), phase)
 
     def bprop(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
@@ -119,7 +120,7 @@ class Model(Registered):
             This rank's part of the output's gradient (`scatter_output`).
         """
         parameters = self._built()
-        dx = self.chain.bprop(dy)
+        dx = self.chain.bprop(dy if dy.dtype == self.dtype else dy.astype(self.dtype))
         parameters.sum_gradients()
         return dx
 
