@@ -18,7 +18,8 @@ model: !ConvnetDist
     - !ConvLayerDist {out_channels: 4, kernel_size: 3, padding: 1, activation: !RectLin {}}
     - !Sum
       layers:
-        - [!ConvLayerDist {out_channels: 4, kernel_size: 3, padding: 1}, !ConvLayerDist {out_channels: 4, kernel_size: 1}]
+        - - !ConvLayerDist {out_channels: 4, kernel_size: 3, padding: 1}
+          - !ConvLayerDist {out_channels: 4, kernel_size: 1}
         - []
     - !Concat
       layers:
