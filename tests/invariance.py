@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from present import kernels
 
 import neondist as nd
 
@@ -99,6 +100,32 @@ def volume(make):
     ]
 
 
+def normalisation(make):
+    return [
+        make("LCN", 5, halo="twice"),
+        make("Conv", 6, 3, stride=2, padding=1, activation=nd.Tanh()),
+        make("GroupNorm", 3),
+        make("LRN", 3, alpha=0.5),
+        make("LCN", 3, "uniform", padding_mode="reflect", min_deviation="mean", halo="wide"),
+        make("Conv", 4, 2, bias=False),  # what follows takes any bias away
+        make("InstanceNorm", affine=True),
+        make("LCN", 7, min_deviation="mean"),
+        make("FC", 12),
+        make("GroupNorm", 4),
+        make("FC", 10),
+    ]
+
+
+def normalised_volume(make):
+    return [
+        make("LCN", (3, 1, 3), "uniform", padding_mode="reflect", halo="wide"),
+        make("Conv", 10, 2, activation=nd.Tanh()),
+        make("InstanceNorm"),
+        make("LCN", 3, min_deviation=0.3, halo="twice"),
+        make("GroupNorm", 5),
+    ]
+
+
 KINDS = {
     "everything": ((28, 27, 2), everything),
     "global average": ((7, 9, 2), global_average),
@@ -108,12 +135,14 @@ KINDS = {
     "segmentation": ((9, 10, 2), segmentation),
     "series": ((23, 2), series),
     "volume": ((5, 6, 7, 1), volume),
+    "normalisation": ((11, 10, 2), normalisation),
+    "normalised volume": ((4, 5, 6, 1), normalised_volume),
 }
 COSTS = {"segmentation": nd.Dice}
 MODELS = {"perceptron": nd.MLP}
 
 
-def model_of(kind, dist):
+def model_of(kind, dist, backend="numpy"):
     """A small network of this kind, serial or distributed."""
 
     def make(name, *args, **kwargs):
@@ -123,12 +152,12 @@ def model_of(kind, dist):
     cls = getattr(nd, f"{serial.__name__}Dist") if dist else serial
     optimizer = nd.SGD(0.05, momentum=0.9, weight_decay=1e-3)
     cost = COSTS.get(kind, nd.CrossEntropy)()
-    return cls(KINDS[kind][1](make), cost=cost, optimizer=optimizer, seed=3, dtype="float64")
+    return cls(KINDS[kind][1](make), cost=cost, optimizer=optimizer, seed=3, backend=kernels(backend), dtype="float64")
 
 
-def train(kind, grid=None, batch=6, steps=4):
+def train(kind, grid=None, batch=6, steps=4, backend="numpy"):
     """Outputs, input gradient, all gradients, losses and final state of a short run, as whole arrays."""
-    model, shape = model_of(kind, grid is not None), KINDS[kind][0]
+    model, shape = model_of(kind, grid is not None, backend), KINDS[kind][0]
     model.build(shape, batch, grid)
     rng = np.random.default_rng(5)
     x = rng.normal(size=(batch, *shape))

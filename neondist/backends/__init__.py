@@ -1,6 +1,7 @@
 """Arrays and kernels, by library.
 
-base: the interface. numpy: the reference. select: which there are, and what `auto` takes.
+base: the interface. numpy: the reference. torch: PyTorch's kernels over the same arrays. select: which there are, and
+what `auto` takes.
 """
 
 from .base import Backend

@@ -36,9 +36,15 @@ class Backend(ABC):
         """Return a new array of zeros."""
         return self.full(shape, 0.0, dtype)
 
+    def matmul(self, a: Any, b: Any) -> Any:
+        """Return the product of two matrices, or stacks of them."""
+        return a @ b
+
     @abstractmethod
-    def conv_forward(self, x: Any, weights: Any, stride: Ints, dilation: Ints, groups: int) -> Any:
-        """Return the valid convolution (cross-correlation) of x with the weights, (N, *out, C_out)."""
+    def conv_forward(
+        self, x: Any, weights: Any, stride: Ints, dilation: Ints, groups: int, bias: Any | None = None
+    ) -> Any:
+        """Return the valid convolution (cross-correlation) of x with the weights, plus bias, (N, *out, C_out)."""
 
     @abstractmethod
     def conv_backward_input(
@@ -64,7 +70,10 @@ class Backend(ABC):
 
     @abstractmethod
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
-        """Return the maxima and, for the way back, the row-major place in its window of each first maximum."""
+        """Return the maxima and, for the way back, the place of each window's first maximum in row-major order.
+
+        What a place is, the backend alone knows.
+        """
 
     @abstractmethod
     def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:

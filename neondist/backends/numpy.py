@@ -34,9 +34,17 @@ class NumpyBackend(Backend):
         """Return the array itself."""
         return array
 
-    def conv_forward(self, x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int) -> np.ndarray:
-        """Return the valid convolution (N, *out, C_out)."""
-        return conv.forward(x, weights, stride, dilation, groups)
+    def conv_forward(
+        self,
+        x: np.ndarray,
+        weights: np.ndarray,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Return the valid convolution plus bias (N, *out, C_out)."""
+        return conv.forward(x, weights, stride, dilation, groups, bias)
 
     def conv_backward_input(
         self, dy: np.ndarray, weights: np.ndarray, extent: Ints, stride: Ints, dilation: Ints, groups: int
@@ -91,10 +99,10 @@ class NumpyBackend(Backend):
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum over everything but the channels, by GEMM: its blocked sums err less than a running sum."""
         cells = x.reshape(-1, x.shape[-1])
-        return np.ones(len(cells), x.dtype) @ cells
+        return self.matmul(np.ones((1, len(cells)), x.dtype), cells)[0]
 
     def sample_sum(self, x: np.ndarray) -> np.ndarray:
         """Return each sample's sum over its cells, by GEMM as `channel_sum`."""
         cells = prod(x.shape[1:-1])
         ones = np.ones((1, cells), x.dtype)
-        return (ones @ x.reshape(len(x), cells, x.shape[-1])).reshape(len(x), x.shape[-1])
+        return self.matmul(ones, x.reshape(len(x), cells, x.shape[-1])).reshape(len(x), x.shape[-1])

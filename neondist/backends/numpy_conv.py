@@ -13,8 +13,10 @@ Ints = Sequence[int]
 _BLOCK = 1 << 18  # cells of gathered windows at a time: 1 MiB of float32 stays in the second-level cache
 
 
-def forward(x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int) -> np.ndarray:
-    """Return the convolution (N, *out, C_out)."""
+def forward(
+    x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int, bias: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the convolution plus bias (N, *out, C_out)."""
     kernel, channels = weights.shape[:-2], weights.shape[-1]
     out = out_extent(x.shape[1:-1], kernel, stride, dilation)
     y = np.empty((len(x), *out, channels), x.dtype)
@@ -25,6 +27,8 @@ def forward(x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, gr
             np.matmul(columns[0], matrix[0], out=part.reshape(-1, channels))
         else:
             part[...] = _join(columns @ matrix, part.shape)
+        if bias is not None:  # while the block is in the cache
+            part += bias
     return y
 
 

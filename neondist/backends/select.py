@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,12 +21,9 @@ class Availability:
     reason: str
 
 
-_MAKERS: dict[str, Callable[[], Backend]] = {"numpy": NumpyBackend}  # fastest first
-
-
 def available() -> list[Availability]:
-    """Return all backends, the one that `auto` prefers first."""
-    return [Availability("numpy", True, "always there")]
+    """Return all backends, the one that `auto` prefers first; imports PyTorch, where it is, to see whether it works."""
+    return [_torch_availability(), Availability("numpy", True, "always there")]
 
 
 def get_backend(name: str | Backend = "auto") -> Backend:
@@ -37,3 +35,25 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     if name not in _MAKERS:
         raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_MAKERS])}")
     return _MAKERS[name]()
+
+
+def _torch_availability() -> Availability:
+    if importlib.util.find_spec("torch") is None:
+        return Availability("torch", False, "not installed; pip install 'neondist[torch]'")
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways
+        return Availability("torch", False, f"cannot be imported: {type(error).__name__}: {error}")
+    return Availability("torch", True, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def _torch() -> Backend:
+    found = _torch_availability()
+    if not found.usable:
+        raise ConfigError(f"backend 'torch' is {found.reason}, or use backend 'numpy'")
+    from .torch import TorchBackend
+
+    return TorchBackend()
+
+
+_MAKERS: dict[str, Callable[[], Backend]] = {"torch": _torch, "numpy": NumpyBackend}

@@ -11,9 +11,12 @@ from .deconv import DeconvLayer, DeconvLayerDist
 from .dropout import DropoutLayer, DropoutLayerDist
 from .functions import Activation, Identity, Logistic, RectLin, Softmax, Tanh
 from .global_avg_pooling import GlobalAvgPoolingLayer, GlobalAvgPoolingLayerDist
+from .group_norm import GroupNormLayer, GroupNormLayerDist, InstanceNormLayer, InstanceNormLayerDist
 from .l2_pooling import L2PoolingLayer, L2PoolingLayerDist
+from .lcn import LCNLayer, LCNLayerDist
 from .linear import FCLayer, FCLayerDist
 from .local import LocalFilteringLayer, LocalFilteringLayerDist
+from .lrn import LRNLayer, LRNLayerDist
 from .node import Context, Node, Phase
 from .pooling import MaxPoolingLayer, MaxPoolingLayerDist
 from .upsample import UpsampleLayer, UpsampleLayerDist
@@ -41,9 +44,17 @@ __all__ = [
     "FCLayerDist",
     "GlobalAvgPoolingLayer",
     "GlobalAvgPoolingLayerDist",
+    "GroupNormLayer",
+    "GroupNormLayerDist",
     "Identity",
+    "InstanceNormLayer",
+    "InstanceNormLayerDist",
     "L2PoolingLayer",
     "L2PoolingLayerDist",
+    "LCNLayer",
+    "LCNLayerDist",
+    "LRNLayer",
+    "LRNLayerDist",
     "Layer",
     "LocalFilteringLayer",
     "LocalFilteringLayerDist",

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..arrays import GlobalArray, PaddedArray
 from ..backends import Backend
-from ..geometry import Box, Window
+from ..geometry import Box, GridShape, Window
 from ..initializers import Constant, Initializer
 from ..registry import Distributed, dist_class
 from .functions import Activation
@@ -90,7 +90,7 @@ class Layer(Node):
             extent = window.output_extent(extent)
         return *extent, self.channels_for(input_shape)
 
-    def halos_for(self, input_shape: Shape) -> list[tuple[Shape, Window]]:
+    def halos_for(self, input_shape: Shape, grid: GridShape) -> list[tuple[Shape, Window]]:
         """Return the arrays whose halos travel in a step: global shape without the batch, and window."""
         window = self.window_for(input_shape)
         return [] if window is None else [(input_shape, window)]

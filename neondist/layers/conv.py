@@ -93,11 +93,10 @@ class ConvLayer(Layer):
     def forward(self, view: Any) -> Any:
         """Return the convolution plus bias."""
         self.view = view
-        window = self.window
-        y = self.kernels.conv_forward(view, self.params["weights"], window.stride, window.dilation, self.groups)
-        if self.bias:
-            y += self.params["bias"]
-        return y
+        window, bias = self.window, self.params["bias"] if self.bias else None
+        return self.kernels.conv_forward(
+            view, self.params["weights"], window.stride, window.dilation, self.groups, bias
+        )
 
     def backward(self, dy: Any) -> Any:
         """Return the gradient of the view; fill those of weights and bias."""

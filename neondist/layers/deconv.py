@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ..errors import ConfigError
-from ..geometry import Window
+from ..geometry import GridShape, Window
 from ..initializers import FanInUniform, Initializer
 from .base import Dist, Layer, Parameter, Shape
 from .functions import Activation
@@ -74,7 +74,7 @@ class DeconvLayer(Layer):
             raise ConfigError(f"padding {self.padding} cuts off all of the output {extent}; use less")
         return *extent, self.out_channels
 
-    def halos_for(self, input_shape: Shape) -> list[tuple[Shape, Window]]:
+    def halos_for(self, input_shape: Shape, grid: GridShape) -> list[tuple[Shape, Window]]:
         """Return the output's halo."""
         return [(self.output_shape_for(input_shape), self.sliding(input_shape))]
 

@@ -65,7 +65,7 @@ class SampleNormLayer(Layer):
         return self.scale * (dy - offset - self.normal * along)
 
     def _mean(self, sums: Any, shape: Shape) -> Any:
-        """Return the means of the groups over all tiles, for each channel (N, 1, ..., C), from sums (N, C) over cells."""
+        """Return the groups' means over all tiles, for each channel (N, 1, ..., C), from sums (N, C) over own cells."""
         groups, channels = self.groups_for(self.input_shape), self.input_shape[-1]
         each = channels // groups
         by_group = np.ascontiguousarray(sums.reshape(len(sums), groups, each).sum(axis=-1))

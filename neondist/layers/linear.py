@@ -59,7 +59,7 @@ class FCLayer(Layer):
         """Return the products, summed over the tiles, plus bias."""
         mine = view[(slice(None), *self._part)]
         self.view = mine.reshape(len(view), prod(mine.shape[1:]))  # -1 fails where there are no samples
-        y = self._join(self.view @ self._rows(self.params["weights"]))
+        y = self._join(self.kernels.matmul(self.view, self._rows(self.params["weights"])))
         if self.bias:
             y += self.params["bias"]
         return y
@@ -69,12 +69,12 @@ class FCLayer(Layer):
         gradient = self.grads["weights"]
         gradient[...] = 0
         rows = gradient.reshape(*self.input_shape, -1)[self._place]
-        rows[...] = (self.view.T @ dy).reshape(rows.shape)
+        rows[...] = self.kernels.matmul(self.view.T, dy).reshape(rows.shape)
         if self.bias:
             self.grads["bias"] = self.share(dy.sum(axis=0))
         if not self.needs_input_gradient:
             return None
-        dview = dy @ self._rows(self.params["weights"]).T
+        dview = self.kernels.matmul(dy, self._rows(self.params["weights"]).T)
         if self.input.tiled:
             return dview.reshape(len(dy), *self.input.view_shape[1:])
         whole = np.zeros((len(dy), *self.input_shape), dy.dtype)

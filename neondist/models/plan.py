@@ -65,7 +65,7 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
     tiles = range(grid.tiles)
     parameters = layer.parameters_for(input_shape).values()
     everywhere = Window(1, padding=0, ndim=len(input_shape) - 1)
-    travelling = [(_halos(shape, seen, grid), shape[-1]) for shape, seen in layer.halos_for(input_shape)]
+    travelling = [(_halos(shape, seen, grid), shape[-1]) for shape, seen in layer.halos_for(input_shape, grid)]
     return LayerPlan(
         name=str(layer.name),
         cls=type(layer).__name__,

@@ -4,13 +4,17 @@ import itertools
 
 import numpy as np
 import pytest
+from present import KERNELS, kernels
 
-from neondist.backends import get_backend
 from neondist.backends.windows import blocks
 
 torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
-backend = get_backend("numpy")
 rng = np.random.default_rng(0)
+
+
+@pytest.fixture(params=KERNELS)
+def backend(request):
+    return kernels(request.param)
 
 
 def channels_first(x):
@@ -23,37 +27,45 @@ def channels_last(t):
 
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 2), (2, 4)])
 @pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
-def test_convolution(kernel, stride):
+def test_convolution(backend, kernel, stride):
     for dilation, groups, inner, outer in itertools.product([(1, 1), (2, 1)], [1, 2, 4], [4, 8], [4, 8]):
-        compare_convolution((11, 13), kernel, stride, dilation, groups, inner, outer)
+        compare_convolution(backend, (11, 13), kernel, stride, dilation, groups, inner, outer)
+    compare_convolution(backend, (11, 13), kernel, stride, (1, 2), 1, 17, 16)
+    compare_convolution(backend, (11, 13), kernel, stride, (1, 1), 1, 1, 3)
+    compare_convolution(backend, kernel, kernel, stride, (1, 1), 1, 1, 1)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_convolution_of_series_and_volumes(groups):
-    compare_convolution((17,), (4,), (2,), (3,), groups, 4, 6)
-    compare_convolution((6, 7, 5), (2, 3, 1), (1, 2, 1), (2, 1, 1), groups, 4, 2)
+def test_convolution_of_series_and_volumes(backend, groups):
+    for inner, outer in (4, 6), (32, 16):
+        compare_convolution(backend, (17,), (4,), (2,), (3,), groups, inner, outer)
+        compare_convolution(backend, (6, 7, 5), (2, 3, 1), (1, 2, 1), (2, 1, 1), groups, inner, outer)
 
 
-def compare_convolution(extent, kernel, stride, dilation, groups, inner, outer):
+def compare_convolution(backend, extent, kernel, stride, dilation, groups, inner, outer):
     conv = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[len(extent)]
     x = rng.normal(size=(3, *extent, inner))
     w = rng.normal(size=(*kernel, inner // groups, outer))
     xt = channels_first(x).requires_grad_()
     wt = torch.tensor(np.moveaxis(w, (-1, -2), (0, 1)).copy()).requires_grad_()
-    yt = conv(xt, wt, stride=stride, dilation=dilation, groups=groups)
-    y = backend.conv_forward(x, w, stride, dilation, groups)
+    bias = rng.normal(size=outer)
+    yt = conv(xt, wt, torch.tensor(bias), stride=stride, dilation=dilation, groups=groups)
+    y = backend.conv_forward(x, w, stride, dilation, groups, bias)
     np.testing.assert_allclose(y, channels_last(yt), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(backend.conv_forward(x, w, stride, dilation, groups), y - bias, rtol=0, atol=1e-11)
     dy = rng.normal(size=y.shape)
     yt.backward(channels_first(dy))
     dx = backend.conv_backward_input(dy, w, extent, stride, dilation, groups)
     dw = backend.conv_backward_weights(x, dy, kernel, stride, dilation, groups)
     np.testing.assert_allclose(dx, channels_last(xt.grad), rtol=0, atol=1e-11)
     np.testing.assert_allclose(dw, np.moveaxis(wt.grad.numpy(), (0, 1), (-1, -2)), rtol=0, atol=1e-10)
+    assert all(array.flags.c_contiguous for array in (y, dx))
 
 
-@pytest.mark.parametrize(("kernel", "stride"), [((2, 2), (2, 2)), ((3, 3), (2, 1)), ((2, 3), (3, 4))])
-def test_pooling(kernel, stride):
-    x = rng.normal(size=(2, 9, 11, 3))
+@pytest.mark.parametrize(("kernel", "stride"), [((2, 2), (2, 2)), ((3, 3), (2, 1)), ((2, 3), (3, 4)), ((7, 8), (1, 1))])
+@pytest.mark.parametrize("channels", [1, 3, 8])
+def test_pooling(backend, kernel, stride, channels):
+    x = rng.normal(size=(2, 9, 11, channels))
     xt = channels_first(x).requires_grad_()
     yt = torch.nn.functional.max_pool2d(xt, kernel, stride)
     y, place = backend.max_pool(x, kernel, stride)
@@ -71,24 +83,28 @@ def test_pooling(kernel, stride):
     np.testing.assert_allclose(spread, channels_last(xt.grad), rtol=0, atol=1e-12)
 
 
-def test_of_equal_maxima_the_first_wins():
-    _, place = backend.max_pool(np.zeros((1, 2, 2, 1)), (2, 2), (1, 1))
-    assert place.item() == 0
-    x = np.array([[0.0, 5.0], [5.0, 5.0]]).reshape(1, 2, 2, 1)
-    _, place = backend.max_pool(x, (2, 2), (1, 1))
-    assert place.item() == 1
+@pytest.mark.parametrize("channels", [1, 8])
+def test_of_equal_maxima_the_first_wins(backend, channels):
+    for first, row in (0, [[0.0, 0.0], [0.0, 0.0]]), (1, [[0.0, 5.0], [5.0, 5.0]]), (0, [[-np.inf] * 2] * 2):
+        x = np.repeat(np.array(row).reshape(1, 2, 2, 1), channels, axis=-1)
+        y, place = backend.max_pool(x, (2, 2), (1, 1))
+        dx = backend.max_pool_backward(np.ones_like(y), place, (2, 2), (2, 2), (1, 1))
+        assert (dx.reshape(4, channels).argmax(axis=0) == first).all()
+        assert dx.sum() == channels
 
 
-def test_not_a_number_is_not_hidden():
-    y, _ = backend.max_pool(np.array([1.0, np.nan]).reshape(1, 1, 2, 1), (1, 2), (1, 1))
-    assert np.isnan(y).all()
+@pytest.mark.parametrize("channels", [1, 8])
+def test_not_a_number_is_not_hidden(backend, channels):
+    for row in [1.0, np.nan], [np.nan, 1.0]:
+        x = np.repeat(np.array(row).reshape(1, 1, 2, 1), channels, axis=-1)
+        assert np.isnan(backend.max_pool(x, (1, 2), (1, 1))[0]).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 5, 2), (2, 0, 5, 2), (2, 5, 0, 2), (2, 2, 5, 2)])
-def test_extents_of_zero(shape):
+@pytest.mark.parametrize("shape", [(0, 5, 5, 2), (2, 0, 5, 2), (2, 5, 0, 2), (2, 2, 5, 2), (0, 5, 5, 8), (2, 2, 5, 8)])
+def test_extents_of_zero(backend, shape):
     extent = shape[1:-1]
-    w = np.ones((3, 3, 2, 4))
-    y = backend.conv_forward(np.ones(shape), w, (1, 1), (1, 1), 1)
+    w = np.ones((3, 3, shape[-1], 4))
+    y = backend.conv_forward(np.ones(shape), w, (1, 1), (1, 1), 1, np.ones(4))
     out = tuple(max(0, n - 2) for n in extent)
     assert y.shape == (shape[0], *out, 4)
     assert backend.conv_backward_input(y, w, extent, (1, 1), (1, 1), 1).shape == shape

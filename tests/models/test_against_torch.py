@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from present import KERNELS, kernels
 
 import neondist as nd
 
@@ -70,9 +71,9 @@ def stack(seed):
     return [layer for layer, _ in pairs], [run for _, run in pairs]
 
 
-def build(seed, optimizer=None):
+def build(seed, backend, optimizer=None):
     layers, runs = stack(seed)
-    model = nd.Convnet(layers, optimizer=optimizer, seed=seed, dtype="float64")
+    model = nd.Convnet(layers, optimizer=optimizer, seed=seed, backend=kernels(backend), dtype="float64")
     model.build((13, 12, 2), batch_size=4)
     tensors = {k: torch.tensor(v, requires_grad=True) for k, v in model.state().items()}
 
@@ -93,9 +94,10 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10 * max(1.0, np.abs(expected).max()))
 
 
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("seed", range(24))
-def test_passes(seed):
-    model, network, tensors = build(seed)
+def test_passes(seed, backend):
+    model, network, tensors = build(seed, backend)
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(4, 13, 12, 2))
     xt = torch.tensor(np.moveaxis(x, -1, 1).copy(), requires_grad=True)
@@ -118,8 +120,9 @@ def test_passes(seed):
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_training(seed, ours, theirs):
-    model, network, tensors = build(seed, ours)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_training(seed, backend, ours, theirs):
+    model, network, tensors = build(seed, backend, ours)
     trained = {k: t for k, t in tensors.items() if not k.endswith(("/mean", "/var"))}
     optimizer = theirs(list(trained.values()))
     rng = np.random.default_rng(seed)

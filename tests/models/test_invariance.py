@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from invariance import KINDS, model_of, train
+from present import KERNELS
 from support import worst
 
 import neondist as nd
@@ -10,6 +11,8 @@ from neondist.comm import loopback
 
 GRIDS = [(p, 1, r) for p in (1, 2, 3, 4, 6, 9) for r in range(1, p + 1) if p % r == 0]
 GRIDS += [(2, 2, 1), (4, 2, 2), (6, 3, 1), (8, 2, 2), (12, 2, 3), (6, 6, 1)]
+CASES = [(grid, "numpy") for grid in GRIDS]
+CASES += [(grid, name) for grid in [(1, 1, 1), (4, 2, 2), (9, 1, 3)] for name in KERNELS if name != "numpy"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -17,12 +20,16 @@ def serial(request):
     return request.param, train(request.param)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda g: f"{g[0]} ranks, {g[1]} replicas, {g[2]} rows")
-def test_every_grid_computes_what_one_process_does(serial, grid):
+@pytest.mark.parametrize(("grid", "backend"), CASES, ids=str)
+def test_every_grid_computes_what_one_process_does(serial, grid, backend):
+    """The one process with NumPy: all backends agree too."""
     kind, expected = serial
     ranks, replicas, rows = grid
-    results = loopback.run(ranks, lambda comm: train(kind, nd.ProcessGrid(comm, replicas=replicas, rows=rows)))
-    for found in results:
+
+    def job(comm):
+        return train(kind, nd.ProcessGrid(comm, replicas=replicas, rows=rows), backend=backend)
+
+    for found in loopback.run(ranks, job):
         assert worst(found, expected) < 1e-10
 
 

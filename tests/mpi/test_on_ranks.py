@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from invariance import KINDS, train
 from mpi4py import MPI
+from present import KERNELS
 from support import check_views, grids, slides, worst
 
 import neondist as nd
@@ -45,6 +46,12 @@ def test_invariance(kind):
         for shape in grids(world.size // replicas):
             grid = nd.ProcessGrid(world, replicas=replicas, rows=shape.rows, cols=shape.cols)
             assert worst(train(kind, grid), expected) < 1e-10, grid
+
+
+@pytest.mark.parametrize("backend", KERNELS[1:])
+@pytest.mark.parametrize("kind", ["everything", "series", "segmentation"])
+def test_other_backends(kind, backend):
+    assert worst(train(kind, nd.ProcessGrid(), backend=backend), train(kind)) < 1e-10
 
 
 def test_every_rank_ends_with_the_same_weights():

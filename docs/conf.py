@@ -1,0 +1,74 @@
+"""Sphinx: python -m sphinx -q -W -b html docs docs/_build/html."""
+
+import inspect
+import re
+import sys
+from functools import reduce
+from pathlib import Path
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import neondist
+
+project = "neondist"
+author = "the neondist developers"
+copyright = author
+version = release = neondist.__version__
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 3
+default_role = "literal"  # `name` in a docstring is code
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_inherit_docstrings = False
+maximum_signature_line_length = 90
+napoleon_google_docstring = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # one entry may name several
+napoleon_use_rtype = False
+
+html_theme = "alabaster"
+html_theme_options = {
+    "description": "Convolutional networks over MPI ranks",
+    "page_width": "1320px",
+    "body_max_width": "1080px",
+    "sidebar_width": "210px",
+    "fixed_sidebar": True,
+}
+html_sidebars = {"**": ["about.html", "navigation.html", "searchbox.html"]}
+html_static_path = ["static"]
+html_css_files = ["narrow.css"]
+html_show_copyright = False
+html_copy_source = False
+
+
+class Public(SphinxDirective):
+    """All public classes below a base, so that a new one is documented at once: {public} Layer."""
+
+    required_arguments = 1
+
+    def run(self):
+        base = reduce(getattr, self.arguments[0].split("."), neondist)
+        known = {name: getattr(neondist, name) for name in neondist.__all__}
+        below = [name for name, cls in known.items() if inspect.isclass(cls) and issubclass(cls, base)]
+        concrete = [name for name in sorted(below) if not inspect.isabstract(known[name]) and known[name] is not base]
+        lines = ["```{eval-rst}", *(f".. autoclass:: neondist.{name}" for name in concrete), "```"]
+        section = nodes.section()
+        self.state.nested_parse(StringList(lines, source=str(self.env.docname)), self.content_offset, section)
+        return section.children
+
+
+def escape_stars(app, what, name, obj, options, lines):
+    """Shapes such as (N, *spatial, C) are not the beginning of emphasis."""
+    for at, line in enumerate(lines):
+        lines[at] = re.sub(r"(?<![\\*`\w])\*(?=\w)", r"\\*", line)
+
+
+def setup(app):
+    app.add_directive("public", Public)
+    app.connect("autodoc-process-docstring", escape_stars, priority=400)  # before napoleon

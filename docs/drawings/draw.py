@@ -1,0 +1,14 @@
+"""Write the drawings of the documentation: python docs/drawings/draw.py [FOLDER]."""
+
+import sys
+from pathlib import Path
+
+import exchange
+import fully_connected
+import replicas
+import tiles
+import windows
+
+folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+for module in (exchange, fully_connected, replicas, tiles, windows):
+    (folder / f"{module.__name__}.svg").write_text(str(module.draw()), encoding="utf-8")

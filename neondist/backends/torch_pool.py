@@ -1,0 +1,99 @@
+"""Pooling of images and volumes by PyTorch's kernels, channels-last, without autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+
+from .torch_arrays import channels_first, channels_last, empty
+
+Ints = Sequence[int]
+Taps = Sequence[Sequence[float]]
+_aten = torch.ops.aten
+
+
+def max_forward(x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, torch.Tensor]:
+    """Return the maxima, and torch's indices of each first maximum in its channel's image."""
+    pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
+    y, place = pool(channels_first(x), kernel, stride)
+    return channels_last(y), place
+
+
+def max_backward(dy: np.ndarray, place: torch.Tensor, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
+    """Return the gradient of x: all of it goes to the first maximum."""
+    gradient = channels_first(dy)
+    dx = empty(len(dy), extent, dy.shape[-1], gradient)
+    back = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
+    none, ones = (0,) * len(kernel), (1,) * len(kernel)
+    # of x it wants the shape alone
+    back.grad_input(gradient, dx, kernel, stride, none, ones, False, place, grad_input=dx)
+    return channels_last(dx)
+
+
+def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
+    """Return the sum over every window: convolution of each channel with ones, large boxes one axis at a time."""
+    sums = channels_first(x)
+    for box, step in _boxes(kernel, stride):
+        sums = _each_channel(sums, _ones(box), step)
+    return channels_last(sums)
+
+
+def window_spread(dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
+    """Return the adjoint of `window_sum`, for images."""
+    gradient = channels_first(dy)
+    if max(stride) == 1:
+        for box, step in reversed(_boxes(kernel, stride)):
+            gradient = _each_channel(gradient, _ones(box), step, transposed=True)
+        return channels_last(gradient)
+    dx = empty(len(dy), extent, dy.shape[-1], gradient)
+    _aten.avg_pool2d_backward.grad_input(gradient, dx, kernel, stride, (0, 0), False, True, 1, grad_input=dx)
+    return channels_last(dx)
+
+
+def separable_filter(x: np.ndarray, taps: Taps) -> np.ndarray:
+    """Return the valid correlation with the product of `taps`, one axis after the other."""
+    y = channels_first(x)
+    for weights in _along_axes(taps):
+        y = _each_channel(y, weights, (1,) * len(taps))
+    return channels_last(y)
+
+
+def separable_spread(dy: np.ndarray, taps: Taps) -> np.ndarray:
+    """Return the adjoint of `separable_filter`, axes in the opposite order."""
+    gradient = channels_first(dy)
+    for weights in reversed(_along_axes(taps)):
+        gradient = _each_channel(gradient, weights, (1,) * len(taps), transposed=True)
+    return channels_last(gradient)
+
+
+def _each_channel(x: torch.Tensor, weights: torch.Tensor, stride: Ints, transposed: bool = False) -> torch.Tensor:
+    """Return the convolution, or its adjoint, of every channel with the same weights (*kernel)."""
+    channels, none, ones = x.shape[1], (0,) * len(stride), (1,) * len(stride)
+    each = weights.to(x.dtype).expand(channels, 1, *weights.shape).contiguous()
+    return _aten.convolution(x, each, None, stride, none, ones, transposed, none, channels)
+
+
+def _ones(box: Ints) -> torch.Tensor:
+    return torch.ones(tuple(box))
+
+
+def _along_axes(taps: Taps) -> list[torch.Tensor]:
+    """Return each axis' taps as weights of as many axes as there are."""
+    return [
+        torch.tensor(weights, dtype=torch.float64).reshape([-1 if a == axis else 1 for a in range(len(taps))])
+        for axis, weights in enumerate(taps)
+    ]
+
+
+def _boxes(kernel: Ints, stride: Ints) -> list[tuple[Ints, Ints]]:
+    """Return the box whole, or as one box for each axis where that is faster (measured from 7 x 7 on)."""
+    if prod(kernel) < 49:
+        return [(kernel, stride)]
+    one = (1,) * len(kernel)
+    return [
+        ((*one[:axis], kernel[axis], *one[axis + 1 :]), (*one[:axis], stride[axis], *one[axis + 1 :]))
+        for axis in range(len(kernel))
+    ]

@@ -1,0 +1,149 @@
+"""Local contrast normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, prod
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, ShapeError
+from ..geometry import Box, GridShape, Window
+from ..registry import suggest
+from .base import Dist, Layer, Shape
+from .lcn_window import Halos, InView, LocalWindow, middle
+
+CHOICES = {"window": ("gaussian", "uniform"), "padding_mode": ("zeros", "reflect"), "halo": ("auto", "twice", "wide")}
+
+
+class LCNLayer(Layer):
+    """v = x - local mean of x, y = v / max(c, local deviation) (Jarrett et al. 2009, Le et al. 2012).
+
+    The mean is weighted over a window and all channels together, weights summing to 1; the deviation is the root of
+    the same mean of v². Input and output (N, *spatial, C), local.
+
+    A cell knows its neighbours by their means over the channels alone, of x and then of v². So two halos of one channel
+    each will do ('twice'), or one halo of all channels and twice the radius, from which each rank computes its
+    neighbours' v² itself ('wide'). Both give the same numbers.
+
+    Parameters
+    ----------
+    kernel_size : int or one per axis
+        Odd, so that a window has a middle.
+    window : {'gaussian', 'uniform'}
+    sigma : float, optional
+        The Gaussian's standard deviation in cells; default: a quarter of kernel_size.
+    padding_mode : {'zeros', 'reflect'}
+        Outside the image both x and v are 0, or both are reflected.
+    min_deviation : float or 'mean'
+        c; 'mean' takes each sample's mean deviation over the whole image (and its gradient is exact too).
+    halo : {'auto', 'twice', 'wide'}
+        'auto' takes the way that sends fewer numbers on this grid.
+    """
+
+    def __init__(
+        self,
+        kernel_size: int | Sequence[int] = 9,
+        window: str = "gaussian",
+        sigma: float | None = None,
+        padding_mode: str = "zeros",
+        min_deviation: float | str = 1.0,
+        halo: str = "auto",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        if any(k % 2 == 0 for k in Window(kernel_size, padding=0).kernel):
+            raise ConfigError(f"kernel_size {kernel_size}: needs odd numbers, so that a window has a middle")
+        for field, value in (("window", window), ("padding_mode", padding_mode), ("halo", halo)):
+            if value not in CHOICES[field]:
+                raise ConfigError(f"{field} {value!r} is unknown{suggest(str(value), CHOICES[field])}")
+        if sigma is not None and (window != "gaussian" or not 0 < sigma < inf):
+            raise ConfigError(f"sigma {sigma}: needs a number above 0, and window 'gaussian'")
+        if min_deviation != "mean" and (isinstance(min_deviation, str) or not 0 < min_deviation < inf):
+            raise ConfigError(f"min_deviation {min_deviation!r}: needs a number above 0, or 'mean'")
+        self.local = LocalWindow(kernel_size, window, sigma, padding_mode)
+        self.min_deviation, self.halo = min_deviation, halo
+
+    def window_for(self, input_shape: Shape) -> Window:
+        """Return the window of one stage or, for halo 'wide', of both together."""
+        if len(input_shape) < 2:
+            raise ShapeError(f"local contrast normalisation needs an image, but its input has shape {input_shape}")
+        stages, other = (2, " halo 'auto'") if self.halo == "wide" else (1, "")
+        window = self.local.over(input_shape, stages)
+        for axis, (n, (reach, _)) in enumerate(zip(input_shape, window.padding, strict=False)):
+            if window.mode == "reflect" and reach >= n:
+                raise ConfigError(
+                    f"kernel_size {self.local.kernel_size} with halo '{self.halo}' and padding_mode 'reflect' needs an"
+                    f" image of more than {reach} cells on axis {axis}, but it has {n}; use a smaller kernel_size,"
+                    f"{other} or padding_mode 'zeros'"
+                )
+        return window
+
+    def halos_for(self, input_shape: Shape, grid: GridShape) -> Halos:
+        """Return the halos of the way asked for, or of the one that sends fewer numbers."""
+        way = self.local.fewest(input_shape, grid) if self.halo == "auto" else self.halo
+        return self.local.ways(input_shape)[way]
+
+    def adjust_for_dist(self) -> None:
+        """Choose the way, and create the arrays whose halos travel."""
+        halos = self.halos_for(self.input_shape, self.context.grid.shape)
+        wide = len(halos) == 1
+        self.window = halos[0][1] if wide else None  # two halos of means: x itself stays where it is
+        super().adjust_for_dist()
+        self.taps = self.local.taps(self.input_shape)
+        # what makes views of the means over the channels, first of x and then of v²; an array serves both in turn
+        array: Any = None if wide else self.make_array(*halos[0])
+        self.means, self.squares = (array or self._in_view(stages) for stages in (2, 1))
+
+    def _in_view(self, stages: int) -> InView:
+        """Return what has the cells within the reach of so many stages around this rank's tile."""
+        region = self.local.over(self.input_shape, stages).needs(self.context.grid.tile_box(self.input_shape[:-1]))
+        # what is reflected in the view stays so: the weights are symmetric
+        image = region if self.local.mode == "reflect" else Box.of(self.input_shape[:-1])
+        return InView(region, image, self.context.dtype)
+
+    def forward(self, view: Any) -> Any:
+        """Return v over its local deviation; v is kept for all cells that the view allows, own ones in the middle."""
+        kernels = self.kernels
+        seen = self.means.get_fprop_view(view.mean(axis=-1, keepdims=True))
+        mean = kernels.separable_filter(seen, self.taps)
+        self.v = view[middle(view, mean)] - mean
+        squares = self.squares.get_fprop_view((self.v * self.v).mean(axis=-1, keepdims=True))
+        self.seen = seen.shape[1:-1], squares.shape[1:-1]
+        self.sigma = np.sqrt(kernels.separable_filter(squares, self.taps))
+        self.least = self._average(self.sigma) if self.min_deviation == "mean" else self.min_deviation
+        divisor = np.maximum(self.sigma, self.least)
+        self.scale = np.divide(1, divisor, out=np.zeros_like(divisor), where=divisor != 0)  # a blank image stays blank
+        return self.v[middle(self.v, divisor)] * self.scale
+
+    def backward(self, dy: Any) -> Any:
+        """Return the gradient of the view: through the cell itself, the deviations and the means around it."""
+        if not self.needs_input_gradient:
+            return None
+        kernels, own = self.kernels, middle(self.v, dy)
+        by_square = self._by_square((dy * self.v[own]).sum(axis=-1, keepdims=True))
+        dsquares = self.squares.get_bprop_view(kernels.separable_spread(by_square, self.seen[1], self.taps))
+        dv = self.v * (dsquares * (2 / dy.shape[-1]))
+        dv[own] += dy * self.scale
+        by_mean = kernels.separable_spread(-dv.mean(axis=-1, keepdims=True), self.seen[0], self.taps)
+        dview = np.repeat(self.means.get_bprop_view(by_mean), dy.shape[-1], axis=-1)
+        dview[middle(dview, dv)] += dv
+        return dview
+
+    def _by_square(self, by_scale: Any) -> Any:
+        """Return the gradient of the square of the deviation, given that of 1 / max(least, deviation)."""
+        by_divisor = -by_scale * self.scale * self.scale
+        by_sigma = np.where(self.sigma > self.least, by_divisor, 0)
+        if self.min_deviation == "mean":
+            by_sigma += self._average(by_divisor - by_sigma)  # least rises with every deviation of the image
+        return np.divide(by_sigma, 2 * self.sigma, out=np.zeros_like(by_sigma), where=self.sigma > 0)
+
+    def _average(self, array: Any) -> Any:
+        """Return each sample's mean over all cells of the image, (n, 1, ..., 1)."""
+        means = self.total(self.kernels.sample_sum(array)) / prod(self.input_shape[:-1])
+        return means.reshape(len(array), *(1 for _ in self.input_shape))
+
+
+class LCNLayerDist(Dist, LCNLayer):
+    """Local contrast normalisation over tiles."""

@@ -1,0 +1,51 @@
+"""Separable filters and sums of samples against direct sums, and their adjoints."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neondist.backends import get_backend
+
+backend = get_backend("numpy")
+
+
+@st.composite
+def cases(draw):
+    ndim = draw(st.integers(1, 3))
+    extent = tuple(draw(st.integers(0, 6)) for _ in range(ndim))
+    kernel = tuple(draw(st.integers(1, 4)) for _ in range(ndim))
+    return extent, kernel, draw(st.integers(0, 2)), draw(st.integers(1, 3))
+
+
+@given(cases())
+def test_separable_filter(case):
+    extent, kernel, samples, channels = case
+    rng = np.random.default_rng(0)
+    x, taps = rng.normal(size=(samples, *extent, channels)), [list(rng.normal(size=k)) for k in kernel]
+    y = backend.separable_filter(x, taps)
+    assert y.shape == (samples, *(max(0, n - k + 1) for n, k in zip(extent, kernel, strict=True)), channels)
+    for where in np.ndindex(*y.shape[1:-1]):
+        window = x[(slice(None), *(slice(a, a + k) for a, k in zip(where, kernel, strict=True)))]
+        for weights in taps:
+            window = np.tensordot(window, weights, (1, 0))
+        np.testing.assert_allclose(y[(slice(None), *where)], window, rtol=0, atol=1e-12)
+    dy = rng.normal(size=y.shape)
+    dx = backend.separable_spread(dy, extent, taps)
+    assert dx.shape == x.shape
+    assert abs(np.sum(y * dy) - np.sum(x * dx)) < 1e-11
+
+
+def test_separable_filter_keeps_its_input_and_its_dtype():
+    x = np.ones((1, 4, 4, 1), np.float32)
+    y = backend.separable_filter(x, [[1.0], [1.0]])
+    y += 1
+    assert (x == 1).all()
+    assert y.dtype == backend.separable_spread(y, (4, 4), [[1.0], [1.0]]).dtype == np.float32
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5, 2), (0, 4, 2), (3, 0, 2), (2, 3), (2, 2, 1, 3, 4)])
+def test_sample_sum(shape):
+    x = np.random.default_rng(0).normal(size=shape)
+    expected = x.sum(axis=tuple(range(1, x.ndim - 1)))
+    np.testing.assert_allclose(backend.sample_sum(x), expected, rtol=0, atol=1e-12)

@@ -1,0 +1,129 @@
+"""The torch backend against the numpy backend, and that it stays out of the way."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from present import kernels
+
+import neondist as nd
+
+pytest.importorskip("torch")
+fast, plain = kernels("torch"), nd.get_backend("numpy")
+rng = np.random.default_rng(0)
+
+
+def agree(found, expected):
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    tolerance = 1e-10 if found.dtype == np.float64 else 2e-5
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(1.0, np.abs(expected).max(initial=0)))
+
+
+def sliced(shape, dtype):
+    """An array that is a part of a larger one, as the view of a tile may be."""
+    around = rng.normal(size=(shape[0] + 1, *(n + 2 for n in shape[1:-1]), shape[-1])).astype(dtype)
+    return around[(slice(0, shape[0]), *(slice(1, n + 1) for n in shape[1:-1]))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_convolution(dtype, ndim):
+    extent, ways = (9, 8, 7)[:ndim], itertools.product([1, 2], [1, 2], [(1, 1, 1), (2, 4, 6), (8, 8, 8), (1, 16, 32)])
+    for (stride, dilation, (groups, inner, outer)), samples in itertools.product(ways, [1, 3]):
+        how = (stride,) * ndim, (dilation,) * ndim, groups
+        x = sliced((samples, *extent, inner), dtype)
+        w = rng.normal(size=(*(3, 2, 3)[:ndim], inner // groups, outer)).astype(dtype)
+        bias = rng.normal(size=outer).astype(dtype)
+        expected = plain.conv_forward(x, w, *how, bias)
+        agree(fast.conv_forward(x, w, *how, bias), expected)
+        dy = sliced(expected.shape, dtype)
+        agree(fast.conv_backward_input(dy, w, extent, *how), plain.conv_backward_input(dy, w, extent, *how))
+        kernel = w.shape[:-2]
+        agree(fast.conv_backward_weights(x, dy, kernel, *how), plain.conv_backward_weights(x, dy, kernel, *how))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("channels", [1, 4, 19])
+def test_windows(dtype, ndim, channels):
+    extent = (9, 10, 11)[:ndim]
+    x = sliced((2, *extent, channels), dtype)
+    taps = [[0.5, 1.0, -2.0], [1.0, 3.0], [1.5]][:ndim]
+    agree(fast.separable_filter(x, taps), plain.separable_filter(x, taps))
+    small = sliced(plain.separable_filter(x, taps).shape, dtype)
+    agree(fast.separable_spread(small, extent, taps), plain.separable_spread(small, extent, taps))
+    for kernel, stride in itertools.product([(2, 3, 2), (7, 8, 9)], [(1, 1, 1), (2, 3, 2)]):
+        how = kernel[:ndim], stride[:ndim]
+        y, place = fast.max_pool(x, *how)
+        expected, expected_place = plain.max_pool(x, *how)
+        agree(y, expected)
+        dy = sliced(y.shape, dtype)
+        found = fast.max_pool_backward(dy, place, extent, *how)
+        agree(found, plain.max_pool_backward(dy, expected_place, extent, *how))
+        agree(fast.window_sum(x, *how), plain.window_sum(x, *how))
+        agree(fast.window_spread(dy, extent, *how), plain.window_spread(dy, extent, *how))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 6, 4), (0, 5, 6, 4), (2, 0, 4), (3, 4)])
+def test_sums_and_products(shape):
+    x = rng.normal(size=shape)
+    agree(fast.channel_sum(x), plain.channel_sum(x))
+    agree(fast.sample_sum(x), plain.sample_sum(x))
+    rows = x.reshape(-1, shape[-1])
+    agree(fast.matmul(rows.T, rows), rows.T @ rows)
+
+
+def test_what_torch_would_refuse():
+    x, w = np.ones((2, 5, 5, 4), np.float32), np.ones((3, 3, 4, 8), np.float32)
+    x.flags.writeable = False
+    ones = (1, 1), (1, 1), 1
+    agree(fast.conv_forward(x[:, ::-1], w[::-1], *ones), plain.conv_forward(x[:, ::-1], w[::-1], *ones))
+
+
+def test_large_arrays_are_not_copied():
+    from neondist.backends.torch_arrays import channels_first, channels_last
+
+    for shape in (2, 5, 6, 3), (1, 5, 6, 1), (2, 1, 1, 3), (2, 3, 4, 5, 6):
+        x = np.zeros(shape, np.float32)
+        y = channels_last(channels_first(x))
+        y += 1
+        assert (x == 1).all()
+
+
+def python(code, **environment):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_neondist_does_not_import_torch():
+    assert python("import sys, neondist; print('torch' in sys.modules)") == "False"
+    assert python("import sys, neondist; neondist.get_backend('numpy'); print('torch' in sys.modules)") == "False"
+
+
+def test_auto_takes_torch_and_doctor_says_so():
+    assert nd.available()[0].name == nd.get_backend().name == "torch"
+    assert "takes torch" in python("import sys; from neondist.cli import main; sys.exit(main(['doctor']))")
+
+
+def test_where_torch_is_broken_auto_takes_numpy():
+    code = (
+        "import sys; sys.modules['torch'] = None; import neondist as nd; print(nd.get_backend().name, nd.available())"
+    )
+    found = python(code)
+    assert found.startswith("numpy")
+    assert "torch" in found
+
+
+@pytest.mark.parametrize("early", ["", "import torch; "], ids=["torch after the launcher", "torch before"])
+def test_threads_are_those_of_the_rank(early):
+    share = "from neondist.cli import threads; threads.cores = lambda process=0: 2; threads.limit(2); "
+    code = f"{early}{share}import neondist as nd; nd.get_backend('torch'); import torch; print(torch.get_num_threads())"
+    unset = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"))
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "1"

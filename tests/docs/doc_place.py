@@ -1,0 +1,80 @@
+"""A place where the commands of the documentation run as they are printed, on few digits."""
+
+import gzip
+import os
+import shlex
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+from neondist.cli.mpirun import find_mpirun
+from neondist.datasets.mnist import EMBEDDED
+
+ROOT = Path(__file__).parents[2]
+FEW = {"train": 128, "t10k": 32}
+
+
+class Place:
+    """A folder with yaml/ and examples/ as in the repository, and `neondist`, `python` and `mpirun` to type."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.digits, tools = folder / "checkout", folder / "few-digits", folder / "bin"
+        for each in (self.folder, self.digits, tools):
+            each.mkdir(parents=True)
+        for name in ("yaml", "examples"):
+            (self.folder / name).symlink_to(ROOT / name)
+        write_few_digits(self.digits)
+        mpirun = find_mpirun(os.environ)
+        options = mpirun.command(1)[3:]  # without '-n 1'
+        for name, words in {
+            "python": [sys.executable],
+            "neondist": [sys.executable, "-m", "neondist"],
+            "mpirun": [mpirun.path, *options],
+        }.items():
+            (tools / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+            (tools / name).chmod(0o755)
+        # every rank of every command would import PyTorch for seconds, only to choose it; curves have their own tests
+        hide = "import sys\nsys.modules.update(torch=None, matplotlib=None)\n"
+        (tools / "sitecustomize.py").write_text(hide)
+        path = os.pathsep.join([str(tools), os.environ.get("PATH", "")])
+        modules = os.pathsep.join([str(tools), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        self.env = {**os.environ, **mpirun.environment(), "PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the documentation; its MNIST becomes the few digits."""
+        (self.folder / name).write_text(text.replace("nd.MNIST()", f"nd.MNIST({str(self.digits)!r})"))
+
+    def run(self, command: str, timeout: float = 60.0) -> subprocess.CompletedProcess:
+        """Run a command line; stdout and stderr come back as one text."""
+        return subprocess.run(
+            ["bash", "-c", self._on_few_digits(command)],
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def _on_few_digits(self, command: str) -> str:
+        words = shlex.split(command, comments=True)
+        trains = words[:2] == ["neondist", "run"] and not any(word.startswith("dataset") for word in words)
+        if trains and "!MNIST" in (self.folder / words[2]).read_text():
+            return f"{command} --set dataset.path={self.digits}"
+        if words[-1].endswith("mnist_script.py"):
+            return f"{command} {self.digits}"
+        return command
+
+
+def write_few_digits(folder: Path) -> None:
+    """Write the first of the embedded digits, in the format of the official files."""
+    for source in EMBEDDED.glob("*.gz"):
+        raw = gzip.decompress(source.read_bytes())
+        count = next(count for name, count in FEW.items() if source.name.startswith(name))
+        head = 16 if "images" in source.name else 8
+        sample = 28 * 28 if "images" in source.name else 1
+        few = raw[:4] + struct.pack(">i", count) + raw[8:head] + raw[head : head + count * sample]
+        (folder / source.name).write_bytes(gzip.compress(few))

@@ -1,0 +1,54 @@
+"""The documentation names everything that is public, and its drawings are what their scripts draw."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from functools import reduce
+
+from doc_place import ROOT
+
+import neondist as nd
+
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+
+
+def test_reference_has_every_public_name():
+    bases = [reduce(getattr, name.split("."), nd) for name in re.findall(r"^```\{public\} (\S+)", REFERENCE, re.M)]
+    named = set(re.findall(r":: neondist\.(\w+)", REFERENCE))
+    missing = []
+    for name in nd.__all__:
+        found = getattr(nd, name)
+        listed = inspect.isclass(found) and not inspect.isabstract(found) and issubclass(found, tuple(bases))
+        if not (listed or name in named or name == "__version__"):
+            missing.append(name)
+    assert not missing, "add them to docs/reference.md"
+
+
+def test_readme_has_every_layer():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    nodes = [name for name in nd.__all__ if inspect.isclass(cls := getattr(nd, name)) and issubclass(cls, nd.Node)]
+    public = [name for name in nodes if not inspect.isabstract(getattr(nd, name))]
+    missing = [name for name in public if f"`{name}`" not in readme]
+    assert not missing, "add them to the table of layers in README.md"
+
+
+def test_drawings_are_what_their_scripts_draw(tmp_path):
+    script = ROOT / "docs" / "drawings" / "draw.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.svg")}
+    kept = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "drawings").glob("*.svg")}
+    assert drawn == kept, "run: python docs/drawings/draw.py"
+
+
+def test_drawings_are_used():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    for drawing in (ROOT / "docs" / "drawings").glob("*.svg"):
+        assert f"drawings/{drawing.name}" in pages
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(((?!https?:)[^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

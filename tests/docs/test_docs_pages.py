@@ -1,0 +1,55 @@
+"""Every code block of README and docs/ runs, in the order of its page."""
+
+import pytest
+from doc_blocks import blocks
+from doc_place import ROOT, Place
+from test_docs_examples import EXAMPLES
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page(page, tmp_path):
+    place = Place(tmp_path)
+    for block in blocks(page):
+        where = f"{page.name}:{block.line}"
+        if "not run" in block.marks:
+            continue
+        if "file" in block.marks:
+            place.write(block.marks["file"], block.text)
+        elif "in" in block.marks:
+            assert block.text in (ROOT / block.marks["in"]).read_text(), where
+        elif block.language == "python":
+            place.write("block.py", block.text)
+            done = place.run("python block.py")
+            assert done.returncode == 0, f"{where}\n{done.stdout}"
+        elif block.language == "console":
+            assert block.commands, where
+            _run_console(place, block, where)
+        else:
+            assert block.language in ("text", "yaml") or block.language.startswith("{"), f"{where}: who runs this?"
+
+
+def _run_console(place, block, where):
+    last = len(block.commands) - 1
+    for at, (command, shown) in enumerate(block.commands):
+        if _is_example(command):
+            continue
+        done = place.run(command)
+        expected = int(block.marks.get("exit") or 0) if at == last else 0
+        assert done.returncode == expected, f"{where}: {command}\n{done.stdout}"
+        if "exact" in block.marks:
+            assert _lines(done.stdout) == _lines(shown), f"{where}: {command} now prints\n{done.stdout}"
+
+
+def _is_example(command):
+    """Tell whether test_docs_examples runs this command, perhaps on another size."""
+    return any(
+        command.startswith(f"{launcher} examples/{name}")
+        for launcher in ("python", "mpirun -n 4 python")
+        for name in EXAMPLES
+    )
+
+
+def _lines(text):
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,208 @@
+"""Local contrast normalisation: against PyTorch's autograd, over tiles, and the way that sends less."""
+
+import numpy as np
+import pytest
+from norm_runs import check_grids, layer, passes
+from support import worst
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.errors import ConfigError, ShapeError
+from neondist.geometry import GridShape, HaloPlan
+
+SHAPES = {1: (17, 3), 2: (9, 11, 2), 3: (5, 6, 7, 2)}
+KERNELS = {1: 5, 2: (3, 7), 3: 3}
+OPTIONS = [
+    {"window": "gaussian", "padding_mode": "zeros", "min_deviation": 1.0},
+    {"window": "gaussian", "padding_mode": "reflect", "min_deviation": "mean", "sigma": 0.7},
+    {"window": "uniform", "padding_mode": "zeros", "min_deviation": "mean"},
+    {"window": "uniform", "padding_mode": "reflect", "min_deviation": 1.4},
+]
+
+
+def by_torch(x, dy, kernel_size, window="gaussian", sigma=None, padding_mode="zeros", min_deviation=1.0):
+    """Return outputs and input gradient from the formulas, with one dense convolution over window and channels."""
+    torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
+    pad, ndim = torch.nn.functional.pad, x.ndim - 2
+    conv = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[ndim]
+    kernel = (kernel_size,) * ndim if isinstance(kernel_size, int) else kernel_size
+    squared = 0
+    for axis, k in enumerate(kernel):
+        shape = [1] * ndim
+        shape[axis] = k
+        squared = squared + ((torch.arange(k, dtype=torch.float64) - k // 2) / (sigma or k / 4)).reshape(shape) ** 2
+    weights = torch.exp(-squared / 2) if window == "gaussian" else torch.ones(kernel, dtype=torch.float64)
+    weights = weights / weights.sum() / x.shape[-1]
+    weights = weights.expand(1, x.shape[-1], *kernel)
+    sides = [k // 2 for k in reversed(kernel) for _ in range(2)]
+
+    def mean(z):
+        z = pad(z, sides, mode="constant" if padding_mode == "zeros" else "reflect")
+        return conv(z, weights)
+
+    xt = torch.tensor(np.moveaxis(x, -1, 1).copy(), requires_grad=True)
+    v = xt - mean(xt)
+    deviation = mean(v * v).sqrt()
+    spatial = tuple(range(1, ndim + 2))
+    c = deviation.mean(spatial, keepdim=True) if min_deviation == "mean" else xt.new_tensor(min_deviation)
+    yt = v / torch.maximum(deviation, c)
+    yt.backward(torch.tensor(np.moveaxis(dy, -1, 1).copy()))
+    used = float((deviation > c).double().mean())
+    return np.moveaxis(yt.detach().numpy(), 1, -1), np.moveaxis(xt.grad.numpy(), 1, -1), used
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("halo", ["twice", "wide"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_equals_the_formula(ndim, halo, options):
+    found = passes(layer("LCN", KERNELS[ndim], halo=halo, **options), SHAPES[ndim])
+    y, dx, used = by_torch(found["x"], found["dy"], KERNELS[ndim], **options)
+    assert 0.02 < used < 0.98  # both branches of max(c, deviation) are at work
+    np.testing.assert_allclose(found["y"], y, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(found["dx"], dx, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("halo", ["twice", "wide"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_grid_computes_what_one_process_does(ndim, halo, options):
+    check_grids(layer("LCN", KERNELS[ndim], halo=halo, **options), SHAPES[ndim])
+
+
+@pytest.mark.parametrize("halo", ["twice", "wide"])
+@pytest.mark.parametrize("shape", [(2, 3, 1), (5, 1, 3), (1, 1, 1)])
+def test_windows_wider_than_the_image(shape, halo):
+    make = layer("LCN", 9, halo=halo)
+    check_grids(make, shape, [(2, 1, 2, 1), (4, 1, 2, 1), (6, 1, 3, 1)])
+    found = passes(make, shape)
+    y, dx, _ = by_torch(found["x"], found["dy"], 9)
+    assert worst({"y": found["y"], "dx": found["dx"]}, {"y": y, "dx": dx}) < 1e-10
+
+
+def test_a_kernel_of_one_cell_sends_nothing():
+    make = layer("LCN", 1)
+    check_grids(make, (4, 5, 3), [(4, 1, 2, 1)])
+    assert not any(r["sent"] for r in loopback.run(4, lambda comm: passes(make, (4, 5, 3), nd.ProcessGrid(comm))))
+
+
+def test_two_halos_reflect_where_one_cannot():
+    make = layer("LCN", 5, padding_mode="reflect")
+    check_grids(make, (4, 3, 1), [(2, 1, 2, 1), (4, 1, 2, 1)])
+
+
+def sent_by_plan(halos, grid):
+    """Numbers that all tiles send in fprop, for each sample, from the plans themselves."""
+    return sum(
+        shape[-1] * HaloPlan.of(grid.partition(shape[:-1]), window, tile).sent_cells
+        for shape, window in halos
+        for tile in range(grid.tiles)
+    )
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_auto_sends_no_more_than_either_way(mode):
+    rng, chosen = np.random.default_rng(2), []
+    for _ in range(100):
+        ndim = int(rng.integers(1, 4))
+        shape = (*map(int, rng.integers(1, 40 if ndim < 3 else 12, ndim)), int(rng.integers(1, 4)))
+        kernel = tuple(int(k) for k in rng.choice([1, 3, 5, 9], ndim))
+        if mode == "reflect" and any(k // 2 >= n for k, n in zip(kernel, shape, strict=False)):
+            continue
+        grid = GridShape(1, *map(int, rng.integers(1, 4, 3)))
+        lcn = nd.LCNLayer(kernel, padding_mode=mode)
+        words = {way: sent_by_plan(halos, grid) for way, halos in lcn.local.ways(shape).items()}
+        way = lcn.local.fewest(shape, grid)
+        assert words[way] == min(words.values()) == sent_by_plan(lcn.halos_for(shape, grid), grid)
+        assert way == "twice" or (shape[-1] == 1 and words["wide"] < words["twice"])
+        chosen.append(way)
+    assert chosen.count("wide") >= 3
+    assert chosen.count("twice") >= 3
+
+
+@pytest.mark.parametrize(("shape", "way"), [((24, 25, 1), "twice"), ((6, 5, 1), "wide"), ((6, 5, 2), "twice")])
+def test_what_is_sent_is_what_the_plan_says(shape, way):
+    grid = GridShape(1, 2, 2)
+    assert nd.LCNLayer(9).local.fewest(shape, grid) == way
+    sent = {}
+    for halo in ("auto", "twice", "wide"):
+        make = layer("LCN", 9, halo=halo)
+        results = loopback.run(4, lambda comm, make=make: passes(make, shape, nd.ProcessGrid(comm)))
+        (plan,) = nd.ConvnetDist([make(True)]).plan(shape, grid)
+        for found, there, back in zip(results, plan.sent_words, plan.received_words, strict=True):
+            assert found["sent"] == (there + back) * 3 * 2 * 8  # samples, rounds, bytes
+        sent[halo] = sum(int(found["sent"]) for found in results)
+    assert sent["auto"] == sent[way] == min(sent.values())
+
+
+@pytest.mark.parametrize("halo", ["twice", "wide"])
+def test_blank_images_stay_blank(halo):
+    model = nd.Convnet([nd.LCNLayer(3, min_deviation="mean", halo=halo)], dtype="float64")
+    model.build((6, 5, 2), 2)
+    assert not model.fprop(np.zeros((2, 6, 5, 2))).any()
+    assert not model.bprop(np.ones((2, 6, 5, 2))).any()
+
+
+@pytest.mark.parametrize("halo", ["twice", "wide"])
+def test_float32_and_no_samples(halo):
+    model = nd.Convnet([nd.LCNLayer(3, min_deviation="mean", halo=halo)])
+    model.build((6, 5, 2), 2)
+    for samples in (2, 0):
+        x = np.ones((samples, 6, 5, 2), np.float32)
+        y = model.fprop(x)
+        dx = model.bprop(y)
+        assert y.dtype == dx.dtype == np.float32
+        assert y.shape == dx.shape == x.shape
+
+
+def test_the_first_layer_sends_no_gradient():
+    make = layer("LCN", 3)
+
+    def job(comm):
+        model = nd.ConvnetDist([make(True), nd.FCLayerDist(2)])
+        model.build((6, 6, 1), 2, nd.ProcessGrid(comm))
+        x = model.scatter(np.ones((2, 6, 6, 1)))
+        model.train_batch(x, np.array([0, 1]))
+        return model.layers[0].bytes_sent
+
+    (plan, _) = nd.Convnet([make(False), nd.FCLayer(2)]).plan((6, 6, 1), GridShape(1, 2, 2))
+    assert loopback.run(4, job) == [words * 2 * 4 for words in plan.sent_words]
+
+
+MISTAKES = {
+    "even": (lambda: nd.LCNLayer((9, 4)), ConfigError, r"kernel_size \(9, 4\): needs odd"),
+    "negative": (lambda: nd.LCNLayer(-1), ConfigError, "kernel_size -1"),
+    "window": (lambda: nd.LCNLayer(window="gauss"), ConfigError, "window 'gauss' is unknown; did you mean 'gaussian'"),
+    "mode": (lambda: nd.LCNLayer(padding_mode="wrap"), ConfigError, "padding_mode 'wrap' is unknown; choose from"),
+    "halo": (lambda: nd.LCNLayer(halo="three"), ConfigError, "halo 'three' is unknown"),
+    "sigma": (lambda: nd.LCNLayer(sigma=0.0), ConfigError, "sigma 0.0"),
+    "sigma of a box": (lambda: nd.LCNLayer(window="uniform", sigma=1.0), ConfigError, "sigma 1.0.*window 'gaussian'"),
+    "c": (lambda: nd.LCNLayer(min_deviation=0.0), ConfigError, "min_deviation 0.0"),
+    "c in words": (lambda: nd.LCNLayer(min_deviation="median"), ConfigError, "min_deviation 'median'"),
+    "vector": (
+        lambda: nd.Convnet([nd.GlobalAvgPoolingLayer(), nd.LCNLayer()]).build((5, 5, 1), 1),
+        ShapeError,
+        "layer 1 'lcn1'.*needs an image",
+    ),
+    "axes": (lambda: build(nd.LCNLayer((3, 3)), (5, 5, 5, 1)), ConfigError, "layer 0 'lcn1'.*number of spatial axes"),
+    "reflect": (
+        lambda: build(nd.LCNLayer(9, padding_mode="reflect"), (9, 4, 1)),
+        ConfigError,
+        r"layer 0 'lcn1' .*kernel_size 9.*more than 4 cells on axis 1, but it has 4.*padding_mode 'zeros'",
+    ),
+    "wide reflect": (
+        lambda: build(nd.LCNLayer(9, padding_mode="reflect", halo="wide"), (9, 8, 1)),
+        ConfigError,
+        r"more than 8 cells on axis 1, but it has 8.*halo 'auto'",
+    ),
+}
+
+
+def build(made, shape):
+    nd.Convnet([made]).build(shape, 1)
+
+
+@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_explained(case):
+    make, kind, words = case
+    with pytest.raises(kind, match=words):
+        make()

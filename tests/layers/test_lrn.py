@@ -1,0 +1,48 @@
+"""Local response normalisation against PyTorch, and over tiles."""
+
+import numpy as np
+import pytest
+from norm_runs import check_grids, layer, passes
+
+import neondist as nd
+from neondist.errors import ConfigError
+
+SHAPES = [(5, 7), (5, 7, 6), (3, 4, 5, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("depth", [1, 2, 5, 8])
+def test_equals_torch(shape, depth):
+    torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
+    how = {"alpha": 0.8, "beta": 0.6, "k": 1.5}  # strong enough that every term shows
+    found = passes(layer("LRN", depth, **how), shape)
+    xt = torch.tensor(np.moveaxis(found["x"], -1, 1).copy(), requires_grad=True)
+    yt = torch.nn.LocalResponseNorm(depth, **how)(xt)
+    yt.backward(torch.tensor(np.moveaxis(found["dy"], -1, 1).copy()))
+    np.testing.assert_allclose(found["y"], np.moveaxis(yt.detach().numpy(), 1, -1), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found["dx"], np.moveaxis(xt.grad.numpy(), 1, -1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_grid_computes_what_one_process_does_and_nothing_travels(shape):
+    check_grids(layer("LRN", 3, alpha=0.5), shape)
+    assert not any(any(plan.sent_words) for plan in nd.Convnet([nd.LRNLayer()]).plan(shape, nd.GridShape(1, 2, 3)))
+
+
+def test_vectors_float32_and_no_samples():
+    layer = nd.LRNLayer()
+    model = nd.Convnet([nd.GlobalAvgPoolingLayer(), layer])
+    model.build((4, 4, 6), 3)
+    for samples in (3, 0):
+        y = model.fprop(np.ones((samples, 4, 4, 6), np.float32))
+        dx = model.bprop(y)
+        assert y.dtype == dx.dtype == np.float32
+        assert (y.shape, dx.shape) == ((samples, 6), (samples, 4, 4, 6))
+    assert layer.name == "lrn1"
+
+
+@pytest.mark.parametrize("field", ["depth", "alpha", "beta", "k"])
+@pytest.mark.parametrize("value", [-1, float("nan")])
+def test_mistakes_are_explained(field, value):
+    with pytest.raises(ConfigError, match=f"{field} {value}: needs"):
+        nd.LRNLayer(**{field: value})
