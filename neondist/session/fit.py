@@ -55,7 +55,7 @@ def fit(
     metrics = [Misclassification()] if metrics is None else metrics
     try:
         _call(hooks, lambda hook: hook.before_run(run))
-        while run.epoch < epochs:
+        while run.epoch < run.epochs:  # a hook may lower it to stop early
             trained = _train_epoch(run, hooks, model.seed if seed is None else seed)
             run.history.append(_record(run, trained, evaluate(model, dataset.test, batch_size, metrics)))
             _call(hooks, lambda hook: hook.after_epoch(run))
