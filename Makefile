@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 4
+WORKERS ?= 2
 
 .PHONY: demo test lint docs clean
 
@@ -9,7 +10,7 @@ demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo
 
 test: lint docs
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 
 _RULE = b"-" * 60
-_EVENTS = b"[warn] Epoll"  # mpirun closing pipes of ranks that are gone
+# mpirun closing pipes of, or answering, ranks that are gone
+_EVENTS = re.compile(rb"\[warn\] Epoll|\[[^\]\s]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH")
 _NOTICES = (
     b"MPI_ABORT was invoked on rank",
     b"detected that one or more processes exited with non-zero status",
@@ -47,7 +49,7 @@ class _Filter:
 
     def _may_go(self) -> bool:
         """Tell whether the line so far may be the beginning of what is left out."""
-        return self._after_notice() or any(start.startswith(self.line[: len(start)]) for start in (_RULE, _EVENTS))
+        return self._after_notice() or any(start.startswith(self.line[: len(start)]) for start in (_RULE, b"["))
 
     def _after_notice(self) -> bool:
         return self.dropped and not self.line.strip()
@@ -59,7 +61,7 @@ class _Filter:
     def _whole_line(self) -> bytes:
         rule = self.line.startswith(_RULE)
         if not self.block and not rule:
-            if self._after_notice() or self.line.startswith(_EVENTS):
+            if self._after_notice() or _EVENTS.match(self.line):
                 self.line = b""
                 return b""
             return self._pass()

@@ -31,6 +31,8 @@ def run(data, size):
         (b"trace\n" + CALLED + b"\0error: x\n\0", b"trace\nerror: x\n"),
         (b"[warn] Epoll MOD(4) on fd 20 failed. Old events\nx\n", b"x\n"),
         (b"[warning] mine\n[warn] Ep", b"[warning] mine\n[warn] Ep"),
+        (b"[vm:0712] PMIX ERROR: PMIX_ERR_UNREACH in file x.c at line 3146\nx\n", b"x\n"),
+        (b"[vm:0712] PMIX ERROR: PMIX_ERR_INIT in file x.c\n", b"[vm:0712] PMIX ERROR: PMIX_ERR_INIT in file x.c\n"),
         (SIGNAL, SIGNAL),
         (b"a\n\nb\n", b"a\n\nb\n"),
         (b"no end", b"no end"),
