@@ -104,7 +104,7 @@ def _train(arguments: argparse.Namespace, world: Transport) -> int:
         print("written:")
         for file in result.files:
             print(f"  {file}")
-    return 0
+    return result.stop.code if result.stop else 0
 
 
 def _all_know(error: UserError, world: Transport) -> int:

@@ -10,7 +10,7 @@ from .experiment import FitExperiment
 from .fit import fit
 from .hooks import Hook
 from .progress import ProgressBar
-from .run import Run
+from .run import Run, Stop
 from .train import RunResult
 
-__all__ = ["FitExperiment", "Hook", "ProgressBar", "Run", "RunResult", "describe", "evaluate", "fit"]
+__all__ = ["FitExperiment", "Hook", "ProgressBar", "Run", "RunResult", "Stop", "describe", "evaluate", "fit"]

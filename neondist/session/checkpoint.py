@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ..comm import Transport, agree
+from ..comm import agree
 from ..errors import DataError
 from .hooks import Hook
 from .output import finish, partial
+from .position import Position
 from .run import Run
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,7 @@ class Snapshot:
 
     model: dict[str, np.ndarray]
     optimizer: dict[str, np.ndarray]
-    epoch: int
-    step: int
+    position: Position
 
 
 class Checkpoint(Hook):
@@ -35,8 +35,16 @@ class Checkpoint(Hook):
         self.path = path
 
     def after_epoch(self, run: Run) -> None:
-        """Collect the whole arrays (collective) and write them; if rank 0 cannot, every rank raises."""
-        snapshot = Snapshot(run.model.state(), run.model.optimizer_state(), run.epoch, run.step)
+        """Write a checkpoint."""
+        self.save(run)
+
+    def on_stop(self, run: Run) -> None:
+        """Write a checkpoint of this very step."""
+        self.save(run)
+
+    def save(self, run: Run) -> None:
+        """Collect the whole arrays (collective) and write them now; if rank 0 cannot, every rank raises."""
+        snapshot = Snapshot(run.model.state(), run.model.optimizer_state(), Position.of(run))
         error: Exception | None = None
         if run.first_rank:
             try:
@@ -51,7 +59,8 @@ def write(path: Path, snapshot: Snapshot) -> None:
     import h5py
 
     with h5py.File(partial(path), "w") as file:
-        file.attrs.update(format=FORMAT, epoch=snapshot.epoch, step=snapshot.step)
+        place = snapshot.position
+        file.attrs.update(format=FORMAT, epoch=place.epoch, step=place.step, position=place.to_json())
         _put(file.create_group("model"), snapshot.model)
         _put(file.create_group("optimizer"), snapshot.optimizer)
     finish(path)
@@ -73,20 +82,20 @@ def read(path: Path) -> Snapshot:
         with h5py.File(path, "r") as file:
             if int(file.attrs["format"]) != FORMAT:
                 raise DataError(f"{path}: has format {file.attrs['format']}, not {FORMAT}; another neondist wrote it")
-            epoch, step = int(file.attrs["epoch"]), int(file.attrs["step"])
-            return Snapshot(_get(file["model"]), _get(file["optimizer"]), epoch, step)
+            return Snapshot(_get(file["model"]), _get(file["optimizer"]), Position.from_json(file.attrs["position"]))
     except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error}); put back a copy, or run without --resume to begin anew") from error
 
 
-def restore(path: Path, model: Any, world: Transport) -> Snapshot:
-    """Read the file on rank 0, give every rank its arrays, load them into `model`; collective.
+def restore(path: Path, run: Run) -> None:
+    """Read the file on rank 0, give every rank its arrays, and let `run` go on from there; collective.
 
     Raises
     ------
     DataError
-        On every rank, if the file is missing, damaged, or of another model.
+        On every rank, if the file is missing, damaged, or of another model or seed.
     """
+    model, world = run.model, run.grid.world
     snapshot, error = None, None
     if world.rank == 0:
         try:
@@ -97,10 +106,12 @@ def restore(path: Path, model: Any, world: Transport) -> Snapshot:
     found: Snapshot = world.bcast(snapshot)
     _compare(path, found.model, model.state())
     _compare(path, found.optimizer, model.optimizer_state())
+    try:
+        found.position.put(run)
+    except DataError as problem:
+        raise DataError(f"{path}: {problem}, or run without --resume") from None
     model.load_state(found.model)
     model.load_optimizer_state(found.optimizer)
-    model.step = found.step
-    return found
 
 
 def _compare(path: Path, found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:

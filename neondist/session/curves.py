@@ -27,6 +27,10 @@ class Curves(Hook):
         if run.first_rank and run.history and can_draw():
             draw_curves(run.history, self.path)
 
+    def on_stop(self, run: Run) -> None:
+        """Draw what there is."""
+        self.after_run(run)
+
     def on_error(self, run: Run, error: BaseException) -> None:
         """Draw what there is."""
         self.after_run(run)

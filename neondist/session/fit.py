@@ -12,7 +12,7 @@ import numpy as np
 from ..metrics import Metric, Misclassification
 from .evaluate import evaluate
 from .hooks import Hook
-from .run import Record, Run
+from .run import Record, Run, Totals
 
 if TYPE_CHECKING:
     from ..datasets import Dataset
@@ -51,21 +51,30 @@ def fit(
         What is complete already, to continue an earlier run.
     """
     run = Run(model, dataset, epochs, batch_size, epoch, history=list(history))
+    proceed(run, hooks, metrics, seed)
+    return run.history
+
+
+def proceed(
+    run: Run, hooks: Iterable[Hook] = (), metrics: Sequence[Metric] | None = None, seed: int | None = None
+) -> None:
+    """Train from where `run` is to its end, or to where a hook sets `run.stop`; collective."""
     hooks = list(hooks)
     metrics = [Misclassification()] if metrics is None else metrics
+    model = run.model
     try:
         _call(hooks, lambda hook: hook.before_run(run))
-        while run.epoch < run.epochs:  # a hook may lower it to stop early
-            trained = _train_epoch(run, hooks, model.seed if seed is None else seed)
-            run.history.append(_record(run, trained, evaluate(model, dataset.test, batch_size, metrics)))
-            _call(hooks, lambda hook: hook.after_epoch(run))
-        _call(hooks, lambda hook: hook.after_run(run))
+        while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
+            _train_epoch(run, hooks, model.seed if seed is None else seed)
+            if run.stop is None:
+                _close_epoch(run, evaluate(model, run.dataset.test, run.batch_size, metrics))
+                _call(hooks, lambda hook: hook.after_epoch(run))
+        _call(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
     except BaseException as error:
         for hook in hooks:
             with contextlib.suppress(Exception):  # the first error is the one to read
                 hook.on_error(run, error)
         raise
-    return run.history
 
 
 def order(samples: int, seed: int, epoch: int) -> np.ndarray:
@@ -73,41 +82,43 @@ def order(samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 
 
-def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> Record:
-    """Train one epoch; return its loss, its duration and the bytes that all ranks sent."""
+def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
+    """Train what is left of the epoch, or until a hook sets `run.stop`."""
     model, split = run.model, run.dataset.train
     samples = order(len(split), seed, run.epoch)
-    start, sent, total, run.seen = time.perf_counter(), model.bytes_sent, 0.0, 0
-    for first in range(0, len(split), run.batch_size):
+    start, sent = time.perf_counter() - run.totals.seconds, model.bytes_sent - run.totals.sent
+    for first in range(run.seen, len(split), run.batch_size):
+        if run.stop is not None:
+            return
         batch = samples[first : first + run.batch_size]
         lo, hi = model.grid.sample_range(len(batch))
         x, targets = split.images(batch[lo:hi], model.dtype), split.targets(batch)
         model.learning_rate_scale = model.optimizer.scale(run.epoch + first / len(split))
         run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
-        total += run.loss * len(batch)
         run.seen += len(batch)
+        run.totals.loss += run.loss * len(batch)
+        run.totals.seconds, run.totals.sent = time.perf_counter() - start, model.bytes_sent - sent
         _call(hooks, lambda hook: hook.after_step(run))
-    run.epoch += 1
-    seconds = time.perf_counter() - start
-    return {
-        "train_loss": total / max(run.seen, 1),
-        "seconds": seconds,
-        "samples_per_second": run.seen / seconds,
-        "bytes_sent": sum(model.grid.world.allgather(model.bytes_sent - sent)),
-    }
 
 
-def _record(run: Run, trained: Record, valid: dict[str, float]) -> Record:
+def _close_epoch(run: Run, valid: dict[str, float]) -> None:
+    """Count the epoch, append its record and begin the next one's sums."""
+    totals, seen = run.totals, run.seen
+    run.epoch, run.seen, run.totals = run.epoch + 1, 0, Totals()
     loss, error = valid.pop("loss"), valid.pop(Misclassification.name, None)
-    return {
-        "epoch": run.epoch,
-        "step": run.step,
-        "train_loss": trained.pop("train_loss"),
-        "valid_loss": loss,
-        "valid_error": error,
-        **trained,
-        **valid,
-    }
+    run.history.append(
+        {
+            "epoch": run.epoch,
+            "step": run.step,
+            "train_loss": totals.loss / max(seen, 1),
+            "valid_loss": loss,
+            "valid_error": error,
+            "seconds": totals.seconds,
+            "samples_per_second": seen / max(totals.seconds, 1e-9),
+            "bytes_sent": totals.sent_before + sum(run.grid.world.allgather(totals.sent)),
+            **valid,
+        }
+    )
 
 
 def _call(hooks: list[Hook], call: Callable[[Hook], None]) -> None:

@@ -20,6 +20,9 @@ class Hook:
     def after_epoch(self, run: Run) -> None:
         """One epoch is complete; `run.history[-1]` is its record."""
 
+    def on_stop(self, run: Run) -> None:
+        """The run ends here, before it is complete: `run.stop` says why. Called instead of `after_run`."""
+
     def on_error(self, run: Run, error: BaseException) -> None:
         """The run has failed, perhaps on this rank only: put things in order, do not communicate."""
 

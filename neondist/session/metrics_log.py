@@ -37,16 +37,3 @@ def line(record: Record) -> str:
     """Return a record as one line of JSON."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(clean, allow_nan=False) + "\n"
-
-
-def read_history(path: Path, epoch: int) -> list[Record]:
-    """Return the records of the epochs up to `epoch`; lines that are not whole are left out."""
-    records = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("epoch"), int) and record["epoch"] <= epoch:
-            records.append(record)
-    return records

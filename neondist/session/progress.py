@@ -25,7 +25,7 @@ class ProgressBar(Hook):
         self.file = file
         self.bar: Any = None
         self.task: Any = None
-        self.start = 0.0
+        self.start, self.first = 0.0, 0
 
     def before_run(self, run: Run) -> None:
         """Say what will run, and show the bar."""
@@ -36,12 +36,12 @@ class ProgressBar(Hook):
             self._print(run, f"all {run.epochs} epochs are complete; raise epochs to train on")
         elif (console := terminal(self.file)) is not None:
             self._open_bar(run, console)
-        self.start = time.perf_counter()
+        self.start, self.first = time.perf_counter(), run.seen
 
     def after_step(self, run: Run) -> None:
         """Move the bar."""
         if self.bar is not None:
-            speed = run.seen / max(time.perf_counter() - self.start, 1e-9)
+            speed = (run.seen - self.first) / max(time.perf_counter() - self.start, 1e-9)
             self.bar.update(
                 self.task, completed=run.seen, epoch=run.epoch + 1, step=run.step, loss=run.loss, speed=speed
             )
@@ -50,7 +50,13 @@ class ProgressBar(Hook):
         """Print the epoch's line."""
         if run.first_rank:
             self._print(run, summary(run.history[-1], run.epochs))
-            self.start = time.perf_counter()
+            self.start, self.first = time.perf_counter(), 0
+
+    def on_stop(self, run: Run) -> None:
+        """Give the terminal back, and say where the run stopped and why."""
+        self._close_bar()
+        if run.first_rank and run.stop is not None:
+            self._print(run, f"stopped at step {run.step}: {run.stop.reason}")
 
     def on_error(self, run: Run, error: BaseException) -> None:
         """Give the terminal back."""
@@ -104,6 +110,7 @@ def headline(run: Run) -> str:
     grid = run.grid
     ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {grid.rows} x {grid.cols})"
     done = f", from epoch {run.epoch}" if run.epoch else ""
+    done += f", {run.seen} samples into the next" if run.seen else ""
     return (
         f"{type(run.model).__name__} on {ranks}: {len(run.dataset.train)} training and {len(run.dataset.test)} test"
         f" samples of {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{done}"

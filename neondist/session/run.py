@@ -15,6 +15,32 @@ Record: TypeAlias = dict[str, Any]
 
 
 @dataclass
+class Totals:
+    """Sums over an epoch so far.
+
+    Attributes
+    ----------
+    loss : of all samples
+    seconds : spent on the epoch
+    sent_before : bytes that all ranks sent before a resume
+    sent : bytes that this rank has sent since
+    """
+
+    loss: float = 0.0
+    seconds: float = 0.0
+    sent_before: int = 0
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a run ends before it is complete: in words, and the exit code that says so."""
+
+    reason: str
+    code: int = 75
+
+
+@dataclass
 class Run:
     """The state of a training run; the same on every rank.
 
@@ -24,9 +50,12 @@ class Run:
     epochs : epochs after which the run ends
     batch_size : samples of a whole batch, over all replicas
     epoch : epochs that are complete
-    seen : samples of the present epoch so far
+    seen : samples of the present epoch so far, those before a resume included
     loss : mean loss of the last batch
     history : one record per complete epoch, those before a resume included
+    stop : set it, on every rank in the same hook call, to end the run there: a checkpoint is written, and `--resume`
+        goes on from this very step
+    totals : sums over the present epoch
     """
 
     model: Model
@@ -37,6 +66,8 @@ class Run:
     seen: int = 0
     loss: float = float("nan")
     history: list[Record] = field(default_factory=list)
+    stop: Stop | None = None
+    totals: Totals = field(default_factory=Totals)
 
     @property
     def grid(self) -> ProcessGrid:

@@ -12,10 +12,10 @@ from ..comm import ProcessGrid
 from . import output
 from .checkpoint import Checkpoint, restore
 from .curves import Curves
-from .fit import fit
+from .fit import proceed
 from .hooks import Hook
-from .metrics_log import MetricsLog, read_history
-from .run import Record
+from .metrics_log import MetricsLog
+from .run import Record, Run, Stop
 from .tiles_picture import TilesPicture
 from .together import together
 
@@ -31,10 +31,12 @@ class RunResult:
     ----------
     files : the files that it wrote
     history : one record per epoch
+    stop : why it ended before it was complete, and with which exit code; None if it is complete
     """
 
     files: list[Path] = field(default_factory=list)
     history: list[Record] = field(default_factory=list)
+    stop: Stop | None = None
 
 
 def train(
@@ -57,28 +59,17 @@ def train(
     dataset.open(grid)
     with together(grid.world):
         model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
-    model.step, epoch = 0, 0
-    history: list[Record] = []
+    model.step = 0
+    run = Run(model, dataset, experiment.epochs, experiment.batch_size)
     if resume and folder is not None:
-        epoch = restore(folder / "checkpoint.h5", model, grid.world).epoch
-        found = read_history(folder / "metrics.jsonl", epoch) if grid.rank == 0 else []
-        history = grid.world.bcast(found)
+        restore(folder / "checkpoint.h5", run)
     writers: list[Hook] = []
     if folder is not None:
         _begin(experiment, grid, folder, resume, resolved)
         writers = _writers(folder)
-    history = fit(
-        model,
-        dataset,
-        experiment.epochs,
-        experiment.batch_size,
-        hooks=[*hooks, *writers],
-        metrics=experiment.metrics,
-        epoch=epoch,
-        history=history,
-    )
+    proceed(run, [*hooks, *writers], experiment.metrics)
     files = output.present(folder) if folder is not None and grid.rank == 0 else []
-    return RunResult(grid.world.bcast(files), history)
+    return RunResult(grid.world.bcast(files), run.history, run.stop)
 
 
 def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, resolved: str | None) -> None:

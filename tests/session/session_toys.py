@@ -94,6 +94,9 @@ class Recorder(Hook):
     def after_epoch(self, run):
         self._call("after_epoch", run)
 
+    def on_stop(self, run):
+        self._call("on_stop", run)
+
     def on_error(self, run, error):
         self._call("on_error", run)
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from session_toys import Recorder, ToyData, ToyModel, experiment
 
-from neondist.comm import SingleTransport
 from neondist.errors import ConfigError, DataError
 from neondist.layers import ConvLayerDist, FCLayerDist
 from neondist.optim import SGD, Adam
 from neondist.session import fit
 from neondist.session.checkpoint import Snapshot, read, restore, write
-from neondist.session.metrics_log import MetricsLog, line, read_history
+from neondist.session.metrics_log import MetricsLog, line
+from neondist.session.position import Position
+from neondist.session.run import Run, Totals
 
 KEYS = ["epoch", "step", "train_loss", "valid_loss", "valid_error", "seconds", "samples_per_second", "bytes_sent"]
 
@@ -42,13 +43,6 @@ def test_metrics_are_in_the_file_when_the_epoch_ends(tmp_path):
 def test_numbers_that_json_has_not_become_null():
     text = line({"epoch": 1, "a": math.nan, "b": math.inf, "c": None, "d": 0.1})
     assert json.loads(text) == {"epoch": 1, "a": None, "b": None, "c": None, "d": 0.1}
-
-
-def test_history_leaves_out_what_is_not_whole(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n[4]\n{"epo')
-    assert read_history(path, 2) == [{"epoch": 1}, {"epoch": 2}]
-    assert read_history(tmp_path / "none", 2) == []
 
 
 def test_files_of_a_run(tmp_path):
@@ -127,15 +121,14 @@ def test_resume_needs_an_output():
 SNAPSHOT = Snapshot(
     {"conv1/weights": np.random.default_rng(0).normal(size=(3, 3, 40, 50)), "bn/count": np.array(3)},
     {"conv1/weights/momentum": np.zeros((3, 3, 40, 50), np.float32), "empty/slot": np.zeros((0, 2))},
-    epoch=4,
-    step=99,
+    Position(4, 99, 7, 10, 1, Totals(0.1, 0.2, 3, 4), [{"epoch": 4, "train_loss": 0.1, "valid_error": math.inf}]),
 )
 
 
 def test_checkpoint_keeps_every_bit(tmp_path):
     write(tmp_path / "c.h5", SNAPSHOT)
     found = read(tmp_path / "c.h5")
-    assert (found.epoch, found.step) == (4, 99)
+    assert found.position == SNAPSHOT.position
     for kept, there in ((SNAPSHOT.model, found.model), (SNAPSHOT.optimizer, found.optimizer)):
         assert kept.keys() == there.keys()
         for name, array in kept.items():
@@ -185,8 +178,8 @@ def test_missing_checkpoint(tmp_path):
 def test_a_checkpoint_that_fails_leaves_the_old_one(tmp_path):
     write(tmp_path / "c.h5", SNAPSHOT)
     with pytest.raises(TypeError):
-        write(tmp_path / "c.h5", Snapshot({"a": np.array(object())}, {}, 5, 100))
-    assert read(tmp_path / "c.h5").epoch == 4
+        write(tmp_path / "c.h5", Snapshot({"a": np.array(object())}, {}, Position()))
+    assert read(tmp_path / "c.h5").position.epoch == 4
 
 
 def test_checkpoint_of_another_model_changes_nothing(tmp_path):
@@ -198,7 +191,7 @@ def test_checkpoint_of_another_model_changes_nothing(tmp_path):
         ({}, model.optimizer_state(), "toy/weights"),
         ({"toy/weights": np.ones(3)}, {}, "toy/weights/momentum"),
     ]:
-        write(tmp_path / "c.h5", Snapshot(state, slots, 1, 1))
+        write(tmp_path / "c.h5", Snapshot(state, slots, Position(1, 1)))
         with pytest.raises(DataError, match=f"another model.*'{name}'"):
-            restore(tmp_path / "c.h5", model, SingleTransport())
+            restore(tmp_path / "c.h5", Run(model, ToyData(), 2, 4))
         np.testing.assert_array_equal(model.weights, before)

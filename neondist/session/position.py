@@ -1,0 +1,73 @@
+"""How far a run is: what a checkpoint needs beside arrays to go on at the very step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ..errors import DataError
+from .run import Record, Run, Totals
+
+
+@dataclass(frozen=True)
+class Position:
+    """Progress of a run, independent of its grid.
+
+    Attributes
+    ----------
+    epoch, step : epochs and updates that are complete
+    seen : samples of the present epoch that are trained
+    samples : samples of an epoch
+    seed : of the order of the samples and of all random numbers
+    totals : sums over the present epoch; `sent_before` counts all ranks' bytes
+    history : one record per complete epoch
+    """
+
+    epoch: int = 0
+    step: int = 0
+    seen: int = 0
+    samples: int = 0
+    seed: int = 0
+    totals: Totals = field(default_factory=Totals)
+    history: list[Record] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, run: Run) -> Position:
+        """Return where a run is; collective."""
+        totals = run.totals
+        sent = totals.sent_before + sum(run.grid.world.allgather(totals.sent))
+        sums = Totals(totals.loss, totals.seconds, sent_before=sent)
+        samples = len(run.dataset.train)
+        return cls(run.epoch, run.step, run.seen, samples, run.model.seed, sums, list(run.history))
+
+    def put(self, run: Run) -> None:
+        """Let `run` go on from here.
+
+        Raises
+        ------
+        DataError
+            Its seed, or in the middle of an epoch its number of samples, is another.
+        """
+        if run.model.seed != self.seed:
+            raise DataError(
+                f"was written with seed {self.seed}, the experiment has {run.model.seed}, so it would go on with other"
+                f" random numbers; set seed: {self.seed}"
+            )
+        if self.seen and len(run.dataset.train) != self.samples:
+            raise DataError(
+                f"was written in the middle of an epoch of {self.samples} samples, the data set has"
+                f" {len(run.dataset.train)}; resume with the same data"
+            )
+        run.epoch, run.seen, run.model.step = self.epoch, self.seen, self.step
+        run.totals, run.history = replace(self.totals), list(self.history)  # virtual ranks share the position
+
+    def to_json(self) -> str:
+        """Return this as text; floats keep every bit."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Position:
+        """Return what `to_json` wrote; ValueError, KeyError or TypeError if it is something else."""
+        values: dict[str, Any] = json.loads(text)
+        return cls(**values | {"totals": Totals(**values["totals"])})
