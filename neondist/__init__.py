@@ -65,6 +65,7 @@ from .layers import (
 from .metrics import LogLoss, Metric, Misclassification, TopK
 from .models import MLP, Convnet, ConvnetDist, DistModel, MLPDist, Model, distribute
 from .optim import SGD, Adam, CosineDecay, Optimizer, StepDecay
+from .schemes import Every, Halo, HaloOneway, Quantised, Scheme, Stale, Tower
 from .session import FitExperiment, Hook, fit
 from .version import __version__
 
@@ -103,6 +104,7 @@ __all__ = [
     "DistModel",
     "DropoutLayer",
     "DropoutLayerDist",
+    "Every",
     "FCLayer",
     "FCLayerDist",
     "FanInNormal",
@@ -117,6 +119,8 @@ __all__ = [
     "GridShape",
     "GroupNormLayer",
     "GroupNormLayerDist",
+    "Halo",
+    "HaloOneway",
     "HaloPlan",
     "Hook",
     "Identity",
@@ -149,20 +153,24 @@ __all__ = [
     "PaddedArray",
     "Parameter",
     "ProcessGrid",
+    "Quantised",
     "RectLin",
     "RemoteError",
     "RepartitionPlan",
+    "Scheme",
     "Sequential",
     "ShapeError",
     "Softmax",
     "SoftmaxCrossEntropy",
     "Split",
+    "Stale",
     "StepDecay",
     "Sum",
     "SumSquared",
     "Synthetic",
     "Tanh",
     "TopK",
+    "Tower",
     "Uniform",
     "UpsampleLayer",
     "UpsampleLayerDist",

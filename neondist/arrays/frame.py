@@ -1,50 +1,50 @@
-"""The buffers and messages of one view for one batch size; made once, used at every step."""
+"""The buffers of one view for one batch size; made once, used at every step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from ..backends import Backend
-from ..comm import Message, Transport
+from ..comm import Transport
 from ..geometry import Box, HaloPlan, Piece
+from .border import Border
 from .padding import fold_back, fold_in
+from .way import Fetch, Home
 
 
 class Frame:
-    """One array around everything that a tile owns and needs, and the exchanges that fill it and send it home."""
+    """One array around everything that a tile owns and needs, and the two ways over its border."""
 
     def __init__(
-        self, plan: HaloPlan, samples: int, channels: int, dtype: np.dtype, backend: Backend, tiles: Transport
+        self,
+        plan: HaloPlan,
+        samples: int,
+        channels: int,
+        dtype: np.dtype,
+        backend: Backend,
+        tiles: Transport,
+        border: Border,
     ) -> None:
-        self.plan, self.samples, self.channels = plan, samples, channels
+        self.plan, self.samples, self.channels, self.border = plan, samples, channels, border
         self.buffer = backend.full((samples, *plan.buffer.shape, channels), plan.window.fill, dtype)
         self.gradient: Any = None  # made at the first bprop: evaluation needs none
         self.shape, self.dtype, self.backend, self.tiles = self.buffer.shape, dtype, backend, tiles
-        self.own, self.need = self._index(plan.own), self._index(plan.need)
+        self.own, self.need = self.index(plan.own), self.index(plan.need)
         # own cells are in place already; what wraps around is needed a second time
         self.again = [piece for piece in plan.local if piece.target != piece.source]
-        self.halo = tiles.exchange(
-            [Message(p.peer, self.buffer, self._index(p.source)) for p in plan.sends],
-            [Message(p.peer, self.buffer, self._index(p.target)) for p in plan.receives],
-        )
-        self.going = self._strips(plan.receives)
-        self.coming = self._strips(plan.sends)
-        self.halo_home = tiles.exchange(
-            [Message(p.peer, strip, _all(strip)) for p, strip in self.going],
-            [Message(p.peer, strip, _all(strip)) for p, strip in self.coming],
-        )
+        self.fetch = Fetch(self, plan.sends, plan.receives, forward=not border.reverse)
+        self.home = Home(self, plan.receives, plan.sends, forward=border.reverse)
 
     def forward(self, tile: Any) -> Any:
         """Place the tile, fetch the halo, fold the padding; return the view."""
         own = self.buffer[self.own]
         if own.ctypes.data != tile.ctypes.data:
             own[...] = tile
-        self.halo.run()
+        self.border.carry(self.fetch)
         for piece in self.again:
-            self.buffer[self._index(piece.target)] = self.buffer[self._index(piece.source)]
+            self.buffer[self.index(piece.target)] = self.buffer[self.index(piece.source)]
         fold_in(self.buffer, self.plan)
         return self.buffer[self.need]
 
@@ -52,14 +52,19 @@ class Frame:
         """Unfold the padding, send the halo's gradient home, add what comes; return the tile's gradient."""
         gradient = self._spread(dview)
         fold_back(gradient, self.plan)
-        for piece, strip in self.going:
-            strip[...] = gradient[self._index(piece.target)]
-        self.halo_home.run()
+        self.border.carry(self.home)
         for piece in self.again:
-            gradient[self._index(piece.source)] += gradient[self._index(piece.target)]
-        for piece, strip in self.coming:
-            gradient[self._index(piece.source)] += strip
+            gradient[self.index(piece.source)] += gradient[self.index(piece.target)]
         return gradient[self.own]
+
+    def index(self, box: Box) -> tuple[slice, ...]:
+        """Return where a box of the image lies in the buffer."""
+        spatial = box.relative_to(self.plan.buffer).slices
+        return (slice(0, self.samples), *spatial, slice(0, self.channels))
+
+    def strip_shape(self, piece: Piece) -> tuple[int, ...]:
+        """Return the shape of a piece's cells."""
+        return (self.samples, *piece.source.shape, self.channels)
 
     def _spread(self, dview: Any) -> Any:
         if self.gradient is None:
@@ -68,15 +73,3 @@ class Frame:
             self.gradient[...] = 0
         self.gradient[self.need] = dview
         return self.gradient
-
-    def _index(self, box: Box) -> tuple[slice, ...]:
-        spatial = box.relative_to(self.plan.buffer).slices
-        return (slice(0, self.samples), *spatial, slice(0, self.channels))
-
-    def _strips(self, pieces: Iterable[Piece]) -> list[tuple[Piece, Any]]:
-        shape = [(self.samples, *piece.source.shape, self.channels) for piece in pieces]
-        return [(p, self.backend.zeros(s, self.dtype)) for p, s in zip(pieces, shape, strict=True)]
-
-
-def _all(array: Any) -> tuple[slice, ...]:
-    return tuple(slice(0, n) for n in array.shape)

@@ -11,6 +11,7 @@ from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
 from ..errors import ShapeError
 from ..geometry import Box, HaloPlan, Window
+from .border import Border
 from .frame import Frame
 
 
@@ -34,6 +35,8 @@ class PaddedArray:
         This rank's tile, and the tile plus what the window needs.
     own, need, extent : Box, Box, tuple
         The same as boxes in the coordinates of the image, and the image's extent.
+    border : Border
+        How cells of other tiles reach a view: `border.scheme`, default an exact exchange.
     bytes_sent : int
         Bytes of halos sent by this rank since construction.
     """
@@ -68,13 +71,18 @@ class PaddedArray:
         lo, hi = grid.sample_range(self.global_shape[0])
         self.local_shape = (hi - lo, *self.own.shape, self.channels)
         self.view_shape = (hi - lo, *self.need.shape, self.channels)
-        self.bytes_sent = 0
+        self.border = Border()
         self._frames: dict[int, Frame] = {}
 
     @property
     def tiled(self) -> bool:
         """False for a vector, which every tile's rank knows whole."""
         return bool(self.extent)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of halos sent by this rank since construction."""
+        return self.border.bytes_sent
 
     def get_fprop_view(self, tile: Any) -> Any:
         """Return the cells that the window needs, halo and padding filled in.
@@ -91,10 +99,7 @@ class PaddedArray:
         self._check("tile", tile, self.own)
         if self.plan.trivial:
             return self._given(tile)
-        frame = self._frame(len(tile))
-        view = frame.forward(tile)
-        self.bytes_sent += frame.halo.bytes_sent
-        return self._given(view)
+        return self._given(self._frame(len(tile)).forward(tile))
 
     def get_bprop_view(self, dview: Any) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
@@ -112,10 +117,7 @@ class PaddedArray:
         self._check("dview", dview, self.need)
         if self.plan.trivial:
             return self._given(dview)
-        frame = self._frame(len(dview))
-        dx = frame.backward(dview)
-        self.bytes_sent += frame.halo_home.bytes_sent
-        return self._given(dx)
+        return self._given(self._frame(len(dview)).backward(dview))
 
     def scatter(self, whole: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
@@ -153,7 +155,9 @@ class PaddedArray:
 
     def _frame(self, samples: int) -> Frame:
         if samples not in self._frames:
-            self._frames[samples] = Frame(self.plan, samples, self.channels, self.dtype, self.backend, self.grid.tiles)
+            self._frames[samples] = Frame(
+                self.plan, samples, self.channels, self.dtype, self.backend, self.grid.tiles, self.border
+            )
         return self._frames[samples]
 
     def _given(self, array: Any) -> Any:

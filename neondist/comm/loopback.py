@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -50,6 +50,7 @@ class LoopbackTransport(Transport):
     def __init__(self, world: _World, group: tuple, rank: int, size: int) -> None:
         self.world, self.group, self.rank, self.size = world, group, rank, size
         self._splits = 0
+        self._pairs: Counter[tuple[int, int]] = Counter()
 
     def send(self, peer: int, value: Any) -> None:
         """Put a value into the mailbox of `peer`."""
@@ -58,6 +59,15 @@ class LoopbackTransport(Transport):
     def receive(self, peer: int) -> Any:
         """Take the next value that `peer` sent."""
         return self.world.receive(self.world.box(self.group, peer, self.rank))
+
+    def mailboxes(self, peers: Iterable[int], outgoing: bool) -> dict[int, SimpleQueue]:
+        """Return a new mailbox to, or from, every peer; both ends of a pair open theirs in the same order."""
+        boxes = {}
+        for peer in peers:
+            pair = (self.rank, peer) if outgoing else (peer, self.rank)
+            self._pairs[pair] += 1
+            boxes[peer] = self.world.box(self.group, *pair, self._pairs[pair])
+        return boxes
 
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks that gave the same colour, ordered by key."""
@@ -94,12 +104,17 @@ class _LoopbackExchange(Exchange):
     def __init__(self, transport: LoopbackTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(sends, receives)
         self.transport = transport
+        # a mailbox of their own: messages of several exchanges may be under way, as with MPI
+        self.outboxes = transport.mailboxes({m.peer for m in self.sends}, outgoing=True)
+        self.inboxes = transport.mailboxes({m.peer for m in self.receives}, outgoing=False)
 
-    def run(self) -> None:
+    def _start(self) -> None:
         for message in self.sends:
-            self.transport.send(message.peer, message.cells.copy())
+            self.outboxes[message.peer].put(message.cells.copy())
+
+    def _finish(self) -> None:
         for message in self.receives:
-            message.cells[...] = self.transport.receive(message.peer)
+            message.cells[...] = self.transport.world.receive(self.inboxes[message.peer])
 
 
 def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0) -> list[Any]:

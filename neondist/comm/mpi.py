@@ -83,9 +83,12 @@ class _MPIExchange(Exchange):
         self.types.append(cell.Create_subarray(array.shape, message.cells.shape, starts).Commit())
         return [array, 1, self.types[-1]]
 
-    def run(self) -> None:
+    def _start(self) -> None:
         if self.requests:
             self.mpi.Prequest.Startall(self.requests)
+
+    def _finish(self) -> None:
+        if self.requests:
             self.mpi.Prequest.Waitall(self.requests)
 
     def __del__(self) -> None:

@@ -12,7 +12,10 @@ from .transport import Exchange, Message, Transport
 
 
 class _NothingToDo(Exchange):
-    def run(self) -> None:
+    def _start(self) -> None:
+        pass
+
+    def _finish(self) -> None:
         pass
 
 

@@ -30,16 +30,42 @@ class Message:
 
 
 class Exchange(ABC):
-    """Messages that are planned once and run many times; empty messages are left out."""
+    """Messages that are planned once and run many times; empty messages are left out.
+
+    Attributes
+    ----------
+    sends, receives : list of Message
+    bytes_sent : int
+        Of one run.
+    runs : int
+        How often they were sent.
+    """
 
     def __init__(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.sends = [message for message in sends if message.nbytes]
         self.receives = [message for message in receives if message.nbytes]
         self.bytes_sent = sum(message.nbytes for message in self.sends)
+        self.runs = 0
 
-    @abstractmethod
     def run(self) -> None:
         """Send what the send boxes hold now, and fill the receive boxes."""
+        self.start()
+        self.finish()
+
+    def start(self) -> None:
+        """Send what the send boxes hold now; none of the arrays may be touched before `finish`."""
+        self.runs += 1
+        self._start()
+
+    def finish(self) -> None:
+        """Wait until the receive boxes are filled and the send boxes free again."""
+        self._finish()
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> None: ...
 
 
 class Transport(ABC):

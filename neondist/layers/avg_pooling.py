@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..schemes import Scheme
 from .base import Dist
 from .pooling import PoolingLayer
 
@@ -16,7 +17,7 @@ class AvgPoolingLayer(PoolingLayer):
 
     Parameters
     ----------
-    kernel_size, stride, padding
+    kernel_size, stride, padding, scheme
         As in PoolingLayer.
     count_include_pad : bool
         True: divide by the window's cells; False: by those of them that lie inside the image.
@@ -29,8 +30,9 @@ class AvgPoolingLayer(PoolingLayer):
         padding: int | Sequence[Any] = 0,
         count_include_pad: bool = True,
         name: str | None = None,
+        scheme: Scheme | str | None = None,
     ) -> None:
-        super().__init__(kernel_size, stride, padding, name)
+        super().__init__(kernel_size, stride, padding, name, scheme)
         self.count_include_pad = count_include_pad
 
     def forward(self, view: Any) -> Any:

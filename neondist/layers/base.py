@@ -16,6 +16,7 @@ from ..backends import Backend
 from ..geometry import Box, GridShape, Window
 from ..initializers import Constant, Initializer
 from ..registry import Distributed, dist_class
+from ..schemes import Scheme, as_scheme
 from .functions import Activation
 from .node import Context, Node, Phase, Shape
 
@@ -57,15 +58,20 @@ class Layer(Node):
         Makes views, and offers `total`, `own`, `need` and `extent`.
     phase : Phase
         What the pass at work is for.
+    scheme : Scheme or None
+        How cells of other tiles reach a view; None until the model says.
     """
 
     has_dist_twin = True
     distributed = False
     window: Window | None = None
+    #: True where the halo adds in fprop and is fetched in bprop
+    reverse_halos = False
     activation: Activation | None = None
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(self, name: str | None = None, scheme: Scheme | str | None = None) -> None:
         self.name = name
+        self.scheme = None if scheme is None else as_scheme(scheme)
         self.params: dict[str, Any] = {}
         self.grads: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
@@ -131,8 +137,10 @@ class Layer(Node):
 
     def make_array(self, shape: Shape, window: Window | None) -> PaddedArray:
         """Return what makes the views of activations of this global shape (without the batch), and count its bytes."""
-        self.arrays.append(self.new_array((self.context.batch_size, *shape), window))
-        return self.arrays[-1]
+        array = self.new_array((self.context.batch_size, *shape), window)
+        array.border.scheme = self.scheme or array.border.scheme
+        self.arrays.append(array)
+        return array
 
     def new_array(self, shape: Shape, window: Window | None) -> PaddedArray:
         """Return a PaddedArray; the mixin `Dist` returns a GlobalArray."""
@@ -140,7 +148,7 @@ class Layer(Node):
 
     def fprop(self, x: Any, phase: Phase) -> Any:
         """Return this rank's tile of the output for its tile of the input."""
-        self.phase = phase
+        self._enter(phase)
         y = self.forward(self.input.get_fprop_view(x))
         if self.activation is not None:
             y = self.output = self.activation.fprop(y)
@@ -152,6 +160,11 @@ class Layer(Node):
             dy = self.activation.bprop(self.output, dy)
         dview = self.backward(dy)
         return self.input.get_bprop_view(dview) if self.needs_input_gradient else None
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        for array in self.arrays:
+            array.border.phase = phase
 
     def walk(self, input_shape: Shape) -> Iterator[tuple[Layer, Shape]]:
         """Yield this layer."""

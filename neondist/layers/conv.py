@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..geometry import Window, same_padding
 from ..initializers import FanInUniform, Initializer
+from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
 from .functions import Activation
 
@@ -29,8 +30,8 @@ class ConvLayer(Layer):
     bias : bool
     activation : Activation, optional
     padding_mode : {'zeros', 'reflect', 'replicate', 'wrap'}
-    scheme : {'halo'}
-        How cells of other tiles reach a view.
+    scheme : Scheme or str, optional
+        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     weights_init : Initializer, optional
         Default FanInUniform.
     """
@@ -48,22 +49,20 @@ class ConvLayer(Layer):
         bias: bool = True,
         activation: Activation | None = None,
         padding_mode: str = "zeros",
-        scheme: str = "halo",
+        scheme: Scheme | str | None = None,
         name: str | None = None,
         weights_init: Initializer | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, scheme)
         if out_channels < 1:
             raise ConfigError(f"out_channels {out_channels}: needs at least 1")
         if groups < 1 or out_channels % groups:
             raise ConfigError(f"groups {groups} must divide out_channels {out_channels}")
         if isinstance(padding, str) and padding != "same":
             raise ConfigError(f"padding '{padding}': give numbers, or 'same'")
-        if scheme != "halo":
-            raise ConfigError(f"scheme '{scheme}' is unknown; choose from halo")
         self.out_channels, self.kernel_size, self.stride = out_channels, kernel_size, stride
         self.padding, self.dilation, self.groups, self.bias = padding, dilation, groups, bias
-        self.activation, self.padding_mode, self.scheme = activation, padding_mode, scheme
+        self.activation, self.padding_mode = activation, padding_mode
         self.weights_init = weights_init or FanInUniform()
 
     def window_for(self, input_shape: Shape) -> Window:

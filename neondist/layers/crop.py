@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Window
+from ..schemes import Scheme
 from .base import Dist, Layer, Shape
 
 
@@ -19,12 +20,19 @@ class PadLayer(Layer):
     mode : {'zeros', 'reflect', 'replicate', 'wrap'}
     fill : float
         Value of the new cells in mode 'zeros'.
+    scheme : Scheme or str, optional
+        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
     def __init__(
-        self, padding: int | Sequence[Any], mode: str = "zeros", fill: float = 0.0, name: str | None = None
+        self,
+        padding: int | Sequence[Any],
+        mode: str = "zeros",
+        fill: float = 0.0,
+        name: str | None = None,
+        scheme: Scheme | str | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, scheme)
         self.padding, self.mode, self.fill = padding, mode, fill
 
     def window_for(self, input_shape: Shape) -> Window:
@@ -50,10 +58,14 @@ class CropLayer(PadLayer):
     Parameters
     ----------
     cropping : int, one per axis, or ((before, after), ...) per axis
+    scheme
+        As in PadLayer.
     """
 
-    def __init__(self, cropping: int | Sequence[Any], name: str | None = None) -> None:
-        super().__init__(_negative(cropping), name=name)
+    def __init__(
+        self, cropping: int | Sequence[Any], name: str | None = None, scheme: Scheme | str | None = None
+    ) -> None:
+        super().__init__(_negative(cropping), name=name, scheme=scheme)
 
 
 class CropLayerDist(Dist, CropLayer):

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..geometry import GridShape, Window
 from ..initializers import FanInUniform, Initializer
+from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
 from .functions import Activation
 
@@ -28,9 +29,11 @@ class DeconvLayer(Layer):
         Cells that are cut off the output's sides.
     output_padding : int or one per axis
         Cells added at the output's end; less than the stride.
-    groups, bias, activation, weights_init
+    groups, bias, activation, weights_init, scheme
         As in ConvLayer.
     """
+
+    reverse_halos = True
 
     def __init__(
         self,
@@ -45,8 +48,9 @@ class DeconvLayer(Layer):
         activation: Activation | None = None,
         name: str | None = None,
         weights_init: Initializer | None = None,
+        scheme: Scheme | str | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, scheme)
         if out_channels < 1 or groups < 1 or out_channels % groups:
             raise ConfigError(f"groups {groups} must divide out_channels {out_channels}, and both be at least 1")
         self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding
@@ -92,6 +96,7 @@ class DeconvLayer(Layer):
         super().adjust_for_dist()
         self.over = self.sliding(self.input_shape)
         self.spread = self.make_array(self.output_shape, self.over)
+        self.spread.border.reverse = self.reverse_halos
 
     def forward(self, view: Any) -> Any:
         """Return what all windows, those of other tiles too, add up to, plus bias."""

@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import ConfigError, ShapeError
 from ..geometry import Box, GridShape, Window
 from ..registry import suggest
+from ..schemes import Scheme
 from .base import Dist, Layer, Shape
 from .lcn_window import Halos, InView, LocalWindow, middle
 
@@ -40,6 +41,8 @@ class LCNLayer(Layer):
         c; 'mean' takes each sample's mean deviation over the whole image (and its gradient is exact too).
     halo : {'auto', 'twice', 'wide'}
         'auto' takes the way that sends fewer numbers on this grid.
+    scheme : Scheme or str, optional
+        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
     def __init__(
@@ -51,8 +54,9 @@ class LCNLayer(Layer):
         min_deviation: float | str = 1.0,
         halo: str = "auto",
         name: str | None = None,
+        scheme: Scheme | str | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, scheme)
         if any(k % 2 == 0 for k in Window(kernel_size, padding=0).kernel):
             raise ConfigError(f"kernel_size {kernel_size}: needs odd numbers, so that a window has a middle")
         for field, value in (("window", window), ("padding_mode", padding_mode), ("halo", halo)):
@@ -92,9 +96,8 @@ class LCNLayer(Layer):
         self.window = halos[0][1] if wide else None  # two halos of means: x itself stays where it is
         super().adjust_for_dist()
         self.taps = self.local.taps(self.input_shape)
-        # what makes views of the means over the channels, first of x and then of v²; an array serves both in turn
-        array: Any = None if wide else self.make_array(*halos[0])
-        self.means, self.squares = (array or self._in_view(stages) for stages in (2, 1))
+        # what makes views of the means over the channels, first of x and then of v²
+        self.means, self.squares = (self._in_view(stages) if wide else self.make_array(*halos[0]) for stages in (2, 1))
 
     def _in_view(self, stages: int) -> InView:
         """Return what has the cells within the reach of so many stages around this rank's tile."""

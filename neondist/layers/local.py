@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..geometry import Window
 from ..initializers import FanInUniform, Initializer
+from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
 from .functions import Activation
 
@@ -29,6 +30,8 @@ class LocalFilteringLayer(Layer):
     activation : Activation, optional
     weights_init : Initializer, optional
         Default FanInUniform.
+    scheme : Scheme or str, optional
+        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
     window: Window
@@ -43,8 +46,9 @@ class LocalFilteringLayer(Layer):
         activation: Activation | None = None,
         name: str | None = None,
         weights_init: Initializer | None = None,
+        scheme: Scheme | str | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, scheme)
         if out_channels < 1:
             raise ConfigError(f"out_channels {out_channels}: needs at least 1")
         self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding

@@ -6,10 +6,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arrays import Phase
 from ..backends import Backend
 from ..comm import ProcessGrid
 from ..registry import Registered, serial_class
@@ -29,14 +30,6 @@ class Context:
     dtype: np.dtype
     seed: int
     batch_size: int
-
-
-class Phase(NamedTuple):
-    """What a pass is for: training or not, the step's number, and the first of the replica's samples in the batch."""
-
-    training: bool = True
-    step: int = 0
-    first_sample: int = 0
 
 
 class Node(Registered, ABC):

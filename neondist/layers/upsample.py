@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..geometry import Upsampling
+from ..schemes import Scheme
 from .base import Dist, Layer, Shape
 
 MODES = ("nearest", "bilinear")
@@ -24,12 +25,20 @@ class UpsampleLayer(Layer):
     factor : int or one per axis
     mode : {'nearest', 'bilinear'}
         'bilinear' is linear along each axis, whatever their number.
+    scheme : Scheme or str, optional
+        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
     window: Upsampling
 
-    def __init__(self, factor: int | Sequence[int] = 2, mode: str = "nearest", name: str | None = None) -> None:
-        super().__init__(name)
+    def __init__(
+        self,
+        factor: int | Sequence[int] = 2,
+        mode: str = "nearest",
+        name: str | None = None,
+        scheme: Scheme | str | None = None,
+    ) -> None:
+        super().__init__(name, scheme)
         factors = (factor,) if isinstance(factor, int) else tuple(factor)
         if any(f < 1 for f in factors):
             raise ConfigError(f"factor {factor}: needs integers of at least 1")

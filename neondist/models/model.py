@@ -16,6 +16,7 @@ from ..geometry import GridShape
 from ..layers import Context, Layer, Node, Phase, Sequential
 from ..optim import SGD, Optimizer
 from ..registry import Registered
+from ..schemes import Scheme, as_scheme
 from .parameters import Parameters, gather, load
 from .plan import LayerPlan, plan_layers
 from .targets import local_targets
@@ -37,6 +38,8 @@ class Model(Registered):
     backend : str
         'auto' takes the fastest that is there.
     dtype : {'float32', 'float64'}
+    scheme : Scheme or str
+        How cells of other tiles reach the views of all layers that have no scheme of their own.
 
     Attributes
     ----------
@@ -59,6 +62,7 @@ class Model(Registered):
         seed: int = 0,
         backend: str = "auto",
         dtype: str = "float32",
+        scheme: Scheme | str = "halo",
     ) -> None:
         if not layers:
             raise ConfigError("layers: a model needs at least one layer")
@@ -73,6 +77,9 @@ class Model(Registered):
         self.parameters: Parameters | None = None
         self._pending: dict[str, Any] | None = None
         self._name_layers()
+        self.scheme = as_scheme(scheme)
+        for layer in self.leaves:
+            layer.scheme = layer.scheme or self.scheme
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None) -> list[LayerPlan]:
         """Return shapes, tiles and halos of every layer, from arithmetic alone; raises what `build` would raise."""

@@ -9,6 +9,7 @@ from math import prod
 from ..errors import UserError
 from ..geometry import Box, GridShape, HaloPlan, Window
 from ..layers import Layer, Node
+from ..schemes import Halo, Scheme
 
 Shape = tuple[int, ...]
 
@@ -31,10 +32,23 @@ class LayerPlan:
     """every tile's view of the input"""
     halo_cells: list[int]
     """cells that each tile receives in fprop, channels not counted"""
-    sent_words: list[int]
-    """numbers that each tile sends in fprop for each sample, channels counted"""
-    received_words: list[int]
-    """numbers that each tile receives in fprop, which are those it sends in bprop"""
+    forward: list[list[int]]
+    """for each tile, how many numbers of a sample each of its messages holds in an exact fprop"""
+    backward: list[list[int]]
+    """the same for bprop"""
+    scheme: Scheme
+    reverse: bool
+    """whether the halo adds in fprop and is fetched in bprop"""
+
+    @property
+    def sent_words(self) -> list[int]:
+        """Numbers that each tile sends in an exact fprop for each sample, channels counted."""
+        return [sum(messages) for messages in self.forward]
+
+    @property
+    def received_words(self) -> list[int]:
+        """Numbers that each tile receives in an exact fprop, which are those it sends in bprop."""
+        return [sum(messages) for messages in self.backward]
 
 
 def plan_layers(nodes: Sequence[Node], input_shape: Shape, grid: GridShape) -> list[LayerPlan]:
@@ -65,7 +79,11 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
     tiles = range(grid.tiles)
     parameters = layer.parameters_for(input_shape).values()
     everywhere = Window(1, padding=0, ndim=len(input_shape) - 1)
-    travelling = [(_halos(shape, seen, grid), shape[-1]) for shape, seen in layer.halos_for(input_shape, grid)]
+    halos = [(_halos(shape, seen, grid), shape[-1]) for shape, seen in layer.halos_for(input_shape, grid)]
+    out, home = (
+        [[piece.source.size * channels for plans, channels in halos for piece in pieces(plans[t])] for t in tiles]
+        for pieces in (lambda plan: plan.sends, lambda plan: plan.receives)
+    )
     return LayerPlan(
         name=str(layer.name),
         cls=type(layer).__name__,
@@ -76,9 +94,11 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
         held=[sum(p.size_on(box) for p in parameters) for box in grid.partition(output_shape[:-1]).boxes()],
         tiles=grid.partition(output_shape[:-1]).boxes(),
         views=[halo.need for halo in _halos(input_shape, window or everywhere, grid)],
-        halo_cells=[sum(plans[tile].received_cells for plans, _ in travelling) for tile in tiles],
-        sent_words=[sum(plans[tile].sent_cells * channels for plans, channels in travelling) for tile in tiles],
-        received_words=[sum(plans[tile].received_cells * channels for plans, channels in travelling) for tile in tiles],
+        halo_cells=[sum(plans[tile].received_cells for plans, _ in halos) for tile in tiles],
+        forward=out if not layer.reverse_halos else home,
+        backward=home if not layer.reverse_halos else out,
+        scheme=layer.scheme or Halo(),
+        reverse=layer.reverse_halos,
     )
 
 

@@ -42,22 +42,40 @@ def layer_costs(model: Model, plans: list[LayerPlan], batch_size: int, grid: Gri
     """Return the costs of every layer in one step of a whole batch."""
     itemsize = model.dtype.itemsize
     per_value = itemsize * (2 + len(model.optimizer.slots(0, model.dtype)))  # value, gradient, slots
-    samples = split(batch_size, grid.replicas, 0)[1]  # of the fullest replica
+    shares = [hi - lo for lo, hi in (split(batch_size, grid.replicas, i) for i in range(grid.replicas))]
+    samples = shares[0]  # of the fullest replica
     costs = []
     for index, plan in enumerate(plans):
         channels = plan.input_shape[-1] * itemsize
         # the first layer's input needs no gradient, so nothing travels home from it
-        home = plan.received_words if index else [0] * len(plan.received_words)
-        sent = [(there + back) * itemsize for there, back in zip(plan.sent_words, home, strict=True)]
+        sent = sent_bytes(plan, samples, itemsize, home=index > 0)
         views = [2 * box.size * channels if plan.window is not None else 0 for box in plan.views]
         outputs = [2 * box.size * plan.output_shape[-1] * itemsize for box in plan.tiles]
         held = max(view + output for view, output in zip(views, outputs, strict=True))
         costs.append(
             LayerCosts(
-                sent_most=max(sent) * samples,
-                sent_all=sum(sent) * batch_size,
+                sent_most=round(max(sent)),
+                sent_all=round(sum(sum(sent_bytes(plan, n, itemsize, home=index > 0)) for n in shares)),
                 parameters=plan.parameters,
                 memory=held * samples + max(plan.held) * per_value,
             )
         )
     return costs
+
+
+def sent_bytes(plan: LayerPlan, samples: int, itemsize: int, home: bool = True) -> list[float]:
+    """Return the bytes of halos that each tile sends in a training step, by its scheme's formula.
+
+    Parameters
+    ----------
+    samples : int
+        Of one replica.
+    home : bool
+        Whether the layer's input needs a gradient.
+    """
+    scheme, sent = plan.scheme, []
+    for there, back in zip(plan.forward, plan.backward, strict=True):
+        there, back = ([numbers * samples for numbers in messages] for messages in (there, back))
+        needed = home or plan.reverse  # a transposed convolution's weights need its neighbours' gradients
+        sent.append(scheme.forward_bytes(there, itemsize) + (scheme.backward_bytes(back, itemsize) if needed else 0))
+    return sent

@@ -81,33 +81,15 @@ def test_a_missing_part_of_the_halo_is_noticed(monkeypatch, name, keep):
         on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
 
 
-def test_an_adjoint_that_does_not_add_is_noticed(monkeypatch):
-    from neondist.arrays.frame import Frame
+@pytest.mark.parametrize("wrong", ["forgets", "places"])
+def test_an_adjoint_that_does_not_add_is_noticed(monkeypatch, wrong):
+    from neondist.arrays.way import Home
 
-    whole = Frame.backward
+    def placed(self, arrived):
+        for piece, cells in zip(self.receives, arrived, strict=True):
+            self.frame.gradient[self.frame.index(piece.source)] = cells
 
-    def crop_only(self, dview):
-        self.coming = []
-        return whole(self, dview)
-
-    monkeypatch.setattr(Frame, "backward", crop_only)
-    with pytest.raises(AssertionError):
-        on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
-
-
-def test_an_adjoint_that_places_instead_of_adding_is_noticed(monkeypatch):
-    from neondist.arrays.frame import Frame
-
-    def placed(self, dview):
-        gradient = self._spread(dview)
-        for piece, strip in self.going:
-            strip[...] = gradient[self._index(piece.target)]
-        self.halo_home.run()
-        for piece, strip in self.coming:
-            gradient[self._index(piece.source)] = strip
-        return gradient[self.own]
-
-    monkeypatch.setattr(Frame, "backward", placed)
+    monkeypatch.setattr(Home, "place", placed if wrong == "places" else lambda self, arrived: None)
     with pytest.raises(AssertionError):
         on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
 

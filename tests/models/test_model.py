@@ -129,7 +129,7 @@ MISTAKES = {
         "layer 0 'conv1'.*reflect",
     ),
     "padding word": (lambda: nd.ConvLayer(1, 3, padding="valid"), ConfigError, "padding 'valid'"),
-    "scheme": (lambda: nd.ConvLayer(1, 3, scheme="tower"), ConfigError, "scheme 'tower'"),
+    "scheme": (lambda: nd.ConvLayer(1, 3, scheme="towr"), ConfigError, "did you mean 'tower'"),
     "pool padding": (
         lambda: nd.Convnet([nd.MaxPoolingLayer(2, padding=2)]).build((5, 5, 1), 1),
         ConfigError,

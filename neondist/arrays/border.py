@@ -1,0 +1,62 @@
+"""How the borders of one array are treated: its scheme, the pass at work, and what was sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ..comm import Exchange
+from .phase import Phase
+
+if TYPE_CHECKING:
+    from .way import Way
+
+
+class Carrier(Protocol):
+    """Who fills the cells of other tiles in fprop, and what returns in bprop; the schemes are such."""
+
+    def forward(self, way: Way) -> None:
+        """Carry cells, or what stands for them, over the borders in fprop."""
+
+    def backward(self, way: Way) -> None:
+        """Carry their gradients in bprop."""
+
+
+class Exact:
+    """Every cell travels, both ways."""
+
+    def forward(self, way: Way) -> None:
+        """Exchange."""
+        way.exchange()
+
+    backward = forward
+
+
+@dataclass
+class Border:
+    """What the frames of one array share.
+
+    Attributes
+    ----------
+    scheme : Carrier
+    reverse : bool
+        True where the halo adds in fprop and is fetched in bprop, as under a transposed convolution.
+    phase : Phase
+        What the pass at work is for.
+    booked : list of (direction, Exchange)
+        Every exchange of the array, 'forward' or 'backward'; each counts its runs.
+    """
+
+    scheme: Carrier = field(default_factory=Exact)
+    reverse: bool = False
+    phase: Phase = field(default_factory=Phase)
+    booked: list[tuple[str, Exchange]] = field(default_factory=list)
+
+    def carry(self, way: Way) -> None:
+        """Let the scheme carry cells or gradients this way."""
+        (self.scheme.forward if way.direction == "forward" else self.scheme.backward)(way)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent."""
+        return sum(exchange.runs * exchange.bytes_sent for _, exchange in self.booked)

@@ -1,0 +1,42 @@
+"""What every scheme says of itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from ..arrays import Way
+from ..registry import Registered
+
+
+class Scheme(Registered, ABC):
+    """Decides how cells of other tiles reach a view in fprop (`forward`), and what returns in bprop (`backward`).
+
+    A scheme keeps nothing itself, since one object may serve all layers of a model: `way.memory` is for that.
+
+    Attributes
+    ----------
+    exact : bool
+        True if outputs and gradients are those of one process.
+    formula : str
+        What is sent, in words: n samples, c channels, an inner tile of h x w cells, a window of radius O.
+    """
+
+    exact = False
+    formula = "each way H = n c (2 O (h + w) + 4 O²) numbers"
+
+    @abstractmethod
+    def forward(self, way: Way) -> None:
+        """Carry cells over the border."""
+
+    @abstractmethod
+    def backward(self, way: Way) -> None:
+        """Carry gradients over the border."""
+
+    def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
+        """Return the bytes that messages of so many numbers take in fprop, in the mean of many training steps."""
+        return sum(messages) * itemsize
+
+    def backward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
+        """Return the same for bprop."""
+        return self.forward_bytes(messages, itemsize)

@@ -1,0 +1,50 @@
+"""An exchange now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from ..arrays import Way
+from ..errors import ConfigError
+from .base import Scheme
+from .fills import check_fill
+
+
+class Every(Scheme):
+    """Exchanges in each j-th training step; between, cells are those of the last exchange, or filled.
+
+    In evaluation it always exchanges. Cells that are reused belong to another batch.
+
+    Parameters
+    ----------
+    j : int
+    between : {'reuse', 'zeros', 'reflect', 'replicate'}
+    """
+
+    formula = "each way H / j in the mean, H = n c (2 O (h + w) + 4 O²) numbers"
+
+    def __init__(self, j: int = 2, between: Literal["reuse", "zeros", "reflect", "replicate"] = "reuse") -> None:
+        if isinstance(j, bool) or not isinstance(j, int) or j < 1:
+            raise ConfigError(f"j {j!r}: needs an integer of at least 1")
+        self.j, self.between, self.exact = j, check_fill("between", between, ("reuse",)), j == 1
+
+    def forward(self, way: Way) -> None:
+        """Exchange, reuse or fill."""
+        due = not way.training or way.step % self.j == 0
+        if not way.training or self.between != "reuse":
+            way.exchange() if due else way.fill(self.between)
+            return
+        if "courier" not in way.memory:
+            way.memory["courier"], due = way.courier(), True
+        courier = way.memory["courier"]
+        if due:
+            courier.start(way.outgoing())
+            courier.finish()
+        way.place(courier.arriving)
+
+    backward = forward
+
+    def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
+        """Return the mean of j steps."""
+        return sum(messages) * itemsize / self.j

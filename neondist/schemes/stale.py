@@ -1,0 +1,49 @@
+"""Cells of an earlier step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ..arrays import Way
+from ..errors import ConfigError
+from .base import Scheme
+
+
+class Stale(Scheme):
+    """Uses the cells that left `steps` training steps ago; this step's travel meanwhile, so that nobody waits.
+
+    What arrives belongs to an earlier batch, which only helps where batches resemble each other. The first steps, and
+    evaluation, exchange and wait.
+
+    Parameters
+    ----------
+    steps : int
+    """
+
+    def __init__(self, steps: int = 1) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"steps {steps!r}: needs an integer of at least 1")
+        self.steps = steps
+
+    def forward(self, way: Way) -> None:
+        """Send this step's cells, and place those of an earlier one."""
+        if not way.training:
+            way.exchange()
+            return
+        travelling: deque = way.memory.setdefault("travelling", deque())
+        waiting = len(travelling) == self.steps
+        courier = travelling.popleft() if waiting else way.courier()
+        outgoing = [cells.copy() for cells in way.outgoing()]
+        if waiting:
+            way.place(courier.finish())
+        else:
+            way.exchange()
+        courier.start(outgoing)
+        travelling.append(courier)
+
+    backward = forward
+
+    def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
+        """Return the bytes of every message; the first steps send twice."""
+        return sum(messages) * itemsize

@@ -1,0 +1,41 @@
+"""Towers: tiles that do not talk to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..arrays import Way
+from .base import Scheme
+from .fills import Fill, check_fill
+
+
+class Tower(Scheme):
+    """Nothing is sent: cells of other tiles are filled from the own ones, and gradients are those of that network.
+
+    Towers meet in the fully connected layers, or in the layer whose scheme says `merge: true`.
+
+    Parameters
+    ----------
+    fill : {'zeros', 'reflect', 'replicate'}
+        What stands for the cells of other tiles; 'zeros' means whatever the layer is padded with.
+    merge : bool
+        In this layer the towers meet: it exchanges, exactly.
+    """
+
+    formula = "0; H each way where merge is true"
+
+    def __init__(self, fill: Fill = "zeros", merge: bool = False) -> None:
+        self.fill, self.merge, self.exact = check_fill("fill", fill), merge, merge
+
+    def forward(self, way: Way) -> None:
+        """Fill the cells, in bprop the adjoint; exchange where the towers meet."""
+        if self.merge:
+            way.exchange()
+        else:
+            way.fill(self.fill)
+
+    backward = forward
+
+    def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
+        """Return 0 but where the towers meet."""
+        return super().forward_bytes(messages, itemsize) if self.merge else 0

@@ -1,0 +1,77 @@
+"""Schemes as text and in YAML files, and what is wrong with them."""
+
+import pytest
+from scheme_runs import SCHEMES
+
+import neondist as nd
+from neondist.config import dump, load_experiment
+from neondist.errors import ConfigError
+from neondist.schemes import as_scheme, scheme_text
+
+FILE = """\
+!FitExperiment
+dataset: !Synthetic {shape: [12, 12, 1], train: 8}
+model: !ConvnetDist
+  scheme: %s
+  layers:
+    - !ConvLayerDist {out_channels: 2, kernel_size: 3, scheme: %s}
+    - !FCLayerDist {out_features: 10}
+"""
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_text_there_and_back(text):
+    scheme = as_scheme(text)
+    again = as_scheme(scheme_text(scheme))
+    assert type(again) is type(scheme)
+    assert again.arguments() == scheme.arguments()
+
+
+def test_a_class_of_ones_own_has_a_name():
+    class MyOwnScheme(nd.Halo):
+        pass
+
+    assert type(as_scheme("my_own_scheme")) is MyOwnScheme
+
+
+MISTAKES = {
+    "towr": "scheme 'towr' is unknown; did you mean 'tower'",
+    "tower(fil=zeros)": "tower has no argument 'fil'; did you mean 'fill'",
+    "halo(x=1)": "halo has no argument 'x'",
+    "tower(fill=mirror)": "fill 'mirror' is unknown; choose from reflect, replicate, zeros",
+    "every(j=0)": "j 0: needs an integer of at least 1",
+    "every(between=never)": "between 'never' is unknown",
+    "stale(steps=none)": "steps 'none': needs an integer",
+    "quantised(bits=4)": "bits 4: choose from 16, 8",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_mistakes_are_explained(text):
+    with pytest.raises(ConfigError, match=MISTAKES[text].replace("(", r"\(")):
+        as_scheme(text)
+
+
+def test_yaml(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(FILE % ("!Tower {fill: reflect}", "quantised(bits=8)"))
+    model = load_experiment(file).model
+    assert model.leaves[0].scheme.bits == 8
+    assert model.leaves[1].scheme.fill == "reflect"
+    (tmp_path / "b.yaml").write_text(dump(load_experiment(file)))
+    again = load_experiment(tmp_path / "b.yaml").model
+    assert [layer.scheme.arguments() for layer in again.leaves] == [layer.scheme.arguments() for layer in model.leaves]
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "words"),
+    [
+        ("towr", "halo", r"a.yaml:\d+: model.*scheme 'towr' is unknown; did you mean 'tower'"),
+        ("halo", "!Tower {fill: mirror}", r"a.yaml:6: model.layers.0.scheme.fill: expected .*'replicate'.*mirror"),
+        ("halo", "7", r"a.yaml:6: model.layers.0.scheme: expected an object \(!"),
+    ],
+)
+def test_mistakes_in_yaml_name_the_line(tmp_path, model, layer, words):
+    (tmp_path / "a.yaml").write_text(FILE % (model, layer))
+    with pytest.raises(ConfigError, match=words):
+        load_experiment(tmp_path / "a.yaml")
