@@ -63,14 +63,15 @@ from .layers import (
     UpsampleLayerDist,
 )
 from .metrics import LogLoss, Metric, Misclassification, TopK
-from .models import MLP, Convnet, ConvnetDist, DistModel, MLPDist, Model, distribute
+from .models import GB, MLP, Convnet, ConvnetDist, DistModel, GBDist, MLPDist, Model, distribute
 from .optim import SGD, Adam, CosineDecay, Optimizer, StepDecay
 from .schemes import Every, Halo, HaloOneway, Quantised, Scheme, Stale, Tower
-from .session import FitExperiment, Hook, fit
+from .session import FitExperiment, Hook, fit, pretrain
 from .version import __version__
 
 __all__ = [
     "CIFAR10",
+    "GB",
     "MLP",
     "MNIST",
     "SGD",
@@ -110,6 +111,7 @@ __all__ = [
     "FanInNormal",
     "FanInUniform",
     "FitExperiment",
+    "GBDist",
     "Gaussian",
     "GlobalArray",
     "GlobalAvgPoolingLayer",
@@ -182,5 +184,6 @@ __all__ = [
     "fit",
     "get_backend",
     "loopback",
+    "pretrain",
     "split",
 ]

@@ -34,14 +34,18 @@ def backward_weights(x: np.ndarray, dy: np.ndarray, weights: np.ndarray, stride:
 def backward_input(dy: np.ndarray, weights: np.ndarray, extent: Ints, stride: Ints) -> np.ndarray:
     """Return the gradient of x (N, *extent, C_in)."""
     ndim = dy.ndim - 2
-    kernel, out = weights.shape[ndim : 2 * ndim], weights.shape[:ndim]
-    dx = np.zeros((len(dy), *extent, weights.shape[-2]), dy.dtype)
-    by_cell = np.moveaxis(dy, 0, -2)
-    for place, cells in offsets(kernel, stride, (1,) * ndim, out):
-        everywhere: tuple[slice | int, ...] = (slice(None),) * ndim
-        here = weights[everywhere + place]
-        dx[cells] += np.moveaxis(by_cell @ here.swapaxes(-1, -2), -2, 0)
-    return dx
+    kernel, out, channels = weights.shape[ndim : 2 * ndim], weights.shape[:ndim], weights.shape[-2]
+    dx = np.zeros((*extent, channels, len(dy)), dy.dtype)  # samples last, so that every addition is of long runs
+    length = prod(kernel) * channels
+    for _, rows in blocks(1, out, prod(out[1:]) * len(dy) * length, _BLOCK):
+        matrix, by_cell = weights[rows], np.moveaxis(dy[:, rows], 0, -1)
+        here = matrix.shape[:ndim]
+        columns = matrix.reshape(*here, length, -1) @ by_cell
+        columns = columns.reshape(*here, *kernel, channels, len(dy))
+        part = dx[rows.start * stride[0] :]
+        for place, (_, *cells) in offsets(kernel, stride, (1,) * ndim, here):
+            part[tuple(cells)] += columns[(slice(None),) * ndim + place]
+    return np.ascontiguousarray(np.moveaxis(dx, -1, 0))
 
 
 def _gathered(x: np.ndarray, weights: np.ndarray, stride: Ints) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:

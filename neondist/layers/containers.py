@@ -85,8 +85,8 @@ class Sequential(Container):
 
     def bprop(self, dy: Any) -> Any:
         """Pass dy back through all layers."""
-        for layer in self.layers[:1]:
-            layer.needs_input_gradient = self.needs_input_gradient
+        for at, layer in enumerate(self.layers):
+            layer.needs_input_gradient = at > 0 or self.needs_input_gradient
         for layer in reversed(self.layers):
             dy = layer.bprop(dy)
         return dy

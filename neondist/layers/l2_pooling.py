@@ -13,16 +13,32 @@ from .pooling import PoolingLayer
 class L2PoolingLayer(PoolingLayer):
     """Root of the sum of squares over each window (Le et al. 2012); the gradient where all are zero is zero."""
 
+    pools_squares = True
+
     def forward(self, view: Any) -> Any:
         """Return the roots."""
-        self.view = view
-        self.root = np.sqrt(self.kernels.window_sum(view * view, *self._kernel_and_stride))
+        self.root = np.sqrt(self._sums(view))
         return self.root.copy()  # the next layer may work in place
 
     def backward(self, dy: Any) -> Any:
         """Return x times the sum, over its windows, of dy / y."""
         ratio = np.divide(dy, self.root, out=np.zeros_like(dy), where=self.root > 0)
-        return self.view * self.kernels.window_spread(ratio, self.view.shape[1:-1], *self._kernel_and_stride)
+        return self._spread(ratio)
+
+    def squares(self, x: Any) -> Any:
+        """Return the sums without the root for this rank's tile of the input; collective over the tiles."""
+        return self._sums(self.input.get_fprop_view(x))
+
+    def squares_backward(self, dsums: Any) -> Any:
+        """Return the gradient of the tile that `squares` got, given that of the sums; collective over the tiles."""
+        return self.input.get_bprop_view(self._spread(2 * dsums))
+
+    def _sums(self, view: Any) -> Any:
+        self.view = view
+        return self.kernels.window_sum(view * view, *self._kernel_and_stride)
+
+    def _spread(self, by_cell: Any) -> Any:
+        return self.view * self.kernels.window_spread(by_cell, self.view.shape[1:-1], *self._kernel_and_stride)
 
 
 class L2PoolingLayerDist(Dist, L2PoolingLayer):

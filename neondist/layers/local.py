@@ -11,6 +11,7 @@ from ..geometry import Window
 from ..initializers import FanInUniform, Initializer
 from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
+from .filters import BlockFilters, Filters, OwnFilters, orthonormal
 from .functions import Activation
 
 
@@ -18,7 +19,8 @@ class LocalFilteringLayer(Layer):
     """Every output cell has a filter of its own (Le et al. 2012, "untied weights").
 
     Input (N, *spatial, C), output (N, *spatial', out_channels), both local. Parameter 'weights' (*spatial', *kernel, C,
-    out_channels): each rank keeps the part of its own output tile alone, and gradients are not summed over tiles.
+    out_channels): each rank keeps the part of its own output tile alone, and gradients are not summed over tiles. With
+    `shared`, (*blocks, *kernel, C, out_channels): whole on every rank, gradients summed over all.
 
     Parameters
     ----------
@@ -32,9 +34,13 @@ class LocalFilteringLayer(Layer):
         Default FanInUniform.
     scheme : Scheme or str, optional
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
+    shared : bool, int or one per axis
+        False: every cell has a filter of its own. True: all cells have one together (a convolution). Numbers: blocks
+        of so many neighbouring cells do.
     """
 
     window: Window
+    autoencodes = True
 
     def __init__(
         self,
@@ -47,12 +53,16 @@ class LocalFilteringLayer(Layer):
         name: str | None = None,
         weights_init: Initializer | None = None,
         scheme: Scheme | str | None = None,
+        shared: bool | int | Sequence[int] = False,
     ) -> None:
         super().__init__(name, scheme)
         if out_channels < 1:
             raise ConfigError(f"out_channels {out_channels}: needs at least 1")
         self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding
         self.bias, self.activation, self.weights_init = bias, activation, weights_init or FanInUniform()
+        if not isinstance(shared, bool) and any(b < 1 for b in ([shared] if isinstance(shared, int) else shared)):
+            raise ConfigError(f"shared {shared}: needs true, false, or blocks of at least 1 cell")
+        self.shared = shared
 
     def window_for(self, input_shape: Shape) -> Window:
         """Return the window."""
@@ -67,25 +77,57 @@ class LocalFilteringLayer(Layer):
         window, channels = self.window_for(input_shape), input_shape[-1]
         out = window.output_extent(input_shape[:-1])
         fan_in, fan_out = prod(window.kernel) * channels, prod(window.kernel) * self.out_channels
-        shape = (*out, *window.kernel, channels, self.out_channels)
-        found = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out, tiled=True)}
+        block = self.block_for(out)
+        blocks = out if block is None else tuple(-(-n // b) for n, b in zip(out, block, strict=True))
+        shape = (*blocks, *window.kernel, channels, self.out_channels)
+        found = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out, tiled=block is None)}
         return found | ({"bias": Parameter((*out, self.out_channels), tiled=True)} if self.bias else {})
+
+    def block_for(self, out: Shape) -> Shape | None:
+        """Return the cells that share a filter on each axis of an output of this extent, or None if none do."""
+        if self.shared is False:
+            return None
+        if self.shared is True:
+            return tuple(max(1, n) for n in out)
+        block = (self.shared,) * len(out) if isinstance(self.shared, int) else tuple(self.shared)
+        if len(block) != len(out):
+            raise ConfigError(f"shared {self.shared}: needs one number, or {len(out)}")
+        return block
+
+    def adjust_for_dist(self) -> None:
+        """Find out which filters this rank's cells have."""
+        super().adjust_for_dist()
+        extent = self.output_shape[:-1]
+        block, kernels = self.block_for(extent), self.kernels
+        self.filters: Filters = OwnFilters(kernels, self.window)
+        if block is not None:
+            self.filters = BlockFilters(kernels, self.window, self.context.grid.tile_box(extent), block)
 
     def forward(self, view: Any) -> Any:
         """Return every cell's filter on its window."""
         self.view = view
-        y = self.kernels.local_forward(view, self.params["weights"], self.window.stride)
+        y = self.filters.correlate(view, self.params["weights"])
         if self.bias:
             y += self.params["bias"]
         return y
 
     def backward(self, dy: Any) -> Any:
         """Return the gradient of the view; fill those of this tile's weights."""
-        weights, stride = self.params["weights"], self.window.stride
-        self.grads["weights"] = self.kernels.local_backward_weights(self.view, dy, weights, stride)
+        weights = self.params["weights"]
+        self.grads["weights"] = self.filters.gradient(self.view, dy, weights)
         if self.bias:
             self.grads["bias"] = dy.sum(axis=0)
-        return self.kernels.local_backward_input(dy, weights, self.view.shape[1:-1], stride)
+        return self.filters.spread(dy, weights, self.view.shape[1:-1]) if self.needs_input_gradient else None
+
+    def orthonormalise(self) -> None:
+        """Make the filters of each cell orthonormal, but for one length that all filters have.
+
+        It is such that WᵀW, which adds up overlapping windows, can be the identity on average over the input's cells.
+        """
+        outputs = prod(self.output_shape)
+        scale = min(1.0, prod(self.input_shape) / outputs) ** 0.5 if outputs else 1.0
+        weights = self.params["weights"]
+        weights[...] = orthonormal(weights, len(self.window.kernel), scale)
 
 
 class LocalFilteringLayerDist(Dist, LocalFilteringLayer):

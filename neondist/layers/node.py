@@ -41,10 +41,16 @@ class Node(Registered, ABC):
         Given, or made by the model from the class and a number.
     needs_input_gradient : bool
         False for what comes first: `bprop` may return None.
+    autoencodes : bool
+        Whether GB trains it without targets: it has `filters`, and weights of that name.
+    pools_squares : bool
+        Whether its output is the root of the sum of squares over each window.
     """
 
     name: str | None
     needs_input_gradient = True
+    autoencodes = False
+    pools_squares = False
 
     @abstractmethod
     def output_shape_for(self, input_shape: Shape) -> Shape:

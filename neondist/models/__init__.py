@@ -1,14 +1,30 @@
 """Models: layers, a cost and an optimiser.
 
 model: the chain and its passes. parameters: all arrays in flat buffers. plan: shapes and halos from arithmetic. dist:
-the distributed models. distribute: from one to the other.
+the distributed models. distribute: from one to the other. gb, autoencoder, reconstruction: the sparse autoencoder.
 """
 
+from .autoencoder import Autoencoder
 from .convnet import Convnet
-from .dist import ConvnetDist, DistModel, MLPDist
+from .dist import ConvnetDist, DistModel, GBDist, MLPDist
 from .distribute import distribute
+from .gb import GB
 from .mlp import MLP
 from .model import Model
 from .plan import LayerPlan
+from .reconstruction import Reconstruction
 
-__all__ = ["MLP", "Convnet", "ConvnetDist", "DistModel", "LayerPlan", "MLPDist", "Model", "distribute"]
+__all__ = [
+    "GB",
+    "MLP",
+    "Autoencoder",
+    "Convnet",
+    "ConvnetDist",
+    "DistModel",
+    "GBDist",
+    "LayerPlan",
+    "MLPDist",
+    "Model",
+    "Reconstruction",
+    "distribute",
+]

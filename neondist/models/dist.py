@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..comm import ProcessGrid
 from ..registry import Distributed
 from .convnet import Convnet
+from .gb import GB
 from .mlp import MLP
 
 
@@ -24,3 +25,7 @@ class MLPDist(DistModel, MLP):
 
 class ConvnetDist(DistModel, Convnet):
     """A convolutional network over tiles."""
+
+
+class GBDist(DistModel, GB):
+    """The sparse autoencoder over tiles: each rank keeps and trains the filters of its own output cells alone."""

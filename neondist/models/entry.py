@@ -35,6 +35,10 @@ class Entry:
         """Shape of this rank's part."""
         return tuple(part.stop - part.start for part in self.slices)
 
+    def slot(self, name: str) -> Entry:
+        """Return the entry of an optimiser's array for this parameter."""
+        return Entry(self.layer, f"{self.name}/{name}", self.parameter, self.grid)
+
     def gather(self, array: Any) -> Any:
         """Return a copy of the whole array; collective over the tiles if it is cut."""
         if not self.parameter.tiled:

@@ -49,8 +49,12 @@ class Model(Registered):
         Known after `build`; shapes are global, without the batch.
     bytes_sent : int
         Bytes of halos that this rank has sent since `build`.
+    stages : sequence
+        What `nd.pretrain` trains first; empty but for GB.
     """
 
+    num_pretrain_epochs = 0
+    stages: Sequence[Any] = ()
     has_dist_twin = True
     distributed = False
 
@@ -80,6 +84,9 @@ class Model(Registered):
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
+
+    def __str__(self) -> str:
+        return type(self).__name__
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None) -> list[LayerPlan]:
         """Return shapes, tiles and halos of every layer, from arithmetic alone; raises what `build` would raise."""
@@ -126,9 +133,8 @@ class Model(Registered):
         dy : array
             This rank's part of the output's gradient (`scatter_output`).
         """
-        parameters = self._built()
         dx = self.chain.bprop(dy if dy.dtype == self.dtype else dy.astype(self.dtype))
-        parameters.sum_gradients()
+        self._built().sum_gradients()
         return dx
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
@@ -143,7 +149,6 @@ class Model(Registered):
         batch_size : int, optional
             Samples of this batch over all replicas, where they are not those that the model was built for.
         """
-        parameters = self._built()
         batch = self._batch(x, batch_size)
         self.chain.needs_input_gradient = False
         try:
@@ -151,14 +156,26 @@ class Model(Registered):
             local = self.local_targets(targets, batch)
             scale = 1.0 / (batch * self.cost.cells(self.output_shape))
             loss = self.total_over_output(np.array([self.cost.value(y, local, self.output.total)]))
-            self.bprop(self.cost.gradient(y, local, self.output.total) * self.dtype.type(scale))
+            self.fill_gradients(self.cost.gradient(y, local, self.output.total) * self.dtype.type(scale))
         finally:
             self.chain.needs_input_gradient = True
+        self.update()
+        self.step += 1
+        return float(loss[0] * scale)
+
+    def begin_epoch(self, epoch: int, steps: int) -> None:
+        """Take note that an epoch of so many steps begins, or goes on after a resume; `epoch` counts from 0."""
+
+    def fill_gradients(self, dy: Any) -> None:
+        """Fill the gradients of what is trained at present, given that of this rank's part of the output."""
+        self.bprop(dy)
+
+    def update(self) -> None:
+        """Change what is trained at present by its gradients."""
+        parameters = self._built()
         self.optimizer.update(
             parameters.values, parameters.grads, self.slots, self.step, scale=self.learning_rate_scale
         )
-        self.step += 1
-        return float(loss[0] * scale)
 
     # Whole arrays and this rank's parts.
 

@@ -87,7 +87,7 @@ class Parameters:
     def slots(self, flat: dict[str, Any]) -> list[tuple[Entry, Any]]:
         """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""
         return [
-            (Entry(entry.layer, f"{entry.name}/{slot}", entry.parameter, self.context.grid), part)
+            (entry.slot(slot), part)
             for slot, array in flat.items()
             for entry, part in zip(self.trained, self.cut(array), strict=True)
         ]

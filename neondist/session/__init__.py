@@ -1,7 +1,8 @@
 """Training sessions: the loop, what joins it, and what it writes.
 
-experiment: everything together, as a YAML file names it. fit, evaluate: the loop. hooks: how to join it; progress,
-metrics_log, checkpoint, curves, tiles_picture: the hooks that a run has. validate, describe: before a run.
+experiment: everything together, as a YAML file names it. fit, evaluate: the loop; pretrain: the same for autoencoders.
+hooks: how to join it; progress, metrics_log, checkpoint, curves, tiles_picture: the hooks that a run has. validate,
+describe: before a run.
 """
 
 from .describe import describe
@@ -9,8 +10,20 @@ from .evaluate import evaluate
 from .experiment import FitExperiment
 from .fit import fit
 from .hooks import Hook
+from .pretrain import pretrain
 from .progress import ProgressBar
 from .run import Run, Stop
 from .train import RunResult
 
-__all__ = ["FitExperiment", "Hook", "ProgressBar", "Run", "RunResult", "Stop", "describe", "evaluate", "fit"]
+__all__ = [
+    "FitExperiment",
+    "Hook",
+    "ProgressBar",
+    "Run",
+    "RunResult",
+    "Stop",
+    "describe",
+    "evaluate",
+    "fit",
+    "pretrain",
+]

@@ -86,6 +86,7 @@ def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
     """Train what is left of the epoch, or until a hook sets `run.stop`."""
     model, split = run.model, run.dataset.train
     samples = order(len(split), seed, run.epoch)
+    model.begin_epoch(run.epoch, -(-len(split) // run.batch_size))
     start, sent = time.perf_counter() - run.totals.seconds, model.bytes_sent - run.totals.sent
     for first in range(run.seen, len(split), run.batch_size):
         if run.stop is not None:

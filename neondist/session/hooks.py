@@ -9,7 +9,14 @@ class Hook:
     """Override what you need. Every rank calls the same hooks in the same order; only `on_error` may be called alone.
 
     A hook that communicates has to do so on every rank; one that prints or writes asks `run.first_rank`.
+
+    Attributes
+    ----------
+    joins_pretraining : bool
+        Whether the runs that pretrain a stage call it too; there `run.model` is the stage's autoencoder.
     """
+
+    joins_pretraining = False
 
     def before_run(self, run: Run) -> None:
         """Model and data are ready, nothing has been trained."""

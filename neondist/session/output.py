@@ -9,8 +9,17 @@ from pathlib import Path
 from ..comm import Transport, agree
 from ..errors import ConfigError
 
-FILES = ("experiment.yaml", "environment.json", "metrics.jsonl", "checkpoint.h5", "curves.png", "tiles.png")
-"""All that a run may write."""
+FILES = (
+    "experiment.yaml",
+    "environment.json",
+    "pretrain.jsonl",
+    "pretrain_*.h5",
+    "metrics.jsonl",
+    "checkpoint.h5",
+    "curves.png",
+    "tiles.png",
+)
+"""All that a run may write; * stands for the number of a stage."""
 
 
 def prepare(world: Transport, folder: Path) -> None:
@@ -37,14 +46,14 @@ def prepare(world: Transport, folder: Path) -> None:
 def clear(folder: Path) -> None:
     """Remove the files of an earlier run, and nothing else."""
     for name in FILES:
-        for path in (folder / name, partial(folder / name)):
+        for path in (*folder.glob(name), *folder.glob(partial(Path(name)).name)):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 
 
 def present(folder: Path) -> list[Path]:
     """Return the files of a run that are there."""
-    return [folder / name for name in FILES if (folder / name).is_file()]
+    return [path for name in FILES for path in sorted(folder.glob(name)) if path.is_file()]
 
 
 def partial(path: Path) -> Path:

@@ -9,7 +9,10 @@ import time
 from typing import IO, Any
 
 from .hooks import Hook
+from .reconstruction_error import ReconstructionError
 from .run import Record, Run
+
+MISSED = ReconstructionError.name
 
 
 class ProgressBar(Hook):
@@ -20,6 +23,8 @@ class ProgressBar(Hook):
     file : text file, optional
         Where to print; default stdout.
     """
+
+    joins_pretraining = True
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self.file = file
@@ -112,7 +117,7 @@ def headline(run: Run) -> str:
     done = f", from epoch {run.epoch}" if run.epoch else ""
     done += f", {run.seen} samples into the next" if run.seen else ""
     return (
-        f"{type(run.model).__name__} on {ranks}: {len(run.dataset.train)} training and {len(run.dataset.test)} test"
+        f"{run.model} on {ranks}: {len(run.dataset.train)} training and {len(run.dataset.test)} test"
         f" samples of {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{done}"
     )
 
@@ -125,6 +130,7 @@ def summary(record: Record, epochs: int) -> str:
         f"train loss {record['train_loss']:.6f}",
         f"valid loss {record['valid_loss']:.6f}",
         *([] if error is None else [f"valid error {100 * error:.2f} %"]),
+        *([f"reconstruction error {record[MISSED]:.3f}"] if MISSED in record else []),
         f"{record['seconds']:.1f} s",
         f"{record['samples_per_second']:,.0f} samples/s",
         *([f"{record['bytes_sent'] / 1e6:,.1f} MB sent"] if record["bytes_sent"] else []),

@@ -15,6 +15,7 @@ from .curves import Curves
 from .fit import proceed
 from .hooks import Hook
 from .metrics_log import MetricsLog
+from .pretrain import last_stage, pretrain_stages
 from .run import Record, Run, Stop
 from .tiles_picture import TilesPicture
 from .together import together
@@ -54,6 +55,7 @@ def train(
     model, dataset = experiment.model, experiment.dataset
     with together(grid.world):
         experiment.validate(grid.size)
+    hooks = list(hooks)
     if folder is not None:
         output.prepare(grid.world, folder)
     dataset.open(grid)
@@ -61,13 +63,19 @@ def train(
         model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
     model.step = 0
     run = Run(model, dataset, experiment.epochs, experiment.batch_size)
+    stage = 0
     if resume and folder is not None:
-        restore(folder / "checkpoint.h5", run)
+        stage = last_stage(grid.world, folder) if model.num_pretrain_epochs else 0
+        if not stage:
+            restore(folder / "checkpoint.h5", run)
     writers: list[Hook] = []
     if folder is not None:
         _begin(experiment, grid, folder, resume, resolved)
         writers = _writers(folder)
-    proceed(run, [*hooks, *writers], experiment.metrics)
+    if run.step == 0:
+        run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, stage)
+    if run.stop is None:
+        proceed(run, [*hooks, *writers], experiment.metrics)
     files = output.present(folder) if folder is not None and grid.rank == 0 else []
     return RunResult(grid.world.bcast(files), run.history, run.stop)
 

@@ -25,6 +25,9 @@ class ToyModel:
         self.output = SimpleNamespace(total=lambda array: array)
         self.seen, self.scales, self.targets_seen, self.training = [], [], [], []
 
+    def begin_epoch(self, epoch, steps):
+        pass
+
     def fprop(self, x, training=True, batch_size=None):
         self.training.append(training)
         return x.mean(axis=(1, 2)) * self.weights

@@ -1,0 +1,131 @@
+"""Who has which filter: every output cell its own, or blocks of cells one together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..backends import Backend
+from ..geometry import Box, Window
+from .node import Shape
+
+
+class Filters(ABC):
+    """The linear map of a window's filters over one tile: z = W x, its adjoint Wᵀ z, and the gradient of the weights.
+
+    `view` is (n, *need, C) and z is (n, *tile, out_channels), both local; `weights` are what this rank holds.
+    """
+
+    def __init__(self, kernels: Backend, window: Window) -> None:
+        self.kernels, self.window = kernels, window
+
+    @abstractmethod
+    def correlate(self, view: Any, weights: Any) -> Any:
+        """Return W x: every cell's filter on its window."""
+
+    @abstractmethod
+    def spread(self, z: Any, weights: Any, extent: Shape) -> Any:
+        """Return Wᵀ z, (n, *extent, C): every cell's filter times its value, added where windows overlap."""
+
+    @abstractmethod
+    def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
+        """Return the gradient of the weights, given that of z."""
+
+
+class OwnFilters(Filters):
+    """A filter for every output cell: weights (*tile, *kernel, C, out_channels)."""
+
+    def correlate(self, view: Any, weights: Any) -> Any:
+        """Return W x."""
+        return self.kernels.local_forward(view, weights, self.window.stride)
+
+    def spread(self, z: Any, weights: Any, extent: Shape) -> Any:
+        """Return Wᵀ z."""
+        return self.kernels.local_backward_input(z, weights, extent, self.window.stride)
+
+    def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
+        """Return the gradient of the weights."""
+        return self.kernels.local_backward_weights(view, dz, weights, self.window.stride)
+
+
+class BlockFilters(Filters):
+    """A filter for every block of output cells: weights (*blocks, *kernel, C, out_channels), whole on every rank.
+
+    Parameters
+    ----------
+    tile : Box
+        This rank's output cells.
+    block : tuple of int
+        Cells of a block on every axis; blocks are counted from the image's first cell, whatever the tiles are.
+    """
+
+    def __init__(self, kernels: Backend, window: Window, tile: Box, block: Shape) -> None:
+        super().__init__(kernels, window)
+        self.extent, self.pieces = tile.shape, []
+        need = window.needs(tile)
+        first = [lo // b for lo, b in zip(tile.lo, block, strict=True)]
+        count = [-(-hi // b) - a if hi > lo else 0 for (lo, hi), a, b in zip(tile.axes(), first, block, strict=True)]
+        for at in np.ndindex(*count):
+            place = tuple(a + i for a, i in zip(first, at, strict=True))
+            lo = tuple(p * b for p, b in zip(place, block, strict=True))
+            cells = Box(lo, tuple(c + b for c, b in zip(lo, block, strict=True))).intersect(tile)
+            self.pieces.append((place, _all(cells, tile), _all(window.needs(cells), need)))
+
+    def correlate(self, view: Any, weights: Any) -> Any:
+        """Return W x."""
+        z = np.empty((len(view), *self.extent, weights.shape[-1]), view.dtype)
+        for place, cells, seen in self.pieces:
+            z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._how)
+        return z
+
+    def spread(self, z: Any, weights: Any, extent: Shape) -> Any:
+        """Return Wᵀ z."""
+        dview = np.zeros((len(z), *extent, weights.shape[-2]), z.dtype)
+        for place, cells, seen in self.pieces:
+            part = dview[seen]
+            part += self.kernels.conv_backward_input(_dense(z[cells]), weights[place], part.shape[1:-1], *self._how)
+        return dview
+
+    def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
+        """Return this rank's share of the gradient of the weights."""
+        gradient = np.zeros_like(weights)
+        for place, cells, seen in self.pieces:
+            found = self.kernels.conv_backward_weights(view[seen], _dense(dz[cells]), self.window.kernel, *self._how)
+            gradient[place] = found
+        return gradient
+
+    @property
+    def _how(self) -> tuple[Shape, Shape, int]:
+        return self.window.stride, (1,) * len(self.window.kernel), 1
+
+
+def orthonormal(weights: Any, ndim: int, scale: float) -> Any:
+    """Return the nearest filters whose products are those of an orthonormal set times `scale` squared.
+
+    The filters of one cell (or block) are the columns of a matrix M (kernel · C, out_channels); this is the symmetric
+    orthonormalisation M (MᵀM)^(-1/2) (Hyvärinen and Oja 2000), or (MMᵀ)^(-1/2) M where there are more filters than
+    inputs. The first `ndim` axes of `weights` count the cells.
+    """
+    cells = weights.shape[:ndim]
+    if not weights.size:
+        return weights
+    matrix = weights.reshape(prod(cells), -1, weights.shape[-1]).astype(np.float64)
+    wide = matrix.shape[1] < matrix.shape[2]
+    if wide:
+        matrix = matrix.swapaxes(1, 2)
+    values, vectors = np.linalg.eigh(matrix.swapaxes(1, 2) @ matrix)
+    least = np.finfo(weights.dtype).eps * values[:, -1:]
+    roots = np.sqrt(np.maximum(values, np.maximum(least, np.finfo(np.float64).tiny)))
+    found = matrix @ (vectors / roots[:, None, :]) @ vectors.swapaxes(1, 2)
+    return scale * (found.swapaxes(1, 2) if wide else found).reshape(weights.shape)
+
+
+def _all(box: Box, inside: Box) -> tuple[slice, ...]:
+    return (slice(None), *box.relative_to(inside).slices)
+
+
+def _dense(array: Any) -> Any:
+    return np.ascontiguousarray(array)

@@ -1,0 +1,167 @@
+"""One stage of GB as a model of its own: filters and their transpose, trained to reconstruct the stage's input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from ..layers import LocalFilteringLayer, Phase, Sequential
+from .parameters import gather, load
+from .reconstruction import Reconstruction, ReconstructionCost
+
+if TYPE_CHECKING:
+    from .gb import GB
+    from .plan import LayerPlan
+
+
+class Autoencoder:
+    """Encoder z = W x and tied decoder Wᵀ z of the stage that begins at layer `index` of a model.
+
+    It offers what the training loop asks of a model, but trains this layer's weights alone, without targets. A step
+    moves three halos of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles travel home and add; and of
+    the residual. Where an L2 pooling layer follows, its halo travels both ways. Gradients of unshared weights are not
+    summed over the tiles.
+    """
+
+    def __init__(self, model: GB, index: int) -> None:
+        assert model.parameters is not None
+        self.model, self.name = model, str(model.layers[index].name)
+        self.before = Sequential(model.layers[:index])
+        self.layer = cast(LocalFilteringLayer, model.layers[index])
+        following: Any = model.layers[index + 1 : index + 2]
+        self.pool: Any = following[0] if following and following[0].pools_squares else EachAlone()
+        self.residuals = self.layer.make_array(self.layer.input_shape, self.layer.window)
+        self.entry = next(e for e in model.parameters.trained if e.layer is self.layer and e.name == "weights")
+        self.cost = ReconstructionCost(model.sparsity, model.epsilon)
+        self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
+        self.output, self.output_shape = self.layer.input, self.layer.input_shape
+        self.learning_rate_scale, self.step = 1.0, 0
+        self.slots: dict[str, Any] = {}
+
+    def __str__(self) -> str:
+        return f"Autoencoder of '{self.name}'"
+
+    def begin_epoch(self, epoch: int, steps: int) -> None:
+        """Make the optimiser's slots, if the stage is new."""
+        if not self.slots:
+            self.slots = self.optimizer.slots(self._weights.size, self.dtype)
+        if self.model.orthonormal and not self.step:
+            self.layer.orthonormalise()
+
+    def close(self) -> None:
+        """Give the memory of the optimiser's slots back."""
+        self.slots = {}
+
+    # The passes.
+
+    def inputs(self, x: Any) -> Any:
+        """Return this rank's tile of the stage's input for its tile of the images."""
+        return self.before.fprop(x if x.dtype == self.dtype else x.astype(self.dtype), Phase(training=False))
+
+    def encode(self, x: Any) -> Any:
+        """Return this rank's tile of z = W x for its tile of the stage's input; collective over the tiles."""
+        self.view = self.layer.input.get_fprop_view(x)
+        return self.layer.filters.correlate(self.view, self._weights)
+
+    def decode(self, z: Any) -> Any:
+        """Return this rank's tile of Wᵀ z, the parts of other ranks' windows added; collective over the tiles."""
+        dview = self.layer.filters.spread(z, self._weights, self.layer.input.view_shape[1:-1])
+        return self.layer.input.get_bprop_view(dview)
+
+    def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Reconstruction:
+        """Return the reconstruction of the stage's input for this rank's tile of the images."""
+        phase = Phase(training, self.step)  # the schemes ask for it
+        for array in (*self.layer.arrays, *self.pool.arrays):
+            array.border.phase = phase
+        x = self.inputs(x)
+        self.z = self.encode(x)
+        return Reconstruction(x, self.decode(self.z) - x, self.pool.squares(self.z))
+
+    def bprop(self, y: Reconstruction, scale: float = 1.0) -> None:
+        """Fill the layer's gradient with that of `scale` times the cost of `y`, which fprop has just returned."""
+        filters, weights, z = self.layer.filters, self._weights, self.z
+        error = self.residuals.get_fprop_view(y.residual)
+        dz = filters.correlate(error, weights) + self.pool.squares_backward(self.cost.by_pooled(y.pooled))
+        gradient = filters.gradient(self.view, dz, weights)  # W as the encoder
+        gradient += filters.gradient(error, z, weights)  # and as the decoder
+        gradient *= self.dtype.type(scale)
+        self.layer.grads["weights"] = gradient
+        group = self.grid.copies if self.entry.parameter.tiled else self.grid.world
+        group.allreduce(self.layer.grads["weights"])
+
+    def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
+        """Run one step and return the mean cost over the global batch; as Model.train_batch, but for the targets."""
+        batch = batch_size or len(x) * self.grid.replicas
+        y = self.fprop(x, training=True)
+        cost = self.total_over_output(np.array([self.cost.value(y)]))
+        self.bprop(y, 1.0 / batch)
+        flat = self._weights.reshape(-1), self.layer.grads["weights"].reshape(-1)
+        self.optimizer.update(*flat, self.slots, self.step, scale=self.learning_rate_scale)
+        if self.model.orthonormal:
+            self.layer.orthonormalise()
+        self.step += 1
+        return float(cost[0] / batch)
+
+    # What the loop, its hooks and `evaluate` ask of a model.
+
+    def local_targets(self, targets: Any, batch_size: int) -> None:
+        """Return None: the targets are the inputs."""
+
+    def total_over_output(self, array: Any) -> Any:
+        """Sum an array in place over all ranks, and return it; collective."""
+        self.grid.world.allreduce(array)
+        return array
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole model's state; collective."""
+        return self.model.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over the whole model's state."""
+        self.model.load_state(state)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return copies of the slots of this stage's weights by '<layer name>/weights/<slot>'; collective."""
+        return gather(self._slots())
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take over arrays that `optimizer_state` returned."""
+        load(self._slots(), state, "optimiser state")
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of halos that this rank has sent since the model's build."""
+        return self.model.bytes_sent
+
+    @property
+    def _weights(self) -> Any:
+        return self.layer.params["weights"]
+
+    def _slots(self) -> list[Any]:
+        self.begin_epoch(0, 0)
+        shape = self._weights.shape
+        return [(self.entry.slot(name), slot.reshape(shape)) for name, slot in self.slots.items()]
+
+
+class EachAlone:
+    """Takes the place of a pooling layer where there is none."""
+
+    arrays = ()
+
+    def squares(self, z: Any) -> Any:
+        """Return z²."""
+        self.z = z
+        return z * z
+
+    def squares_backward(self, dsquares: Any) -> Any:
+        """Return the gradient of z."""
+        return 2 * self.z * dsquares
+
+
+def words_sent(layer: LayerPlan, pool: LayerPlan | None) -> list[int]:
+    """Return the numbers that each tile sends for one sample in a pretraining step of a stage on the first input."""
+    words = [2 * sent + received for sent, received in zip(layer.sent_words, layer.received_words, strict=True)]
+    if pool is None:
+        return words
+    return [n + a + b for n, a, b in zip(words, pool.sent_words, pool.received_words, strict=True)]

@@ -1,0 +1,122 @@
+"""The sparse autoencoder of Le et al. (2012)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..comm import ProcessGrid
+from ..costs import Cost
+from ..errors import ConfigError
+from ..layers import Node
+from ..layers import Sequential as Chain
+from ..optim import Adam, Optimizer
+from ..optim.ranges import flag, integer, real
+from ..schemes import Scheme
+from .autoencoder import Autoencoder
+from .convnet import Convnet
+from .part import Part
+
+
+class GB(Convnet):
+    """Stages of unshared filters, L2 pooling and contrast normalisation, pretrained without labels; then an FC top.
+
+    A stage begins with a LocalFilteringLayer; most often an L2PoolingLayer and an LCNLayer follow (Le et al. 2012,
+    "Building high-level features using large scale unsupervised learning", ICML). `nd.pretrain`, which an experiment
+    calls first, trains one stage after the other (greedily) on what the stages before it give. With the filters W of
+    the stage, which see the input through their windows, the cost of a sample x is::
+
+        1/2 |x - Wᵀ(W x)|² + sparsity · Σ sqrt(epsilon + pooled squares of W x)
+
+    The decoder is the encoder's transpose (tied); a cell of the reconstruction is the sum over all windows that hold
+    it, those of other ranks' tiles included. The second sum is over the windows of the L2 pooling layer, or over the
+    filters' outputs themselves where none follows. The layer's bias and activation have no part in it.
+
+    Supervised training then changes only the top, which is what comes from the first trained layer after the last
+    stage on, for `num_initial_epochs`; and after that all layers.
+
+    Parameters
+    ----------
+    layers, cost, optimizer, seed, backend, dtype, scheme
+        As in Model.
+    num_pretrain_epochs : int
+        For each stage; 0 leaves the first weights as they are.
+    num_initial_epochs : int
+        How many of the supervised epochs train the top alone.
+    sparsity, epsilon : float
+        λ, at least 0, and ε, above 0.
+    orthonormal : bool
+        After each step of pretraining, make the filters of each cell orthonormal, up to one length for all.
+    pretrain_optimizer : Optimizer, optional
+        Default Adam.
+
+    Attributes
+    ----------
+    stages : list of Autoencoder
+        Known after `build`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Node],
+        cost: Cost | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 0,
+        backend: str = "auto",
+        dtype: str = "float32",
+        scheme: Scheme | str = "halo",
+        num_pretrain_epochs: int = 1,
+        num_initial_epochs: int = 1,
+        sparsity: float = 0.1,
+        epsilon: float = 1e-2,
+        orthonormal: bool = False,
+        pretrain_optimizer: Optimizer | None = None,
+    ) -> None:
+        super().__init__(layers, cost, optimizer, seed, backend, dtype, scheme)
+        self.num_pretrain_epochs = integer("num_pretrain_epochs", num_pretrain_epochs, 0)
+        self.num_initial_epochs = integer("num_initial_epochs", num_initial_epochs, 0)
+        self.sparsity, self.epsilon = real("sparsity", sparsity, 0.0), real("epsilon", epsilon, 0.0, open_low=True)
+        self.orthonormal = flag("orthonormal", orthonormal)
+        self.pretrain_optimizer = pretrain_optimizer or Adam()
+        self._arguments |= {"pretrain_optimizer": self.pretrain_optimizer}
+        self.starts = [index for index, layer in enumerate(self.layers) if layer.autoencodes]
+        if not self.starts:
+            name = type(self).__name__
+            raise ConfigError(f"layers: {name} pretrains LocalFiltering layers, but has none; add one, or use Convnet")
+
+    def build(self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None) -> None:
+        """Build the layers as Model does, then the autoencoders."""
+        super().build(input_shape, batch_size, grid)
+        self.stages = [Autoencoder(self, index) for index in self.starts]
+        rest = range(self.starts[-1] + 1, len(self.layers))
+        trained = (i for i in rest if any(leaf.params for leaf in self.layers[i].leaves))
+        self.top = Chain(self.layers[next(trained, len(self.layers)) :])
+        inside = self.top.leaves
+        self.top_part = Part(self._built(), lambda layer, _: layer in inside)
+        self.top_alone, self._phase_start = False, 0
+
+    def begin_epoch(self, epoch: int, steps: int) -> None:
+        """Find out what the epoch trains; the optimiser starts anew when that changes."""
+        self.top_alone = epoch < self.num_initial_epochs
+        self._phase_start = 0 if self.top_alone else self.num_initial_epochs * steps
+        if self.step == self._phase_start:
+            for slot in self.slots.values():
+                slot[...] = 0
+
+    def fill_gradients(self, dy: Any) -> None:
+        """Go back no further than to what is trained."""
+        if self.top_alone:
+            self.top.needs_input_gradient = False
+            self.top.bprop(dy)
+            self.top_part.sum_gradients()
+        else:
+            super().fill_gradients(dy)
+
+    def update(self) -> None:
+        """Change what is trained; the optimiser counts its steps from where that began."""
+        step, scale = self.step - self._phase_start, self.learning_rate_scale
+        if self.top_alone:
+            self.top_part.update(self.optimizer, self.slots, step, scale)
+        else:
+            parameters = self._built()
+            self.optimizer.update(parameters.values, parameters.grads, self.slots, step, scale=scale)

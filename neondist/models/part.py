@@ -1,0 +1,45 @@
+"""Some of a model's parameters, trained without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..layers import Layer
+from ..optim import Optimizer
+from .parameters import Parameters
+
+
+class Part:
+    """The trained arrays of some layers, as parts of the model's flat buffers.
+
+    Parameters
+    ----------
+    parameters : Parameters
+    chosen : callable
+        Tells of a layer and a parameter's name whether it belongs to the part.
+    """
+
+    def __init__(self, parameters: Parameters, chosen: Callable[[Layer, str], bool]) -> None:
+        self.parameters = parameters
+        self.chosen = [chosen(entry.layer, entry.name) for entry in parameters.trained]
+
+    def cut(self, flat: Any) -> list[Any]:
+        """Return this part's arrays in a buffer as long as all parameters, each flat, as views."""
+        pairs = zip(self.parameters.cut(flat), self.chosen, strict=True)
+        return [array.reshape(-1) for array, mine in pairs if mine]
+
+    def sum_gradients(self) -> None:
+        """Add up every rank's share; what is cut into tiles, over the replicas alone."""
+        grid = self.parameters.context.grid
+        tiled = [e.parameter.tiled for e, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
+        for gradient, cut in zip(self.cut(self.parameters.grads), tiled, strict=True):
+            (grid.copies if cut else grid.world).allreduce(gradient)
+
+    def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
+        """Change these parameters by their gradients; `slots` are as long as all parameters."""
+        parts = {name: self.cut(slot) for name, slot in slots.items()}
+        values, gradients = self.cut(self.parameters.values), self.cut(self.parameters.grads)
+        for at, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
+            mine = {name: part[at] for name, part in parts.items()}
+            optimizer.update(value, gradient, mine, step, scale=scale)

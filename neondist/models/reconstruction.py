@@ -1,0 +1,54 @@
+"""The cost of a sparse autoencoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Reconstruction(NamedTuple):
+    """What an autoencoder makes of its input x; this rank's tiles.
+
+    Attributes
+    ----------
+    x : array (n, *tile, C)
+    residual : array (n, *tile, C)
+        Wᵀ(Wx) - x, whole: what neighbouring tiles' windows add is in it.
+    pooled : array (n, *pooled tile, channels)
+        Sums of the squares of Wx over the pooling windows.
+    """
+
+    x: Any
+    residual: Any
+    pooled: Any
+
+
+@dataclass(frozen=True)
+class ReconstructionCost:
+    """½‖x − Wᵀ(Wx)‖² + λ Σ sqrt(ε + pooled squares of Wx), of each sample (Le et al. 2012).
+
+    Attributes
+    ----------
+    sparsity : float
+        λ.
+    epsilon : float
+        ε, which smooths the root at 0.
+    """
+
+    sparsity: float
+    epsilon: float
+
+    def value(self, y: Reconstruction, targets: Any = None, total: Any = None) -> float:
+        """Return the sum over everything local, in float64; sums of ranks add up."""
+        error = 0.5 * float(np.sum(y.residual * y.residual, dtype=np.float64))
+        return error + self.sparsity * float(np.sum(np.sqrt(self.epsilon + y.pooled), dtype=np.float64))
+
+    def by_pooled(self, pooled: Any) -> Any:
+        """Return the gradient of `value` with respect to the pooled squares."""
+        return (0.5 * self.sparsity) / np.sqrt(self.epsilon + pooled)
+
+    def cells(self, shape: Any) -> int:
+        """Return 1: a sample's cost is a sum over all its cells."""
+        return 1

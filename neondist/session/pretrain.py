@@ -1,0 +1,103 @@
+"""Training without targets, one stage after the other, before the supervised training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..comm import Transport
+from .checkpoint import Checkpoint, restore
+from .evaluate import evaluate
+from .fit import proceed
+from .hooks import Hook
+from .metrics_log import MetricsLog
+from .reconstruction_error import ReconstructionError
+from .run import Record, Run, Stop
+
+if TYPE_CHECKING:
+    from ..datasets import Dataset
+    from ..models import Model
+
+
+def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Iterable[Hook] = ()) -> list[Record]:
+    """Train every stage of a model for its `num_pretrain_epochs`; collective, every rank gets the same records.
+
+    The loop is that of `nd.fit`, with the stage's autoencoder in the place of the model: hooks find it as `run.model`.
+
+    Parameters
+    ----------
+    model : GB
+        Built for the grid that the data set was opened on. Other models have no stages, and nothing happens.
+    dataset : Dataset
+        Opened.
+    batch_size : int
+        Samples per update, over all replicas.
+    hooks : iterable of Hook
+
+    Returns
+    -------
+    list of dict
+        One record per stage and epoch, and one with epoch 0 from before. 'valid_loss' is the mean cost of a test
+        sample, 'reconstruction_error' the share of the input's variance that the reconstruction misses.
+    """
+    history: list[Record] = []
+    for stage in model.stages if model.num_pretrain_epochs else ():
+        run = Run(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
+        _train(run, list(hooks), None)
+        history = run.history
+    return history
+
+
+def pretrain_stages(
+    model: Model, dataset: Dataset, batch_size: int, hooks: Iterable[Hook], folder: Path | None, first: int
+) -> Stop | None:
+    """Pretrain as an experiment does: with files in `folder`, and from the checkpoint of stage `first` on (if not 0).
+
+    `hooks` are called if they join pretraining. Returns why it ended, if that was before it was complete; collective.
+    """
+    hooks = [hook for hook in hooks if hook.joins_pretraining]
+    history: list[Record] = []
+    for number, stage in enumerate(model.stages if model.num_pretrain_epochs else (), 1):
+        if number >= first:
+            run, writers = Run(stage, dataset, model.num_pretrain_epochs, batch_size, history=history), []
+            if folder is not None:
+                writers = [MetricsLog(folder / "pretrain.jsonl"), Checkpoint(folder / f"pretrain_{number}.h5")]
+            _train(run, [*hooks, *writers], folder / f"pretrain_{number}.h5" if folder and number == first else None)
+            if run.stop is not None:
+                return run.stop
+            history = run.history
+    return None
+
+
+def last_stage(world: Transport, folder: Path) -> int:
+    """Return the number of the stage that an interrupted run was in, or 0 if it had got further; collective."""
+    found = 0
+    if world.rank == 0 and not (folder / "checkpoint.h5").exists():
+        while (folder / f"pretrain_{found + 1}.h5").exists():
+            found += 1
+    return int(world.bcast(found))
+
+
+def _train(run: Run, hooks: list[Hook], checkpoint: Path | None) -> None:
+    """Train a stage from its beginning, or from a checkpoint."""
+    stage: Any = run.model
+    stage.begin_epoch(0, 0)
+    if checkpoint is not None:
+        restore(checkpoint, run)
+    metrics: list[Any] = [ReconstructionError(stage, run.dataset.train, run.batch_size)]
+    if checkpoint is None:
+        before = evaluate(stage, run.dataset.test, run.batch_size, metrics)
+        first = {"stage": stage.name, "epoch": 0, "step": 0, "valid_loss": before.pop("loss"), **before}
+        run.history = [*run.history, first]
+    proceed(run, [NameStage(), *hooks], metrics)
+    stage.close()
+
+
+class NameStage(Hook):
+    """Write the stage's name into its records."""
+
+    def after_epoch(self, run: Run) -> None:
+        """Complete the epoch's record."""
+        stage: Any = run.model
+        run.history[-1] = {"stage": stage.name, **run.history[-1]}

@@ -1,0 +1,195 @@
+"""GB: the decoder, the cost and its gradient, the same on every grid; what each phase trains."""
+
+from math import prod
+
+import numpy as np
+import pytest
+from gb_runs import KINDS, SHAPE, built, gb_of, pretrain_and_fit, pretrain_steps
+from support import worst
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.errors import ConfigError
+from neondist.models.autoencoder import words_sent
+
+GRIDS = [(1, 1, 1), (2, 1, 1), (4, 1, 2), (6, 1, 2), (6, 2, 3), (12, 1, 4)]
+ROWS = {1: (1, 1), 4: (2, 2), 6: (3, 2)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pretraining_is_the_same_on_every_grid(kind):
+    expected = pretrain_steps(kind)
+    for ranks, replicas, rows in GRIDS:
+
+        def job(comm, replicas=replicas, rows=rows):
+            return pretrain_steps(kind, nd.ProcessGrid(comm, replicas=replicas, rows=rows))
+
+        for found in loopback.run(ranks, job):
+            assert worst(found, expected) < 1e-9, (ranks, replicas)
+
+
+def test_a_whole_run_is_the_same_on_every_grid():
+    expected = pretrain_and_fit()
+    assert expected["pretraining"][2, 0] < expected["pretraining"][0, 0]
+    for ranks, replicas in ((2, 1), (4, 1), (6, 1), (6, 2)):
+        for found in loopback.run(ranks, lambda c, r=replicas: pretrain_and_fit(nd.ProcessGrid(c, replicas=r))):
+            assert worst(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_decoder_is_the_encoders_adjoint(kind):
+    def job(comm):
+        model, x = built(kind, nd.ProcessGrid(comm))
+        stage = model.stages[0]
+        z = stage.encode(x)
+        other = np.random.default_rng(comm.rank).normal(size=z.shape)
+        back = stage.decode(other)
+        return stage.total_over_output(np.array([np.sum(z * other), np.sum(x * back), np.sum(np.abs(x * back))]))
+
+    for ranks in (1, 4, 6):
+        for there, back, size in loopback.run(ranks, job):
+            assert abs(there - back) < 1e-12 * size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_that_of_the_whole_cost(kind):
+    model, x = built(kind, batch=2)
+    model.sparsity = 0.7
+    for stage in model.stages:
+        stage.bprop(stage.fprop(x))
+        gradient, weights = stage.layer.grads["weights"].copy(), stage.layer.params["weights"]
+        direction = np.random.default_rng(0).normal(size=weights.shape)
+        step = 1e-5 * direction
+        weights += step
+        up = stage.cost.value(stage.fprop(x))
+        weights -= 2 * step
+        down = stage.cost.value(stage.fprop(x))
+        weights += step
+        assert (up - down) / 2e-5 == pytest.approx(np.sum(gradient * direction), rel=1e-7)
+
+
+def test_the_cost_is_the_one_of_the_papers():
+    """Against matrices: W from what the encoder makes of unit vectors."""
+    model, x = built("padded", batch=2)
+    stage = model.stages[0]
+    y = stage.fprop(x)
+    cells = prod(SHAPE)
+    model.build(SHAPE, cells)
+    encoder = model.stages[0].encode(np.eye(cells).reshape(cells, *SHAPE)).reshape(cells, -1).T
+    flat = x.reshape(2, cells)
+    z = flat @ encoder.T
+    pooled = model.stages[0].pool.squares(z.reshape(2, *model.layers[0].output_shape))
+    residual = flat - z @ encoder
+    expected = 0.5 * np.sum(residual**2) + 0.1 * np.sum(np.sqrt(0.01 + pooled))
+    assert stage.cost.value(y) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["unshared", "padded", "blocks"])
+def test_a_step_sends_what_the_formula_says_and_no_weights(kind):
+    model, batch = gb_of(kind, dist=True), 6
+
+    def job(comm):
+        grid = nd.ProcessGrid(comm)
+        own, x = built(kind, grid, batch)
+        stage, sums = own.stages[0], []
+        for group in (grid.world, grid.tiles):
+            group.allreduce = lambda a, add=group.allreduce: (sums.append(a.size), add(a))
+        before = own.bytes_sent
+        stage.begin_epoch(0, 1)
+        stage.train_batch(x, None, batch)
+        return own.bytes_sent - before, sums, stage.layer.params["weights"].size
+
+    for ranks in (1, 4, 6):
+        plans = model.plan(SHAPE, nd.GridShape(1, *ROWS[ranks]))
+        formula = [8 * batch * words for words in words_sent(plans[0], plans[1])]
+        assert sum(formula) > 0 or ranks == 1
+        for tile, (sent, sums, size) in enumerate(loopback.run(ranks, job)):
+            assert sent == formula[tile]
+            assert sums == ([1, size] if kind == "blocks" else [1])  # the cost; and shared weights alone
+
+
+def test_each_rank_keeps_its_part_of_the_filters():
+    whole = built("unshared")[0].layers[0].params["weights"].size
+
+    def job(comm):
+        return built("unshared", nd.ProcessGrid(comm))[0].layers[0].params["weights"].size
+
+    held = loopback.run(4, job)
+    assert sum(held) == whole
+    assert max(held) < 0.4 * whole
+    assert held == gb_of("unshared", dist=True).plan(SHAPE, nd.GridShape(1, 2, 2))[0].held
+
+
+def test_initial_epochs_train_the_top_alone():
+    model, x = built("unshared", num_initial_epochs=1)
+    labels = np.arange(6) % 4
+    first = model.state()
+    model.begin_epoch(0, 2)
+    for _ in range(2):
+        model.train_batch(x, labels)
+    then = model.state()
+    changed = {name.split("/")[0] for name in first if not np.array_equal(first[name], then[name])}
+    assert changed == {"fc1", "fc2"}
+    model.begin_epoch(1, 2)
+    assert all(np.all(slot == 0) for slot in model.slots.values())
+    model.train_batch(x, labels)
+    last = model.state()
+    assert all(np.any(then[name] != last[name]) for name in then)
+    # Adam's first step has the length of the learning rate, if its count begins anew
+    step = np.abs(last["local_filtering1/weights"] - then["local_filtering1/weights"])
+    assert np.median(step) == pytest.approx(0.01, rel=1e-3)
+    assert model.bprop(np.ones((6, 4))).shape == x.shape  # what was cut off for the top is whole again
+
+
+def test_orthonormal_filters():
+    model, _ = built("orthonormal")
+    layer = model.layers[0]
+    layer.orthonormalise()
+    filters = layer.params["weights"].reshape(-1, 18, 4)
+    length = np.sqrt(min(1, prod(SHAPE) / prod(layer.output_shape)))
+    np.testing.assert_allclose(
+        filters.swapaxes(1, 2) @ filters, length**2 * np.eye(4)[None] + 0 * filters[:, :4], atol=1e-12
+    )
+
+
+def test_shared_filters_are_a_convolution():
+    x = np.random.default_rng(0).normal(size=(2, *SHAPE))
+    local = nd.Convnet([nd.LocalFilteringLayer(3, 3, 2, padding=1, shared=True)], dtype="float64")
+    conv = nd.Convnet([nd.ConvLayer(3, 3, 2, padding=1, bias=False)], dtype="float64")
+    for model in (local, conv):
+        model.build(SHAPE, 2)
+    conv.layers[0].params["weights"] = local.layers[0].params["weights"][0, 0]
+    y = local.fprop(x)
+    np.testing.assert_allclose(y, conv.fprop(x), atol=1e-12)
+    np.testing.assert_allclose(local.bprop(y), conv.bprop(y), atol=1e-12)
+    np.testing.assert_allclose(local.layers[0].grads["weights"][0, 0], conv.layers[0].grads["weights"], atol=1e-11)
+
+
+def test_distribute_brings_the_filters_along():
+    model, x = built("blocks")
+    stage = model.stages[0]
+    expected = stage.fprop(x).residual
+
+    def job(comm):
+        twin = nd.distribute(model)
+        twin.build(SHAPE, 6, nd.ProcessGrid(comm))
+        stage = twin.stages[0]
+        return stage.output.gather(stage.fprop(twin.scatter(x)).residual)
+
+    for found in loopback.run(4, job):
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nd.GB([nd.FCLayer(3)]), "pretrains LocalFiltering layers, but has none"),
+        (lambda: gb_of("unshared", False, epsilon=0.0), "epsilon: 0.0 cannot be used; give a number above 0"),
+        (lambda: gb_of("unshared", False, num_pretrain_epochs=-1), "num_pretrain_epochs: -1"),
+        (lambda: nd.LocalFilteringLayer(2, 3, shared=0), "shared 0: needs true, false, or blocks"),
+        (lambda: nd.GB([nd.LocalFilteringLayer(2, 3, shared=(2, 2, 2))]).build((8, 8, 1), 2), "needs one number, or 2"),
+    ],
+)
+def test_mistakes(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
