@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..comm import ProcessGrid, agree
-from ..errors import ShapeError
+from ..errors import DataError, ShapeError
 from ..registry import Registered
 
 
@@ -101,12 +101,15 @@ class Dataset(Registered, ABC):
         Raises
         ------
         DataError
-            If the source is missing, damaged or not what it should be, on any rank.
+            If the source is missing, damaged, too large or not what it should be, on any rank.
         """
         error: Exception | None = None
         try:
             self.check()
             self.train, self.test = self.load(grid)
+        except MemoryError as problem:
+            what = f" ({problem})" if str(problem) else ""
+            error = DataError(f"dataset: a rank has no memory for its part{what}; use more ranks, or fewer samples")
         except Exception as problem:
             error = problem
         agree(grid.world, error)

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from .. import hdf5
 from ..comm import ProcessGrid
 from ..errors import DataError
 from .unpack import PIECE
 
-FORMAT = 1
+FORMAT = 2
 Arrays = dict[str, np.ndarray]
 
 
@@ -60,10 +61,10 @@ def read(path: Path, stamp: str) -> Arrays | None:
 
     try:
         with h5py.File(path, "r") as file:
-            if file.attrs["stamp"] != stamp:
+            if hdf5.get_text(file.attrs, "stamp") != stamp:
                 return None
-            sums: dict[str, str] = json.loads(file.attrs["checksums"])
-            arrays = {name: np.asarray(file[name][()]) for name in sums}
+            sums: dict[str, str] = json.loads(hdf5.get_text(file.attrs, "checksums"))
+            arrays = {name: np.asarray(file[name][()]) for name in sums if hdf5.plain(file[name])}
     # a damaged HDF5 file may raise nearly anything; whatever it is, the cache is made again
     except Exception:
         return None
@@ -71,17 +72,19 @@ def read(path: Path, stamp: str) -> Arrays | None:
 
 
 def write(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays to `path`: whole, or not at all; DataError if the place cannot be written."""
-    import h5py
-
+    """Write the arrays to `path`: whole, or not at all; DataError if the place cannot be written or is another's."""
+    if _foreign(path):
+        raise DataError(
+            f"serialized_path: {path} is there and is no cache of neondist, so it is not replaced; choose another name"
+        )
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with h5py.File(part, "w") as file:
+        with hdf5.create(part) as file:
             for name, array in arrays.items():
                 file[name] = array
-            file.attrs["stamp"] = stamp
-            file.attrs["checksums"] = json.dumps(checksums(arrays))
+            hdf5.put_text(file.attrs, "stamp", stamp)
+            hdf5.put_text(file.attrs, "checksums", json.dumps(checksums(arrays)))
         with open(part, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(part, path)
@@ -99,6 +102,24 @@ def write(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
 def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Return shape, dtype and crc of each array, as text by name."""
     return {n: f"{a.shape} {a.dtype} {zlib.crc32(np.ascontiguousarray(a).data):08x}" for n, a in arrays.items()}
+
+
+def _foreign(path: Path) -> bool:
+    """Tell whether a file is surely something else than a cache of any version, damaged or not."""
+    import h5py
+
+    try:
+        with open(path, "rb") as there:
+            head = there.read(len(hdf5.SIGNATURE))
+        if head != hdf5.SIGNATURE:
+            return bool(head) and path.suffix not in (".h5", ".hdf5")
+        with h5py.File(path, "r") as file:
+            return "stamp" not in file.attrs
+    except FileNotFoundError:
+        return False
+    # a damaged HDF5 file, or one that cannot be read: of the one in its place writing tells
+    except Exception:
+        return False
 
 
 def _source(path: Path) -> list[Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from string import Formatter
 
 from ..comm import ProcessGrid
 from ..errors import ConfigError
 
+_PADDED = re.compile(r"(0?[1-9])?d?")  # a wider number could be made as long as memory
 _EXAMPLE = "for instance ~/.cache/neondist/mnist_{rank}_of_{size}.h5"
 
 
@@ -19,8 +21,11 @@ def check_template(template: object) -> None:
     text = os.fspath(template)
     try:
         unknown = _fields(text) - {"rank", "size"}
-        if not unknown:
-            text.format(rank=0, size=1)
+        wide = [spec for _, _, spec, conversion in _parts(text) if conversion or not _PADDED.fullmatch(spec or "")]
+        if wide:
+            raise ValueError(f"'{wide[0]}' is no width of a number")
+        if "\0" in text:
+            raise ValueError("it has a null character")
     except (ValueError, KeyError, IndexError) as error:
         raise ConfigError(
             f"serialized_path: {text!r} is not a template ({error}); write it as a path, {_EXAMPLE}"
@@ -45,4 +50,13 @@ def cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
 
 
 def _fields(text: str) -> set[str]:
-    return {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+    return {name for _, name, _, _ in _parts(text)}
+
+
+def _parts(text: str) -> list[tuple[str, str, str | None, str | None]]:
+    """Return literal text, name, width and conversion of each field."""
+    return [
+        (literal, name, spec, conversion)
+        for literal, name, spec, conversion in Formatter().parse(text)
+        if name is not None
+    ]

@@ -62,7 +62,8 @@ class Source:
             with tarfile.open(self.path) as archive:
                 yield archive
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-            raise DataError(f"{self.path}: is no sound .tar.gz ({error}); fetch it again") from error
+            reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # tarfile tells one line per method
+            raise DataError(f"{self.path}: is no sound .tar.gz ({reason}); fetch it again") from error
 
 
 def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

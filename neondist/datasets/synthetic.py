@@ -10,6 +10,8 @@ from ..errors import ConfigError
 from .base import Dataset, Split, tile_slices
 from .gratings import Gratings
 
+_MOST = 1 << 48  # beyond it, products of extents leave what NumPy can index
+
 
 class Synthetic(Dataset):
     """Gratings, one direction and wavelength per class, with a random phase per sample and noise in every cell.
@@ -69,6 +71,6 @@ class Synthetic(Dataset):
 
 
 def _integer(field: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise ConfigError(f"{field}: {value!r} is not a whole number from {least}; give one")
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= _MOST:
+        raise ConfigError(f"{field}: {value!r} is not a whole number from {least} to {_MOST}; give one")
     return int(value)

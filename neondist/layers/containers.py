@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
 from .base import Layer
 from .node import Context, Node, Phase, Shape
 
@@ -161,9 +161,12 @@ class Concat(Branches):
 
 
 def as_node(layer: Any) -> Node:
-    """Return the layer; a list of layers becomes a Sequential."""
-    found: Node = Sequential(layer) if isinstance(layer, (list, tuple)) else layer
-    return found
+    """Return the layer; a list of layers becomes a Sequential. ConfigError for what is no layer."""
+    if isinstance(layer, (list, tuple)):
+        return Sequential(layer)
+    if not isinstance(layer, Node):
+        raise ConfigError(f"layers: {layer!r} is no layer; give layers, containers and lists of them")
+    return layer
 
 
 def _tell(node: Node) -> str:

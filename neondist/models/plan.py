@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ..errors import UserError
+from ..errors import ShapeError, UserError
 from ..geometry import Box, GridShape, HaloPlan, Window
 from ..layers import Layer, Node
 from ..schemes import Halo, Scheme
 
 Shape = tuple[int, ...]
+_MOST = 1 << 48  # far beyond any machine; from there on products leave what an index can count
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,21 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
         [[piece.source.size * channels for plans, channels in halos for piece in pieces(plans[t])] for t in tiles]
         for pieces in (lambda plan: plan.sends, lambda plan: plan.receives)
     )
+    count = sum(prod(p.shape) for p in parameters)
+    views = [halo.need for halo in _halos(input_shape, window or everywhere, grid)]
+    largest = max(count, prod(output_shape), *(view.size * input_shape[-1] for view in views))
+    if largest > _MOST:
+        raise ShapeError(f"would have {largest} numbers, more than any machine can hold; make the layer smaller")
     return LayerPlan(
         name=str(layer.name),
         cls=type(layer).__name__,
         input_shape=input_shape,
         output_shape=output_shape,
         window=window,
-        parameters=sum(prod(p.shape) for p in parameters),
+        parameters=count,
         held=[sum(p.size_on(box) for p in parameters) for box in grid.partition(output_shape[:-1]).boxes()],
         tiles=grid.partition(output_shape[:-1]).boxes(),
-        views=[halo.need for halo in _halos(input_shape, window or everywhere, grid)],
+        views=views,
         halo_cells=[sum(plans[tile].received_cells for plans, _ in halos) for tile in tiles],
         forward=out if not layer.reverse_halos else home,
         backward=home if not layer.reverse_halos else out,

@@ -16,6 +16,7 @@ from .fit import proceed
 from .hooks import Hook
 from .metrics_log import MetricsLog
 from .pretrain import last_stage, pretrain_stages
+from .room import room_for
 from .run import Record, Run, Stop
 from .tiles_picture import TilesPicture
 from .together import together
@@ -59,7 +60,7 @@ def train(
     if folder is not None:
         output.prepare(grid.world, folder)
     dataset.open(grid)
-    with together(grid.world):
+    with together(grid.world), room_for("model", "fewer or smaller layers"):
         model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
     model.step = 0
     run = Run(model, dataset, experiment.epochs, experiment.batch_size)
@@ -72,10 +73,11 @@ def train(
     if folder is not None:
         _begin(experiment, grid, folder, resume, resolved)
         writers = _writers(folder)
-    if run.step == 0:
-        run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, stage)
-    if run.stop is None:
-        proceed(run, [*hooks, *writers], experiment.metrics)
+    with room_for("model", "smaller batches, or fewer or smaller layers"):
+        if run.step == 0:
+            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, stage)
+        if run.stop is None:
+            proceed(run, [*hooks, *writers], experiment.metrics)
     files = output.present(folder) if folder is not None and grid.rank == 0 else []
     return RunResult(grid.world.bcast(files), run.history, run.stop)
 

@@ -183,6 +183,32 @@ def test_rebuilt_when_damaged(data, damage):
     assert not data.load()
 
 
+def _passwords(path):
+    path.write_text("root:x:0:0\n")
+
+
+def _other_arrays(path):
+    with h5py.File(path, "w") as file:
+        file["precious"] = np.arange(5)
+
+
+@pytest.mark.parametrize(("name", "make"), [("passwd", _passwords), ("mine.h5", _other_arrays)])
+def test_a_file_of_another_kind_is_never_replaced(data, tmp_path, name, make):
+    make(tmp_path / name)
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(DataError, match=f"{name} is there and is no cache of neondist, so it is not replaced"):
+        MNIST(data.folder, str(tmp_path / name)).load(ONE)
+    assert (tmp_path / name).read_bytes() == before
+
+
+def test_text_of_variable_length_is_not_read(data):
+    """One wrong byte in it makes libhdf5 hang."""
+    data.load()
+    with h5py.File(data.file(), "r+") as file:
+        file.attrs["stamp"] = file.attrs["stamp"].decode()
+    assert data.load()
+
+
 def test_a_good_cache_is_not_written_again(data):
     data.load()
     before = data.file().stat().st_mtime_ns, data.file().stat().st_ino
@@ -233,6 +259,9 @@ def test_a_missing_source_is_an_error_in_spite_of_a_cache(data):
         ("a_}.h5", "is not a template"),
         ("a_{rank:q}.h5", "is not a template"),
         ("a_{rank:{width}}.h5", "is not a template"),
+        ("a_{rank:99999999999}.h5", "is not a template"),
+        ("a_{rank!r}.h5", "is not a template"),
+        ("a_\0{rank}.h5", "is not a template"),
         ("", "is not a path"),
         (7, "is not a path"),
         (True, "is not a path"),
