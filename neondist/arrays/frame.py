@@ -29,9 +29,11 @@ class Frame:
     ) -> None:
         self.plan, self.samples, self.channels, self.border = plan, samples, channels, border
         self.buffer = backend.full((samples, *plan.buffer.shape, channels), plan.window.fill, dtype)
-        self.gradient: Any = None  # made at the first bprop: evaluation needs none
+        self.gradient: Any = None
+        self.dview: Any = None  # made at the first bprop: evaluation needs none
         self.shape, self.dtype, self.backend, self.tiles = self.buffer.shape, dtype, backend, tiles
         self.own, self.need = self.index(plan.own), self.index(plan.need)
+        self.tile, self.view = self.buffer[self.own], self.buffer[self.need]
         # own cells are in place already; what wraps around is needed a second time
         self.again = [piece for piece in plan.local if piece.target != piece.source]
         self.fetch = Fetch(self, plan.sends, plan.receives, forward=not border.reverse)
@@ -39,23 +41,24 @@ class Frame:
 
     def forward(self, tile: Any) -> Any:
         """Place the tile, fetch the halo, fold the padding; return the view."""
-        own = self.buffer[self.own]
-        if own.ctypes.data != tile.ctypes.data:
-            own[...] = tile
+        if tile is not self.tile:
+            self.backend.copy(tile, self.tile)
         self.border.carry(self.fetch)
         for piece in self.again:
             self.buffer[self.index(piece.target)] = self.buffer[self.index(piece.source)]
         fold_in(self.buffer, self.plan)
-        return self.buffer[self.need]
+        return self.view
 
     def backward(self, dview: Any) -> Any:
         """Unfold the padding, send the halo's gradient home, add what comes; return the tile's gradient."""
-        gradient = self._spread(dview)
+        if dview is not self.dview:
+            self.backend.copy(dview, self.dview_place())
+        gradient = self.gradient
         fold_back(gradient, self.plan)
         self.border.carry(self.home)
         for piece in self.again:
             gradient[self.index(piece.source)] += gradient[self.index(piece.target)]
-        return gradient[self.own]
+        return self.dtile
 
     def index(self, box: Box) -> tuple[slice, ...]:
         """Return where a box of the image lies in the buffer."""
@@ -66,10 +69,11 @@ class Frame:
         """Return the shape of a piece's cells."""
         return (self.samples, *piece.source.shape, self.channels)
 
-    def _spread(self, dview: Any) -> Any:
+    def dview_place(self) -> Any:
+        """Return the part of the gradient's buffer that is the view's; zero around it."""
         if self.gradient is None:
             self.gradient = self.backend.zeros(self.shape, self.dtype)
+            self.dview, self.dtile = self.gradient[self.need], self.gradient[self.own]
         if self.plan.need != self.plan.buffer:
             self.gradient[...] = 0
-        self.gradient[self.need] = dview
-        return self.gradient
+        return self.dview

@@ -119,6 +119,14 @@ class PaddedArray:
             return self._given(dview)
         return self._given(self._frame(len(dview)).backward(dview))
 
+    def place(self, samples: int) -> Any | None:
+        """Return the part of the view that is the tile's: what is written there, `get_fprop_view` need not copy."""
+        return None if self.plan.trivial or not self.reuse else self._frame(samples).tile
+
+    def dview_place(self, samples: int) -> Any | None:
+        """Return an array for the gradient of the view: what is written there, `get_bprop_view` need not copy."""
+        return None if self.plan.trivial or not self.reuse else self._frame(samples).dview_place()
+
     def scatter(self, whole: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
         if whole.shape[1:] != self.global_shape[1:]:

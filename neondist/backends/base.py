@@ -7,10 +7,12 @@ channels-last (N, *spatial, C), weights (*kernel, C_in / groups, C_out). Extents
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+from .strips import Gatherer, strips
 
 Ints = Sequence[int]
 
@@ -55,6 +57,75 @@ class Backend(ABC):
     @abstractmethod
     def conv_backward_weights(self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
         """Return the gradient of the weights (*kernel, C_in / groups, C_out)."""
+
+    def conv_into(
+        self,
+        y: Any,
+        x: Any,
+        weights: Any,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: Any | None,
+        finish: Callable[[Any, Any], None],
+    ) -> None:
+        """Write finish(valid convolution of x plus bias) into y, strip by strip.
+
+        Parameters
+        ----------
+        y : array (N, *out, C_out)
+            Of any strides.
+        finish : callable
+            `finish(z, y)` writes what shall be kept of a strip z into that strip of y; it may overwrite z.
+        """
+        for strip in strips(x, y, weights.shape[:-2], stride, dilation):
+            finish(self.conv_forward(x[strip.view], weights, stride, dilation, groups, bias), y[strip.out])
+
+    def conv_back_into(
+        self,
+        dx: Any | None,
+        x: Any,
+        dy: Any,
+        weights: Any,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        begin: Callable[[tuple], Any],
+    ) -> tuple[Any, Any]:
+        """Return the gradients of weights and bias, and write that of x into dx, strip by strip.
+
+        Parameters
+        ----------
+        dx : array (N, *extent, C_in) or None
+            Of any strides; None: it is not wanted.
+        dy : array (N, *out, C_out)
+            Only its shape is used.
+        begin : callable
+            `begin(index)` returns the gradient of a strip of the convolution, contiguous.
+        """
+        kernel = weights.shape[:-2]
+        by_weights, by_bias = self.zeros(weights.shape, x.dtype), self.zeros(weights.shape[-1:], x.dtype)
+        gatherer = None if dx is None else Gatherer(dx, dy, self.copy)
+        for strip in strips(x, dy, kernel, stride, dilation):
+            dz, seen = begin(strip.out), x[strip.view]
+            by_weights += self.conv_backward_weights(seen, dz, kernel, stride, dilation, groups)
+            by_bias += self.channel_sum(dz)
+            if gatherer is not None:
+                part = self.conv_backward_input(dz, weights, seen.shape[1:-1], stride, dilation, groups)
+                gatherer.add(strip, part)
+        return by_weights, by_bias
+
+    @abstractmethod
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy the values of `source` into `target`, both of any strides."""
+
+    @abstractmethod
+    def rectify(self, z: Any, y: Any) -> None:
+        """Write max(z, 0) into y, both of any strides."""
+
+    @abstractmethod
+    def rectify_back(self, y: Any, dy: Any) -> Any:
+        """Return dy where y is positive and 0 elsewhere: a new, contiguous array."""
 
     @abstractmethod
     def local_forward(self, x: Any, weights: Any, stride: Ints) -> Any:

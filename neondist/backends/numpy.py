@@ -58,6 +58,18 @@ class NumpyBackend(Backend):
         """Return the gradient of the weights."""
         return conv.backward_weights(x, dy, kernel, stride, dilation, groups)
 
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy the values of `source` into `target`."""
+        np.copyto(target, source)
+
+    def rectify(self, z: np.ndarray, y: np.ndarray) -> None:
+        """Write max(z, 0) into y."""
+        np.maximum(z, 0, out=y)
+
+    def rectify_back(self, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
+        """Return dy where y is positive."""
+        return np.multiply(dy, y > 0, order="C")
+
     def local_forward(self, x: np.ndarray, weights: np.ndarray, stride: Ints) -> np.ndarray:
         """Return the unshared convolution."""
         return local.forward(x, weights, stride)

@@ -75,6 +75,20 @@ class TorchBackend(NumpyBackend):
             return self.conv_backward_weights(x[:, None], dy[:, None], *how)[0]
         return conv.backward_weights(x, dy, kernel, stride, dilation, groups)
 
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy the values of `source` into `target`: by torch's threads."""
+        tensor(target).copy_(tensor(source))
+
+    def rectify(self, z: np.ndarray, y: np.ndarray) -> None:
+        """Write max(z, 0) into y: by torch's threads."""
+        torch.clamp_min(tensor(z), 0, out=tensor(y))
+
+    def rectify_back(self, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
+        """Return dy where y is positive: in one pass, without a mask."""
+        dz = torch.empty(dy.shape, dtype=tensor(dy).dtype)
+        torch.ops.aten.threshold_backward.grad_input(tensor(dy), tensor(y), 0, grad_input=dz)
+        return dz.numpy()
+
     def max_pool(self, x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, Any]:
         """Return the maxima and their places: 4 to 14."""
         if not self._pools(x, out_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel))):

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from ..arrays import GlobalArray, PaddedArray
 from ..backends import Backend
 from ..geometry import Box, GridShape, Window
@@ -60,6 +62,10 @@ class Layer(Node):
         What the pass at work is for.
     scheme : Scheme or None
         How cells of other tiles reach a view; None until the model says.
+    direct : bool
+        True: `forward` applies the activation itself and writes into `new_output`, and `backward` undoes it and writes
+        into `new_dview`. It holds for the methods of the class that says so; a subclass with a `forward` or `backward`
+        of its own gets the safe way: its results are copied, and the activation is applied to them.
     """
 
     has_dist_twin = True
@@ -68,6 +74,14 @@ class Layer(Node):
     #: True where the halo adds in fprop and is fetched in bprop
     reverse_halos = False
     activation: Activation | None = None
+    direct = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Take back what a base class said of a `forward` or `backward` that this class replaces."""
+        super().__init_subclass__(**kwargs)
+        said, *written = (_first(cls, name) for name in ("direct", "forward", "backward"))
+        if min(written) < said:
+            cls.direct = False
 
     def __init__(self, name: str | None = None, scheme: Scheme | str | None = None) -> None:
         self.name = name
@@ -129,6 +143,14 @@ class Layer(Node):
         self.arrays: list[PaddedArray] = []
         self.adjust_for_dist()
 
+    def connect(self, following: Node | None) -> None:
+        """Remember who wants the output."""
+        self.following = following
+
+    def input_place(self, samples: int) -> Any:
+        """Return the middle of the view."""
+        return self.input.place(samples)
+
     def adjust_for_dist(self) -> None:
         """Create `input` for this rank's tile, and set the local ifmshape and ofmshape."""
         self.input = self.make_array(self.input_shape, self.window)
@@ -151,12 +173,12 @@ class Layer(Node):
         self._enter(phase)
         y = self.forward(self.input.get_fprop_view(x))
         if self.activation is not None:
-            y = self.output = self.activation.fprop(y)
+            y = self.output = y if self.direct else self.activation.fprop(y)
         return y
 
     def bprop(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input, given that of the output."""
-        if self.activation is not None:
+        if self.activation is not None and not self.direct:
             dy = self.activation.bprop(self.output, dy)
         dview = self.backward(dy)
         return self.input.get_bprop_view(dview) if self.needs_input_gradient else None
@@ -196,6 +218,30 @@ class Layer(Node):
         """The backend's kernels."""
         return self.context.backend
 
+    def new_output(self, samples: int) -> Any:
+        """Return an array (samples, *ofmshape) to write the outputs to: where the next layer wants them, if it does."""
+        wanted = self.following.input_place(samples) if self.direct and self.following else None
+        return np.empty((samples, *self.ofmshape), self.context.dtype) if wanted is None else wanted
+
+    def new_dview(self, samples: int) -> Any:
+        """Return an array (samples, *view) to write the gradient of the view to."""
+        wanted = self.input.dview_place(samples) if self.direct else None
+        shape = self.input.view_shape[1:]
+        return np.empty((samples, *shape), self.context.dtype) if wanted is None else wanted
+
+    def write_activated(self, z: Any, y: Any) -> None:
+        """Write the activation of z, a part of the outputs that may be overwritten, into y; for direct layers."""
+        if self.activation is None or not self.direct:
+            self.kernels.copy(z, y)
+        else:
+            self.activation.finish(z, y, self.kernels)
+
+    def before_activation(self, dy: Any, part: tuple) -> Any:
+        """Return the gradient of z of `write_activated`, contiguous, for a part (an index) of the outputs."""
+        if self.activation is None or not self.direct:
+            return np.ascontiguousarray(dy[part])
+        return self.activation.begin(self.output[part], dy[part], self.kernels)
+
     def total(self, array: Any, replicas: bool = False) -> Any:
         """Return the sum over all tiles (and replicas) of what each rank counted over its own cells."""
         return self.input.total(array, replicas)
@@ -207,6 +253,11 @@ class Layer(Node):
         """
         counted = self.output_shape[:-1] or self.context.grid.tile == 0
         return array if counted else 0 * array
+
+
+def _first(cls: type, name: str) -> int:
+    """Return how far up the line of its bases a class finds an attribute."""
+    return next(at for at, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 class Dist(Distributed):

@@ -77,6 +77,18 @@ class Sequential(Container):
             input_shape = layer.output_shape_for(input_shape)
         return input_shape
 
+    def connect(self, following: Node | None) -> None:
+        """Connect every layer with the next one."""
+        self.following = following
+        for layer in reversed(self.layers):
+            layer.connect(following)
+            following = layer
+
+    def input_place(self, samples: int) -> Any | None:
+        """Return what the first layer wants."""
+        first = self.layers[0] if self.layers else self.following
+        return first.input_place(samples) if first else None
+
     def fprop(self, x: Any, phase: Phase) -> Any:
         """Pass x through all layers."""
         for layer in self.layers:
@@ -99,6 +111,12 @@ class Branches(Container):
         """Yield every branch with the container's input."""
         for layer in self.layers:
             yield layer, input_shape
+
+    def connect(self, following: Node | None) -> None:
+        """Remember who wants the output; a branch's own output is combined with the others' first."""
+        self.following = following
+        for layer in self.layers:
+            layer.connect(None)
 
     def _shapes(self, input_shape: Shape, compared: slice) -> list[Shape]:
         """Return the branches' output shapes; ShapeError if they differ in the axes compared."""

@@ -36,6 +36,7 @@ class ConvLayer(Layer):
         Default FanInUniform.
     """
 
+    direct = True
     window: Window
 
     def __init__(
@@ -90,23 +91,26 @@ class ConvLayer(Layer):
         return found
 
     def forward(self, view: Any) -> Any:
-        """Return the convolution plus bias."""
-        self.view = view
-        window, bias = self.window, self.params["bias"] if self.bias else None
-        return self.kernels.conv_forward(
-            view, self.params["weights"], window.stride, window.dilation, self.groups, bias
-        )
+        """Return the convolution plus bias, after the activation."""
+        self.view, y = view, self.new_output(len(view))
+        bias = self.params["bias"] if self.bias else None
+        self.kernels.conv_into(y, view, self.params["weights"], *self._how, bias, self.write_activated)
+        return y
 
     def backward(self, dy: Any) -> Any:
         """Return the gradient of the view; fill those of weights and bias."""
-        window, kernels = self.window, self.kernels
-        how = window.stride, window.dilation, self.groups
-        self.grads["weights"] = kernels.conv_backward_weights(self.view, dy, window.kernel, *how)
+        dview = self.new_dview(len(dy)) if self.needs_input_gradient else None
+        by_weights, by_bias = self.kernels.conv_back_into(
+            dview, self.view, dy, self.params["weights"], *self._how, lambda part: self.before_activation(dy, part)
+        )
+        self.grads["weights"] = by_weights
         if self.bias:
-            self.grads["bias"] = kernels.channel_sum(dy)
-        if not self.needs_input_gradient:
-            return None
-        return kernels.conv_backward_input(dy, self.params["weights"], self.view.shape[1:-1], *how)
+            self.grads["bias"] = by_bias
+        return dview
+
+    @property
+    def _how(self) -> tuple[Shape, Shape, int]:
+        return self.window.stride, self.window.dilation, self.groups
 
 
 class ConvLayerDist(Dist, ConvLayer):

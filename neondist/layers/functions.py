@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backends import Backend
 from ..registry import Registered
 
 
@@ -20,6 +21,14 @@ class Activation(Registered, ABC):
     @abstractmethod
     def bprop(self, y: Any, dy: Any) -> Any:
         """Return the gradient of z, given the outputs y and their gradient."""
+
+    def finish(self, z: Any, y: Any, kernels: Backend) -> None:
+        """Write the outputs for z into y (of any strides); z may be overwritten."""
+        kernels.copy(self.fprop(z), y)
+
+    def begin(self, y: Any, dy: Any, kernels: Backend) -> Any:
+        """Return the gradient of z as a contiguous array; y and dy may have any strides, and stay as they are."""
+        return np.ascontiguousarray(self.bprop(y, dy))
 
 
 class Identity(Activation):
@@ -44,6 +53,14 @@ class RectLin(Activation):
     def bprop(self, y: Any, dy: Any) -> Any:
         """Return dy where y is positive."""
         return dy * (y > 0)
+
+    def finish(self, z: Any, y: Any, kernels: Backend) -> None:
+        """Write max(z, 0) into y."""
+        kernels.rectify(z, y)
+
+    def begin(self, y: Any, dy: Any, kernels: Backend) -> Any:
+        """Return dy where y is positive, from the sign of y alone."""
+        return kernels.rectify_back(y, dy)
 
 
 class Logistic(Activation):

@@ -61,6 +61,14 @@ class Node(Registered, ABC):
         """Fix shapes and make the input, for a global input shape without the batch."""
 
     @abstractmethod
+    def connect(self, following: Node | None) -> None:
+        """Learn who alone gets the output; None: it is not known, or there are several."""
+
+    def input_place(self, samples: int) -> Any | None:
+        """Return the array where this node wants its input, this rank's tile; None: it has no wish."""
+        return None
+
+    @abstractmethod
     def fprop(self, x: Any, phase: Phase) -> Any:
         """Return this rank's tile of the output for its tile of the input."""
 

@@ -110,6 +110,7 @@ class Model(Registered):
         self.output_shape = self.chain.output_shape_for(self.input_shape)
         context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
         self.chain.build(self.input_shape, context)
+        self.chain.connect(None)
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
         self.parameters = Parameters(self.leaves, context)

@@ -1,0 +1,65 @@
+"""Kernels on strips: an output is made a few rows at a time, so that what follows finds them in the cache.
+
+A convolution's activation and, on the way back, the gradients of weights, bias and input all work on one strip before
+the next is touched. Results go into arrays that exist already, of any strides: the interior of a padded buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from .windows import blocks
+
+Ints = Sequence[int]
+_STRIP = 1 << 22  # numbers; measured best of 2^18 ... 2^23: smaller strips compute more overlap, larger leave the cache
+
+
+class Strip(NamedTuple):
+    """Samples and rows (indices of the first spatial axis) of an output, and the rows of the view that they see."""
+
+    samples: slice
+    rows: slice
+    seen: slice
+    last: bool
+
+    @property
+    def out(self) -> tuple[slice, slice]:
+        """Index into arrays of the output's shape."""
+        return self.samples, self.rows
+
+    @property
+    def view(self) -> tuple[slice, slice]:
+        """Index into arrays of the view's shape."""
+        return self.samples, self.seen
+
+
+def strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Iterator[Strip]:
+    """Cut a valid kernel from x (N, *extent, C) to y (N, *out, C') into strips that fit into the cache."""
+    step, span = stride[0], dilation[0] * (kernel[0] - 1) + 1
+    per_row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
+    for samples, rows in blocks(len(y), y.shape[1:-1], per_row, _STRIP):
+        seen = slice(rows.start * step, (rows.stop - 1) * step + span)
+        yield Strip(samples, rows, seen, rows.stop == y.shape[1])
+
+
+class Gatherer:
+    """Adds up, in `dx`, what strips send back; they overlap, and cells that no window sees become zero."""
+
+    def __init__(self, dx: Any, dy: Any, copy: Callable[[Any, Any], None]) -> None:
+        self.dx, self.copy, self.done = dx, copy, 0
+        if not dy.size:
+            dx[...] = 0
+
+    def add(self, strip: Strip, part: Any) -> None:
+        """Take the gradient of the rows that a strip sees; strips come in order."""
+        dx, start, stop = self.dx[strip.samples], strip.seen.start, strip.seen.stop
+        done = self.done if strip.rows.start else 0
+        old = max(0, done - start)
+        dx[:, done:start] = 0
+        dx[:, start : start + old] += part[:, :old]
+        self.copy(part[:, old:], dx[:, start + old : stop])
+        if strip.last:
+            dx[:, stop:] = 0
+        self.done = stop

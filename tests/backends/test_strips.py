@@ -1,0 +1,84 @@
+"""Convolutions in strips give what they give at once, written into arrays of any strides."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from present import KERNELS, NAMES
+from present import kernels as kernels_of
+
+import neondist as nd
+from neondist.backends import strips
+
+
+@st.composite
+def convolutions(draw):
+    ndim = draw(st.integers(1, 3))
+    axis = st.tuples(*[st.integers(1, 3)] * ndim)
+    kernel, stride, dilation = draw(axis), draw(axis), draw(axis)
+    extra = draw(st.tuples(*[st.integers(0, 9 // ndim)] * ndim))
+    extent = tuple((k - 1) * d + 1 + e for k, d, e in zip(kernel, dilation, extra, strict=True))
+    return draw(st.integers(0, 3)), extent, kernel, stride, dilation, draw(st.sampled_from([1, 2]))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("numbers", [1, 40, 1 << 22])
+@given(convolutions())
+def test_strips_join_to_the_whole(name, numbers, case):
+    samples, extent, kernel, stride, dilation, groups = case
+    kernels, rng = kernels_of(name), np.random.default_rng(0)
+    x = rng.normal(size=(samples, *extent, 2 * groups))
+    weights, bias = rng.normal(size=(*kernel, 2, 3 * groups)), rng.normal(size=3 * groups)
+    how = stride, dilation, groups
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strips, "_STRIP", numbers)
+        expected = np.maximum(kernels.conv_forward(x, weights, *how, bias), 0)
+        y, dx = (np.full((*shape[:-1], 2 * shape[-1]), np.nan)[..., ::2] for shape in (expected.shape, x.shape))
+        kernels.conv_into(y, x, weights, *how, bias, kernels.rectify)
+        np.testing.assert_allclose(y, expected, atol=1e-12)
+        dy = rng.normal(size=y.shape)
+        dz = dy * (y > 0)
+        found = kernels.conv_back_into(dx, x, dy, weights, *how, lambda part: kernels.rectify_back(y[part], dy[part]))
+    by_weights = kernels.conv_backward_weights(x, dz, kernel, *how)
+    np.testing.assert_allclose(found[0], by_weights, atol=1e-10)
+    np.testing.assert_allclose(found[1], kernels.channel_sum(dz), atol=1e-10)
+    np.testing.assert_allclose(dx, kernels.conv_backward_input(dz, weights, extent, *how), atol=1e-12)
+
+
+class Doubled(nd.ConvLayer):
+    """A user's subclass that calls the base's forward twice and works on the result."""
+
+    def forward(self, view):
+        return super().forward(view) + super().forward(-view) + 1
+
+
+class Mixed:
+    """A mixin that changes what `forward` returns."""
+
+    def forward(self, view):
+        return super().forward(view) - 1
+
+
+class MixedConv(Mixed, nd.ConvLayer): ...
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_subclass_with_a_forward_of_its_own_gets_the_safe_way(name):
+    assert nd.ConvLayer.direct
+    assert nd.ConvLayerDist.direct
+    for cls, own in ((Doubled, lambda base, x: base(x) + base(-x) + 1), (MixedConv, lambda base, x: base(x) - 1)):
+        assert not cls.direct
+        layers = [cls(2, 3, padding=1, activation=nd.RectLin()), nd.ConvLayer(2, 3, padding=1)]
+        model = nd.Convnet(layers, backend=name, dtype="float64")
+        model.build((5, 6, 2), batch_size=2)
+        x = np.random.default_rng(1).normal(size=(2, 5, 6, 2))
+        first = layers[0]
+        window = first.window
+
+        def base(x, first=first, window=window):
+            padded = np.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)])
+            params = first.params
+            return first.kernels.conv_forward(padded, params["weights"], window.stride, (1, 1), 1, params["bias"])
+
+        model.fprop(x)
+        np.testing.assert_allclose(first.output, np.maximum(own(base, x), 0), atol=1e-12)
