@@ -8,7 +8,17 @@ from .backends import available, get_backend
 from .comm import ProcessGrid, loopback
 from .costs import Cost, CrossEntropy, Dice, SoftmaxCrossEntropy, SumSquared
 from .datasets import CIFAR10, MNIST, Dataset, Split, Synthetic
-from .errors import ConfigError, DataError, GridError, LaunchError, NeondistError, RemoteError, ShapeError, UserError
+from .errors import (
+    ConfigError,
+    DataError,
+    GridError,
+    LaunchError,
+    NeondistError,
+    OutputError,
+    RemoteError,
+    ShapeError,
+    UserError,
+)
 from .geometry import Box, GridShape, HaloPlan, RepartitionPlan, Window, split
 from .initializers import Constant, FanInNormal, FanInUniform, Gaussian, GlorotUniform, Initializer, Uniform
 from .layers import (
@@ -150,6 +160,7 @@ __all__ = [
     "NeondistError",
     "Node",
     "Optimizer",
+    "OutputError",
     "PadLayer",
     "PadLayerDist",
     "PaddedArray",

@@ -36,6 +36,10 @@ class DataError(UserError):
     """A data file is missing, damaged or not what its name promises."""
 
 
+class OutputError(UserError):
+    """A file cannot be written: no room, or no permission."""
+
+
 class LaunchError(UserError):
     """The job cannot be started: no MPI, no mpirun, or two MPIs that do not know each other."""
 

@@ -59,10 +59,12 @@ class Split:
 
     def images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> np.ndarray:
         """Return this rank's tile of the samples `indices`, local shape (n, *tile, C), normalised and contiguous."""
-        out = np.array(self.tiles[_sample_numbers(indices)], dtype, order="C")
-        out *= self._factor.astype(out.dtype)
-        out -= self._offset.astype(out.dtype)
-        return out
+        return normalised(self.tiles[_sample_numbers(indices)], *self.normalisation, dtype)
+
+    @property
+    def normalisation(self) -> tuple[list[float], list[float]]:
+        """Factor and offset, one or one per channel: `images` returns raw values times factor minus offset."""
+        return np.ravel(self._factor).tolist(), np.ravel(self._offset).tolist()
 
     def targets(self, indices: ArrayLike) -> np.ndarray:
         """Return the targets of the samples `indices`: classes (n,) int64, or tiles of target images (n, *tile)."""
@@ -113,6 +115,14 @@ class Dataset(Registered, ABC):
         except Exception as problem:
             error = problem
         agree(grid.world, error)
+
+
+def normalised(raw: ArrayLike, factor: Sequence[float], offset: Sequence[float], dtype: DTypeLike) -> np.ndarray:
+    """Return `raw` (n, *tile, C) times `factor` minus `offset`, each one number or one per channel, contiguous."""
+    out = np.array(raw, dtype, order="C")
+    out *= np.asarray(factor, out.dtype)
+    out -= np.asarray(offset, out.dtype)
+    return out
 
 
 def tile_slices(grid: ProcessGrid, sample_shape: Sequence[int]) -> tuple[slice, ...]:

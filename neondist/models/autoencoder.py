@@ -11,6 +11,7 @@ from .parameters import gather, load
 from .reconstruction import Reconstruction, ReconstructionCost
 
 if TYPE_CHECKING:
+    from .entry import Entry
     from .gb import GB
     from .plan import LayerPlan
 
@@ -128,6 +129,10 @@ class Autoencoder:
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take over arrays that `optimizer_state` returned."""
         load(self._slots(), state, "optimiser state")
+
+    def kept_arrays(self) -> dict[str, list[tuple[Entry, Any]]]:
+        """Return this rank's parts of the whole model's arrays, and of the slots of this stage's weights."""
+        return {"model": self.model.kept_arrays()["model"], "optimizer": self._slots()}
 
     @property
     def bytes_sent(self) -> int:

@@ -28,7 +28,7 @@ class Entry:
     @property
     def slices(self) -> tuple[slice, ...]:
         """Where this rank's part lies in the whole array."""
-        return self._part(self.grid.tile)
+        return self.part(self.grid.tile)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -45,10 +45,11 @@ class Entry:
             return array.copy()
         whole = np.empty(self.parameter.shape, array.dtype)
         for tile, part in enumerate(self.grid.tiles.allgather(array)):
-            whole[self._part(tile)] = part
+            whole[self.part(tile)] = part
         return whole
 
-    def _part(self, tile: int) -> tuple[slice, ...]:
+    def part(self, tile: int) -> tuple[slice, ...]:
+        """Return where the part of a tile's rank lies in the whole array."""
         shape = self.parameter.shape
         if not self.parameter.tiled:
             return tuple(slice(0, n) for n in shape)

@@ -17,6 +17,7 @@ from ..layers import Context, Layer, Node, Phase, Sequential
 from ..optim import SGD, Optimizer
 from ..registry import Registered
 from ..schemes import Scheme, as_scheme
+from .entry import Entry
 from .parameters import Parameters, gather, load
 from .plan import LayerPlan, plan_layers
 from .targets import local_targets
@@ -229,6 +230,11 @@ class Model(Registered):
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take over arrays that `optimizer_state` returned."""
         load(self._built().slots(self.slots), state, "optimiser state")
+
+    def kept_arrays(self) -> dict[str, list[tuple[Entry, Any]]]:
+        """Return this rank's parts of all that a checkpoint holds, by group: 'model' and 'optimizer'."""
+        parameters = self._built()
+        return {"model": parameters.arrays(), "optimizer": parameters.slots(self.slots)}
 
     @property
     def bytes_sent(self) -> int:

@@ -2,143 +2,125 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from ..comm import agree
+from ..checkpoint import Piece, opened, write
 from ..errors import DataError
+from ..version import __version__
 from .hooks import Hook
-from .output import finish, partial
 from .position import Position
 from .run import Run
-
-FORMAT = 2
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Whole arrays by name, the same for every grid, and how far the run was."""
-
-    model: dict[str, np.ndarray]
-    optimizer: dict[str, np.ndarray]
-    position: Position
+from .schedule import CheckpointSchedule
 
 
 class Checkpoint(Hook):
-    """Write checkpoint.h5 after every epoch, on rank 0; the old one stays until the new one is on the disk."""
+    """Write a checkpoint when it is due, and when the run ends; the old one stays until the new one is on the disk.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Parameters
+    ----------
+    path : path
+        The newest checkpoint. Rank 0 writes it; the parts of other ranks come to it in blocks.
+    schedule : CheckpointSchedule, optional
+        Default every epoch.
+    resolved : str, optional
+        Text of the experiment, kept in the file.
+    """
+
+    def __init__(self, path: Path, schedule: CheckpointSchedule | None = None, resolved: str | None = None) -> None:
+        self.path, self.schedule, self.resolved = path, schedule or CheckpointSchedule.of(None), resolved
+        self.written = (-1, -1, -1)
+        self.last = time.monotonic()
+
+    def before_run(self, run: Run) -> None:
+        """Let the time to the next checkpoint begin."""
+        self.written, self.last = _place(run), time.monotonic()
+
+    def after_step(self, run: Run) -> None:
+        """Write a checkpoint, if one is due in the middle of an epoch."""
+        ends = run.seen >= len(run.dataset.train)
+        if not (ends and self.schedule.after_epoch(run.epoch + 1)) and (
+            self.schedule.after_step(run.step) or self._minutes_are_over(run)
+        ):
+            self.save(run)
 
     def after_epoch(self, run: Run) -> None:
-        """Write a checkpoint."""
-        self.save(run)
+        """Write a checkpoint, if one is due."""
+        if self.schedule.after_epoch(run.epoch):
+            self.save(run)
+
+    def after_run(self, run: Run) -> None:
+        """Write the last state, unless it is written."""
+        if self.written != _place(run):
+            self.save(run)
 
     def on_stop(self, run: Run) -> None:
-        """Write a checkpoint of this very step."""
-        self.save(run)
+        """Write a checkpoint of this very step, unless it is written."""
+        self.after_run(run)
 
     def save(self, run: Run) -> None:
-        """Collect the whole arrays (collective) and write them now; if rank 0 cannot, every rank raises."""
-        snapshot = Snapshot(run.model.state(), run.model.optimizer_state(), Position.of(run))
-        error: Exception | None = None
-        if run.first_rank:
-            try:
-                write(self.path, snapshot)
-            except Exception as problem:
-                error = problem
-        agree(run.grid.world, error)
+        """Write a checkpoint now; collective.
 
+        Raises
+        ------
+        OutputError
+            On every rank, if it cannot be written; the one before it stays.
+        """
+        texts = {
+            "position": Position.of(run).to_json(),
+            "images": json.dumps(run.dataset.train.normalisation),
+            "experiment": self.resolved or "",
+            "written by": f"neondist {__version__}, {run.grid.shape}",
+        }
+        world = run.grid.world
+        write(self.path, _pieces(run), texts, world, self.schedule.keep, run.step)
+        self.written, self.last = _place(run), time.monotonic()
 
-def write(path: Path, snapshot: Snapshot) -> None:
-    """Write the file whole or not at all."""
-    import h5py
-
-    with h5py.File(partial(path), "w") as file:
-        place = snapshot.position
-        file.attrs.update(format=FORMAT, epoch=place.epoch, step=place.step, position=place.to_json())
-        _put(file.create_group("model"), snapshot.model)
-        _put(file.create_group("optimizer"), snapshot.optimizer)
-    finish(path)
-
-
-def read(path: Path) -> Snapshot:
-    """Return what the file holds.
-
-    Raises
-    ------
-    DataError
-        It is missing or damaged.
-    """
-    import h5py
-
-    if not path.is_file():
-        raise DataError(f"{path}: no such file, so there is nothing to resume; run without --resume to begin anew")
-    try:
-        with h5py.File(path, "r") as file:
-            if int(file.attrs["format"]) != FORMAT:
-                raise DataError(f"{path}: has format {file.attrs['format']}, not {FORMAT}; another neondist wrote it")
-            return Snapshot(_get(file["model"]), _get(file["optimizer"]), Position.from_json(file.attrs["position"]))
-    except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
-        raise DataError(f"{path}: damaged ({error}); put back a copy, or run without --resume to begin anew") from error
+    def _minutes_are_over(self, run: Run) -> bool:
+        """Tell, by rank 0's clock, whether a checkpoint is due; collective."""
+        limit = self.schedule.every_minutes
+        return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last >= 60 * limit))
 
 
 def restore(path: Path, run: Run) -> None:
-    """Read the file on rank 0, give every rank its arrays, and let `run` go on from there; collective.
+    """Let `run` go on from where the file was written; collective.
 
     Raises
     ------
     DataError
         On every rank, if the file is missing, damaged, or of another model or seed.
     """
-    model, world = run.model, run.grid.world
-    snapshot, error = None, None
-    if world.rank == 0:
+    with opened(path, run.grid.world) as file:
         try:
-            snapshot = read(path)
-        except Exception as problem:
-            error = problem
-    agree(world, error)
-    found: Snapshot = world.bcast(snapshot)
-    _compare(path, found.model, model.state())
-    _compare(path, found.optimizer, model.optimizer_state())
-    try:
-        found.position.put(run)
-    except DataError as problem:
-        raise DataError(f"{path}: {problem}, or run without --resume") from None
-    model.load_state(found.model)
-    model.load_optimizer_state(found.optimizer)
+            position = Position.from_json(file.facts.texts["position"])
+        except (KeyError, TypeError, ValueError) as problem:
+            raise DataError(f"{path}: does not say how far its run was ({problem!r}); name another file") from None
+        for group, arrays in run.model.kept_arrays().items():
+            wanted = {entry.full_name: tuple(entry.parameter.shape) for entry, _ in arrays}
+            _compare(path, file.facts.group(group), wanted)
+        try:
+            position.put(run)
+        except DataError as problem:
+            raise DataError(f"{path}: {problem}, or run without --resume") from None
+        file.fill(_pieces(run))
 
 
-def _compare(path: Path, found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
+def _pieces(run: Run) -> list[Piece]:
+    return [Piece.of(*each, group) for group, arrays in run.model.kept_arrays().items() for each in arrays]
+
+
+def _place(run: Run) -> tuple[int, int, int]:
+    return run.step, run.epoch, run.seen
+
+
+def _compare(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Raise DataError where the file and the model differ in names or shapes."""
     for name in sorted({*found, *wanted}):
-        there, here = (list(arrays[name].shape) if name in arrays else "nothing" for arrays in (found, wanted))
+        there, here = (list(shapes[name]) if name in shapes else "nothing" for shapes in (found, wanted))
         if there != here:
             raise DataError(
                 f"{path}: is of another model: it has {there} for '{name}', the model has {here};"
                 " resume with the experiment that wrote it, or run without --resume"
             )
-
-
-def _put(group: Any, arrays: Mapping[str, np.ndarray]) -> None:
-    for name, array in arrays.items():
-        array = np.asarray(array)
-        group.create_dataset(name, data=array, fletcher32=array.size > 0 and array.ndim > 0)  # a checksum per chunk
-
-
-def _get(group: Any) -> dict[str, np.ndarray]:
-    import h5py
-
-    arrays: dict[str, np.ndarray] = {}
-
-    def keep(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset):
-            arrays[name] = item[()]
-
-    group.visititems(keep)
-    return arrays

@@ -15,6 +15,7 @@ from ..optim.ranges import flag, integer
 from ..registry import Registered
 from .hooks import Hook
 from .progress import ProgressBar
+from .schedule import CheckpointSchedule
 from .settings import all_metrics, grid_factors, require, settle
 from .train import RunResult, train
 from .validate import validate
@@ -38,6 +39,9 @@ class FitExperiment(Registered):
         Instead of the model's own.
     metrics : sequence of Metric, optional
         Measured beside the misclassification.
+    checkpoint : mapping, optional
+        every_steps, every_epochs, every_minutes: when checkpoints are written, default every epoch, and one at the end
+        in any case; keep: how many stay, default 1.
 
     Raises
     ------
@@ -61,6 +65,7 @@ class FitExperiment(Registered):
         dtype: str | None = None,
         seed: int | None = None,
         metrics: Sequence[Metric] | None = None,
+        checkpoint: Mapping[str, float | int | None] | None = None,
     ) -> None:
         require("dataset", dataset, Dataset, "a data set such as !MNIST {}")
         require("model", model, Model, "a model such as !ConvnetDist {layers: [...]}")
@@ -70,6 +75,7 @@ class FitExperiment(Registered):
         self.dist_flag = flag("dist_flag", dist_flag)
         self.grid = grid_factors(grid)
         self.metrics = all_metrics(metrics)
+        self.checkpoint = CheckpointSchedule.of(checkpoint)
         settle(model, backend, dtype, seed)
 
     def validate(self, ranks: int = 1) -> None:

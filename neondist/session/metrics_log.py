@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
+from ..files import write_text
 from .hooks import Hook
-from .output import write_text
 from .run import Record, Run
 
 

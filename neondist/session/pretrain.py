@@ -14,6 +14,7 @@ from .hooks import Hook
 from .metrics_log import MetricsLog
 from .reconstruction_error import ReconstructionError
 from .run import Record, Run, Stop
+from .schedule import CheckpointSchedule
 
 if TYPE_CHECKING:
     from ..datasets import Dataset
@@ -50,11 +51,19 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
 
 
 def pretrain_stages(
-    model: Model, dataset: Dataset, batch_size: int, hooks: Iterable[Hook], folder: Path | None, first: int
+    model: Model,
+    dataset: Dataset,
+    batch_size: int,
+    hooks: Iterable[Hook],
+    folder: Path | None,
+    first: int,
+    schedule: CheckpointSchedule,
+    resolved: str | None,
 ) -> Stop | None:
     """Pretrain as an experiment does: with files in `folder`, and from the checkpoint of stage `first` on (if not 0).
 
-    `hooks` are called if they join pretraining. Returns why it ended, if that was before it was complete; collective.
+    `hooks` are called if they join pretraining; `schedule` and `resolved` are those of the checkpoints. Returns why it
+    ended, if that was before it was complete; collective.
     """
     hooks = [hook for hook in hooks if hook.joins_pretraining]
     history: list[Record] = []
@@ -62,7 +71,8 @@ def pretrain_stages(
         if number >= first:
             run, writers = Run(stage, dataset, model.num_pretrain_epochs, batch_size, history=history), []
             if folder is not None:
-                writers = [MetricsLog(folder / "pretrain.jsonl"), Checkpoint(folder / f"pretrain_{number}.h5")]
+                checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", schedule, resolved)
+                writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint]
             _train(run, [*hooks, *writers], folder / f"pretrain_{number}.h5" if folder and number == first else None)
             if run.stop is not None:
                 return run.stop

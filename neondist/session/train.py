@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..backends import get_backend
 from ..comm import ProcessGrid
+from ..files import write_text
 from . import output
 from .checkpoint import Checkpoint, restore
 from .curves import Curves
@@ -68,14 +69,16 @@ def train(
     if resume and folder is not None:
         stage = last_stage(grid.world, folder) if model.num_pretrain_epochs else 0
         if not stage:
-            restore(folder / "checkpoint.h5", run)
+            restore(folder / output.CHECKPOINT, run)
+    pretrains = not resume or stage > 0
     writers: list[Hook] = []
     if folder is not None:
         _begin(experiment, grid, folder, resume, resolved)
-        writers = _writers(folder)
+        writers = _writers(folder, Checkpoint(folder / output.CHECKPOINT, experiment.checkpoint, resolved))
     with room_for("model", "smaller batches, or fewer or smaller layers"):
-        if run.step == 0:
-            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, stage)
+        if pretrains:
+            keep = (experiment.checkpoint, resolved)
+            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, stage, *keep)
         if run.stop is None:
             proceed(run, [*hooks, *writers], experiment.metrics)
     files = output.present(folder) if folder is not None and grid.rank == 0 else []
@@ -93,15 +96,15 @@ def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: b
             if not resume:
                 output.clear(folder)
             if resolved is not None:
-                output.write_text(folder / "experiment.yaml", resolved)
-            output.write_text(folder / "environment.json", to_json(facts))
+                write_text(folder / "experiment.yaml", resolved)
+            write_text(folder / "environment.json", to_json(facts))
 
 
-def _writers(folder: Path) -> list[Hook]:
+def _writers(folder: Path, checkpoint: Checkpoint) -> list[Hook]:
     """Return the hooks that write files; the log before the checkpoint, which is what a resume believes."""
     return [
         MetricsLog(folder / "metrics.jsonl"),
-        Checkpoint(folder / "checkpoint.h5"),
+        checkpoint,
         Curves(folder / "curves.png"),
         TilesPicture(folder / "tiles.png"),
     ]

@@ -28,6 +28,9 @@ class ToyModel:
     def begin_epoch(self, epoch, steps):
         pass
 
+    def __str__(self):
+        return "ToyModel"
+
     def fprop(self, x, training=True, batch_size=None):
         self.training.append(training)
         return x.mean(axis=(1, 2)) * self.weights

@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 from session_toys import Recorder, ToyData, ToyModel, experiment
 
-from neondist.errors import ConfigError, DataError
+from neondist.errors import ConfigError
 from neondist.layers import ConvLayerDist, FCLayerDist
 from neondist.optim import SGD, Adam
 from neondist.session import fit
-from neondist.session.checkpoint import Snapshot, read, restore, write
 from neondist.session.metrics_log import MetricsLog, line
-from neondist.session.position import Position
-from neondist.session.run import Run, Totals
 
 KEYS = ["epoch", "step", "train_loss", "valid_loss", "valid_error", "seconds", "samples_per_second", "bytes_sent"]
 
@@ -116,82 +113,3 @@ def test_running_twice_begins_anew_each_time():
 def test_resume_needs_an_output():
     with pytest.raises(ConfigError, match="resume"):
         experiment().run(resume=True)
-
-
-SNAPSHOT = Snapshot(
-    {"conv1/weights": np.random.default_rng(0).normal(size=(3, 3, 40, 50)), "bn/count": np.array(3)},
-    {"conv1/weights/momentum": np.zeros((3, 3, 40, 50), np.float32), "empty/slot": np.zeros((0, 2))},
-    Position(4, 99, 7, 10, 1, Totals(0.1, 0.2, 3, 4), [{"epoch": 4, "train_loss": 0.1, "valid_error": math.inf}]),
-)
-
-
-def test_checkpoint_keeps_every_bit(tmp_path):
-    write(tmp_path / "c.h5", SNAPSHOT)
-    found = read(tmp_path / "c.h5")
-    assert found.position == SNAPSHOT.position
-    for kept, there in ((SNAPSHOT.model, found.model), (SNAPSHOT.optimizer, found.optimizer)):
-        assert kept.keys() == there.keys()
-        for name, array in kept.items():
-            np.testing.assert_array_equal(there[name], array)
-            assert there[name].dtype == array.dtype
-    assert [path.name for path in tmp_path.iterdir()] == ["c.h5"]
-
-
-def _cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def _garbage(path):
-    path.write_bytes(b"not HDF5 at all" * 100)
-
-
-def _empty(path):
-    path.write_bytes(b"")
-
-
-def _flip(path):
-    content = bytearray(path.read_bytes())
-    content[content.index(SNAPSHOT.model["conv1/weights"].tobytes()[:64]) + 20] ^= 1
-    path.write_bytes(bytes(content))
-
-
-def _without_model(path):
-    import h5py
-
-    with h5py.File(path, "r+") as file:
-        del file["model"]
-
-
-@pytest.mark.parametrize("harm", [_cut, _garbage, _empty, _flip, _without_model])
-def test_damaged_checkpoint(tmp_path, harm):
-    write(tmp_path / "c.h5", SNAPSHOT)
-    harm(tmp_path / "c.h5")
-    with pytest.raises(DataError, match=r"c\.h5: damaged .*--resume"):
-        read(tmp_path / "c.h5")
-
-
-def test_missing_checkpoint(tmp_path):
-    with pytest.raises(DataError, match=r"c\.h5: no such file.*without --resume"):
-        read(tmp_path / "c.h5")
-
-
-def test_a_checkpoint_that_fails_leaves_the_old_one(tmp_path):
-    write(tmp_path / "c.h5", SNAPSHOT)
-    with pytest.raises(TypeError):
-        write(tmp_path / "c.h5", Snapshot({"a": np.array(object())}, {}, Position()))
-    assert read(tmp_path / "c.h5").position.epoch == 4
-
-
-def test_checkpoint_of_another_model_changes_nothing(tmp_path):
-    model = ToyModel(SGD(0.1, 0.9))
-    before = model.state()["toy/weights"]
-    for state, slots, name in [
-        ({"toy/weights": np.ones(4)}, model.optimizer_state(), "toy/weights"),
-        ({"toy/weights": np.ones(3), "toy/bias": np.ones(1)}, model.optimizer_state(), "toy/bias"),
-        ({}, model.optimizer_state(), "toy/weights"),
-        ({"toy/weights": np.ones(3)}, {}, "toy/weights/momentum"),
-    ]:
-        write(tmp_path / "c.h5", Snapshot(state, slots, Position(1, 1)))
-        with pytest.raises(DataError, match=f"another model.*'{name}'"):
-            restore(tmp_path / "c.h5", Run(model, ToyData(), 2, 4))
-        np.testing.assert_array_equal(model.weights, before)

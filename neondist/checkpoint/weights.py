@@ -1,0 +1,82 @@
+"""The weights of a file for a model that may be another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..comm import Transport
+from ..errors import DataError
+from ..models.entry import Entry
+from .pieces import Piece
+from .read import opened
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What became of the arrays of a model and of a file, by '<layer name>/<parameter>'.
+
+    Attributes
+    ----------
+    taken : in both, with the same shape
+    missing : in the model alone
+    left : in the file alone
+    misfits : in both, with different shapes: name, the file's, the model's
+    """
+
+    taken: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the model has got all that it needs."""
+        return not self.missing and not self.misfits
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.taken)} arrays taken"]
+        if self.missing:
+            lines.append(f"not in the file: {', '.join(self.missing)}")
+        if self.left:
+            lines.append(f"left over in the file: {', '.join(self.left)}")
+        if self.misfits:
+            shapes = (f"{name} ({list(there)} there, {list(here)} here)" for name, there, here in self.misfits)
+            lines.append(f"of another shape: {', '.join(shapes)}")
+        return "; ".join(lines)
+
+
+def take(
+    path: Path, arrays: Sequence[tuple[Entry, Any]], world: Transport, strict: bool = False
+) -> tuple[Taken, dict[str, str]]:
+    """Fill a model's arrays from a file, by name; return what was taken, and the file's texts; collective.
+
+    Parameters
+    ----------
+    path : a checkpoint of this model or of another
+    arrays : `kept_arrays()["model"]` of a model
+    strict : every array of the model has to be there
+
+    Raises
+    ------
+    DataError
+        On every rank: the file is missing or damaged, holds none of the arrays, or not all of them if `strict`.
+    """
+    with opened(path, world) as file:
+        there = file.facts.group("model")
+        found = Taken()
+        for entry, _ in arrays:
+            name, shape = entry.full_name, tuple(entry.parameter.shape)
+            if name not in there:
+                found.missing.append(name)
+            elif there[name] != shape:
+                found.misfits.append((name, there[name], shape))
+            else:
+                found.taken.append(name)
+        found.left.extend(sorted(there.keys() - {entry.full_name for entry, _ in arrays}))
+        if (arrays and not found.taken) or (strict and not found.complete):
+            raise DataError(f"{path}: does not fit the model: {found}; name a checkpoint of this experiment")
+        file.fill([Piece.of(entry, array, "model") for entry, array in arrays if entry.full_name in found.taken])
+        return found, file.facts.texts

@@ -1,0 +1,30 @@
+"""Files that are there whole or not at all, whenever a process is killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def partial(path: Path) -> Path:
+    """Return where a file is written before it gets its name."""
+    return path.with_name(path.name + ".partial")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial(path).write_text(text, encoding="utf-8")
+    finish(path)
+
+
+def finish(path: Path) -> None:
+    """Give the partial file its name, once its content is on the disk."""
+    with partial(path).open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(partial(path), path)
+    if os.name == "posix":  # the folder's entry as well, so that a crash cannot lose the new name
+        entry = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(entry)
+        finally:
+            os.close(entry)

@@ -1,0 +1,92 @@
+"""Whole arrays to rank 0 and back in blocks, over virtual ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neondist.checkpoint import pieces, stream
+from neondist.checkpoint.pieces import Piece, blocks
+from neondist.checkpoint.stream import collect, spread
+from neondist.comm import ProcessGrid, loopback
+
+
+@given(st.lists(st.integers(0, 6), max_size=4), st.integers(1, 40))
+def test_blocks_fill_an_array_once_in_order(shape, cells):
+    whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    parts = [whole[block] for block in blocks(shape, cells)]
+    assert all(0 < part.size <= cells for part in parts)
+    assert np.concatenate([part.ravel() for part in parts] or [[]]).tolist() == whole.ravel().tolist()
+
+
+@st.composite
+def layouts(draw):
+    """Ranks as replicas x rows x cols, and a whole array, cut or not."""
+    grid = {"replicas": draw(st.integers(1, 2)), "rows": draw(st.integers(1, 3)), "cols": draw(st.integers(1, 2))}
+    shape = (draw(st.integers(0, 7)), draw(st.integers(1, 5)), draw(st.integers(1, 3)))
+    return grid, shape, draw(st.booleans()), draw(st.sampled_from(["float32", "float64"]))
+
+
+def pieces_of(grid, whole, cut):
+    """The array twice, once of one number, and an empty one: this rank's parts."""
+    boxes = [grid.partition(whole.shape[:2]).box(rank % grid.shape.tiles).slices for rank in range(grid.size)]
+    places = [(*box, slice(0, whole.shape[2])) for box in boxes] if cut else [tuple(slice(0, n) for n in whole.shape)]
+    mine = places[grid.rank if cut else 0]
+    number = np.full((), 3.0, whole.dtype)
+    return [
+        Piece("a", whole.shape, whole[mine].copy(), places),
+        Piece("number", (), number, [()]),
+        Piece("none", (0, 2), np.empty((0, 2)), [(slice(0, 0), slice(0, 2))]),
+        Piece("b", whole.shape, 2 * whole[mine], places),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(pieces, "BLOCK", 48)
+    monkeypatch.setattr(stream, "BLOCK", 48)
+
+
+@settings(max_examples=25)
+@given(layouts())
+def test_parts_meet_on_rank_0_and_come_back(layout):
+    shape, extent, cut, dtype = layout
+    whole = np.random.default_rng(1).normal(size=extent).astype(dtype)
+    ranks = shape["replicas"] * shape["rows"] * shape["cols"]
+
+    def body(world):
+        grid = ProcessGrid(world, **shape)
+        mine = pieces_of(grid, whole, cut)
+        found = {"a": np.zeros_like(whole), "b": np.zeros_like(whole), "number": np.zeros((), dtype)}
+        count = {name: np.zeros(array.shape, int) for name, array in found.items()}
+        for piece, place, values in collect(world, mine):
+            found[piece.name][place] = values
+            count[piece.name][place] += 1
+        before = [piece.array.copy() for piece in mine]
+        for piece in mine:
+            piece.array[...] = -1
+        spread(world, mine, lambda piece, place: found[piece.name][place])
+        for piece, array in zip(mine, before, strict=True):
+            np.testing.assert_array_equal(piece.array, array)
+        return found, count
+
+    found, count = loopback.run(ranks, body, timeout=10)[0]
+    np.testing.assert_array_equal(found["a"], whole)
+    np.testing.assert_array_equal(found["b"], 2 * whole)
+    assert all((each == 1).all() for each in count.values())
+
+
+def test_a_reader_that_fails_keeps_nobody_waiting():
+    def body(world):
+        mine = pieces_of(ProcessGrid(world), np.ones((5, 4, 3)), True)
+
+        def read(piece, place):
+            raise OSError("the disk is gone")
+
+        try:
+            spread(world, mine, read)
+        except OSError as error:
+            return str(error)
+        return None
+
+    assert loopback.run(4, body, timeout=5) == ["the disk is gone", None, None, None]
