@@ -1,7 +1,7 @@
-"""The command line: neondist run | check | doctor | data.
+"""The command line: neondist run | check | bench | doctor | data.
 
-arguments: what can be typed. One file per command: run, check, doctor, data. job, mpirun, launch, supervise: joining or
-starting an MPI job. report: the one message of a mistake.
+arguments: what can be typed. One file per command: run, check, bench, doctor, data. ranks, job, mpirun, launch,
+supervise: joining or starting an MPI job. report: the one message of a mistake.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from . import bench, options
 from .check import check
 from .data import data
 from .doctor import doctor
@@ -22,6 +23,12 @@ class _Parser(argparse.ArgumentParser):
             super().error(message)
         sys.exit(2)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Keep the words beside what they mean: ranks are started with the same ones."""
+        found = super().parse_args(args, namespace)
+        found.words = list(sys.argv[1:] if args is None else args)
+        return found
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser; `arguments.command(arguments)` runs what was asked for."""
@@ -29,14 +36,16 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     one = commands.add_parser("run", help="train what a YAML file describes", allow_abbrev=False)
-    _experiment(one, "ranks to start with mpirun (default 1); inside an MPI job the job's size is used")
+    options.experiment(one)
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE)")
     one.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
     one.set_defaults(command=run)
 
     one = commands.add_parser("check", help="validate a YAML file and print every layer's plan", allow_abbrev=False)
-    _experiment(one, "ranks to plan for (default 1); nothing is started")
+    options.experiment(one, "ranks to plan for (default 1); nothing is started")
     one.set_defaults(command=check)
+
+    bench.add(commands)
 
     one = commands.add_parser("doctor", help="print versions, the MPI library, backends, threads and warnings")
     one.set_defaults(command=doctor)
@@ -47,19 +56,6 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--mirror", metavar="URL", help="a folder that holds the files (default: the public mirror)")
     one.set_defaults(command=data)
     return top
-
-
-def _experiment(one: argparse.ArgumentParser, ranks: str) -> None:
-    one.add_argument("file", metavar="FILE.yaml", help="the experiment")
-    one.add_argument("-n", dest="ranks", type=_positive, metavar="RANKS", help=ranks)
-    one.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="KEY.PATH=VALUE",
-        help="change fields of the file, e.g. --set epochs=2 model.layers.0.kernel_size=3",
-    )  # fmt: skip
-    one.add_argument(
-        "--import", dest="modules", action="append", default=[], metavar="MODULE",
-        help="a module, or a .py file, with classes of your own",
-    )  # fmt: skip
 
 
 def spread(argv: Sequence[str]) -> list[str]:
@@ -74,10 +70,3 @@ def spread(argv: Sequence[str]) -> list[str]:
         words.append(word)
         after = 1 if word == "--set" else after + bool(after)
     return words
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of ranks; give 1 or more")
-    return number

@@ -1,10 +1,11 @@
-"""Starting an MPI job of `neondist run`."""
+"""Starting an MPI job of the same command."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -32,15 +33,12 @@ def ready(env: Mapping[str, str]) -> Mpirun:
 
 def words(arguments: argparse.Namespace) -> list[str]:
     """Return what every rank is told: the same command without -n."""
-    told = ["run", arguments.file]
-    if arguments.settings:
-        told += ["--set", *arguments.settings]
-    if arguments.output is not None:
-        told += ["--output", arguments.output]
-    if arguments.resume:
-        told += ["--resume"]
-    for module in arguments.modules:
-        told += ["--import", module]
+    told, given = [], iter(arguments.words)
+    for word in given:
+        if word == "-n":
+            next(given)
+        elif not re.fullmatch(r"-n\d+", word):
+            told.append(word)
     return told
 
 

@@ -33,6 +33,8 @@ def test_a_file_with_an_equals_sign_is_no_setting():
     "argv",
     [
         ["run", "e.yaml"],
+        ["bench", "step", "e.yaml", "--against", "torch", "--steps", "3", "--json", "o p"],
+        ["bench", "halo"],
         [
             "run",
             "e.yaml",
@@ -50,9 +52,10 @@ def test_a_file_with_an_equals_sign_is_no_setting():
     ],
 )
 def test_ranks_are_told_the_same(argv):
-    told = parse(*words(parse(*argv, "-n", "4")))
     asked = parse(*argv)
-    assert vars(told) == vars(asked)
+    for ranks in ["-n", "4"], ["-n4"]:
+        told = parse(*words(parse(*argv, *ranks)))
+        assert vars(told) == vars(asked)
 
 
 @pytest.mark.parametrize(

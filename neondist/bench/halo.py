@@ -1,0 +1,98 @@
+"""`neondist bench halo`: the exchange of a halo against the same messages in plain mpi4py, and against memcpy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ..arrays import GlobalArray
+from ..comm import ProcessGrid, Transport
+from ..geometry import Window
+from ..session.environment import environment
+from .rest import rest
+
+SAMPLES, CHANNELS = 8, 64
+EXTENTS = (16, 32, 64, 128, 256)
+ROUNDS = 15
+ROUND = 0.02
+"""seconds of one round of one contestant"""
+
+
+def bench_halo(world: Transport, extents: tuple[int, ...] = EXTENTS) -> dict[str, Any]:
+    """Measure exchanges of one cell's width, image split along H; collective, every rank gets the same result.
+
+    Images are (8, n, n, 64) float32. Seconds are medians over rounds, of the slowest rank.
+    """
+    grid = ProcessGrid(world, rows=world.size, cols=1)
+    sizes = [_size(grid, n) for n in extents]
+    return {"bench": "halo", **environment(grid), "sizes": sizes}
+
+
+def _size(grid: ProcessGrid, n: int) -> dict[str, Any]:
+    array = GlobalArray(grid, (SAMPLES, n, n, CHANNELS), Window(3, padding=1), reuse=True)
+    tile = np.ones(array.local_shape, np.float32)
+    view = array.get_fprop_view(tile)
+    sent = array.bytes_sent
+    inside = [slice(o - v, o - v + m) for o, v, m in zip(array.own.lo, array.need.lo, array.own.shape, strict=True)]
+    in_place = view[(slice(None), *inside)]
+    source, target = np.ones((2, max(1, sent // 4)), np.float32)
+    contestants: dict[str, Callable[[], object]] = {
+        "exchange": lambda: array.get_fprop_view(in_place),
+        "with_tile": lambda: array.get_fprop_view(tile),
+        "home": lambda: array.get_bprop_view(view),
+        "raw": _raw(grid.world, view.copy()),
+        "memcpy": lambda: np.copyto(target, source),
+    }
+    seconds = _times(grid.world, contestants)
+    return {
+        "shape": [SAMPLES, n, n, CHANNELS],
+        "bytes_sent": max(grid.world.allgather(sent)),
+        **{f"{name}_seconds": median(times) for name, times in seconds.items()},
+        "exchange_over_raw": median(a / b for a, b in zip(seconds["exchange"], seconds["raw"], strict=True)),
+        "exchange_over_memcpy": median(a / b for a, b in zip(seconds["exchange"], seconds["memcpy"], strict=True)),
+    }
+
+
+def _times(world: Transport, contestants: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Return every contestant's seconds per call for each round; in each round all of them have their turn."""
+    counts = {}
+    for name, call in contestants.items():
+        call()
+        counts[name] = max(1, int(ROUND / max(_timed(world, call, 3), 1e-7)))
+    rounds = [{name: _timed(world, call, counts[name]) for name, call in contestants.items()} for _ in range(ROUNDS)]
+    return {name: [one[name] for one in rounds] for name in contestants}
+
+
+def _timed(world: Transport, call: Callable[[], object], count: int) -> float:
+    rest(world)
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    return max(world.allgather(time.perf_counter() - begin)) / count
+
+
+def _raw(world: Transport, view: np.ndarray) -> Callable[[], object]:
+    """Return the same exchange as one would write it with mpi4py: subarrays, receives first."""
+    comm, mpi = getattr(world, "comm", None), getattr(world, "mpi", None)
+    if comm is None or mpi is None:
+        return lambda: None
+    top, bottom = world.rank > 0, world.rank < world.size - 1
+    rows = view.shape[1]
+
+    def strip(row: int) -> list[Any]:
+        part = [view.shape[0], 1, *view.shape[2:]]
+        return [view, 1, mpi.FLOAT.Create_subarray(view.shape, part, [0, row, 0, 0]).Commit()]
+
+    receives = [(strip(0), world.rank - 1)] * top + [(strip(rows - 1), world.rank + 1)] * bottom
+    sends = [(strip(1), world.rank - 1)] * top + [(strip(rows - 2), world.rank + 1)] * bottom
+
+    def exchange() -> None:
+        requests = [comm.Irecv(what, peer) for what, peer in receives]
+        requests += [comm.Isend(what, peer) for what, peer in sends]
+        mpi.Request.Waitall(requests)
+
+    return exchange

@@ -1,0 +1,171 @@
+"""`neondist bench step`: a training step, by layer, and against the same network in PyTorch's autograd."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..comm import ProcessGrid
+from ..models import Model
+from ..registry import serial_class
+from ..session.environment import environment
+from . import memory
+from .clock import KINDS, Clock
+from .network import network
+from .rest import rest
+from .rival import Rival
+
+if TYPE_CHECKING:
+    from ..session import FitExperiment
+
+WARM_UP = 2
+ROUND = 0.3
+"""seconds that one side works before it is the other's turn"""
+CLOSE = {"float32": 1e-2, "float64": 1e-8}
+"""relative distance up to which gradients are the same: float32 adds up millions of terms"""
+
+
+def bench_step(
+    experiment: FitExperiment, grid: ProcessGrid, steps: int = 10, against: str | None = None, threads: int = 1
+) -> dict[str, Any]:
+    """Measure training steps on one batch; collective, every rank gets the same result.
+
+    Parameters
+    ----------
+    steps : int
+        How many to time.
+    against : {'torch'}, optional
+        Train the same network there as well, in turn.
+    threads : int
+        Its threads: those of all ranks together.
+
+    Returns
+    -------
+    dict
+        What the JSON file says: seconds are medians, of the slowest rank; in 'layers' they are means over the ranks.
+    """
+    clock, model, dataset = Clock(), experiment.model, experiment.dataset
+    empty = memory.resident()
+    clock.watch_messages(grid)
+    dataset.open(grid)
+    batch = np.arange(experiment.batch_size) % len(dataset.train)
+    lo, hi = grid.sample_range(len(batch))
+    x, targets = dataset.train.images(batch[lo:hi], model.dtype), dataset.train.targets(batch)
+    memory.forget_peak()
+    model.build(dataset.sample_shape, len(batch), grid)
+    clock.watch_model(model)
+    made = {"bench": "step", "batch_size": len(batch), "steps": steps, "backend": model.leaves[0].kernels.name}
+    made |= environment(grid, dtype=str(model.dtype), seed=model.seed)
+
+    def train(count: int) -> float:
+        """Return the seconds of the slowest rank for so many steps."""
+        rest(grid.world)
+        begin = time.perf_counter()
+        for _ in range(count):
+            model.train_batch(x, targets, batch_size=len(batch))
+        return max(grid.world.allgather(time.perf_counter() - begin))
+
+    with _rival(model, grid, x, targets, len(batch), threads, against) as (rival, agreement):
+        train(WARM_UP)
+        count = max(1, round(ROUND / train(1)))
+        rounds = [(train(count), *_their_turn(rival, grid, count)) for _ in range(-(-steps // count))]
+    ours = median(seconds for seconds, *_ in rounds) / count
+    made |= {"seconds_per_step": ours, "steps_per_second": 1 / ours}
+    made["peak_bytes"] = grid.world.allgather(memory.peak() - empty)
+    if against:
+        made["against"] = agreement | {
+            "name": against,
+            "threads": threads,
+            "seconds_per_step": median(theirs for _, theirs, _ in rounds) / count,
+            "ratio": median(seconds / theirs for seconds, theirs, _ in rounds),
+            "ratios": [seconds / theirs for seconds, theirs, _ in rounds],
+            "peak_bytes": max(peak for *_, peak in rounds),
+        }
+    return made | {"layers": _by_layer(model, grid, clock, lambda: train(count), count)}
+
+
+@contextmanager
+def _rival(
+    model: Model, grid: ProcessGrid, x: Any, targets: Any, batch: int, threads: int, against: str | None
+) -> Iterator[tuple[Rival | None, dict[str, Any]]]:
+    """Start PyTorch's side on rank 0, and compare loss and gradients of the first weights."""
+    if not against:
+        yield None, {}
+        return
+    described = network(model)  # on all ranks, so that all know if it cannot be done
+    whole, labels = model.gather_input(x), model.output.gather(model.local_targets(targets, batch)[..., None])[..., 0]
+    rival = Rival(described, whole, labels.astype(np.int64), threads) if grid.rank == 0 else None
+    try:
+        loss, gradients = _without_dropout(model, lambda: model.train_batch(x, targets, batch_size=batch))
+        agreement = {}
+        if rival:
+            theirs, expected = rival.check()
+            worst, where = worst_gradient(gradients, expected)
+            agreement = {"loss": [loss, theirs], "gradients_worst": worst, "worst_at": where}
+            close = CLOSE[str(model.dtype)]
+            agreement["agree"] = abs(loss - theirs) <= close * abs(theirs) and worst <= close
+        rest(grid.world)
+        yield rival, grid.world.bcast(agreement)
+    finally:
+        if rival:
+            rival.close()
+
+
+def _their_turn(rival: Rival | None, grid: ProcessGrid, count: int) -> tuple[float, int]:
+    rest(grid.world)
+    taken = rival.time(count) if rival else (0.0, 0)
+    rest(grid.world)  # before the broadcast, in which waiting ranks would keep cores busy
+    return grid.world.bcast(taken)
+
+
+def _without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
+    """Return loss and gradients of a step that changes no weights: random masks are not the same elsewhere."""
+    rates = [(layer, layer.rate) for layer in model.leaves if hasattr(layer, "rate")]
+    update, state, count = model.optimizer.update, model.state(), model.step
+    try:
+        for layer, _ in rates:
+            vars(layer)["rate"] = 0.0
+        vars(model.optimizer)["update"] = lambda *args, **kwargs: None
+        loss = train()
+    finally:
+        vars(model.optimizer)["update"], model.step = update, count
+        for layer, rate in rates:
+            vars(layer)["rate"] = rate
+    gradients = {name: array.copy() for name, array in model.gradients().items()}
+    model.load_state(state)  # running statistics
+    return loss, gradients
+
+
+def worst_gradient(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
+    """Return the largest relative distance and its name; gradients next to nothing count less (before a batch norm)."""
+    norms = {name: float(np.linalg.norm(gradient)) for name, gradient in expected.items()}
+    least = 1e-3 * max(norms.values())
+    return max(
+        (float(np.linalg.norm(found[name] - expected[name])) / max(norms[name], least), name) for name in expected
+    )
+
+
+def _by_layer(model: Model, grid: ProcessGrid, clock: Clock, train: Any, count: int) -> list[dict[str, Any]]:
+    """Return what a step of every layer takes, from steps that are watched."""
+    sent = {str(layer.name): layer.bytes_sent for layer in model.leaves}
+    clock.running = True
+    try:
+        train()
+    finally:
+        clock.running = False
+    names = {str(layer.name): serial_class(type(layer)).__name__ for layer in model.leaves}
+    rows = list(dict.fromkeys([*names, *(row for row, _ in clock.seconds)]))
+    mine = {(row, kind): clock.seconds[row, kind] / count for row in rows for kind in KINDS}
+    moved = {str(layer.name): (layer.bytes_sent - sent[str(layer.name)]) / count for layer in model.leaves}
+    all_ranks = grid.world.allgather((mine, moved))
+    return [
+        {"name": row, "class": names.get(row, "")}
+        | {kind: sum(times[row, kind] for times, _ in all_ranks) / grid.size for kind in KINDS}
+        | {"bytes_sent": round(sum(bytes_.get(row, 0) for _, bytes_ in all_ranks))}
+        for row in rows
+    ]

@@ -1,0 +1,92 @@
+"""The results as tables for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..session.describe import Column, LayerTable
+from .clock import KINDS
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def step_table(made: dict[str, Any]) -> RenderableType:
+    """Return what `bench_step` measured."""
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = made["layers"]
+    times = [
+        Column(kind, [_seconds(row[kind]) for row in rows], _seconds(sum(row[kind] for row in rows))) for kind in KINDS
+    ]
+    table = LayerTable(
+        [
+            Column("layer", [row["name"] for row in rows], "total", right=False),
+            Column("class", [row["class"] for row in rows], right=False),
+            *times,
+            Column("sent", [_bytes(row["bytes_sent"]) for row in rows], _bytes(sum(r["bytes_sent"] for r in rows))),
+        ],
+        left=4,
+    )
+    head = f"{made['ranks']} ranks, backend {made['backend']}, {made['dtype']}, batches of {made['batch_size']}"
+    return Group(Text(head, style="bold"), Text(), table, Text(), *(Text(line) for line in _summary(made)))
+
+
+def _summary(made: dict[str, Any]) -> list[str]:
+    lines = [
+        "Means over the ranks; exchange: copies around messages; wait: inside MPI; sent: by all ranks",
+        f"step    {_seconds(made['seconds_per_step'])}  ({made['steps_per_second']:.4g} steps per second)",
+        f"memory  {_bytes(max(made['peak_bytes']))} at most on a rank, above the process before it had data",
+    ]
+    other = made.get("against")
+    if other:
+        agree = "agree" if other["agree"] else "DO NOT AGREE"
+        lines += [
+            f"{other['name']}   {_seconds(other['seconds_per_step'])}, {other['threads']} threads,"
+            f" memory {_bytes(other['peak_bytes'])}",
+            f"ratio   {other['ratio']:.3f}  ({min(other['ratios']):.3f} to {max(other['ratios']):.3f} in"
+            f" {len(other['ratios'])} rounds); memory {max(made['peak_bytes']) / max(1, other['peak_bytes']):.3f}",
+            f"losses {other['loss'][0]:.7g} and {other['loss'][1]:.7g}, gradients to {other['gradients_worst']:.1e}"
+            f" ({other['worst_at']}): they {agree}",
+        ]
+    return lines
+
+
+def halo_table(made: dict[str, Any]) -> RenderableType:
+    """Return what `bench_halo` measured."""
+    from rich.console import Group
+    from rich.text import Text
+
+    sizes = made["sizes"]
+    columns = [
+        Column("image", ["×".join(map(str, size["shape"])) for size in sizes], right=False),
+        Column("sent", [_bytes(size["bytes_sent"]) for size in sizes]),
+    ]
+    for name in ("exchange", "with_tile", "home", "raw", "memcpy"):
+        columns.append(Column(name.replace("_", " "), [_seconds(size[f"{name}_seconds"]) for size in sizes]))
+    columns.append(Column("÷ raw", [f"{size['exchange_over_raw']:.2f}" for size in sizes]))
+    columns.append(Column("÷ memcpy", [f"{size['exchange_over_memcpy']:.1f}" for size in sizes]))
+    legend = (
+        "float32, halo 1, split along H; exchange: fprop, the tile in place; with tile: and its copy into place;"
+        " home: bprop; raw: the same messages in mpi4py"
+    )
+    return Group(
+        Text(f"{made['ranks']} ranks", style="bold"), Text(), LayerTable(columns, left=7), Text(), Text(legend)
+    )
+
+
+def _seconds(count: float) -> str:
+    if not count:
+        return "-"
+    return f"{count:.3g} s" if count >= 1 else f"{count * 1e3:.3g} ms" if count >= 1e-3 else f"{count * 1e6:.3g} µs"
+
+
+def _bytes(count: float) -> str:
+    if not count:
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} GB"

@@ -1,0 +1,17 @@
+"""`neondist bench`: measurements. One file for each, with `add(benches)`, which says what can be typed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import halo, step
+
+BENCHES = (step, halo)
+
+
+def add(commands: Any) -> None:
+    """Add the command and everything below it."""
+    group = commands.add_parser("bench", help="measure training steps, or halo exchanges")
+    benches = group.add_subparsers(required=True, metavar="WHAT")
+    for bench in BENCHES:
+        bench.add(benches)

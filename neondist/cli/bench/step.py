@@ -1,0 +1,56 @@
+"""`neondist bench step`: training steps by layer, and against PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from .. import options, threads
+from ..launch import launch
+from ..ranks import attend, job_of, join, must_launch, validated
+from .tell import file_option, tell
+
+if TYPE_CHECKING:
+    from ...comm import Transport
+
+
+def add(benches: Any) -> None:
+    """Say what can be typed."""
+    one = benches.add_parser("step", help="training steps, by layer", allow_abbrev=False)
+    options.experiment(one)
+    one.add_argument("--against", choices=["torch"], help="train the same network there too, in turn")
+    one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps to time (default 10)")
+    file_option(one)
+    one.set_defaults(command=step)
+
+
+def step(arguments: argparse.Namespace) -> int:
+    """Measure the training steps of an experiment; 1 if PyTorch's gradients are others."""
+    job = job_of(arguments)
+    if must_launch(arguments, job):
+        from ...comm import SingleTransport
+
+        _prepare(arguments, arguments.ranks, SingleTransport())
+        return launch(arguments)
+    world = join(job)
+    # PyTorch gets what all ranks of this machine have together, which a launcher may have taken from each of them
+    together = threads.cores(os.getppid()) if job is not None else threads.cores()
+
+    def work(experiment: Any) -> int:
+        from ...bench.step import bench_step
+        from ...bench.tables import step_table
+
+        made = bench_step(experiment, experiment.open_grid(world), arguments.steps, arguments.against, together)
+        tell(world, made, step_table, arguments.json)
+        return int(not made.get("against", {}).get("agree", True))
+
+    return attend(world, lambda: _prepare(arguments, world.size, world), work)
+
+
+def _prepare(arguments: argparse.Namespace, ranks: int, world: Transport) -> Any:
+    if arguments.against == "torch" and importlib.util.find_spec("torch") is None:
+        raise ConfigError("--against torch: PyTorch is not installed; pip install 'neondist[torch]'")
+    return validated(arguments, ranks, world)

@@ -1,0 +1,34 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+
+RANKS = "ranks to start with mpirun (default 1); inside an MPI job the job's size is used"
+
+
+def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS) -> None:
+    """Add FILE.yaml, -n, --set and --import."""
+    one.add_argument("file", metavar="FILE.yaml", help="the experiment")
+    ranks(one, ranks_help)
+    one.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="KEY.PATH=VALUE",
+        help="change fields of the file, e.g. --set epochs=2 model.layers.0.kernel_size=3",
+    )  # fmt: skip
+    one.add_argument(
+        "--import", dest="modules", action="append", default=[], metavar="MODULE",
+        help="a module, or a .py file, with classes of your own",
+    )  # fmt: skip
+
+
+def ranks(one: argparse.ArgumentParser, text: str = RANKS) -> None:
+    """Add -n."""
+    one.add_argument("-n", dest="ranks", type=positive, metavar="RANKS", help=text)
+
+
+def positive(text: str) -> int:
+    """Read a number of 1 or more."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give 1 or more")
+    return number

@@ -1,0 +1,107 @@
+"""`neondist bench`: what it writes, and what it refuses. Never how long anything took."""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+from cli_runs import EXPERIMENT, call, needs_mpirun, neondist
+
+from neondist.bench import halo, step
+from neondist.bench.tables import halo_table
+from neondist.cli import main
+from neondist.comm import SingleTransport, loopback
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "e.yaml").write_text(EXPERIMENT)
+    return tmp_path / "e.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _short_rounds(monkeypatch):
+    for module in halo, step:
+        monkeypatch.setattr(module, "ROUND", 1e-3)
+
+
+@needs_mpirun
+def test_step_on_ranks(file, tmp_path):
+    against = ["--against", "torch"] if importlib.util.find_spec("torch") else []
+    command = neondist("bench", "step", "e.yaml", "-n", 2, "--steps", 3, "--json", "made.json", *against)
+    code, out, err, _ = call(command, tmp_path)
+    assert (code, err) == (0, "")
+    made = json.loads((tmp_path / "made.json").read_text())
+    assert (made["ranks"], made["batch_size"], made["dtype"], made["backend"]) == (2, 8, "float64", "numpy")
+    assert made["steps_per_second"] == pytest.approx(1 / made["seconds_per_step"])
+    assert len(made["peak_bytes"]) == 2
+    layers = {layer["name"]: layer for layer in made["layers"]}
+    assert list(layers)[:3] == ["conv1", "max_pooling1", "fc1"]
+    # a halo row of 10 cells, 1 channel, 8 samples, float64, both ways; no gradient of the image itself
+    assert layers["conv1"]["bytes_sent"] == 2 * 10 * 8 * 8
+    assert layers["fc1"]["wait"] > 0
+    if against:
+        other = made["against"]
+        assert other["agree"]
+        assert other["gradients_worst"] < 1e-10
+        assert len(other["ratios"]) >= 1
+        assert "they agree" in out
+    assert "conv1" in out
+
+
+def test_step_on_one_rank_shows_where_gradients_differ(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+
+    class Other:
+        def __init__(self, network, x, targets, threads):
+            assert x.shape == (8, 12, 10, 1)
+            assert targets.shape == (8,)
+
+        def check(self):
+            return 9.0, {}
+
+        def time(self, steps):
+            return 1.0, 7
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(step, "Rival", Other)
+    monkeypatch.setattr(step, "worst_gradient", lambda found, expected: (0.5, "conv1/weights"))
+    assert main(["bench", "step", str(file), "--against", "torch", "--steps", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "5.0e-01 (conv1/weights): they DO NOT AGREE" in out
+    assert "memory 7 B" in out
+
+
+def test_mistakes(file, tmp_path, monkeypatch, capsys):
+    assert main(["bench", "halo"]) == 2
+    assert "one rank has no neighbours; give -n 2 or more" in capsys.readouterr().err
+    assert main(["bench", "step", str(file), "--set", "model.layers.0=!LCNLayerDist {kernel_size: 3}"]) == 0
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "step", str(file), "--against", "torch"]) == 2
+    assert "pip install 'neondist[torch]'" in capsys.readouterr().err
+
+
+def test_a_json_file_that_cannot_be_written(file, tmp_path, capsys):
+    assert main(["bench", "step", str(file), "--steps", "1", "--json", str(tmp_path)]) == 2
+    assert "give a file that can be written" in capsys.readouterr().err
+
+
+def test_halo_sizes(monkeypatch, capsys):
+    from rich.console import Console
+
+    monkeypatch.setattr(halo, "ROUNDS", 2)
+    made = loopback.run(2, lambda transport: halo.bench_halo(transport, (4, 6)))
+    assert made[0]["sizes"] == made[1]["sizes"]
+    assert [size["shape"] for size in made[0]["sizes"]] == [[8, 4, 4, 64], [8, 6, 6, 64]]
+    assert [size["bytes_sent"] for size in made[0]["sizes"]] == [8 * n * 64 * 4 for n in (4, 6)]
+    Console(width=200).print(halo_table(made[0]))
+    assert "8×6×6×64" in capsys.readouterr().out
+
+
+def test_nobody_to_wait_for():
+    from neondist.bench.rest import rest
+
+    rest(SingleTransport())
