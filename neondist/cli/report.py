@@ -29,4 +29,5 @@ def speaks() -> bool:
 def show(error: UserError) -> None:
     """Print the message to stderr; a character that cannot be seen, as a file may have, is shown by its number."""
     text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(place(error)))
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"error: {text}\n")  # in one piece: another rank may end this one at any time
+    sys.stderr.flush()

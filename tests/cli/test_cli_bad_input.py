@@ -156,4 +156,4 @@ def test_one_rank_fails_in_the_middle(folder, user, code):
 @needs_mpirun
 def test_nothing_to_resume(folder):
     """Found by rank 0 after MPI has started; the other ranks learn it."""
-    once(call(neondist("run", "toy.yaml", "-n", 2, "--resume"), folder), r"runs/toy/checkpoint\.h5: no such file, .*")
+    once(call(neondist("run", "toy.yaml", "-n", 2, "--resume"), folder), r"runs/toy/checkpoint\.h5: no such file; .*")
