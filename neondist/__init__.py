@@ -7,7 +7,7 @@ from .arrays import GlobalArray, PaddedArray
 from .backends import available, get_backend
 from .comm import ProcessGrid, loopback
 from .costs import Cost, CrossEntropy, Dice, SoftmaxCrossEntropy, SumSquared
-from .datasets import CIFAR10, MNIST, Dataset, Split, Synthetic
+from .datasets import CIFAR10, MNIST, Dataset, Photographs, Split, Synthetic
 from .errors import (
     ConfigError,
     DataError,
@@ -165,6 +165,7 @@ __all__ = [
     "PadLayerDist",
     "PaddedArray",
     "Parameter",
+    "Photographs",
     "ProcessGrid",
     "Quantised",
     "RectLin",

@@ -13,6 +13,7 @@ from .mlp import MLP
 from .model import Model
 from .plan import LayerPlan
 from .reconstruction import Reconstruction
+from .stimulus import optimal_stimulus
 
 __all__ = [
     "GB",
@@ -27,4 +28,5 @@ __all__ = [
     "Model",
     "Reconstruction",
     "distribute",
+    "optimal_stimulus",
 ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Autoencoder:
-    """Encoder z = W x and tied decoder Wᵀ z of the stage that begins at layer `index` of a model.
+    """Encoder z = W x and tied decoder Wᵀ z of a stage of a model; `number` counts from 1.
 
     It offers what the training loop asks of a model, but trains this layer's weights alone, without targets. A step
     moves three halos of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles travel home and add; and of
@@ -25,8 +25,11 @@ class Autoencoder:
     summed over the tiles.
     """
 
-    def __init__(self, model: GB, index: int) -> None:
+    def __init__(self, model: GB, number: int) -> None:
         assert model.parameters is not None
+        index = model.starts[number - 1]
+        self.number, self.stages = number, [self]
+        self.end = model.starts[number] if number < len(model.starts) else model.top_start
         self.model, self.name = model, str(model.layers[index].name)
         self.before = Sequential(model.layers[:index])
         self.layer = cast(LocalFilteringLayer, model.layers[index])

@@ -87,10 +87,11 @@ class GB(Convnet):
     def build(self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None) -> None:
         """Build the layers as Model does, then the autoencoders."""
         super().build(input_shape, batch_size, grid)
-        self.stages = [Autoencoder(self, index) for index in self.starts]
         rest = range(self.starts[-1] + 1, len(self.layers))
         trained = (i for i in rest if any(leaf.params for leaf in self.layers[i].leaves))
-        self.top = Chain(self.layers[next(trained, len(self.layers)) :])
+        self.top_start = next(trained, len(self.layers))
+        self.top = Chain(self.layers[self.top_start :])
+        self.stages = [Autoencoder(self, number) for number in range(1, len(self.starts) + 1)]
         inside = self.top.leaves
         self.top_part = Part(self._built(), lambda layer, _: layer in inside)
         self.top_alone, self._phase_start = False, 0

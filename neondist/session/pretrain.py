@@ -15,6 +15,7 @@ from .metrics_log import MetricsLog
 from .reconstruction_error import ReconstructionError
 from .run import Record, Run, Stop
 from .schedule import CheckpointSchedule
+from .stage_pictures import StagePictures
 
 if TYPE_CHECKING:
     from ..datasets import Dataset
@@ -69,10 +70,11 @@ def pretrain_stages(
     history: list[Record] = []
     for number, stage in enumerate(model.stages if model.num_pretrain_epochs else (), 1):
         if number >= first:
-            run, writers = Run(stage, dataset, model.num_pretrain_epochs, batch_size, history=history), []
+            run = Run(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
+            writers: list[Hook] = []
             if folder is not None:
                 checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", schedule, resolved)
-                writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint]
+                writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint, StagePictures(folder)]
             _train(run, [*hooks, *writers], folder / f"pretrain_{number}.h5" if folder and number == first else None)
             if run.stop is not None:
                 return run.stop

@@ -1,0 +1,95 @@
+"""The input that a unit answers to most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import rng
+from ..geometry import Box
+from ..layers import Phase
+from ..layers import Sequential as Chain
+from .model import Model
+
+
+def optimal_stimulus(
+    model: Model, layer: int, units: Sequence[Sequence[int]], norm: float = 1.0, steps: int = 40
+) -> tuple[Any, np.ndarray]:
+    """Maximise each unit over all inputs of one norm (Le et al. 2012), by gradient ascent on the sphere.
+
+    A step along the gradient is taken where it makes the unit's value larger; where not, the next one is half as long.
+
+    Parameters
+    ----------
+    model : Model
+        Built; on P ranks the result is that of one.
+    layer : int
+        Place of the units' layer in `model.layers`.
+    units : sequence of (*cell, channel)
+        Global places in the layer's output.
+    norm : float
+        Euclidean norm of an input.
+    steps : int
+
+    Returns
+    -------
+    inputs : array (units, *tile, C)
+        This rank's tile of each unit's input (`model.gather_input` makes them whole, once for every replica).
+    values : array (units,)
+        The units' values, the same on all ranks; collective over the tiles.
+    """
+    chain, grid = Chain(model.layers[: layer + 1]), model.grid
+    extent = chain.output_shape_for(model.input_shape)[:-1]
+    own = grid.tile_box(extent)
+    # what a tile's rank does not hold is empty here; a vector is whole on every rank
+    here = [own.relative_to(own).intersect(_cell(unit).relative_to(own)) for unit in units]
+    places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(here, units, strict=True)) if box.size]
+    index = tuple(np.array(places, int).reshape(-1, len(extent) + 2).T)
+
+    def evaluate(x: Any) -> tuple[Any, np.ndarray]:
+        y, values = chain.fprop(x, Phase(training=False)), np.zeros(len(units))
+        values[index[0]] = y[index]
+        if extent:
+            grid.tiles.allreduce(values)
+        return y, values
+
+    x = _scaled(model, _noise(model, len(units)), norm)
+    y, values = evaluate(x)
+    length = np.full(len(units), 1.0)
+    for _ in range(steps):
+        dy = np.zeros_like(y)
+        dy[index] = 1
+        gradient = _scaled(model, chain.bprop(dy), norm)
+        moved = _scaled(model, x + _each(length, x) * gradient, norm)
+        _, found = evaluate(moved)
+        better = found > values
+        x, values = np.where(_each(better, x), moved, x), np.where(better, found, values)
+        length[~better] /= 2
+        y, _ = evaluate(x)  # what bprop goes back through
+    return x, values
+
+
+def _cell(unit: Sequence[int]) -> Box:
+    return Box(tuple(unit[:-1]), tuple(c + 1 for c in unit[:-1]))
+
+
+def _noise(model: Model, count: int) -> Any:
+    """Return this rank's tile of weak noise, keyed by global index."""
+    shape = (count, *model.input_shape)
+    cells = rng.box_index(shape, (slice(0, count), *model.input.own.slices, slice(0, shape[-1])))
+    return rng.normal(rng.key(model.seed, "stimulus"), cells).astype(model.dtype)
+
+
+def _scaled(model: Model, x: Any, norm: float) -> Any:
+    """Return each sample with the norm asked for, taken over all tiles; what is 0 stays so."""
+    squares = np.asarray(np.sum(x * x, axis=tuple(range(1, x.ndim)), dtype=np.float64))
+    model.grid.tiles.allreduce(squares)
+    return x * _each(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)
+
+
+def _each(values: np.ndarray, x: Any) -> Any:
+    """Return one value per sample, to be multiplied with x."""
+    kind = bool if values.dtype == bool else x.dtype
+    return values.reshape(-1, *(1,) * (x.ndim - 1)).astype(kind)

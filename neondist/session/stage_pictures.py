@@ -1,0 +1,123 @@
+"""Pictures of what a stage has learned: reconstructions beside inputs, filters, and what its units answer to most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..comm import ProcessGrid
+from ..layers import Sequential
+from ..models import Autoencoder, optimal_stimulus
+from .curves import can_draw
+from .hooks import Hook
+from .run import Run
+from .stage_drawing import draw_blocks, draw_rows
+
+if TYPE_CHECKING:
+    from ..datasets import Split
+
+Rows = list[np.ndarray]
+Blocks = dict[tuple[int, ...], np.ndarray]
+
+SAMPLES, UNITS, FILTERS, PIXELS = 10, 24, 384, 256
+"""Test images, units and filters in a picture, and how many cells high or wide an image is drawn."""
+
+
+class StagePictures(Hook):
+    """Draw when a stage has been pretrained, on rank 0; nothing without matplotlib, or for other than images.
+
+    `reconstructions_N.png` shows the stage's input, its reconstruction and their difference; `filters_N.png` the
+    filters of cells all over the tiles; both if the stage's input has one channel or three. `stimuli_N.png` shows the
+    images of the test images' norm at which units of the stage's output are largest.
+
+    Parameters
+    ----------
+    folder : path
+    """
+
+    joins_pretraining = True
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def after_run(self, run: Run) -> None:
+        """Collect the pictures (collective), each from its tiles, and draw them."""
+        test, shape = run.dataset.test, run.dataset.sample_shape
+        for stage in run.model.stages if len(shape) == 3 and len(test) else ():
+            pictures, cells, found = reconstructions(stage, test), filters(stage), stimuli(stage, test)
+            if run.first_rank and can_draw():
+                self._draw(stage, pictures, cells, list(found.reshape(3, -1, *found.shape[1:])))
+
+    def _draw(self, stage: Autoencoder, pictures: Rows, cells: Blocks, found: Rows) -> None:
+        name, number = stage.name, stage.number
+        if pictures[0].shape[-1] in (1, 3):
+            title = f"Input of '{name}', its reconstruction, and the difference"
+            draw_rows(self.folder / f"reconstructions_{number}.png", pictures, title)
+            title = f"Filters of '{name}': each block is one output cell"
+            draw_blocks(self.folder / f"filters_{number}.png", cells, title)
+        if found[0].shape[-1] in (1, 3):
+            title = f"Optimal stimuli of units of the stage that begins with '{name}'"
+            draw_rows(self.folder / f"stimuli_{number}.png", found, title)
+
+
+def reconstructions(stage: Autoencoder, test: Split) -> Rows:
+    """Return inputs, reconstructions and differences of the first test images, (samples, h, w, C) each; collective."""
+    x = test.images(np.arange(min(SAMPLES, len(test))), stage.dtype)
+    y = stage.fprop(x)
+    box = stage.output.own
+    inputs, residuals = (_whole(stage.grid, part, box.lo, stage.output_shape) for part in (y.x, y.residual))
+    return [inputs, inputs + residuals, residuals]
+
+
+def filters(stage: Autoencoder) -> Blocks:
+    """Return filters (*kernel, C, out_channels) of places spread over the output, by place; collective.
+
+    With shared filters a place is that of a block.
+    """
+    weights, entry, grid = stage.layer.params["weights"], stage.entry, stage.grid
+    shape = entry.parameter.shape
+    side = max(1, int((FILTERS / shape[-1]) ** 0.5))
+    wanted = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, side))}) for n in shape[:2]]
+    lo = [part.start for part in entry.slices[:2]]
+    mine = {}
+    if grid.replica == 0:
+        for row, col in ((r, c) for r in wanted[0] for c in wanted[1]):
+            at = (row - lo[0], col - lo[1])
+            if all(0 <= i < n for i, n in zip(at, weights.shape, strict=False)):
+                mine[row, col] = weights[at].copy()
+    found: Blocks = {}
+    for part in grid.world.allgather(mine):
+        found.update(part)
+    return dict(sorted(found.items()))
+
+
+def stimuli(stage: Autoencoder, test: Split) -> np.ndarray:
+    """Return the optimal stimuli (units, h, w, C) of units spread over the stage's output; collective."""
+    model = stage.model
+    *extent, channels = Sequential(model.layers[: stage.end]).output_shape_for(model.input_shape)
+    at = np.arange(UNITS)
+    cells = [(at * step % n) for step, n in zip((7, 11), extent, strict=True)]
+    units = [(*map(int, cell), int(i % channels)) for i, cell in zip(at, np.transpose(cells), strict=True)]
+    images = test.images(np.arange(min(SAMPLES, len(test))), stage.dtype)
+    squares = np.array([np.sum(images * images, dtype=np.float64)])
+    model.grid.tiles.allreduce(squares)
+    tiles, _ = optimal_stimulus(model, stage.end - 1, units, norm=float(np.sqrt(squares[0] / len(images))))
+    return _whole(model.grid, tiles, model.input.own.lo, model.input_shape)
+
+
+def _whole(grid: ProcessGrid, tiles: np.ndarray, lo: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    """Return images (n, h, w, C) from the first replica's tiles, every s-th cell where they are large; collective."""
+    step = -(-max(shape[:2]) // PIXELS)
+    start = [-(-at // step) for at in lo]
+    piece = None
+    if grid.replica == 0:
+        piece = (start, tiles[:, start[0] * step - lo[0] :: step, start[1] * step - lo[1] :: step])
+    whole = np.zeros((len(tiles), *(-(-n // step) for n in shape[:2]), shape[-1]))
+    for part in grid.world.allgather(piece):
+        if part is not None:
+            (row, col), cells = part
+            whole[:, row : row + cells.shape[1], col : col + cells.shape[2]] = cells
+    return whole
