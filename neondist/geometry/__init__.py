@@ -1,10 +1,11 @@
 """Integer geometry of tiles, windows and halos; it imports neither MPI nor arrays.
 
-box: a half-open box of cells. split: balanced partitions. window: what a layer looks at. plan: who sends which cells to
-whom. If the tests of this package fail, no distributed test can pass.
+box: a half-open box of cells. split: balanced partitions. window: what a layer looks at. dependents: what looks at a
+cell. plan: who sends which cells to whom. If the tests of this package fail, no distributed test can pass.
 """
 
 from .box import Box
+from .dependents import Dependents, received_cells
 from .grid_shape import GridShape, grid_shape
 from .plan import HaloPlan, Piece, RepartitionPlan, TransferPlan, fold
 from .split import Partition, factorisations, split
@@ -13,6 +14,7 @@ from .window import Window, same_padding
 
 __all__ = [
     "Box",
+    "Dependents",
     "GridShape",
     "HaloPlan",
     "Partition",
@@ -24,6 +26,7 @@ __all__ = [
     "factorisations",
     "fold",
     "grid_shape",
+    "received_cells",
     "same_padding",
     "split",
 ]

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..arrays import GlobalArray, PaddedArray
 from ..backends import Backend
+from ..errors import ConfigError
 from ..geometry import Box, GridShape, Window
 from ..initializers import Constant, Initializer
 from ..registry import Distributed, dist_class
@@ -115,6 +116,14 @@ class Layer(Node):
         window = self.window_for(input_shape)
         return [] if window is None else [(input_shape, window)]
 
+    def gathers_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
+        """Return the array whose halo is fetched in bprop instead of sending gradients of the input's halo home."""
+        if self.scheme is not None and self.scheme.way_back == "gather" and self.window_for(input_shape) is not None:
+            raise ConfigError(
+                "scheme: backward 'gather' needs a convolution padded with zeros; use 'auto' or 'scatter'"
+            )
+        return None
+
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return the trained arrays, by name."""
         return {}
@@ -181,7 +190,11 @@ class Layer(Node):
         if self.activation is not None and not self.direct:
             dy = self.activation.bprop(self.output, dy)
         dview = self.backward(dy)
-        return self.input.get_bprop_view(dview) if self.needs_input_gradient else None
+        return self.send_home(dview) if self.needs_input_gradient else None
+
+    def send_home(self, dview: Any) -> Any:
+        """Return the gradient of this rank's tile, given that of its view."""
+        return self.input.get_bprop_view(dview)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase

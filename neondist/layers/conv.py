@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ..errors import ConfigError
-from ..geometry import Window, same_padding
+from ..geometry import Dependents, GridShape, Window, received_cells, same_padding
 from ..initializers import FanInUniform, Initializer
 from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
@@ -90,6 +90,27 @@ class ConvLayer(Layer):
             found["bias"] = Parameter((self.out_channels,))
         return found
 
+    def gathers_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
+        """Return the output and what looks at input cells, if the scheme wants it so, or wants what is fewer."""
+        way = self.scheme.way_back if self.scheme else "scatter"
+        if way == "scatter" or (way == "auto" and self.padding_mode != "zeros"):
+            return None
+        if self.padding_mode != "zeros":
+            return super().gathers_for(input_shape, grid)
+        window, shape = self.window_for(input_shape), self.output_shape_for(input_shape)
+        back = Dependents(window, input_shape[:-1])
+        gathered = received_cells(grid.partition(shape[:-1]), back) * shape[-1]
+        scattered = received_cells(grid.partition(input_shape[:-1]), window) * input_shape[-1]
+        return (shape, back) if way == "gather" or gathered < scattered else None
+
+    def adjust_for_dist(self) -> None:
+        """Create the array of output gradients too, if they are gathered."""
+        super().adjust_for_dist()
+        gathers = self.gathers_for(self.input_shape, self.context.grid.shape)
+        self.outputs: Any = None if gathers is None else self.make_array(*gathers)
+        if self.outputs is not None:
+            self.outputs.border.reverse = True
+
     def forward(self, view: Any) -> Any:
         """Return the convolution plus bias, after the activation."""
         self.view, y = view, self.new_output(len(view))
@@ -99,14 +120,28 @@ class ConvLayer(Layer):
 
     def backward(self, dy: Any) -> Any:
         """Return the gradient of the view; fill those of weights and bias."""
-        dview = self.new_dview(len(dy)) if self.needs_input_gradient else None
+        scatters = self.needs_input_gradient and self.outputs is None
+        dview = self.new_dview(len(dy)) if scatters else None
         by_weights, by_bias = self.kernels.conv_back_into(
             dview, self.view, dy, self.params["weights"], *self._how, lambda part: self.before_activation(dy, part)
         )
         self.grads["weights"] = by_weights
         if self.bias:
             self.grads["bias"] = by_bias
-        return dview
+        return dview if scatters or not self.needs_input_gradient else self._gather(dy)
+
+    def send_home(self, dview: Any) -> Any:
+        """Return dview, if it is that of the tile already."""
+        return super().send_home(dview) if self.outputs is None else dview
+
+    def _gather(self, dy: Any) -> Any:
+        """Return the gradient of the tile, from that of all outputs that look at it."""
+        seen = self.outputs.get_fprop_view(self.before_activation(dy, (slice(None),)))
+        region, own = self.window.needs(self.outputs.need), self.input.own
+        array = self.kernels.conv_backward_input(seen, self.params["weights"], region.shape, *self._how)
+        both, dx = own.intersect(region), self.kernels.zeros((len(array), *own.shape, array.shape[-1]), array.dtype)
+        dx[(slice(None), *both.relative_to(own).slices)] = array[(slice(None), *both.relative_to(region).slices)]
+        return dx
 
     @property
     def _how(self) -> tuple[Shape, Shape, int]:

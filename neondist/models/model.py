@@ -18,6 +18,7 @@ from ..optim import SGD, Optimizer
 from ..registry import Registered
 from ..schemes import Scheme, as_scheme
 from .entry import Entry
+from .ledger import Ledger, ledger
 from .parameters import Parameters, gather, load
 from .plan import LayerPlan, plan_layers
 from .targets import local_targets
@@ -240,6 +241,10 @@ class Model(Registered):
     def bytes_sent(self) -> int:
         """Bytes of halos that this rank has sent since `build`."""
         return sum(layer.bytes_sent for layer in self.leaves)
+
+    def ledger(self) -> Ledger:
+        """Return how many messages of halos this rank has sent since `build`, by layer, direction, peer and size."""
+        return ledger(self)
 
     @property
     def leaves(self) -> list[Layer]:

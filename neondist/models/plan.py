@@ -80,6 +80,7 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
     tiles = range(grid.tiles)
     parameters = layer.parameters_for(input_shape).values()
     everywhere = Window(1, padding=0, ndim=len(input_shape) - 1)
+    gathers = layer.gathers_for(input_shape, grid)
     halos = [(_halos(shape, seen, grid), shape[-1]) for shape, seen in layer.halos_for(input_shape, grid)]
     out, home = (
         [[piece.source.size * channels for plans, channels in halos for piece in pieces(plans[t])] for t in tiles]
@@ -90,6 +91,9 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
     largest = max(count, prod(output_shape), *(view.size * input_shape[-1] for view in views))
     if largest > _MOST:
         raise ShapeError(f"would have {largest} numbers, more than any machine can hold; make the layer smaller")
+    if gathers is not None:
+        shape, seen = gathers
+        home = [[piece.source.size * shape[-1] for piece in plan.sends] for plan in _halos(shape, seen, grid)]
     return LayerPlan(
         name=str(layer.name),
         cls=type(layer).__name__,

@@ -23,6 +23,8 @@ class Scheme(Registered, ABC):
     """
 
     exact = False
+    #: how exact gradients reach other tiles: 'scatter', or 'gather' or 'auto', which a convolution understands
+    way_back = "scatter"
     formula = "each way H = n c (2 O (h + w) + 4 O²) numbers"
 
     @abstractmethod

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ..arrays import Way
+from ..errors import ConfigError
+from ..registry import suggest
 from .base import Scheme
 
 
 class Halo(Scheme):
-    """Every cell travels, every gradient of it returns and is added: the numbers of one process."""
+    """Every cell travels, every gradient of it returns and is added: the numbers of one process.
+
+    Parameters
+    ----------
+    backward : {'scatter', 'gather', 'auto'}
+        'scatter' sends the gradients of other tiles' input cells home. 'gather' fetches the gradients of other tiles'
+        output cells and computes those of all own input cells from them, which convolutions padded with zeros can.
+        'auto' gathers where that is fewer bytes.
+    """
 
     exact = True
+    formula = "each way H = n c (2 O (h + w) + 4 O²) numbers; gathering, backward the same of the outputs"
+
+    def __init__(self, backward: Literal["scatter", "gather", "auto"] = "scatter") -> None:
+        if backward not in ("scatter", "gather", "auto"):
+            raise ConfigError(
+                f"backward {backward!r} is unknown{suggest(str(backward), ('scatter', 'gather', 'auto'))}"
+            )
+        self.way_back = backward
 
     def forward(self, way: Way) -> None:
         """Exchange the cells."""

@@ -107,7 +107,8 @@ class FitExperiment(Registered):
         grid : ProcessGrid, optional
             Default `open_grid()`.
         output : path, optional
-            Folder for experiment.yaml, environment.json, metrics.jsonl, checkpoint.h5, curves.png and tiles.png.
+            Folder for experiment.yaml, environment.json, metrics.jsonl, ledger.jsonl, checkpoint.h5, curves.png and
+            tiles.png.
             The files of an earlier run are replaced. Default: nothing is written.
         resume : bool
             Continue from checkpoint.h5 in `output`, which any number of ranks may have written.

@@ -23,6 +23,7 @@ FILES = (
     "metrics.jsonl",
     CHECKPOINT,
     "checkpoint-*.h5",
+    "ledger.jsonl",
     "curves.png",
     "tiles.png",
 )

@@ -15,6 +15,7 @@ from .checkpoint import Checkpoint, restore
 from .curves import Curves
 from .fit import proceed
 from .hooks import Hook
+from .ledger_log import LedgerLog
 from .metrics_log import MetricsLog
 from .pretrain import last_stage, pretrain_stages
 from .room import room_for
@@ -104,6 +105,7 @@ def _writers(folder: Path, checkpoint: Checkpoint) -> list[Hook]:
     """Return the hooks that write files; the log before the checkpoint, which is what a resume believes."""
     return [
         MetricsLog(folder / "metrics.jsonl"),
+        LedgerLog(folder / "ledger.jsonl"),
         checkpoint,
         Curves(folder / "curves.png"),
         TilesPicture(folder / "tiles.png"),

@@ -6,13 +6,17 @@ import neondist as nd
 from neondist.comm import loopback
 
 SCHEMES = [
-    "halo", "tower", "tower(fill=reflect)", "tower(fill=replicate)", "tower(merge=true)", "halo_oneway", "stale",
+    "halo", "halo(backward=auto)", "tower", "tower(fill=reflect)", "tower(fill=replicate)",
+    "tower(merge=true)",
+    "halo_oneway", "stale",
     "every(j=2)", "every(j=2, between=zeros)", "quantised", "quantised(bits=8, feedback=true)",
 ]  # fmt: skip
 
 # shape of the input, layers that take a scheme; halos wider than a tile, strides out of phase, all dimensions
 LAYERS = {
     "conv": ((9, 8, 4), lambda **s: [nd.ConvLayerDist(2, 5, 2, "same", groups=2, **s)]),
+    "narrowing": ((10, 9, 6), lambda **s: [nd.ConvLayerDist(1, 4, 2, ((1, 2), (0, 1)), dilation=2, **s)]),
+    "strided": ((11, 9, 2), lambda **s: [nd.ConvLayerDist(2, 2, 3, **s)]),
     "dilated": ((9, 8, 2), lambda **s: [nd.ConvLayerDist(2, 3, padding=3, dilation=3, padding_mode="reflect", **s)]),
     "wrap": ((7, 6, 1), lambda **s: [nd.ConvLayerDist(2, 3, padding=2, padding_mode="wrap", **s)]),
     "max": ((11, 7, 2), lambda **s: [nd.MaxPoolingLayerDist(3, 2, 1, **s)]),

@@ -8,6 +8,7 @@ from scheme_runs import GRIDS, LAYERS, SCHEMES, build, noise, on_ranks, step
 from support import slides, windows
 
 import neondist as nd
+from neondist.errors import ConfigError
 from neondist.schemes import as_scheme
 
 FILLS = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate"}
@@ -216,3 +217,41 @@ def test_a_layer_before_the_model():
     assert [type(layer.scheme) for layer in model.leaves] == [nd.Halo, nd.Tower]
     assert model.leaves[1].scheme.fill == "reflect"
     assert type(nd.distribute(nd.Convnet([nd.ConvLayer(1, 3)], scheme="tower")).leaves[0].scheme) is nd.Tower
+
+
+@given(windows(), st.tuples(st.integers(1, 4), st.integers(1, 3)))
+@settings(max_examples=60, deadline=None)
+def test_gathering_gives_the_gradient_that_scattering_gives(drawn, parts):
+    shape, window = drawn
+    assume(slides(shape, window) and len(shape) < 3)
+
+    def job(comm, scheme, rows=None):
+        conv = nd.ConvLayerDist(
+            2, window.kernel, window.stride, window.padding, window.dilation, scheme=nd.Halo(backward=scheme)
+        )
+        model = build(comm, [conv], (*shape, 1), rows)
+        return step(model, 0, *noise(model))[1]
+
+    expected = on_ranks(1, lambda comm: job(comm, "scatter"))[0]
+    found = on_ranks(parts[0] * parts[1], lambda comm: job(comm, "gather", parts[0]))[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gathering_is_for_convolutions_padded_with_zeros():
+    for layer in (nd.MaxPoolingLayerDist(3), nd.ConvLayerDist(1, 3, padding=1, padding_mode="wrap")):
+        with pytest.raises(ConfigError, match="backward 'gather' needs a convolution padded with zeros"):
+            nd.ConvnetDist([layer], scheme="halo(backward=gather)").plan((9, 9, 1))
+
+
+def test_auto_gathers_where_that_is_fewer_bytes():
+    layers = [
+        nd.ConvLayerDist(8, 3),
+        nd.ConvLayerDist(2, 3),
+        nd.ConvLayerDist(2, 3, 2),
+        nd.ConvLayerDist(2, 3, padding=1),
+    ]
+    model = nd.ConvnetDist([*layers, nd.MaxPoolingLayerDist(3)], scheme="halo(backward=auto)")
+    grid = nd.GridShape(1, 2, 2)
+    plans = model.plan((32, 32, 3), grid)[:4]
+    gathers = [layer.gathers_for(p.input_shape, grid) is not None for layer, p in zip(layers, plans, strict=True)]
+    assert gathers == [False, True, True, False]

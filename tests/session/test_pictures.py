@@ -49,7 +49,7 @@ def test_without_matplotlib_a_run_has_no_pictures(tmp_path, monkeypatch):
     for module in ("curves", "tiles_picture"):
         monkeypatch.setattr(f"neondist.session.{module}.can_draw", lambda: False)
     names = [path.name for path in experiment(1).run(output=tmp_path, hooks=[]).files]
-    assert names == ["environment.json", "metrics.jsonl", "checkpoint.h5"]
+    assert names == ["environment.json", "metrics.jsonl", "checkpoint.h5", "ledger.jsonl"]
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 6])

@@ -1,0 +1,60 @@
+"""The byte ledger: what ledger.jsonl says is what travelled."""
+
+import json
+
+from neondist import ConvLayerDist, ConvnetDist, FCLayerDist, FitExperiment, MaxPoolingLayerDist, ProcessGrid, Synthetic
+from neondist.comm import loopback
+from neondist.geometry import GridShape
+
+
+def experiment(epochs=2, scheme="halo"):
+    layers = [ConvLayerDist(3, 5, padding=2), MaxPoolingLayerDist(3, 2), ConvLayerDist(2, 3), FCLayerDist(4)]
+    model = ConvnetDist(layers, dtype="float64", backend="numpy", scheme=scheme)
+    return FitExperiment(Synthetic((13, 12, 1), train=10, test=4), model, batch_size=4, epochs=epochs)
+
+
+def train(folder, ranks=6, replicas=1, resume=False, **options):
+    def job(comm):
+        made = experiment(**options)
+        grid = ProcessGrid(comm, replicas=replicas)
+        return made.run(grid, output=folder, resume=resume, hooks=[]).history
+
+    history = loopback.run(ranks, job)[0]
+    return history, [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+def total(entries, **fields):
+    return sum(e["bytes"] for e in entries if all(e[name] == value for name, value in fields.items()))
+
+
+def test_the_ledger_agrees_with_the_metrics_and_the_plan(tmp_path):
+    history, entries = train(tmp_path)
+    plans = {plan.name: plan for plan in experiment().model.plan((13, 12, 1), GridShape(1, 3, 2))}
+    for record in history:
+        booked = [entry for entry in entries if entry["epoch"] == record["epoch"]]
+        assert total(booked, **{"pass": "training"}) == record["bytes_sent"] > 0
+        for layer, plan in plans.items():
+            for rank in range(6):
+                words = plan.sent_words[rank] * 8
+                assert total(booked, **{"pass": "training"}, layer=layer, direction="forward", rank=rank) == 10 * words
+                assert total(booked, **{"pass": "evaluation"}, layer=layer, direction="forward", rank=rank) == 4 * words
+                back = plan.received_words[rank] * 8 * 10 if layer != "conv1" else 0
+                assert total(booked, layer=layer, direction="backward", rank=rank) == back
+
+
+def test_every_message_has_a_peer_and_a_count(tmp_path):
+    _, entries = train(tmp_path, ranks=4, replicas=2, epochs=1)
+    conv = [e for e in entries if e["layer"] == "conv1" and e["pass"] == "training"]
+    assert sorted((e["rank"], e["peer"]) for e in conv) == [(0, 1), (1, 0), (2, 3), (3, 2)]
+    assert {e["messages"] for e in conv} == {3}  # batches of 4, 4 and 2
+
+
+def test_towers_leave_an_empty_ledger(tmp_path):
+    assert train(tmp_path, scheme="tower", epochs=1)[1] == []
+
+
+def test_a_resumed_run_continues_the_ledger(tmp_path):
+    train(tmp_path, epochs=1)
+    (tmp_path / "ledger.jsonl").open("a").write('{"epoch": 2, "ra')  # killed while it was writing
+    _, entries = train(tmp_path, resume=True, epochs=2)
+    assert total(entries, epoch=1) == total(entries, epoch=2) > 0
