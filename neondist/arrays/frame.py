@@ -9,9 +9,12 @@ import numpy as np
 from ..backends import Backend
 from ..comm import Transport
 from ..geometry import Box, HaloPlan, Piece
+from .arena import Room
 from .border import Border
 from .padding import fold_back, fold_in
 from .way import Fetch, Home
+
+Rooms = tuple[Room | None, Room | None]
 
 
 class Frame:
@@ -26,14 +29,17 @@ class Frame:
         backend: Backend,
         tiles: Transport,
         border: Border,
+        rooms: Rooms = (None, None),
     ) -> None:
         self.plan, self.samples, self.channels, self.border = plan, samples, channels, border
-        self.buffer = backend.full((samples, *plan.buffer.shape, channels), plan.window.fill, dtype)
+        self.shape = samples, *plan.buffer.shape, channels
+        self.dtype, self.backend, self.tiles = dtype, backend, tiles
+        self.buffer, self._gradients_room = self._new(rooms[0]), rooms[1]
         self.gradient: Any = None
         self.dview: Any = None  # made at the first bprop: evaluation needs none
-        self.shape, self.dtype, self.backend, self.tiles = self.buffer.shape, dtype, backend, tiles
         self.own, self.need = self.index(plan.own), self.index(plan.need)
         self.tile, self.view = self.buffer[self.own], self.buffer[self.need]
+        self.outside = [self.buffer[self.index(box)] for box in plan.outside]
         # own cells are in place already; what wraps around is needed a second time
         self.again = [piece for piece in plan.local if piece.target != piece.source]
         self.fetch = Fetch(self, plan.sends, plan.receives, forward=not border.reverse)
@@ -43,6 +49,8 @@ class Frame:
         """Place the tile, fetch the halo, fold the padding; return the view."""
         if tile is not self.tile:
             self.backend.copy(tile, self.tile)
+        for cells in self.outside:  # every time: others may have used the memory
+            cells.fill(self.plan.window.fill)
         self.border.carry(self.fetch)
         for piece in self.again:
             self.buffer[self.index(piece.target)] = self.buffer[self.index(piece.source)]
@@ -69,10 +77,13 @@ class Frame:
         """Return the shape of a piece's cells."""
         return (self.samples, *piece.source.shape, self.channels)
 
+    def _new(self, room: Room | None) -> Any:
+        return room.array(self.shape) if room else self.backend.empty(self.shape, self.dtype)
+
     def dview_place(self) -> Any:
         """Return the part of the gradient's buffer that is the view's; zero around it."""
         if self.gradient is None:
-            self.gradient = self.backend.zeros(self.shape, self.dtype)
+            self.gradient = self._new(self._gradients_room)
             self.dview, self.dtile = self.gradient[self.need], self.gradient[self.own]
         if self.plan.need != self.plan.buffer:
             self.gradient[...] = 0

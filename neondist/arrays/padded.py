@@ -12,7 +12,7 @@ from ..comm import ProcessGrid
 from ..errors import ShapeError
 from ..geometry import Box, HaloPlan, Window
 from .border import Border
-from .frame import Frame
+from .frame import Frame, Rooms
 
 
 class PaddedArray:
@@ -37,6 +37,8 @@ class PaddedArray:
         The same as boxes in the coordinates of the image, and the image's extent.
     border : Border
         How cells of other tiles reach a view: `border.scheme`, default an exact exchange.
+    rooms : (Room or None, Room or None)
+        Where the view and its gradient live; None: in memory of their own.
     bytes_sent : int
         Bytes of halos sent by this rank since construction.
     """
@@ -72,7 +74,14 @@ class PaddedArray:
         self.local_shape = (hi - lo, *self.own.shape, self.channels)
         self.view_shape = (hi - lo, *self.need.shape, self.channels)
         self.border = Border()
+        self.rooms: Rooms = (None, None)
         self._frames: dict[int, Frame] = {}
+        self._plains: dict[tuple[int, int], Any] = {}
+
+    @property
+    def held(self) -> int:
+        """Numbers of a sample in the view with the tile around which it lies."""
+        return self.plan.buffer.size * self.channels
 
     @property
     def tiled(self) -> bool:
@@ -116,16 +125,20 @@ class PaddedArray:
         """
         self._check("dview", dview, self.need)
         if self.plan.trivial:
-            return self._given(dview)
+            return self._given(self._lasting(dview))
         return self._given(self._frame(len(dview)).backward(dview))
 
     def place(self, samples: int) -> Any | None:
         """Return the part of the view that is the tile's: what is written there, `get_fprop_view` need not copy."""
-        return None if self.plan.trivial or not self.reuse else self._frame(samples).tile
+        if self.plan.trivial:
+            return self._plain(0, samples)
+        return self._frame(samples).tile if self.reuse else None
 
     def dview_place(self, samples: int) -> Any | None:
         """Return an array for the gradient of the view: what is written there, `get_bprop_view` need not copy."""
-        return None if self.plan.trivial or not self.reuse else self._frame(samples).dview_place()
+        if self.plan.trivial:
+            return self._plain(1, samples)
+        return self._frame(samples).dview_place() if self.reuse else None
 
     def scatter(self, whole: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
@@ -164,9 +177,34 @@ class PaddedArray:
     def _frame(self, samples: int) -> Frame:
         if samples not in self._frames:
             self._frames[samples] = Frame(
-                self.plan, samples, self.channels, self.dtype, self.backend, self.grid.tiles, self.border
+                self.plan,
+                samples,
+                self.channels,
+                self.dtype,
+                self.backend,
+                self.grid.tiles,
+                self.border,
+                self.rooms,
             )
         return self._frames[samples]
+
+    def _plain(self, which: int, samples: int) -> Any | None:
+        """Return the array in the place of a view, or of its gradient, that is the tile itself."""
+        room = self.rooms[which]
+        if room is None:
+            return None
+        key = which, samples
+        if key not in self._plains:
+            self._plains[key] = room.array((samples, *self.own.shape, self.channels))
+        return self._plains[key]
+
+    def _lasting(self, dview: Any) -> Any:
+        """Return dview; a copy in its own place, if it lies in that of an array whose time may soon be over."""
+        place, room = self._plain(1, len(dview)), self.rooms[1]
+        if room is None or dview is place or not room.arena.owns(dview):
+            return dview
+        self.backend.copy(dview, place)
+        return place
 
     def _given(self, array: Any) -> Any:
         return array if self.reuse else array.copy()

@@ -21,10 +21,16 @@ class Backend(ABC):
     """Arrays and kernels of one library; a backend overrides only what it does better."""
 
     name: str
+    #: Numbers of a strip: smaller ones compute more overlap, larger ones leave the cache
+    strip: int
 
     @abstractmethod
     def full(self, shape: Ints, value: float, dtype: np.dtype) -> Any:
         """Return a new array filled with `value`."""
+
+    @abstractmethod
+    def empty(self, shape: Ints, dtype: np.dtype) -> Any:
+        """Return a new array with any values."""
 
     @abstractmethod
     def asarray(self, array: Any, dtype: np.dtype) -> Any:
@@ -78,7 +84,7 @@ class Backend(ABC):
         finish : callable
             `finish(z, y)` writes what shall be kept of a strip z into that strip of y; it may overwrite z.
         """
-        for strip in strips(x, y, weights.shape[:-2], stride, dilation):
+        for strip in strips(x, y, weights.shape[:-2], stride, dilation, self.strip):
             finish(self.conv_forward(x[strip.view], weights, stride, dilation, groups, bias), y[strip.out])
 
     def conv_back_into(
@@ -106,7 +112,7 @@ class Backend(ABC):
         kernel = weights.shape[:-2]
         by_weights, by_bias = self.zeros(weights.shape, x.dtype), self.zeros(weights.shape[-1:], x.dtype)
         gatherer = None if dx is None else Gatherer(dx, dy, self.copy)
-        for strip in strips(x, dy, kernel, stride, dilation):
+        for strip in strips(x, dy, kernel, stride, dilation, self.strip):
             dz, seen = begin(strip.out), x[strip.view]
             by_weights += self.conv_backward_weights(seen, dz, kernel, stride, dilation, groups)
             by_bias += self.channel_sum(dz)
@@ -149,6 +155,22 @@ class Backend(ABC):
     @abstractmethod
     def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
         """Return the gradient of x (N, *extent, C)."""
+
+    def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints) -> list[Any]:
+        """Write the maxima into y, of any strides, strip by strip; return the places of each strip."""
+        places = []
+        for strip in strips(x, y, kernel, stride, (1,) * len(kernel), self.strip):
+            best, place = self.max_pool(x[strip.view], kernel, stride)
+            self.copy(best, y[strip.out])
+            places.append(place)
+        return places
+
+    def max_pool_back_into(self, dx: Any, dy: Any, places: Sequence[Any], kernel: Ints, stride: Ints) -> None:
+        """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
+        gatherer = Gatherer(dx, dy, self.copy)
+        for strip, place in zip(strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip), places, strict=True):
+            extent = dx[strip.view].shape[1:-1]
+            gatherer.add(strip, self.max_pool_backward(dy[strip.out], place, extent, kernel, stride))
 
     @abstractmethod
     def window_sum(self, x: Any, kernel: Ints, stride: Ints) -> Any:

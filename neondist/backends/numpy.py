@@ -15,16 +15,22 @@ from . import numpy_pool as pool
 from .base import Backend
 
 Ints = Sequence[int]
+_SUMMED = 1 << 13  # cells at a time
 
 
 class NumpyBackend(Backend):
     """NumPy arrays; convolutions through GEMM."""
 
     name = "numpy"
+    strip = 1 << 16
 
     def full(self, shape: Ints, value: float, dtype: np.dtype) -> np.ndarray:
         """Return a new array filled with `value`."""
         return np.full(shape, value, dtype)
+
+    def empty(self, shape: Ints, dtype: np.dtype) -> np.ndarray:
+        """Return a new array with any values."""
+        return np.empty(shape, dtype)
 
     def asarray(self, array: Any, dtype: np.dtype) -> np.ndarray:
         """Return a new contiguous array with the values of `array`."""
@@ -110,11 +116,19 @@ class NumpyBackend(Backend):
 
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum over everything but the channels, by GEMM: its blocked sums err less than a running sum."""
-        cells = x.reshape(-1, x.shape[-1])
-        return self.matmul(np.ones((1, len(cells)), x.dtype), cells)[0]
+        cells, total = x.reshape(-1, x.shape[-1]), np.zeros(x.shape[-1:], x.dtype)
+        ones = np.ones((1, _SUMMED), x.dtype)
+        for start in range(0, len(cells), _SUMMED):
+            part = cells[start : start + _SUMMED]
+            total += self.matmul(ones[:, : len(part)], part)[0]
+        return total
 
     def sample_sum(self, x: np.ndarray) -> np.ndarray:
         """Return each sample's sum over its cells, by GEMM as `channel_sum`."""
-        cells = prod(x.shape[1:-1])
-        ones = np.ones((1, cells), x.dtype)
-        return self.matmul(ones, x.reshape(len(x), cells, x.shape[-1])).reshape(len(x), x.shape[-1])
+        cells, channels = prod(x.shape[1:-1]), x.shape[-1]
+        rows, total = x.reshape(len(x), cells, channels), np.zeros((len(x), 1, channels), x.dtype)
+        ones = np.ones((1, _SUMMED), x.dtype)
+        for start in range(0, cells, _SUMMED):
+            part = rows[:, start : start + _SUMMED]
+            total += self.matmul(ones[:, : part.shape[1]], part)
+        return total[:, 0]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from .windows import blocks
 
 Ints = Sequence[int]
-_STRIP = 1 << 22  # numbers; measured best of 2^18 ... 2^23: smaller strips compute more overlap, larger leave the cache
 
 
 class Strip(NamedTuple):
@@ -35,11 +34,11 @@ class Strip(NamedTuple):
         return self.samples, self.seen
 
 
-def strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Iterator[Strip]:
-    """Cut a valid kernel from x (N, *extent, C) to y (N, *out, C') into strips that fit into the cache."""
+def strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints, numbers: int) -> Iterator[Strip]:
+    """Cut a valid kernel from x (N, *extent, C) to y (N, *out, C') into strips of about so many numbers."""
     step, span = stride[0], dilation[0] * (kernel[0] - 1) + 1
     per_row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
-    for samples, rows in blocks(len(y), y.shape[1:-1], per_row, _STRIP):
+    for samples, rows in blocks(len(y), y.shape[1:-1], per_row, numbers):
         seen = slice(rows.start * step, (rows.stop - 1) * step + span)
         yield Strip(samples, rows, seen, rows.stop == y.shape[1])
 

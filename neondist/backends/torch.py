@@ -29,6 +29,7 @@ class TorchBackend(NumpyBackend):
     """
 
     name = "torch"
+    strip = 1 << 22
 
     def __init__(self) -> None:
         share = os.environ.get("OMP_NUM_THREADS", "")

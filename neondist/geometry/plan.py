@@ -65,6 +65,18 @@ class HaloPlan(TransferPlan):
         """True if the view is the tile itself."""
         return self.need == self.own and not self.receives and not self.sends
 
+    @property
+    def outside(self) -> list[Box]:
+        """What of the buffer lies outside the image and holds the window's fill value."""
+        if self.window.mode != "zeros":
+            return []
+        found = []
+        for axis, n in enumerate(self.extent):
+            lo, hi = self.buffer.lo, self.buffer.hi
+            found.append(Box(lo, (*hi[:axis], min(0, hi[axis]), *hi[axis + 1 :])))
+            found.append(Box((*lo[:axis], max(n, lo[axis]), *lo[axis + 1 :]), hi))
+        return [box for box in found if not box.empty]
+
     @classmethod
     def of(cls, partition: Partition, window: Window, tile: int) -> HaloPlan:
         """Return the plan of `tile` when `window` slides over the image that `partition` cuts."""

@@ -67,6 +67,9 @@ class Layer(Node):
         True: `forward` applies the activation itself and writes into `new_output`, and `backward` undoes it and writes
         into `new_dview`. It holds for the methods of the class that says so; a subclass with a `forward` or `backward`
         of its own gets the safe way: its results are copied, and the activation is applied to them.
+    keeps_view : bool
+        False: neither what `forward` returns nor what `backward` needs is memory of the view, which others may then
+        use. It holds as `direct` does.
     """
 
     has_dist_twin = True
@@ -76,13 +79,17 @@ class Layer(Node):
     reverse_halos = False
     activation: Activation | None = None
     direct = False
+    keeps_view = True
+    preceding: Node | None = None
+    following: Node | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Take back what a base class said of a `forward` or `backward` that this class replaces."""
         super().__init_subclass__(**kwargs)
-        said, *written = (_first(cls, name) for name in ("direct", "forward", "backward"))
-        if min(written) < said:
-            cls.direct = False
+        written = min(_first(cls, method) for method in ("forward", "backward", "fprop", "bprop"))
+        for name, safe in (("direct", False), ("keeps_view", True)):
+            if written < _first(cls, name):
+                setattr(cls, name, safe)
 
     def __init__(self, name: str | None = None, scheme: Scheme | str | None = None) -> None:
         self.name = name
@@ -152,9 +159,9 @@ class Layer(Node):
         self.arrays: list[PaddedArray] = []
         self.adjust_for_dist()
 
-    def connect(self, following: Node | None) -> None:
-        """Remember who wants the output."""
-        self.following = following
+    def connect(self, preceding: Node | None, following: Node | None) -> None:
+        """Remember the neighbours."""
+        self.preceding, self.following = preceding, following
 
     def input_place(self, samples: int) -> Any:
         """Return the middle of the view."""

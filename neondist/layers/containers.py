@@ -77,12 +77,17 @@ class Sequential(Container):
             input_shape = layer.output_shape_for(input_shape)
         return input_shape
 
-    def connect(self, following: Node | None) -> None:
-        """Connect every layer with the next one."""
+    def connect(self, preceding: Node | None, following: Node | None) -> None:
+        """Connect every layer with its neighbours."""
         self.following = following
-        for layer in reversed(self.layers):
-            layer.connect(following)
-            following = layer
+        layers = [layer for layer in self.layers if not layer.transparent]
+        for before, layer, after in zip([preceding, *layers], layers, [*layers[1:], following], strict=False):
+            layer.connect(before, after)
+
+    @property
+    def transparent(self) -> bool:
+        """True if nothing is inside."""
+        return all(layer.transparent for layer in self.layers)
 
     def input_place(self, samples: int) -> Any | None:
         """Return what the first layer wants."""
@@ -112,11 +117,10 @@ class Branches(Container):
         for layer in self.layers:
             yield layer, input_shape
 
-    def connect(self, following: Node | None) -> None:
-        """Remember who wants the output; a branch's own output is combined with the others' first."""
-        self.following = following
+    def connect(self, preceding: Node | None, following: Node | None) -> None:
+        """Connect every branch with nobody: the container hands round what comes in, and combines what goes out."""
         for layer in self.layers:
-            layer.connect(None)
+            layer.connect(None, None)
 
     def _shapes(self, input_shape: Shape, compared: slice) -> list[Shape]:
         """Return the branches' output shapes; ShapeError if they differ in the axes compared."""
@@ -132,7 +136,7 @@ class Branches(Container):
     def _back(self, gradients: Sequence[Any]) -> Any:
         """Return the sum of what the branches send back."""
         total: Any = None
-        for layer, dy in zip(self.layers, gradients, strict=True):
+        for layer, dy in reversed(list(zip(self.layers, gradients, strict=True))):  # as `lifetimes` has it
             layer.needs_input_gradient = self.needs_input_gradient
             dx = layer.bprop(dy)
             if dx is not None:

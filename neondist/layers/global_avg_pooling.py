@@ -5,8 +5,6 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from ..errors import ShapeError
 from .base import Dist, Layer, Shape
 
@@ -17,6 +15,8 @@ class GlobalAvgPoolingLayer(Layer):
     Local sums and one allreduce of N x C numbers; nothing is gathered.
     """
 
+    direct, keeps_view = True, False
+
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return (C,)."""
         if len(input_shape) < 2:
@@ -25,15 +25,16 @@ class GlobalAvgPoolingLayer(Layer):
 
     def forward(self, view: Any) -> Any:
         """Return the means over all tiles."""
-        sums = view.sum(axis=tuple(range(1, view.ndim - 1)))
-        return self.total(sums) / prod(self.input_shape[:-1])
+        return self.total(self.kernels.sample_sum(view)) / prod(self.input_shape[:-1])
 
     def backward(self, dy: Any) -> Any:
         """Spread the gradient evenly over the cells."""
         each = dy / prod(self.input_shape[:-1])
         cells = self.input.own.shape
         each = each.reshape(len(dy), *(1 for _ in cells), dy.shape[-1])
-        return np.broadcast_to(each, (len(dy), *cells, dy.shape[-1])).copy()
+        dview = self.new_dview(len(dy))
+        dview[...] = each
+        return dview
 
 
 class GlobalAvgPoolingLayerDist(Dist, GlobalAvgPoolingLayer):

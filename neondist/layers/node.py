@@ -60,9 +60,14 @@ class Node(Registered, ABC):
     def build(self, input_shape: Shape, context: Context) -> None:
         """Fix shapes and make the input, for a global input shape without the batch."""
 
+    @property
+    def transparent(self) -> bool:
+        """Whether it gives on, unchanged, what comes in."""
+        return False
+
     @abstractmethod
-    def connect(self, following: Node | None) -> None:
-        """Learn who alone gets the output; None: it is not known, or there are several."""
+    def connect(self, preceding: Node | None, following: Node | None) -> None:
+        """Learn whose output alone comes in, and who alone gets what goes out; None: a container, or nobody."""
 
     def input_place(self, samples: int) -> Any | None:
         """Return the array where this node wants its input, this rank's tile; None: it has no wish."""

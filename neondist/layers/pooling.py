@@ -58,17 +58,22 @@ class PoolingLayer(Layer):
 class MaxPoolingLayer(PoolingLayer):
     """Maximum over each window; padding never wins, and of equal values the first in row-major order does."""
 
+    direct, keeps_view = True, False
     fill = -inf
+    places: Any = None
 
     def forward(self, view: Any) -> Any:
         """Return the maxima."""
-        self.extent = view.shape[1:-1]
-        y, self.place = self.kernels.max_pool(view, *self._kernel_and_stride)
+        self.places = None  # those of the last step must not live beside the new ones
+        y = self.new_output(len(view))
+        self.places = self.kernels.max_pool_into(y, view, *self._kernel_and_stride)
         return y
 
     def backward(self, dy: Any) -> Any:
         """Send each gradient to where the maximum was."""
-        return self.kernels.max_pool_backward(dy, self.place, self.extent, *self._kernel_and_stride)
+        dview = self.new_dview(len(dy))
+        self.kernels.max_pool_back_into(dview, dy, self.places, *self._kernel_and_stride)
+        return dview
 
 
 class MaxPoolingLayerDist(Dist, MaxPoolingLayer):

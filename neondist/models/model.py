@@ -19,6 +19,7 @@ from ..registry import Registered
 from ..schemes import Scheme, as_scheme
 from .entry import Entry
 from .ledger import Ledger, ledger
+from .lifetimes import arena_of
 from .parameters import Parameters, gather, load
 from .plan import LayerPlan, plan_layers
 from .targets import local_targets
@@ -83,6 +84,7 @@ class Model(Registered):
         self.parameters: Parameters | None = None
         self._pending: dict[str, Any] | None = None
         self._name_layers()
+        self.chain.connect(None, None)
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
@@ -112,7 +114,7 @@ class Model(Registered):
         self.output_shape = self.chain.output_shape_for(self.input_shape)
         context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
         self.chain.build(self.input_shape, context)
-        self.chain.connect(None)
+        self.arena = arena_of(self.leaves, context)
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
         self.parameters = Parameters(self.leaves, context)
@@ -126,7 +128,7 @@ class Model(Registered):
         """Return this rank's tile of the output (or the whole output after an FC layer) for its tile of the input."""
         batch = self._batch(x, batch_size)
         phase = Phase(training, self.step, self.grid.sample_range(batch)[0])
-        return self.chain.fprop(x if x.dtype == self.dtype else x.astype(self.dtype), phase)
+        return self._lasting(self.chain.fprop(x if x.dtype == self.dtype else x.astype(self.dtype), phase))
 
     def bprop(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
@@ -138,7 +140,7 @@ class Model(Registered):
         """
         dx = self.chain.bprop(dy if dy.dtype == self.dtype else dy.astype(self.dtype))
         self._built().sum_gradients()
-        return dx
+        return self._lasting(dx)
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one step - fprop, cost, bprop, update - and return the mean loss over the global batch.
@@ -256,6 +258,10 @@ class Model(Registered):
     def default_grid(self) -> ProcessGrid:
         """Return the grid to build on where none is given."""
         return ProcessGrid.serial()
+
+    def _lasting(self, array: Any) -> Any:
+        """Return an array for the caller to keep: a copy, if the next pass would overwrite it."""
+        return array.copy() if array is not None and self.arena.owns(array) else array
 
     def _name_layers(self) -> None:
         counts: dict[str, int] = {}

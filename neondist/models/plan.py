@@ -31,6 +31,8 @@ class LayerPlan:
     """every tile's cells of the output"""
     views: list[Box]
     """every tile's view of the input"""
+    kept: list[Box]
+    """the box of the array that holds both a tile's view and the tile itself"""
     halo_cells: list[int]
     """cells that each tile receives in fprop, channels not counted"""
     forward: list[list[int]]
@@ -87,7 +89,8 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
         for pieces in (lambda plan: plan.sends, lambda plan: plan.receives)
     )
     count = sum(prod(p.shape) for p in parameters)
-    views = [halo.need for halo in _halos(input_shape, window or everywhere, grid)]
+    around = _halos(input_shape, window or everywhere, grid)
+    views = [halo.need for halo in around]
     largest = max(count, prod(output_shape), *(view.size * input_shape[-1] for view in views))
     if largest > _MOST:
         raise ShapeError(f"would have {largest} numbers, more than any machine can hold; make the layer smaller")
@@ -104,6 +107,7 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
         held=[sum(p.size_on(box) for p in parameters) for box in grid.partition(output_shape[:-1]).boxes()],
         tiles=grid.partition(output_shape[:-1]).boxes(),
         views=views,
+        kept=[halo.buffer for halo in around],
         halo_cells=[sum(plans[tile].received_cells for plans, _ in halos) for tile in tiles],
         forward=out if not layer.reverse_halos else home,
         backward=home if not layer.reverse_halos else out,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..arrays import pack
 from ..geometry import GridShape, split
+from ..models.lifetimes import spans
 
 if TYPE_CHECKING:
     from ..models import Model
@@ -49,9 +51,7 @@ def layer_costs(model: Model, plans: list[LayerPlan], batch_size: int, grid: Gri
         channels = plan.input_shape[-1] * itemsize
         # the first layer's input needs no gradient, so nothing travels home from it
         sent = sent_bytes(plan, samples, itemsize, home=index > 0)
-        views = [2 * box.size * channels if plan.window is not None else 0 for box in plan.views]
-        outputs = [2 * box.size * plan.output_shape[-1] * itemsize for box in plan.tiles]
-        held = max(view + output for view, output in zip(views, outputs, strict=True))
+        held = max((1 + (index > 0)) * box.size * channels for box in plan.kept)
         costs.append(
             LayerCosts(
                 sent_most=round(max(sent)),
@@ -61,6 +61,16 @@ def layer_costs(model: Model, plans: list[LayerPlan], batch_size: int, grid: Gri
             )
         )
     return costs
+
+
+def planned_memory(model: Model, plans: list[LayerPlan], batch_size: int, grid: GridShape) -> int:
+    """Return the bytes of one block for all views and gradients, on the rank that needs most.
+
+    Arrays that never live at the same moment of a step share memory in it; kernels' scratch space is not counted.
+    """
+    samples = split(batch_size, grid.replicas, 0)[1]
+    tiles = ([plan.kept[t].size * plan.input_shape[-1] for plan in plans] for t in range(grid.tiles))
+    return max(pack(spans(model.leaves, numbers))[1] for numbers in tiles) * samples * model.dtype.itemsize
 
 
 def sent_bytes(plan: LayerPlan, samples: int, itemsize: int, home: bool = True) -> list[float]:

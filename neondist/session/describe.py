@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..geometry import Box, GridShape
-from .costing import LayerCosts, layer_costs
+from .costing import LayerCosts, layer_costs, planned_memory
 from .validate import validate
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ LEGEND = """\
 tile: output cells of a rank; view: input cells that it looks at, with padding
 halo: cells of the view that other ranks own, per sample; the most of any rank
 sent: halo bytes of a training step, both ways; by the busiest rank, and by all
-memory: views, outputs, gradients, parameters, optimiser of the fullest rank"""
+memory: view and its gradient, parameters, optimiser of the fullest rank; a layer
+writes its outputs into the next one's view"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def describe(experiment: FitExperiment, ranks: int = 1) -> Any:
     costs = layer_costs(experiment.model, plans, experiment.batch_size, shape)
     table = LayerTable([*_shapes(plans), *_costs(plans, costs)], left=5)
     head = _head(experiment, shape)
-    return Group(Text(head, style="bold"), Text(), table, Text(), Text(LEGEND, style="dim"))
+    planned = planned_memory(experiment.model, plans, experiment.batch_size, shape)
+    peak = f"planned peak: {_size(planned)} for views and gradients, which share memory, on the fullest rank"
+    return Group(Text(head, style="bold"), Text(), table, Text(), Text(peak), Text(), Text(LEGEND, style="dim"))
 
 
 def _head(experiment: FitExperiment, shape: GridShape) -> str:

@@ -8,7 +8,6 @@ from present import KERNELS, NAMES
 from present import kernels as kernels_of
 
 import neondist as nd
-from neondist.backends import strips
 
 
 @st.composite
@@ -31,7 +30,7 @@ def test_strips_join_to_the_whole(name, numbers, case):
     weights, bias = rng.normal(size=(*kernel, 2, 3 * groups)), rng.normal(size=3 * groups)
     how = stride, dilation, groups
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strips, "_STRIP", numbers)
+        patch.setattr(kernels, "strip", numbers)
         expected = np.maximum(kernels.conv_forward(x, weights, *how, bias), 0)
         y, dx = (np.full((*shape[:-1], 2 * shape[-1]), np.nan)[..., ::2] for shape in (expected.shape, x.shape))
         kernels.conv_into(y, x, weights, *how, bias, kernels.rectify)

@@ -1,0 +1,173 @@
+"""Memory that arrays share: what lives at one moment never overlaps, and no layer can be hurt by it."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from present import NAMES
+
+import neondist as nd
+from neondist.arrays import Span, pack
+from neondist.models.lifetimes import arena_of, lifetimes, spans
+
+
+@given(st.lists(st.builds(Span, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_what_meets_does_not_overlap(spans):
+    spans = [Span(n, min(a, b), max(a, b)) for n, a, b in spans]
+    places, length = pack(spans)
+    cells = [set(range(place, place + span.numbers)) for place, span in zip(places, spans, strict=True)]
+    for at, span in enumerate(spans):
+        assert max(cells[at], default=-1) < length
+        assert not any(cells[at] & cells[other] for other in range(at) if span.meets(spans[other]))
+    most = max((sum(s.numbers for s in spans if s.first <= t <= s.last) for t in range(10)), default=0)
+    assert most <= length <= sum(span.numbers for span in spans)
+
+
+class Keeper(nd.Layer):
+    """A naive layer that keeps its view and its output, and returns what it got wherever it can."""
+
+    def forward(self, view):
+        self.view = self.out = view
+        return view
+
+    def backward(self, dy):
+        self.seen = self.view.copy()
+        return dy
+
+
+class Squarer(nd.Layer):
+    """A naive layer whose gradient is memory that it got in the forward pass."""
+
+    def forward(self, view):
+        self.view = view
+        return view * view / 2
+
+    def backward(self, dy):
+        self.view *= dy
+        return self.view
+
+
+def conv(**more):
+    return nd.ConvLayer(3, 3, padding=1, activation=nd.RectLin(), **more)
+
+
+def networks():
+    pool, tanh = nd.MaxPoolingLayer, nd.Tanh()
+    return {
+        "plain": [conv(), conv(stride=2), pool(2), conv(), nd.FCLayer(4)],
+        "naive": [conv(), Keeper(), conv(), Keeper(), Squarer(), pool(2), Keeper(), conv(), Squarer()],
+        "identity first and last": [Keeper(), conv(), Keeper()],
+        "residual": [conv(), nd.Sum([[conv(), Keeper(), conv()], []]), conv(), nd.Sum([[], Keeper()])],
+        "two branches": [conv(), nd.Sum([[conv(), conv()], conv()]), conv()],
+        "identities": [nd.ConvLayer(3, 3, padding=1, activation=tanh), nd.Sum([[], []]), [], conv()],
+        "skip": [conv(), nd.Concat([[pool(2), conv(), nd.UpsampleLayer(2)], [], conv()]), [conv()]],
+        "normalised": [conv(), nd.BatchNormLayer(), nd.DropoutLayer(0.3), nd.L2PoolingLayer(2), nd.LCNLayer(3)],
+        "pools": [pool(3, 1, 1), nd.ActivationLayer(tanh), nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)],
+    }
+
+
+class Apart:
+    """Instead of an arena: every array in memory of its own, and no layer writes where another wants it."""
+
+    length = 0
+
+    def __init__(self, layers, context):
+        for layer in layers:
+            layer.following = None
+
+    def owns(self, array):
+        return False
+
+
+def poison(layers, context):
+    """An arena where nothing overlaps, but what does not live at a moment is NaN."""
+    arena = arena_of(layers, context)
+    planned = spans(layers, [layer.input.held for layer in layers])
+    lengths = [-(-span.numbers // 16) * 16 for span in planned]
+    arena.places = np.cumsum([0, *lengths[:-1]]).tolist()
+    arena.length = sum(lengths)
+
+    def at_moment(moment, call):
+        def called(array, *others):
+            for at, span in enumerate(planned):
+                if not span.first <= moment <= span.last:
+                    arena.array(at, (len(array), span.numbers)).fill(np.nan)
+            return call(array, *others)
+
+        return called
+
+    for at, layer in enumerate(layers):
+        layer.fprop = at_moment(at, layer.fprop)
+        layer.bprop = at_moment(2 * len(layers) - 1 - at, layer.bprop)
+    return arena
+
+
+def trained(layers, name, make_arena):
+    """Outputs, input gradients, gradients and state of some steps with batches of several sizes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("neondist.models.model.arena_of", make_arena)
+        model = nd.Convnet(layers, cost=nd.SumSquared(), seed=3, backend=name, dtype="float64")
+        model.build((8, 8, 2), batch_size=4)
+    rng, found = np.random.default_rng(5), []
+    for samples, training in ((4, True), (3, False), (4, True), (6, True), (1, False), (4, True)):
+        x = rng.normal(size=(samples, 8, 8, 2))
+        y = model.fprop(x, training=training)
+        dx = model.bprop(rng.normal(size=y.shape))
+        kept = y.copy(), dx.copy()
+        found += [*kept, model.gradients()]
+        model.train_batch(x, rng.normal(size=y.shape))
+        np.testing.assert_array_equal(y, kept[0])  # what a caller holds is not overwritten
+        if model.arena.length:
+            assert not model.arena.owns(dx)
+    return [*found, model.state()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("network", networks())
+def test_sharing_memory_changes_no_number(network, name):
+    expected = trained(networks()[network], name, Apart)
+    for make_arena in (arena_of, poison):
+        found = trained(networks()[network], name, make_arena)
+        for ours, theirs in zip(found, expected, strict=True):
+            for key in ours if isinstance(ours, dict) else [slice(None)]:
+                np.testing.assert_array_equal(ours[key], theirs[key])
+
+
+def test_lifetimes_of_a_chain():
+    model = nd.Convnet([conv(), nd.MaxPoolingLayer(2), nd.MaxPoolingLayer(2), conv()])
+    views, gradients = zip(*lifetimes(model.leaves), strict=True)
+    # conv1 needs its input, and its output for the rectifier; the second pooling layer's input nobody needs
+    assert views == ((0, 7), (0, 7), (1, 2), (2, 4))
+    assert gradients == (None, (6, 7), (5, 6), (4, 5))
+
+
+def test_a_layer_says_for_itself_alone_what_it_keeps():
+    class Mine(nd.MaxPoolingLayer):
+        def backward(self, dy):
+            return super().backward(dy)
+
+    assert not nd.MaxPoolingLayerDist.keeps_view
+    assert Mine.keeps_view
+    assert not Mine.direct
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_allocates_next_to_nothing(name):
+    layers = [conv(), conv(stride=2), nd.MaxPoolingLayer(2), conv(), nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)]
+    model = nd.Convnet(layers, backend=name)
+    model.build((256, 256, 3), batch_size=4)
+    x, labels = np.ones((4, 256, 256, 3), np.float32), np.zeros(4, int)
+    tracemalloc.start()
+    try:
+        model.train_batch(x, labels)
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        model.train_batch(x, labels)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 1 << 16
+    # one activation has 3 MiB; torch's own outputs, a strip at a time, are not counted here
+    assert peak - before < 1 << 20
