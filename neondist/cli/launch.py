@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from ..errors import LaunchError
 from .job import LAUNCHED
+from .leftovers import swept
 from .mpirun import REMEDY, Mpirun, find_mpirun
 from .supervise import supervise
 from .threads import VARIABLES, share
@@ -21,7 +22,9 @@ def launch(arguments: argparse.Namespace) -> int:
     """Start `arguments.ranks` ranks of the same command under mpirun; return the job's exit code."""
     mpirun = ready(os.environ)
     command = [*mpirun.command(arguments.ranks), sys.executable, "-m", "neondist", *words(arguments)]
-    return supervise(command, environment(mpirun, arguments.ranks, os.environ))
+    env = environment(mpirun, arguments.ranks, os.environ)
+    with swept(mpirun, env) as job:
+        return supervise(command, {**env, **job.environment}, inherited=job.held)
 
 
 def ready(env: Mapping[str, str]) -> Mpirun:

@@ -16,8 +16,11 @@ from .mpirun import Mpirun
 
 _MPI = """
 import json
+from neondist.comm import segments
 try:
-    from mpi4py import MPI
+    with segments.tidy_start():
+        from mpi4py import MPI
+    segments.forget_names(MPI)
     print(json.dumps({"library": MPI.Get_library_version().splitlines()[0].split(", package")[0].strip(" ,\\x00")}))
 except Exception as error:
     print(json.dumps({"error": str(error).splitlines()[0]}))

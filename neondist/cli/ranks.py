@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import place
 from ..errors import LaunchError, RemoteError, UserError
-from . import threads
+from . import leftovers, threads
 from .experiment import load
 from .job import Job, detect
 from .launch import ready
+from .orphan import end_with_parent
 from .report import show
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def join(job: Job | None) -> Transport:
 
     if job is None:
         return SingleTransport()
+    leftovers.restore(os.environ)
+    end_with_parent()
     if job.local_size:
         threads.limit(job.local_size)
     world = mpi.world()

@@ -19,8 +19,11 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
 
-def supervise(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run a command to its end and return its exit code, 128 + n if signal n ended it."""
+def supervise(command: Sequence[str], env: Mapping[str, str], inherited: Sequence[int] = ()) -> int:
+    """Run a command to its end and return its exit code, 128 + n if signal n ended it.
+
+    It inherits the file descriptors `inherited`.
+    """
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
@@ -33,6 +36,7 @@ def supervise(command: Sequence[str], env: Mapping[str, str]) -> int:
     process = subprocess.Popen(
         command,
         env=dict(env),
+        pass_fds=inherited,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C reaches it once, through us

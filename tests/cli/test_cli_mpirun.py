@@ -92,7 +92,7 @@ def test_what_the_user_has_set_stays():
 def test_launch_starts_the_same_command(monkeypatch):
     called = []
     monkeypatch.setattr(launch, "ready", lambda env: OPEN)
-    monkeypatch.setattr(launch, "supervise", lambda command, env: called.append(command) or 7)
+    monkeypatch.setattr(launch, "supervise", lambda command, *_, **__: called.append(command) or 7)
     assert launch.launch(parser().parse_args(["run", "e.yaml", "-n", "2", "--resume"])) == 7
     (command,) = called
     assert command[7:] == [sys.executable, "-m", "neondist", "run", "e.yaml", "--resume"]
