@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import bench, options
+from . import bench, guards, options
 from .check import check
 from .data import data
 from .doctor import doctor
@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     options.experiment(one)
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE)")
     one.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
+    guards.add(one)
     one.set_defaults(command=run)
 
     one = commands.add_parser("check", help="validate a YAML file and print every layer's plan", allow_abbrev=False)

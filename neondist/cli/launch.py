@@ -8,9 +8,11 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 
 from ..errors import LaunchError
+from . import guards
 from .job import LAUNCHED
 from .leftovers import swept
 from .mpirun import REMEDY, Mpirun, find_mpirun
@@ -24,7 +26,7 @@ def launch(arguments: argparse.Namespace) -> int:
     command = [*mpirun.command(arguments.ranks), sys.executable, "-m", "neondist", *words(arguments)]
     env = environment(mpirun, arguments.ranks, os.environ)
     with swept(mpirun, env) as job:
-        return supervise(command, {**env, **job.environment}, inherited=job.held)
+        return supervise(command, {**env, **job.environment}, inherited=job.held, gently=True)
 
 
 def ready(env: Mapping[str, str]) -> Mpirun:
@@ -47,7 +49,7 @@ def words(arguments: argparse.Namespace) -> list[str]:
 
 def environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the ranks; a number of threads that the user has set stays."""
-    new = {**mpirun.environment(), **env, LAUNCHED: str(ranks)}
+    new = {**mpirun.environment(), **env, LAUNCHED: str(ranks), guards.STARTED: str(time.time())}
     if not any(name in env for name in VARIABLES):
         new.update(dict.fromkeys(VARIABLES, str(share(ranks))))
     if sys.stdout.isatty():

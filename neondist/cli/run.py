@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import dump
+from . import guards
 from .launch import launch
 from .ranks import attend, job_of, join, must_launch, validated
 
@@ -49,7 +50,9 @@ def _train(arguments: argparse.Namespace, world: Transport) -> int:
 
     def work(prepared: tuple[Any, str, ProcessGrid]) -> int:
         experiment, resolved, grid = prepared
-        result = experiment.run(grid, output=output(arguments), resume=arguments.resume, resolved=resolved)
+        result = experiment.run(
+            grid, output=output(arguments), resume=arguments.resume, resolved=resolved, hooks=guards.hooks(arguments)
+        )
         if world.rank == 0:
             print("written:")
             for file in result.files:

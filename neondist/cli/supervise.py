@@ -16,13 +16,18 @@ from .quiet import copy_without_notices
 
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ENDING = (signal.SIGINT, signal.SIGTERM)
+STOPPED = 75
+"""Exit code of a run that has stopped with a checkpoint."""
 _PR_SET_PDEATHSIG = 1
 
 
-def supervise(command: Sequence[str], env: Mapping[str, str], inherited: Sequence[int] = ()) -> int:
+def supervise(
+    command: Sequence[str], env: Mapping[str, str], inherited: Sequence[int] = (), gently: bool = False
+) -> int:
     """Run a command to its end and return its exit code, 128 + n if signal n ended it.
 
-    It inherits the file descriptors `inherited`.
+    It inherits the file descriptors `inherited`. With `gently`, the first SIGTERM is passed on as SIGUSR1, which asks
+    the ranks to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint.
     """
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
@@ -30,7 +35,11 @@ def supervise(command: Sequence[str], env: Mapping[str, str], inherited: Sequenc
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if process is not None:
-            process.send_signal(_as_sent(number))
+            process.send_signal(as_sent(number))
+
+    def as_sent(number: int) -> int:
+        first = received.count(signal.SIGTERM) == 1
+        return signal.SIGUSR1 if gently and number == signal.SIGTERM and first else _as_sent(number)
 
     before = _handle(forward)  # before the start, so that no signal ends this process and leaves the other
     process = subprocess.Popen(
@@ -43,7 +52,7 @@ def supervise(command: Sequence[str], env: Mapping[str, str], inherited: Sequenc
         preexec_fn=_die_with_parent(),
     )
     for number in received:
-        process.send_signal(_as_sent(number))
+        process.send_signal(as_sent(number))
     assert process.stderr is not None
     copier = threading.Thread(
         target=copy_without_notices, args=(process.stderr.fileno(), sys.stderr.fileno()), daemon=True
@@ -56,7 +65,7 @@ def supervise(command: Sequence[str], env: Mapping[str, str], inherited: Sequenc
         for number, handler in before.items():
             signal.signal(number, handler)
     ended = [number for number in received if number in ENDING]
-    if ended and code:
+    if ended and code not in (0, STOPPED):
         return 128 + ended[0]
     return 128 - code if code < 0 else code
 

@@ -36,6 +36,7 @@ class Autoencoder:
         following: Any = model.layers[index + 1 : index + 2]
         self.pool: Any = following[0] if following and following[0].pools_squares else EachAlone()
         self.residuals = self.layer.make_array(self.layer.input_shape, self.layer.window)
+        self.parameters, self.notices = model.parameters, model.notices
         self.entry = next(e for e in model.parameters.trained if e.layer is self.layer and e.name == "weights")
         self.cost = ReconstructionCost(model.sparsity, model.epsilon)
         self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
@@ -98,7 +99,8 @@ class Autoencoder:
         """Run one step and return the mean cost over the global batch; as Model.train_batch, but for the targets."""
         batch = batch_size or len(x) * self.grid.replicas
         y = self.fprop(x, training=True)
-        cost = self.total_over_output(np.array([self.cost.value(y)]))
+        cost = self.total_over_output(np.array([self.cost.value(y), *self.notices.mine]))
+        self.notices.heard[...] = cost[1:]
         self.bprop(y, 1.0 / batch)
         flat = self._weights.reshape(-1), self.layer.grads["weights"].reshape(-1)
         self.optimizer.update(*flat, self.slots, self.step, scale=self.learning_rate_scale)

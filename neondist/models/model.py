@@ -20,6 +20,7 @@ from ..schemes import Scheme, as_scheme
 from .entry import Entry
 from .ledger import Ledger, ledger
 from .lifetimes import arena_of
+from .notices import Notices
 from .parameters import Parameters, gather, load
 from .plan import LayerPlan, plan_layers
 from .targets import local_targets
@@ -247,6 +248,11 @@ class Model(Registered):
     def ledger(self) -> Ledger:
         """Return how many messages of halos this rank has sent since `build`, by layer, direction, peer and size."""
         return ledger(self)
+
+    @property
+    def notices(self) -> Notices:
+        """What the ranks tell each other at every training step."""
+        return self._built().notices
 
     @property
     def leaves(self) -> list[Layer]:

@@ -12,6 +12,7 @@ from .. import rng
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
 from .entry import Entry
+from .notices import ROOM, Notices
 
 
 class Views(dict[str, Any]):
@@ -35,6 +36,8 @@ class Parameters:
     ----------
     values, grads : flat arrays
         What every rank holds alike comes first; then the arrays that are cut into tiles, this rank's part.
+    notices : Notices
+        They travel with every sum of gradients.
     """
 
     def __init__(self, layers: Iterable[Layer], context: Context) -> None:
@@ -52,7 +55,9 @@ class Parameters:
             for name, parameter in layer.state_for(layer.input_shape).items()
         ]
         self.shared = sum(prod(e.local_shape) for e in trained if not e.parameter.tiled)
-        self.values, self.grads, kept = self._flat(self.trained), self._flat(self.trained), self._flat(self.kept)
+        self.values, kept = self._flat(self.trained), self._flat(self.kept)
+        self.notices, self._told = Notices(), context.backend.zeros((ROOM + self.values.size,), context.dtype)
+        self.grads = self._told[ROOM:]
         for layer in layers:
             layer.params, layer.grads, layer.state = Views(), Views(), Views()
         for entry, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
@@ -74,10 +79,12 @@ class Parameters:
 
     def sum_gradients(self) -> None:
         """Add up every rank's share in one allreduce over all ranks; what is cut into tiles, over the replicas."""
-        grid = self.context.grid
-        grid.world.allreduce(self.grads[: self.shared])
+        grid, notices = self.context.grid, self.notices
         if self.shared < len(self.grads):
             grid.copies.allreduce(self.grads[self.shared :])
+        self._told[:ROOM] = notices.mine
+        grid.world.allreduce(self._told[: ROOM + self.shared])
+        notices.heard[...] = self._told[:ROOM]
 
     def arrays(self) -> list[tuple[Entry, Any]]:
         """Return all arrays, trained and kept: views of this rank's part."""

@@ -1,8 +1,8 @@
 """Training sessions: the loop, what joins it, and what it writes.
 
 experiment: everything together, as a YAML file names it. fit, evaluate: the loop; pretrain: the same for autoencoders.
-hooks: how to join it; progress, metrics_log, checkpoint, curves, tiles_picture: the hooks that a run has. validate,
-describe: before a run.
+hooks: how to join it; progress, stopping, metrics_log, checkpoint, curves, tiles_picture: the hooks that a run has.
+validate, describe: before a run.
 """
 
 from .describe import describe
@@ -13,6 +13,7 @@ from .hooks import Hook
 from .pretrain import pretrain
 from .progress import ProgressBar
 from .run import Run, Stop
+from .stopping import StopOnSignal, TimeLimit
 from .train import RunResult
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "Run",
     "RunResult",
     "Stop",
+    "StopOnSignal",
+    "TimeLimit",
     "describe",
     "evaluate",
     "fit",

@@ -8,7 +8,11 @@ import time
 
 import pytest
 
-PARENT = "import os, sys; from neondist.cli.supervise import supervise; sys.exit(supervise(sys.argv[1:], os.environ))"
+PARENT = """\
+import os, sys
+from neondist.cli.supervise import supervise
+sys.exit(supervise(sys.argv[1:], os.environ, gently="GENTLY" in os.environ))
+"""
 
 
 def start(*command, **more):
@@ -51,6 +55,19 @@ def test_a_job_that_ends_well_in_spite_of_a_signal_is_done():
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
+
+
+def test_asked_gently_at_first():
+    """The first SIGTERM arrives as SIGUSR1, the second as it is; 75 is the command's own."""
+    text = "trap 'echo gently; exit 75' USR1; trap 'exit 4' TERM; echo ready; while :; do sleep 0.05; done"
+    for trap, code in ((text, 75), (text.replace("; exit 75", ""), 143)):
+        process = start("sh", "-c", trap, env={**os.environ, "GENTLY": "1"})
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "gently\n"
+        if code != 75:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == code
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")

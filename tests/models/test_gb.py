@@ -105,7 +105,7 @@ def test_a_step_sends_what_the_formula_says_and_no_weights(kind):
         assert sum(formula) > 0 or ranks == 1
         for tile, (sent, sums, size) in enumerate(loopback.run(ranks, job)):
             assert sent == formula[tile]
-            assert sums == ([1, size] if kind == "blocks" else [1])  # the cost; and shared weights alone
+            assert sums == ([17, size] if kind == "blocks" else [17])  # cost and notices; shared weights alone
 
 
 def test_each_rank_keeps_its_part_of_the_filters():

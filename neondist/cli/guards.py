@@ -1,0 +1,60 @@
+"""What watches over a run: its options on the command line, and the hooks that they become."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..session import Hook
+
+STARTED = "NEONDIST_STARTED"
+"""When the job was started, as time.time() tells; set by `neondist run -n N` for its ranks."""
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def add(one: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    one.add_argument(
+        "--time-limit", type=duration, metavar="TIME",
+        help="stop with a checkpoint, exit code 75, before so much time has gone by: 3h30m, 03:30:00 or seconds",
+    )  # fmt: skip
+
+
+def hooks(arguments: argparse.Namespace) -> list[Hook]:
+    """Return the hooks of a run."""
+    from ..session import ProgressBar, StopOnSignal, TimeLimit
+
+    found: list[Hook] = [ProgressBar(), StopOnSignal()]
+    if arguments.time_limit is not None:
+        found.append(TimeLimit(arguments.time_limit, float(os.environ.get(STARTED, time.time()))))
+    return found
+
+
+def duration(text: str) -> float:
+    """Return the seconds of '3h30m', '90', '2.5h', '01:30:00' (hours first) or Slurm's '1-12:00:00' (days)."""
+    seconds = _in_units(text) if ":" not in text else _clock(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"'{text}' is no time that can be used; give 3h30m, 03:30:00 or seconds")
+    return seconds
+
+
+def _in_units(text: str) -> float:
+    if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
+        return float(text)
+    number = r"[0-9]+(?:\.[0-9]+)?"
+    if not re.fullmatch("".join(f"(?:{number}{unit})?" for unit in _UNITS), text):
+        return 0.0
+    return sum(float(n) * _UNITS[unit] for n, unit in re.findall(f"({number})([dhms])", text))
+
+
+def _clock(text: str) -> float:
+    found = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9])(?::([0-5][0-9]))?", text)
+    if not found:
+        return 0.0
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

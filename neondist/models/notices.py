@@ -1,0 +1,48 @@
+"""What ranks tell each other at every step, inside a sum that is made anyway."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from ..comm import Transport
+
+ROOM = 16
+"""Numbers that travel: a multiple of what keeps the gradients behind them aligned."""
+
+
+class Notice(IntEnum):
+    """What a rank can have to tell."""
+
+    NON_FINITE = 0
+    SIGTERM = 1
+    SIGUSR1 = 2
+    TIME = 3
+
+
+class Notices:
+    """How many ranks have something to tell; every rank hears the same, of the same step.
+
+    Nothing is sent for it alone: the numbers ride in front of the gradients.
+
+    Attributes
+    ----------
+    mine : array (ROOM,)
+        1 where this rank has the notice; it stays until it is set to 0. A signal handler may set it.
+    heard : array (ROOM,)
+        Sums over all ranks, as of the last training step.
+    """
+
+    def __init__(self) -> None:
+        self.mine, self.heard = np.zeros(ROOM), np.zeros(ROOM)
+
+    def exchange(self, world: Transport) -> None:
+        """Tell and hear in a message of its own, where no sum over all ranks can take it along; collective."""
+        told = self.mine.copy()
+        world.allreduce(told)
+        self.heard[...] = told
+
+    def ranks(self, notice: Notice) -> int:
+        """Return how many ranks had the notice in the last step."""
+        return int(self.heard[notice])

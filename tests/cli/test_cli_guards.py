@@ -1,0 +1,78 @@
+"""Options that watch over a run, and a run that is asked to stop."""
+
+import argparse
+import os
+import signal
+
+import pytest
+from cli_runs import EXPERIMENT, call, losses, needs_mpirun, neondist, start
+
+from neondist.cli.arguments import parser
+from neondist.cli.guards import duration
+from neondist.cli.launch import words
+
+LONG = ("--set", "epochs=100000")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "toy.yaml").write_text(EXPERIMENT)
+    (tmp_path / "tell.py").write_text("import os, pathlib\npathlib.Path(f'pid{os.getpid()}').touch()\n")
+    return tmp_path
+
+
+TIMES = {
+    "90": 90, "2.5": 2.5, "3h30m": 12600, "1.5h": 5400, "45m10s": 2710, "1d2h": 93600, "20s": 20,
+    "01:30:00": 5400, "00:00:05": 5, "12:30": 45000, "1-12:00:00": 129600,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "seconds"), TIMES.items())
+def test_duration(text, seconds):
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0s", "-5", "h", "3x", "30m3h", "1:99:00", "01:00:00:00", "nan", "1e3", "٣"])
+def test_what_is_no_duration(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="give 3h30m"):
+        duration(text)
+
+
+def test_ranks_are_told_the_options():
+    told = parser().parse_args(words(parser().parse_args(["run", "a.yaml", "-n", "4", "--time-limit", "3h30m"])))
+    assert told.time_limit == 12600
+
+
+def test_time_limit(folder):
+    code, out, err, _ = call(neondist("run", "toy.yaml", *LONG, "--time-limit", "4s"), folder)
+    assert (code, err) == (75, "")
+    assert "the time limit of 4 s is near; --resume goes on from here" in out
+    assert "checkpoint.h5" in out
+
+
+def stop(folder, number, whom, *more):
+    """Signal a job of two ranks in its second epoch, the launcher (0) or a rank; return code and output."""
+    words = neondist("run", "toy.yaml", "-n", 2, *LONG, "--import", "tell.py", *more)
+    process = start(words, folder)
+    out = ""
+    for line in process.stdout:
+        out += line
+        if line.startswith("epoch "):
+            break
+    pids = sorted((int(path.name[3:]) for path in folder.glob("pid*")), key=lambda pid: pid != process.pid)
+    os.kill(pids[whom], number)
+    rest, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (75, "")
+    for path in folder.glob("pid*"):
+        path.unlink()
+    return out + rest
+
+
+@needs_mpirun
+def test_signals_stop_all_ranks_with_a_checkpoint(folder):
+    """SIGTERM to the launcher, which mpirun alone would make a SIGKILL; then SIGUSR1 to a rank; then to the end."""
+    whole = losses(call(neondist("run", "toy.yaml", "--set", "epochs=3"), folder)[1])
+    assert " came; --resume goes on from here" in stop(folder, signal.SIGTERM, 0)
+    first = losses(call(neondist("run", "toy.yaml", "--output", "other", "--set", "epochs=3"), folder)[1])
+    assert first == whole
+    assert "SIGUSR1 came" in stop(folder, signal.SIGUSR1, 2, "--resume")
