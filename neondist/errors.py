@@ -40,6 +40,10 @@ class OutputError(UserError):
     """A file cannot be written: no room, or no permission."""
 
 
+class NonFiniteError(UserError):
+    """A loss or gradient is NaN or infinite; the message says at which step and where first. Weights are as before."""
+
+
 class LaunchError(UserError):
     """The job cannot be started: no MPI, no mpirun, or two MPIs that do not know each other."""
 

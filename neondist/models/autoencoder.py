@@ -37,6 +37,7 @@ class Autoencoder:
         self.pool: Any = following[0] if following and following[0].pools_squares else EachAlone()
         self.residuals = self.layer.make_array(self.layer.input_shape, self.layer.window)
         self.parameters, self.notices = model.parameters, model.notices
+        self.trouble = model.trouble
         self.entry = next(e for e in model.parameters.trained if e.layer is self.layer and e.name == "weights")
         self.cost = ReconstructionCost(model.sparsity, model.epsilon)
         self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
@@ -101,6 +102,12 @@ class Autoencoder:
         y = self.fprop(x, training=True)
         cost = self.total_over_output(np.array([self.cost.value(y), *self.notices.mine]))
         self.notices.heard[...] = cost[1:]
+        self.trouble.after_step(
+            self.step, self.model.nonfinite, None if np.isfinite(cost[0]) else f"the cost of {self}"
+        )
+        if not np.isfinite(cost[0]):
+            self.step += 1
+            return float("nan")
         self.bprop(y, 1.0 / batch)
         flat = self._weights.reshape(-1), self.layer.grads["weights"].reshape(-1)
         self.optimizer.update(*flat, self.slots, self.step, scale=self.learning_rate_scale)

@@ -20,7 +20,8 @@ from ..schemes import Scheme, as_scheme
 from .entry import Entry
 from .ledger import Ledger, ledger
 from .lifetimes import arena_of
-from .notices import Notices
+from .nonfinite import Trouble, locate
+from .notices import Notice, Notices
 from .parameters import Parameters, gather, load
 from .plan import LayerPlan, plan_layers
 from .targets import local_targets
@@ -53,6 +54,10 @@ class Model(Registered):
         Known after `build`; shapes are global, without the batch.
     bytes_sent : int
         Bytes of halos that this rank has sent since `build`.
+    nonfinite : {'stop', 'skip'}
+        What a training step does where a loss or gradient is not finite.
+    trouble : Trouble
+        Which step was skipped last, and why.
     stages : sequence
         What `nd.pretrain` trains first; empty but for GB.
     """
@@ -82,6 +87,7 @@ class Model(Registered):
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = seed, backend, np.dtype(dtype)
         self.learning_rate_scale, self.step = 1.0, 0
+        self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
         self._pending: dict[str, Any] | None = None
         self._name_layers()
@@ -143,6 +149,7 @@ class Model(Registered):
         self._built().sum_gradients()
         return self._lasting(dx)
 
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one step - fprop, cost, bprop, update - and return the mean loss over the global batch.
 
@@ -154,19 +161,34 @@ class Model(Registered):
             Those of the whole batch, the same on every rank, or this rank's part of them.
         batch_size : int, optional
             Samples of this batch over all replicas, where they are not those that the model was built for.
+
+        Raises
+        ------
+        NonFiniteError
+            On every rank, if the loss or a gradient is not finite on one. With `nonfinite` set to 'skip': weights,
+            state and the optimiser's slots stay as they are, the step is counted, and NaN returned.
         """
-        batch = self._batch(x, batch_size)
+        batch, parameters = self._batch(x, batch_size), self._built()
+        kept = parameters.kept_values.copy()
         self.chain.needs_input_gradient = False
         try:
             y = self.fprop(x, training=True, batch_size=batch)
             local = self.local_targets(targets, batch)
             scale = 1.0 / (batch * self.cost.cells(self.output_shape))
             loss = self.total_over_output(np.array([self.cost.value(y, local, self.output.total)]))
+            self.notices.mine[Notice.NON_FINITE] = not np.isfinite(loss[0])
             self.fill_gradients(self.cost.gradient(y, local, self.output.total) * self.dtype.type(scale))
+            if good := parameters.finite():
+                self.update()
+            else:
+                where = locate(self, x, targets, batch)
+                parameters.kept_values[...] = kept
         finally:
             self.chain.needs_input_gradient = True
-        self.update()
+        self.trouble.after_step(self.step, self.nonfinite, None if good else where)
         self.step += 1
+        if not good:
+            return float("nan")
         return float(loss[0] * scale)
 
     def begin_epoch(self, epoch: int, steps: int) -> None:

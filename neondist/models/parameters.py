@@ -12,7 +12,8 @@ from .. import rng
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
 from .entry import Entry
-from .notices import ROOM, Notices
+from .nonfinite import finite
+from .notices import ROOM, Notice, Notices
 
 
 class Views(dict[str, Any]):
@@ -36,6 +37,8 @@ class Parameters:
     ----------
     values, grads : flat arrays
         What every rank holds alike comes first; then the arrays that are cut into tiles, this rank's part.
+    kept_values : flat array
+        What is kept but not trained.
     notices : Notices
         They travel with every sum of gradients.
     """
@@ -55,7 +58,7 @@ class Parameters:
             for name, parameter in layer.state_for(layer.input_shape).items()
         ]
         self.shared = sum(prod(e.local_shape) for e in trained if not e.parameter.tiled)
-        self.values, kept = self._flat(self.trained), self._flat(self.kept)
+        self.values, self.kept_values = self._flat(self.trained), self._flat(self.kept)
         self.notices, self._told = Notices(), context.backend.zeros((ROOM + self.values.size,), context.dtype)
         self.grads = self._told[ROOM:]
         for layer in layers:
@@ -63,7 +66,7 @@ class Parameters:
         for entry, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
             dict.__setitem__(entry.layer.params, entry.name, value)
             dict.__setitem__(entry.layer.grads, entry.name, gradient)
-        for entry, value in zip(self.kept, self.cut(kept, self.kept), strict=True):
+        for entry, value in zip(self.kept, self.cut(self.kept_values, self.kept), strict=True):
             dict.__setitem__(entry.layer.state, entry.name, value)
         for entry, value in self.arrays():
             value[...] = self._first(entry)
@@ -82,9 +85,14 @@ class Parameters:
         grid, notices = self.context.grid, self.notices
         if self.shared < len(self.grads):
             grid.copies.allreduce(self.grads[self.shared :])
+            notices.mine[Notice.NON_FINITE] += not finite(self.grads[self.shared :])
         self._told[:ROOM] = notices.mine
         grid.world.allreduce(self._told[: ROOM + self.shared])
         notices.heard[...] = self._told[:ROOM]
+
+    def finite(self) -> bool:
+        """Tell whether loss and gradients of the last step were finite on all ranks; the same on every rank."""
+        return not self.notices.heard[Notice.NON_FINITE] and finite(self.grads[: self.shared])
 
     def arrays(self) -> list[tuple[Entry, Any]]:
         """Return all arrays, trained and kept: views of this rank's part."""

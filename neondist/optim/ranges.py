@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ConfigError
@@ -32,6 +33,13 @@ def flag(field: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
     raise ConfigError(f"{field}: {value!r} cannot be used; give true or false")
+
+
+def choice(field: str, value: Any, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of the choices; otherwise raise ConfigError."""
+    if isinstance(value, str) and value in choices:
+        return value
+    raise ConfigError(f"{field}: {value!r} cannot be used; choose from {', '.join(choices)}")
 
 
 def _looks_real(value: Any) -> bool:

@@ -11,7 +11,7 @@ from ..datasets import Dataset
 from ..errors import ConfigError
 from ..metrics import Metric
 from ..models import Model
-from ..optim.ranges import flag, integer
+from ..optim.ranges import choice, flag, integer
 from ..registry import Registered
 from .hooks import Hook
 from .progress import ProgressBar
@@ -42,6 +42,9 @@ class FitExperiment(Registered):
     checkpoint : mapping, optional
         every_steps, every_epochs, every_minutes: when checkpoints are written, default every epoch, and one at the end
         in any case; keep: how many stay, default 1.
+    nonfinite : {'stop', 'skip'}
+        What happens where a loss or gradient is not finite: an error that names the layer and the step, or the step
+        changes nothing.
 
     Raises
     ------
@@ -66,6 +69,7 @@ class FitExperiment(Registered):
         seed: int | None = None,
         metrics: Sequence[Metric] | None = None,
         checkpoint: Mapping[str, float | int | None] | None = None,
+        nonfinite: str = "stop",
     ) -> None:
         require("dataset", dataset, Dataset, "a data set such as !MNIST {}")
         require("model", model, Model, "a model such as !ConvnetDist {layers: [...]}")
@@ -77,6 +81,7 @@ class FitExperiment(Registered):
         self.metrics = all_metrics(metrics)
         self.checkpoint = CheckpointSchedule.of(checkpoint)
         settle(model, backend, dtype, seed)
+        model.nonfinite = choice("nonfinite", nonfinite, ("stop", "skip"))
 
     def validate(self, ranks: int = 1) -> None:
         """Find everything that can be wrong before a rank is started; needs no MPI.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -97,7 +98,10 @@ def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
         model.learning_rate_scale = model.optimizer.scale(run.epoch + first / len(split))
         run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
         run.seen += len(batch)
-        run.totals.loss += run.loss * len(batch)
+        if math.isfinite(run.loss):
+            run.totals.loss += run.loss * len(batch)
+        else:
+            run.totals.skipped += len(batch)
         run.totals.seconds, run.totals.sent = time.perf_counter() - start, model.bytes_sent - sent
         _call(hooks, lambda hook: hook.after_step(run))
 
@@ -111,7 +115,7 @@ def _close_epoch(run: Run, valid: dict[str, float]) -> None:
         {
             "epoch": run.epoch,
             "step": run.step,
-            "train_loss": totals.loss / max(seen, 1),
+            "train_loss": totals.loss / (seen - totals.skipped) if seen > totals.skipped else math.nan,
             "valid_loss": loss,
             "valid_error": error,
             "seconds": totals.seconds,

@@ -37,7 +37,7 @@ class Position:
         """Return where a run is; collective."""
         totals = run.totals
         sent = totals.sent_before + sum(run.grid.world.allgather(totals.sent))
-        sums = Totals(totals.loss, totals.seconds, sent_before=sent)
+        sums = Totals(totals.loss, totals.seconds, sent_before=sent, skipped=totals.skipped)
         samples = len(run.dataset.train)
         return cls(run.epoch, run.step, run.seen, samples, run.model.seed, sums, list(run.history))
 

@@ -44,7 +44,9 @@ class ProgressBar(Hook):
         self.start, self.first = time.perf_counter(), run.seen
 
     def after_step(self, run: Run) -> None:
-        """Move the bar."""
+        """Move the bar; say it if the step was skipped."""
+        if run.first_rank and not math.isfinite(run.loss):
+            self._print(run, f"step {run.step} skipped: not finite: {run.model.trouble.where}")
         if self.bar is not None:
             speed = (run.seen - self.first) / max(time.perf_counter() - self.start, 1e-9)
             self.bar.update(

@@ -24,12 +24,14 @@ class Totals:
     seconds : spent on the epoch
     sent_before : bytes that all ranks sent before a resume
     sent : bytes that this rank has sent since
+    skipped : samples of steps that were skipped, because something was not finite
     """
 
     loss: float = 0.0
     seconds: float = 0.0
     sent_before: int = 0
     sent: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)

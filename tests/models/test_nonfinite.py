@@ -1,0 +1,148 @@
+"""What is not finite is found, named alike on all ranks, and changes nothing."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.errors import NonFiniteError
+
+SHAPE, BATCH = (8, 6, 2), 4
+GRIDS = [(1, {}), (3, {}), (4, {}), (4, {"replicas": 2}), (6, {"cols": 3})]
+
+
+class Explodes(nd.Activation):
+    """The identity; its gradient is infinite at one cell of the ranks that are told so."""
+
+    at = None
+
+    def fprop(self, z):
+        return z
+
+    def bprop(self, y, dy):
+        dy = dy.copy()
+        if self.at is not None and dy.size:
+            dy.flat[0] = self.at
+        return dy
+
+
+def built(grid, nonfinite="stop", dtype="float64"):
+    layers = [
+        nd.ConvLayerDist(3, 3, padding=1, activation=Explodes(), name="one"),
+        nd.BatchNormLayerDist(name="norm"),
+        nd.DropoutLayerDist(0.3),
+        nd.LocalFilteringLayerDist(2, 2, name="local"),
+        nd.ConvLayerDist(3, 3, padding=1, activation=nd.RectLin(), name="two"),
+        nd.FCLayerDist(5, name="out"),
+    ]
+    model = nd.ConvnetDist(layers, optimizer=nd.SGD(0.01, momentum=0.9), dtype=dtype)
+    model.build(SHAPE, BATCH, grid)
+    model.nonfinite = nonfinite
+    return model
+
+
+def batch(number):
+    rng = np.random.default_rng(number)
+    return rng.normal(size=(BATCH, *SHAPE)), rng.integers(0, 5, BATCH)
+
+
+def spoil_images(model, x):
+    if model.grid.rank == model.grid.size - 1:
+        x[-1, -1, -1, 0] = np.inf
+    return "the images"
+
+
+def spoil_weights(model, x):
+    model.layers[4].params["weights"].flat[0] = np.nan
+    return "the weights of layer 'two'"
+
+
+def spoil_tiled_weights(model, x):
+    weights = model.layers[3].params["weights"]
+    if model.grid.rank == 0:
+        weights.flat[0] = np.nan
+    return "the weights of layer 'local'"
+
+
+def spoil_output(model, x):
+    model.layers[5].params["weights"][...] = 1e308
+    return "the output of layer 'out'"
+
+
+def spoil_gradient(model, x):
+    if model.grid.rank == model.grid.size - 1:
+        model.layers[0].activation.at = np.nan
+    return "the gradients of the weights of layer 'one'"
+
+
+SPOILERS = [spoil_images, spoil_weights, spoil_tiled_weights, spoil_output, spoil_gradient]
+
+
+@pytest.mark.parametrize("spoil", SPOILERS)
+@pytest.mark.parametrize(("ranks", "factors"), GRIDS)
+def test_the_place_is_named_alike_on_all_ranks(ranks, factors, spoil):
+    def body(transport):
+        model = built(nd.ProcessGrid(transport, **factors))
+        images, targets = batch(0)
+        model.train_batch(model.scatter(images), targets, BATCH)
+        x = model.scatter(images)
+        place = spoil(model, x)
+        before = {**model.state(), **model.optimizer_state()}
+        with pytest.raises(NonFiniteError) as caught:
+            model.train_batch(x, targets, BATCH)
+        after = {**model.state(), **model.optimizer_state()}
+        for name, array in before.items():
+            np.testing.assert_array_equal(after[name], array)
+        return place, str(caught.value), caught.value.agreed, sorted(vars(model.layers[0]))
+
+    found = loopback.run(ranks, body)
+    place, message, agreed, names = found[0]
+    assert all(one == found[0] for one in found)
+    assert agreed
+    assert message.startswith(f"step 2: not finite: {place}")
+    assert "lower the learning rate" in message
+    assert "fprop" not in names
+
+
+@pytest.mark.parametrize("spoil", [spoil_images, spoil_gradient])
+@pytest.mark.parametrize(("ranks", "factors"), GRIDS)
+def test_a_skipped_step_changes_nothing_but_the_count(ranks, factors, spoil):
+    """Steps 1, 2 (spoilt), 3 end where steps 1 and 3 do, of a model whose count is moved on."""
+
+    def body(transport):
+        model, other = (built(nd.ProcessGrid(transport, **factors), "skip") for _ in range(2))
+        for number in range(3):
+            images, targets = batch(number)
+            if number == 1:
+                x = model.scatter(images)
+                spoil(model, x)
+                assert np.isnan(model.train_batch(x, targets, BATCH))
+                model.layers[0].activation.at = None
+                assert (model.trouble.step, model.trouble.in_a_row) == (1, 1)
+                other.step += 1
+            else:
+                losses = [m.train_batch(m.scatter(images), targets, BATCH) for m in (model, other)]
+                assert losses[0] == losses[1]
+        return [{**m.state(), **m.optimizer_state()} for m in (model, other)]
+
+    for found, expected in loopback.run(ranks, body):
+        assert all(np.array_equal(found[name], array) for name, array in expected.items())
+
+
+def test_an_end_to_skipping():
+    model = built(None, "skip")
+    images, targets = batch(0)
+    spoil_weights(model, None)
+    for _ in range(100):
+        assert np.isnan(model.train_batch(model.scatter(images), targets))
+    with pytest.raises(NonFiniteError, match=r"step 101: the last 100 steps were skipped; not finite: the weights of"):
+        model.train_batch(model.scatter(images), targets)
+
+
+def test_large_gradients_whose_sum_overflows_are_finite():
+    from neondist.models.nonfinite import finite
+
+    assert finite(np.full(10, 3e38, np.float32))
+    assert finite(np.zeros((0, 3)))
+    for bad in (np.nan, np.inf, -np.inf):
+        assert not finite(np.array([1.0, bad, -bad]))
