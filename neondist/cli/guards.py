@@ -23,13 +23,17 @@ def add(one: argparse.ArgumentParser) -> None:
         "--time-limit", type=duration, metavar="TIME",
         help="stop with a checkpoint, exit code 75, before so much time has gone by: 3h30m, 03:30:00 or seconds",
     )  # fmt: skip
+    one.add_argument(
+        "--stall-timeout", type=duration, metavar="TIME",
+        help="end the job, and say which rank waits for what, if no batch has passed for so long (default 10m)",
+    )  # fmt: skip
 
 
 def hooks(arguments: argparse.Namespace) -> list[Hook]:
     """Return the hooks of a run."""
-    from ..session import ProgressBar, StopOnSignal, TimeLimit
+    from ..session import ProgressBar, StopOnSignal, TimeLimit, Watchdog
 
-    found: list[Hook] = [ProgressBar(), StopOnSignal()]
+    found: list[Hook] = [ProgressBar(), StopOnSignal(), Watchdog(arguments.stall_timeout or 600.0)]
     if arguments.time_limit is not None:
         found.append(TimeLimit(arguments.time_limit, float(os.environ.get(STARTED, time.time()))))
     return found

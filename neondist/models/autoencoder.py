@@ -42,7 +42,7 @@ class Autoencoder:
         self.cost = ReconstructionCost(model.sparsity, model.epsilon)
         self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
-        self.learning_rate_scale, self.step = 1.0, 0
+        self.learning_rate_scale, self.step, self.passes = 1.0, 0, 0
         self.slots: dict[str, Any] = {}
 
     def __str__(self) -> str:
@@ -77,6 +77,7 @@ class Autoencoder:
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Reconstruction:
         """Return the reconstruction of the stage's input for this rank's tile of the images."""
+        self.passes += 1
         phase = Phase(training, self.step)  # the schemes ask for it
         for array in (*self.layer.arrays, *self.pool.arrays):
             array.border.phase = phase

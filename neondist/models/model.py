@@ -54,6 +54,8 @@ class Model(Registered):
         Known after `build`; shapes are global, without the batch.
     bytes_sent : int
         Bytes of halos that this rank has sent since `build`.
+    passes : int
+        Batches that have come by, in training or not.
     nonfinite : {'stop', 'skip'}
         What a training step does where a loss or gradient is not finite.
     trouble : Trouble
@@ -86,7 +88,7 @@ class Model(Registered):
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = seed, backend, np.dtype(dtype)
-        self.learning_rate_scale, self.step = 1.0, 0
+        self.learning_rate_scale, self.step, self.passes = 1.0, 0, 0
         self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
         self._pending: dict[str, Any] | None = None
@@ -134,6 +136,7 @@ class Model(Registered):
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the output (or the whole output after an FC layer) for its tile of the input."""
         batch = self._batch(x, batch_size)
+        self.passes += 1
         phase = Phase(training, self.step, self.grid.sample_range(batch)[0])
         return self._lasting(self.chain.fprop(x if x.dtype == self.dtype else x.astype(self.dtype), phase))
 

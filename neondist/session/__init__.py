@@ -1,8 +1,8 @@
 """Training sessions: the loop, what joins it, and what it writes.
 
 experiment: everything together, as a YAML file names it. fit, evaluate: the loop; pretrain: the same for autoencoders.
-hooks: how to join it; progress, stopping, metrics_log, checkpoint, curves, tiles_picture: the hooks that a run has.
-validate, describe: before a run.
+hooks: how to join it; progress, stopping, watchdog, metrics_log, checkpoint, curves, tiles_picture: the hooks that a
+run has. validate, describe, same: before a run.
 """
 
 from .describe import describe
@@ -15,6 +15,7 @@ from .progress import ProgressBar
 from .run import Run, Stop
 from .stopping import StopOnSignal, TimeLimit
 from .train import RunResult
+from .watchdog import Watchdog
 
 __all__ = [
     "FitExperiment",
@@ -25,6 +26,7 @@ __all__ = [
     "Stop",
     "StopOnSignal",
     "TimeLimit",
+    "Watchdog",
     "describe",
     "evaluate",
     "fit",

@@ -20,6 +20,7 @@ from .metrics_log import MetricsLog
 from .pretrain import last_stage, pretrain_stages
 from .room import room_for
 from .run import Record, Run, Stop
+from .same import outline, same_on_all_ranks
 from .tiles_picture import TilesPicture
 from .together import together
 
@@ -58,6 +59,8 @@ def train(
     model, dataset = experiment.model, experiment.dataset
     with together(grid.world):
         experiment.validate(grid.size)
+        lines = outline(experiment, grid, resume)
+    same_on_all_ranks(grid.world, lines)
     hooks = list(hooks)
     if folder is not None:
         output.prepare(grid.world, folder)

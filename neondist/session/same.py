@@ -1,0 +1,73 @@
+"""Do all ranks have the same experiment before them? Otherwise they would wait for messages that never come."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from ..comm import ProcessGrid, Transport
+from ..errors import ConfigError
+from ..models.plan import LayerPlan
+from ..version import __version__
+
+if TYPE_CHECKING:
+    from .experiment import FitExperiment
+
+
+def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool = False) -> list[str]:
+    """Return what all ranks must agree on, a fact a line: the plan, the weights' layout, how to train."""
+    model, dataset = experiment.model, experiment.dataset
+    shape = tuple(dataset.sample_shape)
+    return [
+        f"neondist {__version__}",
+        f"{grid.shape}",
+        f"dataset: {type(dataset).__name__} {shape}",
+        f"batch_size: {experiment.batch_size}, epochs: {experiment.epochs}, resume: {resume}",
+        f"seed: {model.seed}, dtype: {model.dtype}, model: {model}",
+        f"optimizer: {type(model.optimizer).__name__} {_plain(model.optimizer.arguments())}",
+        *(_layer(plan) for plan in model.plan(shape, grid.shape)),
+        *(
+            f"'{layer.name}/{name}': {parameter.shape}{' in tiles' * parameter.tiled}"
+            for layer, inside in model.chain.walk(shape)
+            for name, parameter in {**layer.parameters_for(inside), **layer.state_for(inside)}.items()
+        ),
+    ]
+
+
+def same_on_all_ranks(world: Transport, lines: list[str]) -> None:
+    """Compare the lines, as a hash that every rank tells; collective.
+
+    Raises
+    ------
+    ConfigError
+        On every rank, with the first line that differs, if they are not the same.
+    """
+    digests = world.allgather(_digest(lines))
+    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if odd is None:
+        return
+    told = world.allgather(lines)
+    length = max(map(len, (told[0], told[odd])))
+    mine, other = ([*one, *["nothing"] * (length - len(one))] for one in (told[0], told[odd]))
+    pair = next((a, b) for a, b in zip(mine, other, strict=True) if a != b)
+    error = ConfigError(
+        f"the ranks disagree: rank 0 has {pair[0]}, rank {odd} has {pair[1]};"
+        " start all ranks with the same files, options and version of neondist"
+    )
+    error.agreed = True
+    raise error
+
+
+def _layer(plan: LayerPlan) -> str:
+    cut = _digest([repr(plan.tiles), repr(plan.views), repr(plan.halo_cells)])[:8]
+    return f"'{plan.name}': {plan.cls} {plan.input_shape} -> {plan.output_shape}, {plan.window}, tiles {cut}"
+
+
+def _plain(arguments: dict[str, object]) -> str:
+    """Return arguments as text; objects by their class, since their addresses differ."""
+    plain = (bool, int, float, str, type(None))
+    return ", ".join(f"{k}: {v if isinstance(v, plain) else type(v).__name__}" for k, v in arguments.items())
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

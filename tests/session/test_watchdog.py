@@ -1,0 +1,119 @@
+"""A rank that does not come is reported, and the job ends."""
+
+import threading
+import time
+
+import pytest
+from session_toys import experiment
+
+from neondist.comm import ProcessGrid, loopback
+from neondist.errors import ConfigError, RemoteError
+from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, RectLin
+from neondist.session import Hook, Watchdog
+
+
+class SleepsDist(ActivationLayerDist):
+    """Tile 1 sleeps, at the third step, in fprop or bprop."""
+
+    where, woken = "", None
+
+    def forward(self, view):
+        if self.phase.step == 2 and self.where == "fprop" and self.context.grid.tile == 1:
+            self.woken.wait(20)
+        return super().forward(view)
+
+    def backward(self, dy):
+        if self.phase.step == 2 and self.where == "bprop" and self.context.grid.tile == 1:
+            self.woken.wait(20)
+        return super().backward(dy)
+
+
+class SleepingHook(Hook):
+    def __init__(self, woken):
+        self.woken = woken
+
+    def after_step(self, run):
+        if run.step == 2 and run.grid.rank == 1:
+            self.woken.wait(20)
+
+
+def reports(where):
+    """Let a rank of three sleep; return what the ranks say, in rank order."""
+    woken, told = threading.Event(), []
+
+    def layers():
+        sleeps = SleepsDist(RectLin(), name="sleeps")
+        sleeps.where, sleeps.woken = where, woken
+        return [ConvLayerDist(2, 3, name="one"), sleeps, ConvLayerDist(2, 3, name="two"), FCLayerDist(4, name="out")]
+
+    def end(world):
+        deadline = time.monotonic() + 5
+        while len(told) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        woken.set()
+        world.world.failed.set()
+
+    def body(transport):
+        made = experiment(2, layers=layers)
+        hooks = [Watchdog(1.0, end, told.append), *([SleepingHook(woken)] if where == "hook" else [])]
+        made.run(ProcessGrid(transport, rows=3, cols=1), hooks=hooks)
+
+    with pytest.raises((RemoteError, SystemExit)):
+        loopback.run(3, body)
+    return sorted(told)
+
+
+def test_asleep_in_fprop():
+    for rank, text in enumerate(told := reports("fprop")):
+        assert text.startswith(
+            f"rank {rank} of 3: no progress for 1 s (--stall-timeout), step 3: forward pass of layer"
+        )
+    assert "layer 'two': waits in its halo exchange for rank 1" in told[0]
+    assert "layer 'sleeps': waits for nobody, in forward (" in told[1]
+    assert "test_watchdog.py, line" in told[1]
+    assert "layer 'two': waits in its halo exchange for rank" in told[2]
+
+
+def test_asleep_in_bprop():
+    told = reports("bprop")
+    assert "step 3: backward pass of layer 'sleeps': waits for nobody, in backward (" in told[1]
+    assert "step 3: backward pass of layer 'one': waits" in told[0] or "waits in allreduce over 3 ranks, in" in told[0]
+
+
+def test_asleep_between_steps():
+    told = reports("hook")
+    assert "step 3: waits for nobody, in after_step (" in told[1]
+    assert "step 3: forward pass of layer" in told[0]
+
+
+def test_a_run_that_goes_on_is_left_alone():
+    told = []
+    experiment(2).run(hooks=[Watchdog(5.0, told.append, told.append)])
+    assert told == []
+    for thread in threading.enumerate():
+        if thread.name == "watchdog":
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+DIFFERENCES = {
+    "seed": ({"seed": 3}, "rank 0 has seed: 0.*, rank 2 has seed: 3"),
+    "batch_size": ({"batch_size": 9}, "rank 0 has batch_size: 10.*, rank 2 has batch_size: 9"),
+    "layers": (
+        {"layers": lambda: [ConvLayerDist(3, 5, padding=1), FCLayerDist(4)]},
+        r"rank 0 has 'conv1': ConvLayerDist .*rank 2 has 'conv1': ConvLayerDist",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["seed", "batch_size", "layers", "grid"])
+def test_ranks_that_disagree(name):
+    fields, message = DIFFERENCES.get(name, ({"grid": {"rows": 1}}, r"rank 0 has .*, rank 2 has "))
+
+    def body(transport):
+        made = experiment(1, **(fields if transport.rank == 2 else {}))
+        with pytest.raises(ConfigError, match=rf"the ranks disagree: {message}.*start all ranks with") as caught:
+            made.run(made.open_grid(transport), hooks=[])
+        return str(caught.value), caught.value.agreed
+
+    assert len(set(loopback.run(3, body, timeout=5))) == 1
