@@ -48,5 +48,9 @@ class LaunchError(UserError):
     """The job cannot be started: no MPI, no mpirun, or two MPIs that do not know each other."""
 
 
+class HaloError(NeondistError):
+    """A layer, scheme or exchange handles a view or a message wrongly; found by `--debug-halo`."""
+
+
 class RemoteError(NeondistError):
     """Another rank failed; its own message is the one to read."""

@@ -12,6 +12,7 @@ from ..comm import ProcessGrid
 from ..errors import ShapeError
 from ..geometry import Box, HaloPlan, Window
 from .border import Border
+from .debug_frame import DebugFrame
 from .frame import Frame, Rooms
 
 
@@ -176,7 +177,8 @@ class PaddedArray:
 
     def _frame(self, samples: int) -> Frame:
         if samples not in self._frames:
-            self._frames[samples] = Frame(
+            kind = DebugFrame if self.grid.tiles.debug else Frame
+            self._frames[samples] = kind(
                 self.plan,
                 samples,
                 self.channels,

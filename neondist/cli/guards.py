@@ -27,6 +27,10 @@ def add(one: argparse.ArgumentParser) -> None:
         "--stall-timeout", type=duration, metavar="TIME",
         help="end the job, and say which rank waits for what, if no batch has passed for so long (default 10m)",
     )  # fmt: skip
+    one.add_argument(
+        "--debug-halo", action="store_true",
+        help="look for mistakes of layers and schemes of your own: slow; views begin as NaN, messages come late",
+    )  # fmt: skip
 
 
 def hooks(arguments: argparse.Namespace) -> list[Hook]:

@@ -1,17 +1,20 @@
 """Ranks and what travels between them.
 
 transport: what a communicator must offer. single, loopback, mpi: one process, P threads, MPI. grid: who holds which
-tile. agree, abort: errors. segments: MPI's own files. Importing this package does not start MPI.
+tile. agree, abort: errors. debug: looks for mistakes. segments: MPI's own files. Importing this package does not start
+MPI.
 """
 
 from . import loopback
 from .abort import abort_on_error, end_job
 from .agree import agree
+from .debug import DebugTransport
 from .grid import ProcessGrid
 from .single import SingleTransport
 from .transport import Exchange, Message, Transport
 
 __all__ = [
+    "DebugTransport",
     "Exchange",
     "Message",
     "ProcessGrid",

@@ -8,7 +8,7 @@ from present import KERNELS
 from support import check_views, grids, slides, worst
 
 import neondist as nd
-from neondist.comm import agree, mpi
+from neondist.comm import DebugTransport, agree, mpi
 from neondist.errors import DataError, GridError
 
 world = MPI.COMM_WORLD
@@ -46,6 +46,12 @@ def test_invariance(kind):
         for shape in grids(world.size // replicas):
             grid = nd.ProcessGrid(world, replicas=replicas, rows=shape.rows, cols=shape.cols)
             assert worst(train(kind, grid), expected) < 1e-10, grid
+
+
+def test_watched_messages_give_the_same_bits():
+    plain, debug = (train("fully convolutional", nd.ProcessGrid(t)) for t in (world, DebugTransport(mpi.world())))
+    for name, array in plain.items():
+        np.testing.assert_array_equal(debug[name], array)
 
 
 @pytest.mark.parametrize("backend", KERNELS[1:])

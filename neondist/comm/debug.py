@@ -1,0 +1,114 @@
+"""A transport that looks for mistakes around messages: slow, for `--debug-halo`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import HaloError
+from .transport import Exchange, Message, Transport
+
+DELAY = 0.002
+"""Seconds that a message is held back at most."""
+
+
+class DebugTransport(Transport):
+    """Another transport, whose messages come late, and whose buffers are watched while they are under way.
+
+    Everything travels in copies: what a message is to be received into is poisoned until `finish`, and what is written
+    to either end between `start` and `finish` is an error. Results are those of the other transport, bit for bit.
+
+    Parameters
+    ----------
+    inner : Transport
+    """
+
+    debug = True
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.random = random.Random(inner.rank)
+
+    def delay(self) -> None:
+        """Wait a random time."""
+        time.sleep(self.random.random() * DELAY)
+
+    def split(self, color: int, key: int) -> Transport:
+        """Return the group of the ranks that gave the same colour, watched as well."""
+        return DebugTransport(self.inner.split(color, key))
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """Return an exchange over fixed arrays, which need not be contiguous."""
+        return _DebugExchange(self, sends, receives)
+
+    def allreduce(self, array: np.ndarray) -> None:
+        """Replace the array by its sum, late."""
+        self.delay()
+        self.inner.allreduce(array)
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return every rank's value, late."""
+        self.delay()
+        return self.inner.allgather(value)
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return the value of rank `root`, late."""
+        self.delay()
+        return self.inner.bcast(value, root)
+
+    def abort(self, code: int) -> None:
+        """End the job on all ranks."""
+        self.inner.abort(code)
+
+
+class _DebugExchange(Exchange):
+    def __init__(self, transport: DebugTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        super().__init__(sends, receives)
+        self.transport = transport
+        self.leaving, self.arriving = ([_alone(m) for m in messages] for messages in (self.sends, self.receives))
+        self.inner = transport.inner.exchange(self.leaving, self.arriving)
+
+    def _start(self) -> None:
+        for message, copy in zip(self.sends, self.leaving, strict=True):
+            copy.array[...] = message.cells
+        for message in self.receives:
+            poison(message.cells)
+        self.transport.delay()
+        self.inner.start()
+
+    def _finish(self) -> None:
+        self.inner.finish()
+        for message, copy in zip(self.sends, self.leaving, strict=True):
+            if not _same(message.cells, copy.array):
+                raise self._error(f"cells on their way to rank {message.peer}")
+        for message, copy in zip(self.receives, self.arriving, strict=True):
+            if not _same(message.cells, poison(np.empty_like(copy.array))):
+                raise self._error(f"cells that rank {message.peer} was sending to")
+            message.cells[...] = copy.array
+
+    def _error(self, what: str) -> HaloError:
+        group = self.transport
+        return HaloError(
+            f"rank {group.rank} of {group.size}: {what} were written to between start and finish of an exchange;"
+            " leave its arrays alone until finish, or send copies"
+        )
+
+
+def poison(array: np.ndarray) -> np.ndarray:
+    """Fill an array with NaN, or with the largest integer, and return it."""
+    array[...] = np.nan if array.dtype.kind in "fc" else np.iinfo(array.dtype).max
+    return array
+
+
+def _alone(message: Message) -> Message:
+    """Return a message of the same shape, of a new array of its own."""
+    array = np.zeros_like(message.cells, order="C")
+    return Message(message.peer, array, tuple(slice(0, n) for n in array.shape))
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
