@@ -21,9 +21,9 @@ COMM = str(Path(__file__).parents[1] / "comm")
 PACKAGE = str(Path(__file__).parents[1])
 
 
-def end(world: Transport) -> None:
+def end(world: Transport, patience: float) -> None:
     """End the job from a thread, after a while in which the other ranks may say where they are."""
-    time.sleep(2)
+    time.sleep(min(30.0, max(2.0, patience)))
     last = threading.Timer(5, os._exit, [1])  # should MPI itself not answer
     last.daemon = True
     last.start()
@@ -43,7 +43,8 @@ class Watchdog(Hook):
     timeout : float
         Seconds.
     end : callable
-        What to do after the report; default to end the job with exit code 1.
+        What to do after the report, given the ranks and some seconds for others to report; default to end the job with
+        exit code 1.
     report : callable
         Takes the text; default writes to stderr.
     """
@@ -53,7 +54,7 @@ class Watchdog(Hook):
     def __init__(
         self,
         timeout: float = 600.0,
-        end: Callable[[Transport], None] = end,
+        end: Callable[[Transport, float], None] = end,
         report: Callable[[str], None] | None = None,
     ) -> None:
         self.timeout, self.end = timeout, end
@@ -91,7 +92,7 @@ class Watchdog(Hook):
                     f"rank {grid.rank} of {grid.size}: no progress for {self.timeout:g} s (--stall-timeout),"
                     f" step {run.step + 1}: {whereabouts(frame, grid)}\n"
                 )
-                return self.end(grid.world)
+                return self.end(grid.world, self.timeout / 4)
 
 
 def whereabouts(frame: FrameType | None, grid: ProcessGrid) -> str:
