@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from invariance import KINDS, train
+from invariance import train
 from numpy.lib.stride_tricks import as_strided
 
 import neondist as nd
@@ -18,7 +18,7 @@ def same_bits(one, other):
         np.testing.assert_array_equal(other[name], array)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["everything", "unshared", "segmentation", "normalisation"])
 def test_a_right_model_gives_the_same_bits(kind):
     plain = loopback.run(4, lambda comm: train(kind, nd.ProcessGrid(comm)))
     debug = loopback.run(4, lambda comm: train(kind, nd.ProcessGrid(DebugTransport(comm))))

@@ -28,11 +28,10 @@ class Growth(Hook):
 
 def rank(transport):
     layers = [
-        nd.ConvLayerDist(4, 3, padding=1, activation=nd.RectLin()), nd.DropoutLayerDist(0.1),
-        nd.MaxPoolingLayerDist(2), nd.LocalFilteringLayerDist(2, 3), nd.FCLayerDist(3),
+        nd.ConvLayerDist(2, 3, padding=1, activation=nd.RectLin()), nd.LocalFilteringLayerDist(2, 3), nd.FCLayerDist(3),
     ]
     model = nd.ConvnetDist(layers, optimizer=nd.Adam(0.001), backend="numpy")
-    data = nd.Synthetic((12, 10, 1), classes=3, train=398, test=20)  # the last batch is a small one
+    data = nd.Synthetic((6, 5, 1), classes=3, train=398, test=20)  # the last batch is a small one
     run = nd.FitExperiment(data, model, batch_size=8, epochs=40)
     run.run(run.open_grid(transport), output=sys.argv[1], hooks=[Growth(), StopOnSignal(), Watchdog(), TimeLimit(3600)])
 
