@@ -14,6 +14,13 @@ from ..registry import Registered
 class Activation(Registered, ABC):
     """A function of each cell."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let `finish` and `begin` follow `fprop` and `bprop`, where a class replaces these alone."""
+        super().__init_subclass__(**kwargs)
+        for plain, fast in (("fprop", "finish"), ("bprop", "begin")):
+            if plain in vars(cls) and fast not in vars(cls):
+                setattr(cls, fast, getattr(Activation, fast))
+
     @abstractmethod
     def fprop(self, z: Any) -> Any:
         """Return the outputs for z (any shape, channels last); z may be overwritten."""
