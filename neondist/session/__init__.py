@@ -1,8 +1,8 @@
 """Training sessions: the loop, what joins it, and what it writes.
 
 experiment: everything together, as a YAML file names it. fit, evaluate: the loop; pretrain: the same for autoencoders.
-hooks: how to join it; progress, stopping, watchdog, metrics_log, checkpoint, curves, tiles_picture: the hooks that a
-run has. validate, describe, same: before a run.
+hooks: how to join it; progress, stopping, time_limit, watchdog, metrics_log, checkpoint, curves, tiles_picture: the
+hooks that a run has. validate, describe, same: before a run.
 """
 
 from .describe import describe
@@ -13,7 +13,8 @@ from .hooks import Hook
 from .pretrain import pretrain
 from .progress import ProgressBar
 from .run import Run, Stop
-from .stopping import StopOnSignal, TimeLimit
+from .stopping import StopOnSignal
+from .time_limit import TimeLimit
 from .train import RunResult
 from .watchdog import Watchdog
 

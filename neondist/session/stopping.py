@@ -1,12 +1,9 @@
-"""Ending a run in good order: on a signal of the batch system, or when time runs out."""
+"""Ending a run in good order when the batch system says so."""
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
-from collections import deque
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,8 +12,6 @@ from .hooks import Hook
 from .run import Run, Stop
 
 SIGNALS = {"SIGTERM": Notice.SIGTERM, "SIGUSR1": Notice.SIGUSR1}
-DISK = 100e6
-"""Bytes a second that a checkpoint is taken to write, until one has been measured."""
 
 
 class StopOnSignal(Hook):
@@ -57,72 +52,6 @@ class StopOnSignal(Hook):
     def on_error(self, run: Run, error: BaseException) -> None:
         """Listen no longer."""
         self.after_run(run)
-
-
-class TimeLimit(Hook):
-    """End the run, with a checkpoint, early enough that it is over before its time is.
-
-    Parameters
-    ----------
-    seconds : float
-    started : float, optional
-        When they began to count, as `clock` tells; default now.
-    clock : callable
-        time.time, but for tests.
-
-    Notes
-    -----
-    Rank 0 decides after step n, and all ranks stop after step n + 1, in whose sum of gradients they hear of it. Time is
-    kept for two of the longest steps of late and a checkpoint, and where an epoch may end in between, for its
-    evaluation and its checkpoint; for the latter two, what has been measured, or an estimate before that.
-    """
-
-    joins_pretraining = True
-
-    def __init__(self, seconds: float, started: float | None = None, clock: Callable[[], float] = time.time) -> None:
-        self.seconds, self.clock = seconds, clock
-        self.end = (clock() if started is None else started) + seconds
-        self.steps: deque[float] = deque(maxlen=100)
-        self.last, self.evaluation, self.saving, self.after_pause = 0.0, 0.0, 0.0, False
-
-    def before_run(self, run: Run) -> None:
-        """Begin to measure."""
-        self.last, self.after_pause = self.clock(), False
-
-    def after_step(self, run: Run) -> None:
-        """Stop, if rank 0 said so in this step; tell the others, if it is time."""
-        took = self._took()
-        if self.after_pause:
-            self.saving, self.after_pause = max(self.saving, took), False
-        else:
-            self.steps.append(took)
-        if run.stop is None and run.model.notices.ranks(Notice.TIME):
-            run.stop = Stop(f"the time limit of {self.seconds:g} s is near; --resume goes on from here")
-        elif run.first_rank and self.last + self.needed(run) > self.end:
-            run.model.notices.mine[Notice.TIME] = 1
-
-    def after_epoch(self, run: Run) -> None:
-        """Learn how long the evaluation took; what comes before the next step is mostly the checkpoint."""
-        self.evaluation, self.after_pause = max(self.evaluation, self._took()), True
-
-    def needed(self, run: Run) -> float:
-        """Return the seconds to keep for what there is to do still if the run is to stop."""
-        step = max(self.steps, default=self.saving)
-        saving, between = self.saving or _saving(run), 0.0
-        if len(run.dataset.train) - run.seen <= run.batch_size:  # the epoch may end before all ranks know
-            between = saving + (self.evaluation or step * -(-len(run.dataset.test) // run.batch_size))
-        return 1.0 + 2 * step + between + saving
-
-    def _took(self) -> float:
-        before, self.last = self.last, self.clock()
-        return self.last - before
-
-
-def _saving(run: Run) -> float:
-    """Return how many seconds a checkpoint may take, before one has been measured."""
-    parameters = run.model.parameters
-    size = 0 if parameters is None else parameters.values.nbytes
-    return float(size * (1 + len(run.model.slots)) / DISK)
 
 
 def _setter(mine: Any, notice: Notice) -> Any:
