@@ -7,7 +7,7 @@ from .arrays import GlobalArray, PaddedArray
 from .backends import available, get_backend
 from .comm import ProcessGrid, loopback
 from .costs import Cost, CrossEntropy, Dice, SoftmaxCrossEntropy, SumSquared
-from .datasets import CIFAR10, MNIST, Dataset, Photographs, Split, Synthetic
+from .datasets import CIFAR10, MNIST, Dataset, HDF5Dataset, Photographs, Split, Synthetic
 from .errors import (
     ConfigError,
     DataError,
@@ -131,6 +131,7 @@ __all__ = [
     "GridShape",
     "GroupNormLayer",
     "GroupNormLayerDist",
+    "HDF5Dataset",
     "Halo",
     "HaloOneway",
     "HaloPlan",

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from . import bench, guards, options
 from .check import check
-from .data import data
+from .data import add_data
 from .doctor import doctor
 from .report import speaks
 from .run import run
@@ -51,11 +51,7 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("doctor", help="print versions, the MPI library, backends, threads and warnings")
     one.set_defaults(command=doctor)
 
-    one = commands.add_parser("data", help="download a data set")
-    one.add_argument("name", choices=["mnist"], help="which data set")
-    one.add_argument("--to", metavar="DIR", required=True, help="where the files go")
-    one.add_argument("--mirror", metavar="URL", help="a folder that holds the files (default: the public mirror)")
-    one.set_defaults(command=data)
+    add_data(commands)
     return top
 
 

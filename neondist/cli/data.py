@@ -1,11 +1,43 @@
-"""`neondist data`: download a data set."""
+"""`neondist data`: download a data set, or convert one to HDF5."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..datasets.convert import Progress
 
 
-def data(arguments: argparse.Namespace) -> int:
+def add_data(commands: Any) -> None:
+    """Add the command and its parts to the parser's subparsers."""
+    top = commands.add_parser("data", help="download a data set, or convert images to HDF5")
+    parts = top.add_subparsers(required=True, metavar="WHAT")
+
+    one = parts.add_parser("mnist", help="download the MNIST files")
+    one.add_argument("--to", metavar="DIR", required=True, help="where the files go")
+    one.add_argument("--mirror", metavar="URL", help="a folder that holds the files (default: the public mirror)")
+    one.set_defaults(command=download)
+
+    one = parts.add_parser("convert", help="make an HDF5 file that every rank reads its tile of", allow_abbrev=False)
+    one.add_argument(
+        "source", nargs="+", metavar="SOURCE",
+        help="a folder of images (a subfolder for each class), IMAGES.npy LABELS.npy, a .npz, IDX files or their"
+        " folder, CIFAR-10 in binary form",
+    )  # fmt: skip
+    one.add_argument("--to", metavar="FILE.h5", required=True, help="the file to write")
+    one.add_argument("--labels", metavar="FILE.csv", help="rows of FILE,LABEL for a folder of images")
+    one.add_argument("--maps", metavar="DIR", help="a map of classes for each image of a folder, of the same name")
+    one.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="scale images to this size")
+    one.add_argument("--mode", choices=["L", "RGB", "RGBA"], help="channels of images (default: as the first has)")
+    one.add_argument("--compress", action="store_true", help="pack with gzip: smaller, slower to read")
+    one.set_defaults(command=convert)
+
+
+def download(arguments: argparse.Namespace) -> int:
     """Download the files, with a progress bar, and name them."""
     from ..datasets.download import console_progress, download_mnist
 
@@ -16,3 +48,40 @@ def data(arguments: argparse.Namespace) -> int:
         print(file)
     print(f"use them with dataset: !MNIST {{path: {arguments.to}}}")
     return 0
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Convert, with a progress bar, and say what was written and how it is used."""
+    from ..datasets.convert import convert, parts_of
+    from ..datasets.image_loader import Loader
+    from ..errors import ConfigError
+
+    if arguments.size is not None and min(arguments.size) < 1:
+        raise ConfigError(f"--size {arguments.size[0]} {arguments.size[1]}: give a height and a width from 1")
+    loader = Loader(arguments.mode, tuple(arguments.size) if arguments.size else None)
+    labels, maps = (None if path is None else Path(path) for path in (arguments.labels, arguments.maps))
+    parts = parts_of(arguments.source, loader, labels, maps)
+    target = Path(arguments.to).expanduser()
+    with _bars() as progress:
+        shapes = convert(parts, target, arguments.compress, progress)
+    for name, shape in shapes.items():
+        print(f"{name}: {shape[0]} samples of {' x '.join(map(str, shape[1:]))}")
+    print(f"use it with dataset: !HDF5Dataset {{path: {arguments.to}}}")
+    return 0
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    """Show a bar for each part on the console while open."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    tasks: dict[str, Any] = {}
+    with Progress(*columns) as bars:
+
+        def show(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done)
+
+        yield show

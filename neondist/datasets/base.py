@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +29,7 @@ class Split:
     ----------
     tiles : array or Tiles
         This rank's tile of every sample, local shape (N, *tile, C), uint8 or float.
-    labels : array
+    labels : array or Tiles
         Target of every sample: classes (N,), whole on every rank, or this rank's tile of target images (N, *tile).
         Classes are kept as int64.
     mean, std : float or one per channel
@@ -44,13 +44,15 @@ class Split:
     """
 
     def __init__(
-        self, tiles: Tiles, labels: np.ndarray, mean: ArrayLike = 0.0, std: ArrayLike = 1.0, scale: float = 255.0
+        self, tiles: Tiles, labels: Tiles, mean: ArrayLike = 0.0, std: ArrayLike = 1.0, scale: float = 255.0
     ) -> None:
         if len(tiles) != len(labels):
             raise ShapeError(f"split: {len(tiles)} samples but {len(labels)} labels; give one label per sample")
         self.tiles = tiles
-        labels = np.asarray(labels)
-        self.labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
+        if isinstance(labels, Sequence) or hasattr(labels, "__array__"):  # and not made or read on demand
+            labels = np.asarray(labels)
+            labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
+        self.labels: Tiles = labels
         self._factor = 1.0 / (scale * np.asarray(std, np.float64))
         self._offset = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
 
@@ -70,6 +72,16 @@ class Split:
         """Return the targets of the samples `indices`: classes (n,) int64, or tiles of target images (n, *tile)."""
         return self.labels[_sample_numbers(indices)]
 
+    def batches(
+        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32"
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield `images` and `targets` of one part after the other; a split on disk reads the next part meanwhile."""
+        for part in parts:
+            yield self.images(part, dtype), self.targets(part)
+
+    def close(self) -> None:
+        """Let go of open files; what is read later opens them again."""
+
 
 class Dataset(Registered, ABC):
     """A source of samples. A subclass says how to `check` it and how to `load` this rank's part.
@@ -79,13 +91,13 @@ class Dataset(Registered, ABC):
     sample_shape : tuple of int
         Global shape of one sample, (H, W, C) or (*spatial, C); known after `check`.
     classes : int
-        Number of classes; known after `check`.
+        Number of classes; known after `check`. None where the targets are not classes, or it is not known.
     train, test : Split
         Known after `open`.
     """
 
     sample_shape: tuple[int, ...]
-    classes: int
+    classes: int | None
     train: Split
     test: Split
 
@@ -115,6 +127,11 @@ class Dataset(Registered, ABC):
         except Exception as problem:
             error = problem
         agree(grid.world, error)
+
+    def close(self) -> None:
+        """Let go of the open files of both splits; what is read later opens them again."""
+        for split in (self.train, self.test):
+            split.close()
 
 
 def normalised(raw: ArrayLike, factor: Sequence[float], offset: Sequence[float], dtype: DTypeLike) -> np.ndarray:

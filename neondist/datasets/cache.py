@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,26 +75,18 @@ def write(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
         raise DataError(
             f"serialized_path: {path} is there and is no cache of neondist, so it is not replaced; choose another name"
         )
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with hdf5.create(part) as file:
+        with hdf5.NewFile(path) as new:
             for name, array in arrays.items():
-                file[name] = array
-            hdf5.put_text(file.attrs, "stamp", stamp)
-            hdf5.put_text(file.attrs, "checksums", json.dumps(checksums(arrays)))
-        with open(part, "rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(part, path)
+                new.file[name] = array
+            hdf5.put_text(new.file.attrs, "stamp", stamp)
+            hdf5.put_text(new.file.attrs, "checksums", json.dumps(checksums(arrays)))
     except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise DataError(
-            f"serialized_path: {path} cannot be written ({error}); choose a place that is writable and has room, or"
+            f"serialized_path: {path} cannot be written ({reason}); choose a place that is writable and has room, or"
             " leave serialized_path out"
         ) from error
-    finally:
-        # gone already if it was renamed; left over only by a failure
-        with suppress(OSError):
-            part.unlink()
 
 
 def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:

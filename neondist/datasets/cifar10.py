@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,8 @@ from ..errors import ConfigError, DataError
 from .base import Dataset, Split, tile_slices
 from .cache import Arrays, cached, fingerprint
 from .cache_path import cache_path, check_template
-from .cifar10_files import BATCHES, Source
+from .cifar10_files import BATCHES, RECORD, Source, records
 
-_RECORD = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue plane
-_CHUNK = 1000
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the official training set
 
 
@@ -54,9 +51,9 @@ class CIFAR10(Dataset):
     def check(self) -> None:
         """Check that all batches are there and hold whole records; the pixels are not read."""
         for name, size in self.source.sizes().items():
-            if size == 0 or size % _RECORD:
+            if size == 0 or size % RECORD:
                 raise DataError(
-                    f"{self.source.path}: {name} has {size} bytes, which is no whole number of records of {_RECORD}"
+                    f"{self.source.path}: {name} has {size} bytes, which is no whole number of records of {RECORD}"
                     " bytes: it is truncated or not in the binary format; fetch it again"
                 )
 
@@ -73,14 +70,12 @@ class CIFAR10(Dataset):
     def _decode(self, grid: ProcessGrid) -> Arrays:
         arrays: Arrays = {}
         cut = (slice(None), *tile_slices(grid, self.sample_shape))
-        batches = self.source.batches()
         for split, names in BATCHES.items():
             tiles, labels = [], []
-            for name in names:
-                for records in _chunks(batches[name]):
-                    planes = records[:, 1:].reshape(-1, 3, 32, 32)
-                    tiles.append(planes.transpose(0, 2, 3, 1)[cut].copy())
-                    labels.append(records[:, 0].astype(np.int64))
+            for batch in self.source.each(names):
+                for images, classes in records(batch):
+                    tiles.append(images[cut].copy())
+                    labels.append(classes)
             arrays[f"{split}/images"], targets = np.concatenate(tiles), np.concatenate(labels)
             arrays[f"{split}/targets"] = targets
             wrong = np.flatnonzero(targets > 9)
@@ -90,10 +85,3 @@ class CIFAR10(Dataset):
                     " the file is damaged or of CIFAR-100; fetch the binary version of CIFAR-10"
                 )
         return arrays
-
-
-def _chunks(batch: bytes) -> Iterator[np.ndarray]:
-    """Yield a batch's records (n, 3073) uint8, a few at a time."""
-    records = np.frombuffer(batch, np.uint8).reshape(-1, _RECORD)
-    for start in range(0, len(records), _CHUNK):
-        yield records[start : start + _CHUNK]

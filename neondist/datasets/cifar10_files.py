@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+
 from ..errors import DataError
 
+RECORD = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue plane
+_CHUNK = 1000
 BATCHES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
 _NAMES = [name for names in BATCHES.values() for name in names]
-_LARGEST = 10_000 * 3073  # an official batch; nothing larger is read from an archive
+_LARGEST = 10_000 * RECORD  # an official batch; nothing larger is read from an archive
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,17 @@ class Source:
                 raise DataError(f"CIFAR10 path: {folder} has no {name}; unpack the binary version of CIFAR-10 there")
         return [folder / name for name in _NAMES]
 
-    def batches(self) -> dict[str, bytes]:
-        """Return the bytes of every batch."""
+    def each(self, names: Sequence[str]) -> Iterator[bytes]:
+        """Yield the bytes of the batches of these names, one after the other."""
         if self.path.is_dir():
-            return {file.name: file.read_bytes() for file in self.files()}
+            files = {file.name: file for file in self.files()}
+            for name in names:
+                yield files[name].read_bytes()
+            return
         with self._archive() as archive:
-            return {name: _read(archive, member) for name, member in self._members(archive).items()}
+            members = self._members(archive)
+            for name in names:
+                yield _read(archive, members[name])
 
     def _members(self, archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
         found = {PurePosixPath(m.name).name: m for m in archive if m.isfile()}
@@ -71,3 +80,11 @@ def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
         raise DataError(f"{member.name} claims {member.size} bytes, a batch has at most {_LARGEST}")
     file = archive.extractfile(member)
     return file.read() if file is not None else b""
+
+
+def records(batch: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield a batch's images (n, 32, 32, 3) uint8 and classes (n,) int64, a few at a time."""
+    found = np.frombuffer(batch, np.uint8).reshape(-1, RECORD)
+    for start in range(0, len(found), _CHUNK):
+        some = found[start : start + _CHUNK]
+        yield some[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), some[:, 0].astype(np.int64)

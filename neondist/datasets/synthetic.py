@@ -38,6 +38,8 @@ class Synthetic(Dataset):
         If an argument is of the wrong type or out of range.
     """
 
+    classes: int
+
     def __init__(
         self,
         shape: Sequence[int] = (256, 256, 3),

@@ -33,11 +33,11 @@ def evaluate(model: Model, split: Split, batch_size: int, metrics: Sequence[Metr
         Equal on every rank; NaN where there is nothing to count.
     """
     sums = np.zeros(1 + 2 * len(metrics))
-    for start in range(0, len(split), batch_size):
-        batch = np.arange(start, min(start + batch_size, len(split)))
-        lo, hi = model.grid.sample_range(len(batch))
-        y = model.fprop(split.images(batch[lo:hi], model.dtype), training=False, batch_size=len(batch))
-        targets = model.local_targets(split.targets(batch), len(batch))
+    counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
+    parts = (at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts))
+    for count, (x, targets) in zip(counts, split.batches(parts, model.dtype), strict=True):
+        y = model.fprop(x, training=False, batch_size=count)
+        targets = model.local_targets(targets, count)
         sums[0] += model.cost.value(y, targets, model.output.total)
         for at, metric in enumerate(metrics):
             sums[1 + 2 * at : 3 + 2 * at] += metric.measure(y, targets)

@@ -89,13 +89,12 @@ def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
     samples = order(len(split), seed, run.epoch)
     model.begin_epoch(run.epoch, -(-len(split) // run.batch_size))
     start, sent = time.perf_counter() - run.totals.seconds, model.bytes_sent - run.totals.sent
-    for first in range(run.seen, len(split), run.batch_size):
+    batches = [samples[first : first + run.batch_size] for first in range(run.seen, len(split), run.batch_size)]
+    mine = (batch[slice(*model.grid.sample_range(len(batch)))] for batch in batches)
+    for batch, (x, targets) in zip(batches, split.batches(mine, model.dtype), strict=True):
         if run.stop is not None:
             return
-        batch = samples[first : first + run.batch_size]
-        lo, hi = model.grid.sample_range(len(batch))
-        x, targets = split.images(batch[lo:hi], model.dtype), split.targets(batch)
-        model.learning_rate_scale = model.optimizer.scale(run.epoch + first / len(split))
+        model.learning_rate_scale = model.optimizer.scale(run.epoch + run.seen / len(split))
         run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
         run.seen += len(batch)
         if math.isfinite(run.loss):

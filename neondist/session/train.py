@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,7 +80,7 @@ def train(
     if folder is not None:
         _begin(experiment, grid, folder, resume, resolved)
         writers = _writers(folder, Checkpoint(folder / output.CHECKPOINT, experiment.checkpoint, resolved))
-    with room_for("model", "smaller batches, or fewer or smaller layers"):
+    with closing(dataset), room_for("model", "smaller batches, or fewer or smaller layers"):
         if pretrains:
             keep = (experiment.checkpoint, resolved)
             run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, stage, *keep)

@@ -233,7 +233,7 @@ def test_a_failure_in_the_middle_leaves_the_old_file_and_nothing_else(data, monk
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match="No space left"):
         data.load()
     assert data.file().read_bytes() == old

@@ -1,0 +1,156 @@
+"""Folders of images, NumPy files, IDX and CIFAR-10 to one HDF5 file, a few samples at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import hdf5
+from ..errors import DataError, OutputError
+from .chunks import chunk_shape
+from .from_arrays import npy_parts, npz_parts
+from .from_images import image_parts
+from .from_official import cifar_parts, idx_folder, idx_parts, magic
+from .image_loader import Loader
+from .part import Part
+
+Progress = Callable[[str, int, int], None]
+_FEW = 1 << 17  # cells whose 64-bit copies stay in cache
+_TOP = {"u1": 255.0, "u2": 65535.0}
+
+
+def parts_of(
+    sources: Sequence[Path], loader: Loader, labels: Path | None = None, maps: Path | None = None
+) -> dict[str, Part]:
+    """Return the parts ('train', and 'test' where there is one) of one or more files or of a folder.
+
+    Raises
+    ------
+    DataError
+        It is nothing that is known here, or damaged.
+    """
+    paths = [Path(os.path.expanduser(source)) for source in sources]
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"{path}: no such file or folder; check the path")
+    first = paths[0]
+    if first.is_dir() and len(paths) == 1:
+        if labels is None and maps is None:
+            if any((folder / "test_batch.bin").is_file() for folder in (first, first / "cifar-10-batches-bin")):
+                return cifar_parts(first)
+            if official := idx_folder(first):
+                return idx_parts(official)
+        return image_parts(first, loader, labels, maps)
+    if all(path.suffix == ".npy" for path in paths):
+        return npy_parts(paths)
+    if first.suffix == ".npz" and len(paths) == 1:
+        return npz_parts(first)
+    if first.name.endswith((".tar.gz", ".tgz")) and len(paths) == 1:
+        return cifar_parts(first)
+    if all(path.is_file() and magic(path) for path in paths):
+        return idx_parts(paths)
+    raise DataError(
+        f"{first}: is not known; give a folder of images, IMAGES.npy LABELS.npy, a .npz, IDX files or their folder, or"
+        " CIFAR-10 in binary form"
+    )
+
+
+def convert(
+    parts: dict[str, Part], target: Path, compress: bool = False, progress: Progress | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Write the parts to an HDF5 file for `HDF5Dataset`, whole or not at all; return the shape of each part's images.
+
+    Parameters
+    ----------
+    parts : from `parts_of`; each is read once
+    target : a file of the same name is replaced, if it is HDF5
+    compress : pack the chunks with gzip
+    progress : called as progress(name of the part, samples written, samples in all)
+
+    Raises
+    ------
+    DataError
+        A source is damaged, or its samples are not alike.
+    OutputError
+        The file cannot be written.
+    """
+    if target.exists() and (not target.is_file() or not _is_hdf5(target)):
+        raise OutputError(f"{target}: is there and is no HDF5 file, so it is not replaced; choose another name")
+    if len({part.shape for part in parts.values()}) > 1:
+        shapes = ", ".join(f"{name} {part.shape}" for name, part in parts.items())
+        raise DataError(f"samples for training and testing differ in shape: {shapes}; scale them with --size")
+    try:
+        with hdf5.NewFile(target) as new:
+            for name, part in parts.items():
+                _write(new, new.file.create_group(name), name, part, compress, progress or _silent)
+    except OSError as error:
+        raise OutputError(
+            f"{target}: cannot be written ({error.strerror or error}); what was there is as it was; make room, or"
+            " choose another place"
+        ) from error
+    except MemoryError as error:
+        raise DataError(f"{target}: there is no memory for one sample of the source; cut its images first") from error
+    return {name: (part.count, *part.shape) for name, part in parts.items()}
+
+
+def _write(new: hdf5.NewFile, group: Any, name: str, part: Part, compress: bool, progress: Progress) -> None:
+    packing = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress else {}
+    chunks = chunk_shape(part.shape[:-1], part.shape[-1], part.dtype.itemsize)
+    images = group.create_dataset(
+        "images", (part.count, *part.shape), part.dtype, chunks=chunks, fletcher32=True, **packing
+    )
+    shape = (part.count, *part.label_shape)
+    labels = group.create_dataset(
+        "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunks(part), **packing
+    )
+    scale = _TOP.get(part.dtype.str[1:], 1.0)
+    done, top, sums = 0, 0, np.zeros((2, part.shape[-1]))
+    progress(name, 0, part.count)
+    for x, y in part.blocks():
+        images[done : done + len(x)] = x
+        labels[done : done + len(y)] = y
+        new.check()
+        done += len(x)
+        top = max(top, int(y.max())) if y.dtype.kind in "iu" and y.size else top
+        for image in x:
+            _add(sums, image.reshape(-1, part.shape[-1]), scale)
+        progress(name, done, part.count)
+    if done != part.count:
+        raise DataError(f"{name}: {done} samples came, {part.count} were promised; the source has changed")
+    mean, square = sums / max(1, part.count * int(np.prod(part.shape[:-1])))
+    std = np.sqrt(np.maximum(square - mean**2, 0.0))
+    images.attrs["scale"], images.attrs["mean"] = scale, mean
+    images.attrs["std"] = np.where(std > 0, std, 1.0)
+    if part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1):
+        labels.attrs["classes"] = max(top + 1, len(part.names))
+    if part.names:
+        labels.attrs["names"] = np.array([label.encode() for label in part.names])
+
+
+def _add(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
+    """Add the cells (n, C) and their squares to the sums (2, C), a few at a time."""
+    for at in range(0, len(cells), _FEW):
+        some = cells[at : at + _FEW] / scale
+        sums += some.sum(axis=0), np.einsum("ij,ij->j", some, some)
+
+
+def _label_chunks(part: Part) -> tuple[int, ...]:
+    spatial = len(part.shape) - 1
+    if len(part.label_shape) < spatial:
+        return (min(part.count, 1 << 13), *part.label_shape)
+    channels = part.label_shape[spatial:]
+    size = chunk_shape(part.label_shape[:spatial], int(np.prod(channels)), part.label_dtype.itemsize)
+    return (*size[:-1], *channels)
+
+
+def _is_hdf5(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(hdf5.SIGNATURE)) in (hdf5.SIGNATURE, b"")
+
+
+def _silent(name: str, done: int, total: int) -> None:
+    pass

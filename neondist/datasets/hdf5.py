@@ -1,0 +1,169 @@
+"""Images and volumes of any size in an HDF5 file, of which every rank reads its tile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import rng
+from ..comm import ProcessGrid
+from ..errors import ConfigError, DataError
+from .base import Dataset, Split
+from .hdf5_source import ArrayFacts, GroupFacts, look
+from .hdf5_tiles import HDF5Tiles, StreamedSplit
+
+_TOP = {"u1": 255.0, "u2": 65535.0}
+
+
+class HDF5Dataset(Dataset):
+    """Images (N, H, W, C), volumes (N, D, H, W, C) or signals (N, L, C) in HDF5, with a label each or per cell.
+
+    Nothing is read but the batches, by each rank its own tile, and while one batch trains a thread reads the next.
+    `neondist data convert` makes such files, chunked so that tiles cost little; any other layout can be read too.
+
+    Parameters
+    ----------
+    path : path
+        The file; `~` is expanded.
+    images, labels : str
+        Names of the arrays in each group. Labels are classes (N,), targets (N, K), or maps (N, H, W) or (N, H, W, K),
+        whose extent is that of the network's output.
+    train, test : str
+        The groups; '/' is the file itself.
+    test_share : float
+        Where there is no group `test`: the share of the samples, drawn once for all, that is kept for testing.
+    classes : int, optional
+        Default: the attribute 'classes' of the labels, or the largest class and one; not known of maps.
+    mean, std : float or one per channel, optional
+        The network sees (x / scale - mean) / std. Default: the attributes of these names of the training images, or
+        0 and 1.
+    scale : float, optional
+        The raw value that stands for 1. Default: the attribute, or 255 for uint8, 65535 for uint16, else 1.
+    ahead : bool
+        Read the next batch in a thread while one trains.
+
+    Raises
+    ------
+    ConfigError
+        If an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        images: str = "images",
+        labels: str = "labels",
+        train: str = "train",
+        test: str = "test",
+        test_share: float = 0.1,
+        classes: int | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        scale: float | None = None,
+        ahead: bool = True,
+    ) -> None:
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise ConfigError(f"path: {path!r} is not a path; give an HDF5 file")
+        for field, name in (("images", images), ("labels", labels), ("train", train), ("test", test)):
+            if not isinstance(name, str) or not name or "\0" in name:
+                raise ConfigError(f"{field}: {name!r} is not the name of an array or a group; give one")
+        if not 0 < test_share < 1:
+            raise ConfigError(f"test_share: {test_share!r} is not between 0 and 1; give a share such as 0.1")
+        if classes is not None and classes < 1:
+            raise ConfigError(f"classes: {classes!r} is not a number of classes; give 1 or more")
+        self.path, self.images, self.labels, self.train_group, self.test_group = path, images, labels, train, test
+        self.test_share, self._classes, self.mean, self.std, self.scale = test_share, classes, mean, std, scale
+        self.ahead = ahead
+        for field, values in (("mean", mean), ("std", std), ("scale", scale)):
+            if values is not None:
+                _numbers(field, np.asarray(values, np.float64), positive=field != "mean")
+
+    @property
+    def file(self) -> Path:
+        """The file that everything is read from."""
+        return Path(os.path.expanduser(self.path))
+
+    def check(self) -> None:
+        """Look at the arrays' shapes and types, and read the labels unless they are maps."""
+        self._groups()
+
+    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+        """Return the splits; their tiles stay in the file."""
+        groups = self._groups()
+        first = groups[self.train_group]
+        if self.test_group in groups:
+            train, test = (self._split(grid, g, first, np.arange(g.images.shape[0])) for g in groups.values())
+            return train, test
+        count = first.images.shape[0]
+        drawn = rng.uniform(rng.key("test_share"), np.arange(count)).argsort(kind="stable")
+        tested = min(max(1, round(self.test_share * count)), count - 1)
+        parts = np.sort(drawn[tested:]), np.sort(drawn[:tested])
+        train, test = (self._split(grid, first, first, numbers) for numbers in parts)
+        return train, test
+
+    def _groups(self) -> dict[str, GroupFacts]:
+        groups = look(self.file, [self.train_group, self.test_group], self.images, self.labels)
+        if self.train_group not in groups:
+            raise DataError(f"{self.file}: has no group '{self.train_group}'; name yours with train: ('/' is the file)")
+        first = groups[self.train_group]
+        shape = first.images.shape[1:]
+        for group in groups.values():
+            if group.images.shape[1:] != shape or group.maps != first.maps:
+                raise DataError(
+                    f"{self.file}: {group.images.name} {group.images.shape} and its labels {group.labels.shape} are not"
+                    f" like {first.images.name} {first.images.shape} and its labels {first.labels.shape}"
+                )
+        if len(groups) == 1 and first.images.shape[0] < 2:
+            raise DataError(f"{self.file}: one sample cannot be split into training and test; add a group 'test'")
+        self.sample_shape = shape
+        self.classes = self._count(groups)
+        self._normalisation(first.images)
+        return groups
+
+    def _count(self, groups: dict[str, GroupFacts]) -> int | None:
+        """Return the number of classes; DataError if a label is none of them."""
+        told = groups[self.train_group].labels.attributes.get("classes")
+        count = self._classes or (int(told) if told is not None and told.size == 1 else None)
+        for group in groups.values():
+            values = group.values
+            if values is None or values.ndim != 1 or values.dtype.kind not in "iu":
+                continue
+            count = count if self._classes or told is not None else max(count or 0, int(values.max()) + 1)
+            wrong = np.flatnonzero((values < 0) | (values >= (count or 0)))
+            if wrong.size:
+                at = wrong[0]
+                raise DataError(f"{self.file}: {group.labels.name} of sample {at} is {values[at]}, not below {count}")
+        return count
+
+    def _split(self, grid: ProcessGrid, group: GroupFacts, first: GroupFacts, numbers: np.ndarray) -> Split:
+        labels = self._tiles(grid, group.labels, numbers) if group.values is None else group.values[numbers]
+        tiles = self._tiles(grid, group.images, numbers)
+        return StreamedSplit(tiles, labels, self.ahead, **self._normalisation(first.images))
+
+    def _tiles(self, grid: ProcessGrid, array: ArrayFacts, numbers: np.ndarray) -> HDF5Tiles:
+        cut = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
+        return HDF5Tiles(self.file, array.name, array.shape, array.dtype, cut, numbers)
+
+    def _normalisation(self, images: ArrayFacts) -> dict[str, Any]:
+        defaults = {"mean": 0.0, "std": 1.0, "scale": _TOP.get(images.dtype.str[1:], 1.0)}
+        found = {}
+        for field, default in defaults.items():
+            given = getattr(self, field)
+            values = np.asarray(images.attributes.get(field, default) if given is None else given, np.float64)
+            if values.shape not in ((), (1,), images.shape[-1:]):
+                raise DataError(
+                    f"{field}: {values.shape} numbers do not fit the {images.shape[-1]} channels of {images.name};"
+                    " give one, or one per channel"
+                )
+            found[field] = _numbers(field, values, positive=field != "mean")
+        return found
+
+
+def _numbers(field: str, values: np.ndarray, positive: bool) -> np.ndarray:
+    if not np.all(np.isfinite(values)) or (positive and not np.all(values > 0)):
+        raise ConfigError(f"{field}: {values.tolist()} cannot be used; give {'positive ' * positive}numbers")
+    return values

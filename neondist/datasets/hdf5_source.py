@@ -1,0 +1,113 @@
+"""What an HDF5 file holds, looked at before it is believed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from ..hdf5 import faults, open_file, plain
+
+LARGEST_CHUNK = 1 << 30  # bytes that one read may ask for beside its own; files in use have chunks of a few MiB
+_MOST_PACKED = 1032  # deflate cannot pack more bytes into one
+
+
+@dataclass(frozen=True)
+class ArrayFacts:
+    """An array of a file: its full name, shape, dtype, and the numbers that are written beside it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    attributes: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """The samples of one split.
+
+    Attributes
+    ----------
+    images : (N, *spatial, C)
+    labels : (N,) or (N, K), read whole; or maps (N, *spatial) or (N, *spatial, C), of any extent
+    values : the labels, where they are (N,) or (N, K); None where they are maps
+    """
+
+    images: ArrayFacts
+    labels: ArrayFacts
+    values: np.ndarray | None
+
+    @property
+    def maps(self) -> bool:
+        """Whether every cell has a target of its own."""
+        return self.values is None
+
+
+def look(path: Path, groups: list[str], images: str, labels: str) -> dict[str, GroupFacts]:
+    """Return the facts of those of `groups` that the file has; the images are not read.
+
+    Raises
+    ------
+    DataError
+        The file is missing, damaged, or an array is missing or of another kind.
+    """
+    with open_file(path) as file, faults(path):
+        return {name: _group(path, file, name, images, labels) for name in groups if name == "/" or name in file}
+
+
+def _group(path: Path, file: Any, group: str, images: str, labels: str) -> GroupFacts:
+    x, y = (_array(path, file, group, name) for name in (images, labels))
+    if len(x.shape) < 3:
+        raise DataError(
+            f"{path}: {x.name} has shape {x.shape}; images are (N, H, W, C), volumes (N, D, H, W, C): add an axis of"
+            " length 1 for one channel"
+        )
+    if x.dtype.kind == "b":
+        raise DataError(f"{path}: {x.name} holds truth values; store them as uint8")
+    if y.shape[0] != x.shape[0]:
+        raise DataError(f"{path}: {x.name} has {x.shape[0]} samples, {y.name} has {y.shape[0]}; give each one label")
+    spatial = len(x.shape) - 2
+    if len(y.shape) > spatial:
+        return GroupFacts(x, y, None)
+    if len(y.shape) > 2:
+        raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {spatial} spatial axes")
+    if file[y.name].nbytes > max(_MOST_PACKED * path.stat().st_size, 1 << 20):
+        raise DataError(f"{path}: {y.name} promises {y.shape[0]} labels, more than the file can hold; it is damaged")
+    return GroupFacts(x, y, np.asarray(file[y.name][()]))
+
+
+def _array(path: Path, file: Any, group: str, name: str) -> ArrayFacts:
+    import h5py
+
+    full = f"{group.strip('/')}/{name}".lstrip("/")
+    if full not in file:
+        raise DataError(f"{path}: has no array '{full}'; it has {', '.join(_names(file)) or 'none'}: name yours")
+    array = file[full]
+    if not isinstance(array, h5py.Dataset) or not plain(array):
+        raise DataError(f"{path}: '{full}' is no array of numbers")
+    if 0 in array.shape or not array.shape:
+        raise DataError(f"{path}: {full} is empty: its shape is {array.shape}")
+    piece = np.prod(array.chunks or (1,), dtype=object) * array.dtype.itemsize
+    if piece > LARGEST_CHUNK:
+        raise DataError(f"{path}: {full} has chunks of {piece / 1e9:.1f} GB; write it again with chunks of about 1 MB")
+    ids = {key: array.attrs.get_id(key) for key in ("mean", "std", "scale", "classes") if key in array.attrs}
+    beside = {key: np.asarray(array.attrs[key]) for key, found in ids.items() if plain(found) and len(found.shape) < 2}
+    return ArrayFacts(full, array.shape, array.dtype, beside)
+
+
+def _names(file: Any, most: int = 10) -> list[str]:
+    """Return the names of a few arrays of a file."""
+    import h5py
+
+    found: list[str] = []
+
+    def note(name: str, item: Any) -> bool | None:
+        if isinstance(item, h5py.Dataset):
+            found.append(name)
+        return len(found) >= most or None
+
+    file.visititems(note)
+    return found

@@ -1,0 +1,112 @@
+"""This rank's tile of samples that stay on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from ..hdf5 import faults, open_file
+from .ahead import Ahead
+from .base import Split
+
+
+class HDF5Tiles:
+    """One tile of the samples of an array (N, *spatial, ...), read when they are asked for.
+
+    Indexing with an integer array gives local tiles (n, *tile, ...) in the array's dtype. The file is opened at the
+    first read; one thread at a time may read.
+
+    Parameters
+    ----------
+    path, name : the file, and the array in it
+    shape, dtype : of the array, (N, *spatial, ...)
+    tile : slices of the cells in a sample; axes after them are whole
+    numbers : array
+        Places of the samples in the array.
+    """
+
+    def __init__(
+        self, path: Path, name: str, shape: Sequence[int], dtype: np.dtype, tile: tuple[slice, ...], numbers: np.ndarray
+    ) -> None:
+        self.path, self.name, self.dtype, self.tile, self.numbers = path, name, dtype, tile, numbers
+        self._expected = (tuple(shape), dtype)
+        self.shape = (len(numbers), *(cut.stop - cut.start for cut in tile), *shape[1 + len(tile) :])
+        self._file: Any = None
+        self._array: Any = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        places = self.numbers[indices]
+        out = np.empty((len(places), *self.shape[1:]), self.dtype)
+        if out.size:
+            with faults(self.path):
+                array = self._open()
+                for at, first, count in runs(places):
+                    array.read_direct(out, (slice(first, first + count), *self.tile), np.s_[at : at + count])
+        return out
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        file, self._file, self._array = self._file, None, None
+        if file is not None:
+            file.close()
+
+    def _open(self) -> Any:
+        if self._array is None:
+            self._file = open_file(self.path)
+            array = self._file[self.name]
+            if (array.shape, array.dtype) != self._expected:
+                raise ValueError(f"{self.name} has changed since the run began")
+            self._array = array
+        return self._array
+
+
+class StreamedSplit(Split):
+    """A split whose tiles, and perhaps label maps, are read from the disk: the next batch's while one trains."""
+
+    def __init__(self, tiles: HDF5Tiles, labels: Any, ahead: bool = True, **normalisation: Any) -> None:
+        super().__init__(tiles, labels, **normalisation)
+        self._ahead = ahead
+
+    def batches(
+        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32"
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield `images` and `targets` of one part after the other; a thread reads the next part meanwhile.
+
+        An error of the thread is raised where its batch would come. The thread ends with this generator.
+        """
+        if not self._ahead:
+            yield from super().batches(parts, dtype)
+            return
+        parts = iter(parts)
+        ahead = self._read(next(parts, None), dtype)
+        try:
+            while ahead is not None:
+                batch = ahead.result()
+                ahead = self._read(next(parts, None), dtype)
+                yield batch
+        finally:
+            if ahead is not None:
+                ahead.wait()
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        for tiles in (self.tiles, self.labels):
+            if isinstance(tiles, HDF5Tiles):
+                tiles.close()
+
+    def _read(self, part: ArrayLike | None, dtype: DTypeLike) -> Ahead[tuple[np.ndarray, np.ndarray]] | None:
+        return None if part is None else Ahead(lambda: (self.images(part, dtype), self.targets(part)))
+
+
+def runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Yield (position, first place, count) of the runs of neighbouring places, so that each is one read."""
+    starts = np.flatnonzero(np.diff(places, prepend=places[:1] - 2) != 1)
+    for at, end in zip(starts, [*starts[1:], len(places)], strict=True):
+        yield int(at), int(places[at]), int(end - at)
