@@ -12,6 +12,7 @@ from .errors import (
     ConfigError,
     DataError,
     GridError,
+    HaloError,
     LaunchError,
     NeondistError,
     OutputError,
@@ -76,7 +77,7 @@ from .metrics import LogLoss, Metric, Misclassification, TopK
 from .models import GB, MLP, Convnet, ConvnetDist, DistModel, GBDist, MLPDist, Model, distribute
 from .optim import SGD, Adam, CosineDecay, Optimizer, StepDecay
 from .schemes import Every, Halo, HaloOneway, Quantised, Scheme, Stale, Tower
-from .session import FitExperiment, Hook, fit, pretrain
+from .session import DebugHalo, FitExperiment, Hook, fit, pretrain
 from .version import __version__
 
 __all__ = [
@@ -108,6 +109,7 @@ __all__ = [
     "CrossEntropy",
     "DataError",
     "Dataset",
+    "DebugHalo",
     "DeconvLayer",
     "DeconvLayerDist",
     "Dice",
@@ -133,6 +135,7 @@ __all__ = [
     "GroupNormLayerDist",
     "HDF5Dataset",
     "Halo",
+    "HaloError",
     "HaloOneway",
     "HaloPlan",
     "Hook",

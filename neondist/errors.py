@@ -48,8 +48,8 @@ class LaunchError(UserError):
     """The job cannot be started: no MPI, no mpirun, or two MPIs that do not know each other."""
 
 
-class HaloError(NeondistError):
-    """A layer, scheme or exchange handles a view or a message wrongly; found by `--debug-halo`."""
+class HaloError(UserError):
+    """A layer, scheme or exchange treats cells wrongly that are not its own; found by `--debug-halo`."""
 
 
 class RemoteError(NeondistError):

@@ -155,10 +155,12 @@ def model_of(kind, dist, backend="numpy"):
     return cls(KINDS[kind][1](make), cost=cost, optimizer=optimizer, seed=3, backend=kernels(backend), dtype="float64")
 
 
-def train(kind, grid=None, batch=6, steps=4, backend="numpy"):
+def train(kind, grid=None, batch=6, steps=4, backend="numpy", after_build=None):
     """Outputs, input gradient, all gradients, losses and final state of a short run, as whole arrays."""
     model, shape = model_of(kind, grid is not None, backend), KINDS[kind][0]
     model.build(shape, batch, grid)
+    if after_build:
+        after_build(model)
     rng = np.random.default_rng(5)
     x = rng.normal(size=(batch, *shape))
     y = model.fprop(model.scatter(x))

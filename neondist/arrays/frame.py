@@ -34,7 +34,7 @@ class Frame:
         self.plan, self.samples, self.channels, self.border = plan, samples, channels, border
         self.shape = samples, *plan.buffer.shape, channels
         self.dtype, self.backend, self.tiles = dtype, backend, tiles
-        self.buffer, self._gradients_room = self.new_buffer(rooms[0]), rooms[1]
+        self.buffer, self._gradients_room = self._new(rooms[0]), rooms[1]
         self.gradient: Any = None
         self.dview: Any = None  # made at the first bprop: evaluation needs none
         self.own, self.need = self.index(plan.own), self.index(plan.need)
@@ -44,10 +44,6 @@ class Frame:
         self.again = [piece for piece in plan.local if piece.target != piece.source]
         self.fetch = Fetch(self, plan.sends, plan.receives, forward=not border.reverse)
         self.home = Home(self, plan.receives, plan.sends, forward=border.reverse)
-
-    def new_buffer(self, room: Room | None) -> Any:
-        """Return the array for the view and the tile; what is in it does not matter."""
-        return self._new(room)
 
     def forward(self, tile: Any) -> Any:
         """Place the tile, fetch the halo, fold the padding; return the view."""

@@ -12,7 +12,6 @@ from ..comm import ProcessGrid
 from ..errors import ShapeError
 from ..geometry import Box, HaloPlan, Window
 from .border import Border
-from .debug_frame import DebugFrame
 from .frame import Frame, Rooms
 
 
@@ -109,7 +108,7 @@ class PaddedArray:
         self._check("tile", tile, self.own)
         if self.plan.trivial:
             return self._given(tile)
-        return self._given(self._frame(len(tile)).forward(tile))
+        return self._given(self.frame(len(tile)).forward(tile))
 
     def get_bprop_view(self, dview: Any) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
@@ -127,19 +126,19 @@ class PaddedArray:
         self._check("dview", dview, self.need)
         if self.plan.trivial:
             return self._given(self._lasting(dview))
-        return self._given(self._frame(len(dview)).backward(dview))
+        return self._given(self.frame(len(dview)).backward(dview))
 
     def place(self, samples: int) -> Any | None:
         """Return the part of the view that is the tile's: what is written there, `get_fprop_view` need not copy."""
         if self.plan.trivial:
             return self._plain(0, samples)
-        return self._frame(samples).tile if self.reuse else None
+        return self.frame(samples).tile if self.reuse else None
 
     def dview_place(self, samples: int) -> Any | None:
         """Return an array for the gradient of the view: what is written there, `get_bprop_view` need not copy."""
         if self.plan.trivial:
             return self._plain(1, samples)
-        return self._frame(samples).dview_place() if self.reuse else None
+        return self.frame(samples).dview_place() if self.reuse else None
 
     def scatter(self, whole: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
@@ -175,10 +174,10 @@ class PaddedArray:
         group.allreduce(array)
         return array
 
-    def _frame(self, samples: int) -> Frame:
+    def frame(self, samples: int) -> Frame:
+        """Return the buffers for batches of so many samples (of this rank's replica)."""
         if samples not in self._frames:
-            kind = DebugFrame if self.grid.tiles.debug else Frame
-            self._frames[samples] = kind(
+            self._frames[samples] = Frame(
                 self.plan,
                 samples,
                 self.channels,
@@ -207,6 +206,10 @@ class PaddedArray:
             return dview
         self.backend.copy(dview, place)
         return place
+
+    def forget_frames(self) -> None:
+        """Make new buffers from now on, with the transport that `grid.tiles` is then; schemes begin anew."""
+        self._frames = {}
 
     def _given(self, array: Any) -> Any:
         return array if self.reuse else array.copy()

@@ -41,10 +41,7 @@ def output(arguments: argparse.Namespace) -> Path:
 
 
 def _train(arguments: argparse.Namespace, world: Transport) -> int:
-    from ..comm import DebugTransport, ProcessGrid
-
-    if arguments.debug_halo:
-        world = DebugTransport(world)
+    from ..comm import ProcessGrid
 
     def ready_to_run() -> tuple[Any, str, ProcessGrid]:
         experiment = prepare(arguments, world.size, world)

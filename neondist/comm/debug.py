@@ -25,13 +25,13 @@ class DebugTransport(Transport):
     Parameters
     ----------
     inner : Transport
+    seed : int
+        Of the delays; every rank has its own.
     """
 
-    debug = True
-
-    def __init__(self, inner: Transport) -> None:
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
-        self.random = random.Random(inner.rank)
+    def __init__(self, inner: Transport, seed: int = 0) -> None:
+        self.inner, self.rank, self.size, self.seed = inner, inner.rank, inner.size, seed
+        self.random = random.Random(f"{seed} {inner.rank}")
 
     def delay(self) -> None:
         """Wait a random time."""
@@ -39,7 +39,7 @@ class DebugTransport(Transport):
 
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks that gave the same colour, watched as well."""
-        return DebugTransport(self.inner.split(color, key))
+        return DebugTransport(self.inner.split(color, key), self.seed)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange over fixed arrays, which need not be contiguous."""

@@ -69,16 +69,7 @@ class Exchange(ABC):
 
 
 class Transport(ABC):
-    """A group of ranks. All methods but `abort` are collective.
-
-    Attributes
-    ----------
-    rank, size : int
-    debug : bool
-        Whether mistakes around messages are looked for, whatever time it takes.
-    """
-
-    debug = False
+    """A group of ranks. All methods but `abort` are collective."""
 
     rank: int
     size: int

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..layers import LocalFilteringLayer, Phase, Sequential
+from ..layers import Layer, LocalFilteringLayer, Phase, Sequential
 from .parameters import gather, load
 from .reconstruction import Reconstruction, ReconstructionCost
 
@@ -146,6 +146,11 @@ class Autoencoder:
     def kept_arrays(self) -> dict[str, list[tuple[Entry, Any]]]:
         """Return this rank's parts of the whole model's arrays, and of the slots of this stage's weights."""
         return {"model": self.model.kept_arrays()["model"], "optimizer": self._slots()}
+
+    @property
+    def leaves(self) -> list[Layer]:
+        """All single layers of the whole model."""
+        return self.model.leaves
 
     @property
     def bytes_sent(self) -> int:

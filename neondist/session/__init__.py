@@ -2,9 +2,10 @@
 
 experiment: everything together, as a YAML file names it. fit, evaluate: the loop; pretrain: the same for autoencoders.
 hooks: how to join it; progress, stopping, time_limit, watchdog, metrics_log, checkpoint, curves, tiles_picture: the
-hooks that a run has. validate, describe, same: before a run.
+hooks that a run has; debug_halo: one that it may have. validate, describe, same: before a run.
 """
 
+from .debug_halo import DebugHalo
 from .describe import describe
 from .evaluate import evaluate
 from .experiment import FitExperiment
@@ -19,6 +20,7 @@ from .train import RunResult
 from .watchdog import Watchdog
 
 __all__ = [
+    "DebugHalo",
     "FitExperiment",
     "Hook",
     "ProgressBar",

@@ -1,0 +1,33 @@
+"""Messages that are watched: what writes to them while they are under way is found."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from neondist.comm import DebugTransport, Message, loopback
+from neondist.errors import HaloError
+
+
+@pytest.mark.parametrize("end", ["send", "receive"])
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+def test_writing_into_a_buffer_under_way(end, dtype):
+    """By a thread that knows nothing of the exchange; with one message each way, of cells inside larger arrays."""
+
+    def job(comm, debug):
+        arrays = {name: np.ones((4, 4), dtype) for name in ("send", "receive")}
+        box = (slice(1, 3), slice(0, 2))
+        messages = [[Message(1 - comm.rank, arrays[name], box)] for name in ("send", "receive")]
+        exchange = debug(comm).exchange(*messages)
+        exchange.start()
+        if comm.rank == 0:
+            thread = threading.Thread(target=lambda: arrays[end].__setitem__((2, 1), 7))
+            thread.start()
+            thread.join()
+        exchange.finish()
+        return arrays["receive"]
+
+    loopback.run(2, lambda comm: job(comm, lambda c: c))
+    what = "on their way to rank 1" if end == "send" else "that rank 1 was sending to"
+    with pytest.raises(HaloError, match=f"rank 0 of 2: cells {what} were written to between start and finish"):
+        loopback.run(2, lambda comm: job(comm, DebugTransport))
