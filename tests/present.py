@@ -19,6 +19,8 @@ def kernels(name: str) -> Backend:
     from neondist.backends.torch import TorchBackend
 
     class Throughout(TorchBackend):
+        small = 0
+
         def _convolves(self, x, out):
             return 0 not in (x.size, *out)
 

@@ -40,6 +40,8 @@ class Frame:
         self.own, self.need = self.index(plan.own), self.index(plan.need)
         self.tile, self.view = self.buffer[self.own], self.buffer[self.need]
         self.outside = [self.buffer[self.index(box)] for box in plan.outside]
+        self._fill_outside()
+        self.shared = rooms[0] is not None
         # own cells are in place already; what wraps around is needed a second time
         self.again = [piece for piece in plan.local if piece.target != piece.source]
         self.fetch = Fetch(self, plan.sends, plan.receives, forward=not border.reverse)
@@ -49,8 +51,8 @@ class Frame:
         """Place the tile, fetch the halo, fold the padding; return the view."""
         if tile is not self.tile:
             self.backend.copy(tile, self.tile)
-        for cells in self.outside:  # every time: others may have used the memory
-            cells.fill(self.plan.window.fill)
+        if self.shared:  # others may have used the memory
+            self._fill_outside()
         self.border.carry(self.fetch)
         for piece in self.again:
             self.buffer[self.index(piece.target)] = self.buffer[self.index(piece.source)]
@@ -76,6 +78,10 @@ class Frame:
     def strip_shape(self, piece: Piece) -> tuple[int, ...]:
         """Return the shape of a piece's cells."""
         return (self.samples, *piece.source.shape, self.channels)
+
+    def _fill_outside(self) -> None:
+        for cells in self.outside:
+            cells.fill(self.plan.window.fill)
 
     def _new(self, room: Room | None) -> Any:
         return room.array(self.shape) if room else self.backend.empty(self.shape, self.dtype)

@@ -10,7 +10,7 @@ import numpy as np
 from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
 from ..errors import ShapeError
-from ..geometry import Box, HaloPlan, Window
+from ..geometry import HaloPlan, Window
 from .border import Border
 from .frame import Frame, Rooms
 
@@ -105,7 +105,7 @@ class PaddedArray:
         -------
         array (n, *need.shape, C)
         """
-        self._check("tile", tile, self.own)
+        self._check("tile", tile, self.local_shape[1:])
         if self.plan.trivial:
             return self._given(tile)
         return self._given(self.frame(len(tile)).forward(tile))
@@ -123,7 +123,7 @@ class PaddedArray:
         -------
         array (n, *own.shape, C)
         """
-        self._check("dview", dview, self.need)
+        self._check("dview", dview, self.view_shape[1:])
         if self.plan.trivial:
             return self._given(self._lasting(dview))
         return self._given(self.frame(len(dview)).backward(dview))
@@ -214,7 +214,7 @@ class PaddedArray:
     def _given(self, array: Any) -> Any:
         return array if self.reuse else array.copy()
 
-    def _check(self, name: str, array: Any, box: Box) -> None:
-        if array.shape[1:] != (*box.shape, self.channels):
-            expected = ", ".join(map(str, ("n", *box.shape, self.channels)))
-            raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({expected})")
+    def _check(self, name: str, array: Any, expected: tuple[int, ...]) -> None:
+        if array.shape[1:] != expected:
+            told = ", ".join(map(str, ("n", *expected)))
+            raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({told})")

@@ -70,8 +70,7 @@ def _gathered(
     """Yield (index into N and the first output axis, windows (groups, cells, kernel * C_in / groups)) by blocks."""
     inner = x.shape[-1] // groups
     windows = all_windows(x, kernel, stride, dilation)
-    windows = windows.reshape(*windows.shape[:-1], groups, inner) if groups == 1 else _by_group(windows, groups)
-    windows = np.moveaxis(windows, -2, 0)
+    windows = windows[None] if groups == 1 else np.moveaxis(_by_group(windows, groups), -2, 0)
     out = windows.shape[2 : 2 + len(kernel)]
     length = prod(kernel) * inner
     scratch = np.empty(0, x.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,15 @@ class TorchBackend(NumpyBackend):
     """
 
     name = "torch"
-    strip = 1 << 22
+    #: Numbers, or multiplications, below which a call of torch alone takes longer than NumPy needs
+    small = 1 << 15
 
     def __init__(self) -> None:
         share = os.environ.get("OMP_NUM_THREADS", "")
         if share.isdecimal():  # torch read it already, unless it was imported before the launcher set it
             torch.set_num_threads(max(1, min(int(share), torch.get_num_threads())))
+        # more threads want larger strips (measured: two are 1.2 times slower with 2^20); one rank of many wants memory
+        self.strip = 1 << 20 if torch.get_num_threads() == 1 else 1 << 22
         keep_freed_memory()
 
     def conv_forward(
@@ -48,7 +52,7 @@ class TorchBackend(NumpyBackend):
     ) -> np.ndarray:
         """Return the valid convolution plus bias (N, *out, C_out): 1.3 to 4, depthwise 30."""
         out = out_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
-        if not self._convolves(x, (len(x), *out, weights.shape[-1])):
+        if weights.size * prod(out) * len(x) < self.small or not self._convolves(x, (len(x), *out, weights.shape[-1])):
             return super().conv_forward(x, weights, stride, dilation, groups, bias)
         if len(stride) == 1:
             return self.conv_forward(x[:, None], weights[None], (1, *stride), (1, *dilation), groups, bias)[:, 0]
@@ -78,10 +82,14 @@ class TorchBackend(NumpyBackend):
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy the values of `source` into `target`: by torch's threads."""
+        if source.size < self.small:
+            return super().copy(source, target)
         tensor(target).copy_(tensor(source))
 
     def rectify(self, z: np.ndarray, y: np.ndarray) -> None:
         """Write max(z, 0) into y: by torch's threads."""
+        if z.size < self.small:
+            return super().rectify(z, y)
         torch.clamp_min(tensor(z), 0, out=tensor(y))
 
     def rectify_back(self, y: np.ndarray, dy: np.ndarray) -> np.ndarray:

@@ -15,19 +15,20 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def tensor(array: np.ndarray) -> torch.Tensor:
     """Return a tensor over the array's memory; a copy only if it is read-only or runs backwards: torch refuses."""
-    if not array.flags.writeable or any(step < 0 for step in array.strides):
+    if not array.flags.writeable or min(array.strides, default=0) < 0:
         array = array.copy()
     return torch.from_numpy(array)
 
 
 def channels_first(x: np.ndarray) -> torch.Tensor:
     """Return (N, *spatial, C) as a tensor (N, C, *spatial)."""
-    return tensor(x).movedim(-1, 1)
+    last = x.ndim - 1
+    return tensor(x.transpose(0, last, *range(1, last)))  # NumPy moves axes faster than torch
 
 
 def channels_last(y: torch.Tensor) -> np.ndarray:
     """Return (N, C, *spatial) as a contiguous array (N, *spatial, C), without a copy where torch kept the order."""
-    return np.ascontiguousarray(y.movedim(1, -1).numpy())
+    return np.ascontiguousarray(y.numpy().transpose(0, *range(2, y.ndim), 1))
 
 
 def empty(samples: int, extent: Sequence[int], channels: int, like: torch.Tensor) -> torch.Tensor:
@@ -40,5 +41,6 @@ def kernels(weights: np.ndarray) -> torch.Tensor:
 
     The small copy makes the gradient of the input 1.5 to 1.8 times faster than strides that oneDNN must reorder.
     """
-    moved = tensor(weights).movedim((-1, -2), (0, 1))
+    last = weights.ndim - 1
+    moved = tensor(weights.transpose(last, last - 1, *range(last - 1)))
     return moved.contiguous(memory_format=FORMATS[moved.ndim])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -12,6 +13,11 @@ Ints = Sequence[int]
 
 def out_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> tuple[int, ...]:
     """Return how many windows fit on every axis, never negative."""
+    return _out_extent(tuple(extent), tuple(kernel), tuple(stride), tuple(dilation))
+
+
+@lru_cache
+def _out_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> tuple[int, ...]:
     axes = zip(extent, kernel, stride, dilation, strict=True)
     return tuple(max(0, (n - d * (k - 1) - 1) // s + 1) for n, k, s, d in axes)
 
@@ -43,6 +49,9 @@ def blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator
     """
     rows = out[0]
     if samples * rows * cells_per_row == 0:
+        return
+    if samples * rows * cells_per_row <= budget:
+        yield slice(0, samples), slice(0, rows)
         return
     per_block = max(1, budget // cells_per_row)
     if per_block >= rows:
