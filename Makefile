@@ -1,16 +1,20 @@
-# Two commands: `make demo` and `make test`. Both set up everything inside this checkout (.venv).
+# `make demo`, `make test` and `make bench`. All set up everything inside this checkout (.venv).
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 4
 WORKERS ?= 2
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test bench lint docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo
 
 test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# minutes on an otherwise idle machine; writes docs/performance.md
+bench: .venv/test
+	$(BIN)/python tools/bench_report.py
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ from .clock import KINDS, Clock
 from .network import network
 from .rest import rest
 from .rival import Rival
+from .roofline import limits, peaks
 
 if TYPE_CHECKING:
     from ..session import FitExperiment
@@ -31,7 +32,12 @@ CLOSE = {"float32": 1e-2, "float64": 1e-8}
 
 
 def bench_step(
-    experiment: FitExperiment, grid: ProcessGrid, steps: int = 10, against: str | None = None, threads: int = 1
+    experiment: FitExperiment,
+    grid: ProcessGrid,
+    steps: int = 10,
+    against: str | None = None,
+    threads: int = 1,
+    roofline: bool = False,
 ) -> dict[str, Any]:
     """Measure training steps on one batch; collective, every rank gets the same result.
 
@@ -43,6 +49,8 @@ def bench_step(
         Train the same network there as well, in turn.
     threads : int
         Its threads: those of all ranks together.
+    roofline : bool
+        Measure what limits every layer: 'machine', and four more numbers in 'layers'.
 
     Returns
     -------
@@ -86,7 +94,11 @@ def bench_step(
             "ratios": [seconds / theirs for seconds, theirs, _ in rounds],
             "peak_bytes": max(peak for *_, peak in rounds),
         }
-    return made | {"layers": _by_layer(model, grid, clock, lambda: train(count), count)}
+    layers = _by_layer(model, grid, clock, lambda: train(count), count)
+    if roofline:
+        machine = peaks(model, grid.world)
+        made, layers = made | {"machine": machine}, limits(model, layers, machine)
+    return made | {"layers": layers}
 
 
 @contextmanager

@@ -26,11 +26,22 @@ def step_table(made: dict[str, Any]) -> RenderableType:
             Column("class", [row["class"] for row in rows], right=False),
             *times,
             Column("sent", [_bytes(row["bytes_sent"]) for row in rows], _bytes(sum(r["bytes_sent"] for r in rows))),
+            *_limits(made),
         ],
         left=4,
     )
     head = f"{made['ranks']} ranks, backend {made['backend']}, {made['dtype']}, batches of {made['batch_size']}"
     return Group(Text(head, style="bold"), Text(), table, Text(), *(Text(line) for line in _summary(made)))
+
+
+def _limits(made: dict[str, Any]) -> list[Column]:
+    if "machine" not in made:
+        return []
+    shares = [row.get("share_of_limit") for row in made["layers"]]
+    return [
+        Column("limit", [row.get("limit", "") for row in made["layers"]], right=False),
+        Column("reached", ["" if share is None else f"{share:.0%}" for share in shares]),
+    ]
 
 
 def _summary(made: dict[str, Any]) -> list[str]:
@@ -39,6 +50,12 @@ def _summary(made: dict[str, Any]) -> list[str]:
         f"step    {_seconds(made['seconds_per_step'])}  ({made['steps_per_second']:.4g} steps per second)",
         f"memory  {_bytes(max(made['peak_bytes']))} at most on a rank, above the process before it had data",
     ]
+    if "machine" in made:
+        machine = made["machine"]
+        lines.append(
+            f"limits  {machine['flops_per_second'] / 1e9:.4g} Gflop/s in a matrix product,"
+            f" {_bytes(machine['bytes_per_second'])}/s in a copy, all ranks together; reached: share of it in computing"
+        )
     other = made.get("against")
     if other:
         agree = "agree" if other["agree"] else "DO NOT AGREE"

@@ -28,7 +28,7 @@ def _short_rounds(monkeypatch):
 @needs_mpirun
 def test_step_on_ranks(file, tmp_path):
     against = ["--against", "torch"] if importlib.util.find_spec("torch") else []
-    command = neondist("bench", "step", "e.yaml", "-n", 2, "--steps", 3, "--json", "made.json", *against)
+    command = neondist("bench", "step", "e.yaml", "-n", 2, "--steps", 3, "--roofline", "--json", "made.json", *against)
     code, out, err, _ = call(command, tmp_path)
     assert (code, err) == (0, "")
     made = json.loads((tmp_path / "made.json").read_text())
@@ -40,6 +40,10 @@ def test_step_on_ranks(file, tmp_path):
     # a halo row of 10 cells, 1 channel, 8 samples, float64, both ways; no gradient of the image itself
     assert layers["conv1"]["bytes_sent"] == 2 * 10 * 8 * 8
     assert layers["fc1"]["wait"] > 0
+    assert (layers["conv1"]["flops"], layers["fc1"]["flops"]) == (2 * 2 * 8 * 120 * 9 * 2, 3 * 2 * 8 * 60 * 3)
+    assert layers["max_pooling1"]["bytes_moved"] == 8 * 8 * (3 * 240 + 2 * 60)
+    assert layers["max_pooling1"]["limit"] == "memory"
+    assert made["machine"]["flops_per_second"] > 0
     if against:
         other = made["against"]
         assert other["agree"]

@@ -23,6 +23,7 @@ def add(benches: Any) -> None:
     options.experiment(one)
     one.add_argument("--against", choices=["torch"], help="train the same network there too, in turn")
     one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps to time (default 10)")
+    one.add_argument("--roofline", action="store_true", help="tell what limits each layer: matrix products or memory")
     file_option(one)
     one.set_defaults(command=step)
 
@@ -43,7 +44,8 @@ def step(arguments: argparse.Namespace) -> int:
         from ...bench.step import bench_step
         from ...bench.tables import step_table
 
-        made = bench_step(experiment, experiment.open_grid(world), arguments.steps, arguments.against, together)
+        how = (arguments.steps, arguments.against, together, arguments.roofline)
+        made = bench_step(experiment, experiment.open_grid(world), *how)
         tell(world, made, step_table, arguments.json)
         return int(not made.get("against", {}).get("agree", True))
 
