@@ -36,7 +36,7 @@ def measure(*words, threads=None):
 
 
 def commands(steps, threads):
-    """Return the arguments of `measure` for all measurements by name; each that is a ratio has both sides in one run."""
+    """Return the arguments of `measure` for all measurements by name; both sides of a ratio are in one run."""
     against = ["--against", "torch", "--steps"]
     return {
         "ranks": (["step", LARGE, "-n", 2, *against, steps, "--roofline"], None),
@@ -116,7 +116,8 @@ def timings(found):
         made = found[key]
         other, peak = made["against"], max(made["peak_bytes"])
         memory = f"{peak / 1e6:.0f} MB each | {other['peak_bytes'] / 1e6:.0f} MB"
-        lines.append(f"| {name} | {milliseconds(made)} | {milliseconds(other)} | {memory} |")
+        turns = f"{min(other['ratios']):.2f} to {max(other['ratios']):.2f} | {other['ratio_of_fastest']:.2f}"
+        lines.append(f"| {name} | {milliseconds(made)} | {milliseconds(other)} | {turns} | {memory} |")
     return lines
 
 
@@ -130,7 +131,7 @@ def roofline(made):
     machine = made["machine"]
     lines = [
         "Where the time of the 2048² step on 2 ranks goes, and what limits it: matrix products of both ranks reach"
-        f" {machine['flops_per_second'] / 1e9:.0f} Gflop/s, copies in memory {machine['bytes_per_second'] / 1e9:.1f} GB/s;"
+        f" {machine['flops_per_second'] / 1e9:.0f} Gflop/s, copies {machine['bytes_per_second'] / 1e9:.1f} GB/s;"
         " the last column is the share of that limit which the layer's computing reaches.",
         "",
         "| Layer | forward | backward | exchange | wait | limit | reached |",

@@ -91,6 +91,7 @@ def bench_step(
             "threads": threads,
             "seconds_per_step": median(theirs for _, theirs, _ in rounds) / count,
             "ratio": median(seconds / theirs for seconds, theirs, _ in rounds),
+            "ratio_of_fastest": min(mine for mine, *_ in rounds) / min(theirs for _, theirs, _ in rounds),
             "ratios": [seconds / theirs for seconds, theirs, _ in rounds],
             "peak_bytes": max(peak for *_, peak in rounds),
         }

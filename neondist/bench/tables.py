@@ -1,7 +1,8 @@
-"""The results as tables for a terminal."""
+"""The results as tables for a terminal, and for a page."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..session.describe import Column, LayerTable
@@ -18,14 +19,17 @@ def step_table(made: dict[str, Any]) -> RenderableType:
 
     rows = made["layers"]
     times = [
-        Column(kind, [_seconds(row[kind]) for row in rows], _seconds(sum(row[kind] for row in rows))) for kind in KINDS
+        Column(kind, [seconds_text(row[kind]) for row in rows], seconds_text(sum(row[kind] for row in rows)))
+        for kind in KINDS
     ]
     table = LayerTable(
         [
             Column("layer", [row["name"] for row in rows], "total", right=False),
             Column("class", [row["class"] for row in rows], right=False),
             *times,
-            Column("sent", [_bytes(row["bytes_sent"]) for row in rows], _bytes(sum(r["bytes_sent"] for r in rows))),
+            Column(
+                "sent", [bytes_text(row["bytes_sent"]) for row in rows], bytes_text(sum(r["bytes_sent"] for r in rows))
+            ),
             *_limits(made),
         ],
         left=4,
@@ -47,27 +51,32 @@ def _limits(made: dict[str, Any]) -> list[Column]:
 def _summary(made: dict[str, Any]) -> list[str]:
     lines = [
         "Means over the ranks; exchange: copies around messages; wait: inside MPI; sent: by all ranks",
-        f"step    {_seconds(made['seconds_per_step'])}  ({made['steps_per_second']:.4g} steps per second)",
-        f"memory  {_bytes(max(made['peak_bytes']))} at most on a rank, above the process before it had data",
+        f"step    {seconds_text(made['seconds_per_step'])}  ({made['steps_per_second']:.4g} steps per second)",
+        f"memory  {bytes_text(max(made['peak_bytes']))} at most on a rank, above the process before it had data",
     ]
     if "machine" in made:
         machine = made["machine"]
         lines.append(
             f"limits  {machine['flops_per_second'] / 1e9:.4g} Gflop/s in a matrix product,"
-            f" {_bytes(machine['bytes_per_second'])}/s in a copy, all ranks together; reached: share of it in computing"
+            f" {bytes_text(machine['bytes_per_second'])}/s in a copy, all ranks together; reached: share of it in computing"
         )
     other = made.get("against")
     if other:
         agree = "agree" if other["agree"] else "DO NOT AGREE"
         lines += [
-            f"{other['name']}   {_seconds(other['seconds_per_step'])}, {other['threads']} threads,"
-            f" memory {_bytes(other['peak_bytes'])}",
+            f"{other['name']}   {seconds_text(other['seconds_per_step'])}, {other['threads']} threads,"
+            f" memory {bytes_text(other['peak_bytes'])}",
             f"ratio   {other['ratio']:.3f}  ({min(other['ratios']):.3f} to {max(other['ratios']):.3f} in"
-            f" {len(other['ratios'])} rounds); memory {max(made['peak_bytes']) / max(1, other['peak_bytes']):.3f}",
+            f" {len(other['ratios'])} rounds; {other['ratio_of_fastest']:.3f} of the fastest); memory {max(made['peak_bytes']) / max(1, other['peak_bytes']):.3f}",
             f"losses {other['loss'][0]:.7g} and {other['loss'][1]:.7g}, gradients to {other['gradients_worst']:.1e}"
             f" ({other['worst_at']}): they {agree}",
         ]
     return lines
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *rows])
 
 
 def halo_table(made: dict[str, Any]) -> RenderableType:
@@ -78,10 +87,10 @@ def halo_table(made: dict[str, Any]) -> RenderableType:
     sizes = made["sizes"]
     columns = [
         Column("image", ["×".join(map(str, size["shape"])) for size in sizes], right=False),
-        Column("sent", [_bytes(size["bytes_sent"]) for size in sizes]),
+        Column("sent", [bytes_text(size["bytes_sent"]) for size in sizes]),
     ]
     for name in ("exchange", "with_tile", "home", "raw", "memcpy"):
-        columns.append(Column(name.replace("_", " "), [_seconds(size[f"{name}_seconds"]) for size in sizes]))
+        columns.append(Column(name.replace("_", " "), [seconds_text(size[f"{name}_seconds"]) for size in sizes]))
     columns.append(Column("÷ raw", [f"{size['exchange_over_raw']:.2f}" for size in sizes]))
     columns.append(Column("÷ memcpy", [f"{size['exchange_over_memcpy']:.1f}" for size in sizes]))
     legend = (
@@ -93,13 +102,15 @@ def halo_table(made: dict[str, Any]) -> RenderableType:
     )
 
 
-def _seconds(count: float) -> str:
+def seconds_text(count: float) -> str:
+    """Return a time in its unit."""
     if not count:
         return "-"
     return f"{count:.3g} s" if count >= 1 else f"{count * 1e3:.3g} ms" if count >= 1e-3 else f"{count * 1e6:.3g} µs"
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
+    """Return a size in its unit."""
     if not count:
         return "-"
     for unit in ("B", "kB", "MB"):

@@ -109,3 +109,21 @@ def test_nobody_to_wait_for():
     from neondist.bench.rest import rest
 
     rest(SingleTransport())
+
+
+@needs_mpirun
+def test_scaling(file, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["e.yaml", "--ranks", "1,2", "--weak", "--steps", "1", "--rounds", "1", "--set", "batch_size=4"]
+    assert main(["bench", "scaling", *words]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "runs/e-scaling/scaling.jsonl").read_text().splitlines()]
+    assert [(row["ranks"], row["batch_size"]) for row in rows] == [(1, 4), (2, 8)]
+    assert "| 2 | 1 × 2 × 1 | 8 |" in capfd.readouterr().out
+
+
+def test_scaling_mistakes(file, monkeypatch, capsys):
+    assert main(["bench", "scaling", str(file), "-n", "2"]) == 2
+    assert "with --ranks instead of -n" in capsys.readouterr().err
+    assert main(["bench", "scaling", str(file), "--ranks", "1,2", "--set", "dist_flag=false"]) == 2
+    with pytest.raises(SystemExit):
+        main(["bench", "scaling", str(file), "--ranks", "1,x"])

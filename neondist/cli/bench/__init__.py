@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import halo, step
+from . import halo, scaling, step
 
-BENCHES = (step, halo)
+BENCHES = (step, halo, scaling)
 
 
 def add(commands: Any) -> None:
     """Add the command and everything below it."""
-    group = commands.add_parser("bench", help="measure training steps, or halo exchanges")
+    group = commands.add_parser("bench", help="measure training steps, halo exchanges, scaling")
     benches = group.add_subparsers(required=True, metavar="WHAT")
     for bench in BENCHES:
         bench.add(benches)

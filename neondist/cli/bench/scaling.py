@@ -1,0 +1,71 @@
+"""`neondist bench scaling`: the same step on more and more ranks, each in an MPI job of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ...errors import LaunchError
+from .. import options
+from ..ranks import job_of, validated
+
+
+def add(benches: Any) -> None:
+    """Say what can be typed."""
+    one = benches.add_parser("scaling", help="the same step on more and more ranks", allow_abbrev=False)
+    options.experiment(one)
+    one.add_argument("--ranks", dest="counts", type=counts, default=[1, 2, 4], metavar="1,2,4", help="rank counts")
+    one.add_argument("--weak", action="store_true", help="the batch grows with the ranks")
+    one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps of each turn (default 10)")
+    one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each (default 3)")
+    one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-scaling)")
+    one.set_defaults(command=scaling)
+
+
+def counts(text: str) -> list[int]:
+    """Read '1,2,4'."""
+    return [options.positive(word) for word in text.split(",")]
+
+
+def scaling(arguments: argparse.Namespace) -> int:
+    """Measure each rank count in turn, several times, and write tables and a picture."""
+    from ...bench.scaling import bench_scaling, scaling_table, write
+    from ...comm import SingleTransport
+    from ...session.output import prepare
+
+    if job_of(arguments) is not None or arguments.ranks is not None:
+        raise LaunchError("bench scaling starts MPI jobs itself; start it outside of one, with --ranks instead of -n")
+    for count in arguments.counts:
+        batch = validated(arguments, count, SingleTransport()).batch_size
+    folder = Path(arguments.output or Path("runs") / f"{Path(arguments.file).stem}-scaling")
+    prepare(SingleTransport(), folder)
+
+    def measure(count: int) -> dict[str, Any]:
+        return _step(arguments, count, batch * count // arguments.counts[0] if arguments.weak else batch)
+
+    rows = bench_scaling(measure, arguments.counts, arguments.rounds)
+    kind = "weak" if arguments.weak else "strong"
+    print(scaling_table(rows))
+    print("written:")
+    for file in write(folder, rows, f"{Path(arguments.file).name}, {kind} scaling"):
+        print(f"  {file}")
+    return 0
+
+
+def _step(arguments: argparse.Namespace, count: int, batch: int) -> dict[str, Any]:
+    """Return what `neondist bench step` measures in a job of its own."""
+    words = ["-n", str(count), "--steps", str(arguments.steps), "--set", *arguments.settings, f"batch_size={batch}"]
+    words += [word for module in arguments.modules for word in ("--import", module)]
+    with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
+        file = Path(folder, "made.json")
+        command = [sys.executable, "-m", "neondist", "bench", "step", arguments.file, *words, "--json", str(file)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise LaunchError(f"{count} ranks ended with exit code {done.returncode}; what they said is above")
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
