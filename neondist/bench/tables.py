@@ -58,7 +58,7 @@ def _summary(made: dict[str, Any]) -> list[str]:
         machine = made["machine"]
         lines.append(
             f"limits  {machine['flops_per_second'] / 1e9:.4g} Gflop/s in a matrix product,"
-            f" {bytes_text(machine['bytes_per_second'])}/s in a copy, all ranks together; reached: share of it in computing"
+            f" {bytes_text(machine['bytes_per_second'])}/s in a copy, by all ranks; reached: share of it"
         )
     other = made.get("against")
     if other:
@@ -67,7 +67,8 @@ def _summary(made: dict[str, Any]) -> list[str]:
             f"{other['name']}   {seconds_text(other['seconds_per_step'])}, {other['threads']} threads,"
             f" memory {bytes_text(other['peak_bytes'])}",
             f"ratio   {other['ratio']:.3f}  ({min(other['ratios']):.3f} to {max(other['ratios']):.3f} in"
-            f" {len(other['ratios'])} rounds; {other['ratio_of_fastest']:.3f} of the fastest); memory {max(made['peak_bytes']) / max(1, other['peak_bytes']):.3f}",
+            f" {len(other['ratios'])} rounds; {other['ratio_of_fastest']:.3f} of the fastest);"
+            f" memory {max(made['peak_bytes']) / max(1, other['peak_bytes']):.3f}",
             f"losses {other['loss'][0]:.7g} and {other['loss'][1]:.7g}, gradients to {other['gradients_worst']:.1e}"
             f" ({other['worst_at']}): they {agree}",
         ]
