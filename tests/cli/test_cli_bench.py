@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from cli_runs import EXPERIMENT, call, needs_mpirun, neondist
@@ -127,3 +128,15 @@ def test_scaling_mistakes(file, monkeypatch, capsys):
     assert main(["bench", "scaling", str(file), "--ranks", "1,2", "--set", "dist_flag=false"]) == 2
     with pytest.raises(SystemExit):
         main(["bench", "scaling", str(file), "--ranks", "1,x"])
+
+
+def test_predict(file, tmp_path, capsys):
+    machine = Path(__file__).parents[2] / "yaml/machines/cpu_cluster.yaml"
+    words = [str(file), "--machine", str(machine), "--ranks", "1..4"]
+    assert main(["bench", "model", "predict", *words, "--json", str(tmp_path / "made.jsonl")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert [row["ranks"] for row in rows] == [1, 2, 4]
+    assert rows[1]["bytes_sent"] > 0
+    assert "no faster with more than" in capsys.readouterr().out
+    assert main(["bench", "model", "predict", *words, "-n", "2"]) == 2
+    assert "with --ranks, not -n" in capsys.readouterr().err

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import halo, scaling, step
+from . import halo, model, scaling, step
 
-BENCHES = (step, halo, scaling)
+BENCHES = (step, halo, scaling, model)
 
 
 def add(commands: Any) -> None:
     """Add the command and everything below it."""
-    group = commands.add_parser("bench", help="measure training steps, halo exchanges, scaling")
+    group = commands.add_parser("bench", help="measure training steps, halo exchanges, scaling, and predict them")
     benches = group.add_subparsers(required=True, metavar="WHAT")
     for bench in BENCHES:
         bench.add(benches)

@@ -46,7 +46,8 @@ def scaling(arguments: argparse.Namespace) -> int:
     prepare(SingleTransport(), folder)
 
     def measure(count: int) -> dict[str, Any]:
-        return _step(arguments, count, batch * count // arguments.counts[0] if arguments.weak else batch)
+        grown = batch * count // arguments.counts[0] if arguments.weak else batch
+        return step_of(arguments, count, grown, arguments.steps)
 
     rows = bench_scaling(measure, arguments.counts, arguments.rounds)
     kind = "weak" if arguments.weak else "strong"
@@ -57,9 +58,9 @@ def scaling(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _step(arguments: argparse.Namespace, count: int, batch: int) -> dict[str, Any]:
+def step_of(arguments: argparse.Namespace, count: int, batch: int, steps: int) -> dict[str, Any]:
     """Return what `neondist bench step` measures in a job of its own."""
-    words = ["-n", str(count), "--steps", str(arguments.steps), "--set", *arguments.settings, f"batch_size={batch}"]
+    words = ["-n", str(count), "--steps", str(steps), "--set", *arguments.settings, f"batch_size={batch}"]
     words += [word for module in arguments.modules for word in ("--import", module)]
     with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
         file = Path(folder, "made.json")

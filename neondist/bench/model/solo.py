@@ -1,0 +1,77 @@
+"""One rank of many, alone: it computes what that rank would, and notes what it would send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...comm import Exchange, Message, ProcessGrid, Transport
+
+
+@dataclass
+class Notes:
+    """What would have travelled.
+
+    Attributes
+    ----------
+    exchanges : list of (messages, bytes sent)
+    sums : list of (ranks, bytes)
+    """
+
+    exchanges: list[tuple[int, int]] = field(default_factory=list)
+    sums: list[tuple[int, int]] = field(default_factory=list)
+
+
+class SoloTransport(Transport):
+    """Rank `rank` of `size`, without the others: nothing is sent, zeros are received."""
+
+    def __init__(self, rank: int, size: int, notes: Notes) -> None:
+        self.rank, self.size, self.notes = rank, size, notes
+
+    def split(self, color: int, key: int) -> Transport:
+        """Return a group of the same size; `solo_grid` knows better ones."""
+        return SoloTransport(key, self.size, self.notes)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """Return an exchange that only notes its messages."""
+        return _Noted(self.notes, sends, receives)
+
+    def allreduce(self, array: np.ndarray) -> None:
+        """Note it; the array stays this rank's share."""
+        self.notes.sums.append((self.size, array.nbytes))
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return the value for every rank."""
+        return [value] * self.size
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return the value."""
+        return value
+
+    def abort(self, code: int) -> None:
+        """End the process."""
+        raise SystemExit(code)
+
+
+class _Noted(Exchange):
+    def __init__(self, notes: Notes, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        super().__init__(sends, receives)
+        self.notes = notes
+
+    def _start(self) -> None:
+        self.notes.exchanges.append((len(self.sends), self.bytes_sent))
+
+    def _finish(self) -> None:
+        for message in self.receives:
+            message.cells[...] = 0  # something has to be there, and MPI would write it too
+
+
+def solo_grid(rank: int, factors: dict[str, int], size: int, notes: Notes) -> ProcessGrid:
+    """Return the grid of `size` ranks as rank `rank` sees it."""
+    grid = ProcessGrid(SoloTransport(rank, size, notes), **factors)
+    grid.tiles = SoloTransport(grid.tile, grid.shape.tiles, notes)
+    grid.copies = SoloTransport(grid.replica, grid.replicas, notes)
+    return grid
