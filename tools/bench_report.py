@@ -103,8 +103,8 @@ def page(found, threads):
 def timings(found):
     """Return the seconds behind the ratios."""
     lines = [
-        "| Step | neondist | PyTorch autograd | memory, neondist | memory, PyTorch |",
-        "| --- | --- | --- | --- | --- |",
+        "| Step | neondist | PyTorch | ratios of all turns | of the fastest | memory, neondist | memory, PyTorch |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     names = {
         "ranks": "2048², 2 ranks",
