@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ..comm import Transport
 from ..errors import DataError
 from ..models.entry import Entry
 from .pieces import Piece
-from .read import opened
+from .read import Opened
 
 
 @dataclass(frozen=True)
@@ -48,35 +46,32 @@ class Taken:
         return "; ".join(lines)
 
 
-def take(
-    path: Path, arrays: Sequence[tuple[Entry, Any]], world: Transport, strict: bool = False
-) -> tuple[Taken, dict[str, str]]:
-    """Fill a model's arrays from a file, by name; return what was taken, and the file's texts; collective.
+def take(file: Opened, arrays: Sequence[tuple[Entry, Any]], strict: bool = False) -> Taken:
+    """Fill a model's arrays from a file, by name, and return what became of them; collective.
 
     Parameters
     ----------
-    path : a checkpoint of this model or of another
+    file : a checkpoint of this model or of another
     arrays : `kept_arrays()["model"]` of a model
     strict : every array of the model has to be there
 
     Raises
     ------
     DataError
-        On every rank: the file is missing or damaged, holds none of the arrays, or not all of them if `strict`.
+        On every rank: the file holds none of the arrays, or not all of them if `strict`.
     """
-    with opened(path, world) as file:
-        there = file.facts.group("model")
-        found = Taken()
-        for entry, _ in arrays:
-            name, shape = entry.full_name, tuple(entry.parameter.shape)
-            if name not in there:
-                found.missing.append(name)
-            elif there[name] != shape:
-                found.misfits.append((name, there[name], shape))
-            else:
-                found.taken.append(name)
-        found.left.extend(sorted(there.keys() - {entry.full_name for entry, _ in arrays}))
-        if (arrays and not found.taken) or (strict and not found.complete):
-            raise DataError(f"{path}: does not fit the model: {found}; name a checkpoint of this experiment")
-        file.fill([Piece.of(entry, array, "model") for entry, array in arrays if entry.full_name in found.taken])
-        return found, file.facts.texts
+    there = file.facts.group("model")
+    found = Taken()
+    for entry, _ in arrays:
+        name, shape = entry.full_name, tuple(entry.parameter.shape)
+        if name not in there:
+            found.missing.append(name)
+        elif there[name] != shape:
+            found.misfits.append((name, there[name], shape))
+        else:
+            found.taken.append(name)
+    found.left.extend(sorted(there.keys() - {entry.full_name for entry, _ in arrays}))
+    if (arrays and not found.taken) or (strict and not found.complete):
+        raise DataError(f"{file.facts.path}: does not fit the model: {found}; name a checkpoint of this experiment")
+    file.fill([Piece.of(entry, array, "model") for entry, array in arrays if entry.full_name in found.taken])
+    return found

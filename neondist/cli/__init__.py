@@ -1,8 +1,8 @@
-"""The command line: neondist run | check | bench | doctor | data.
+"""The command line: neondist run | evaluate | predict | check | bench | doctor | data.
 
-arguments: what can be typed. One file per command: run, check, bench, doctor, data. ranks, job, mpirun, launch,
-supervise: joining or starting an MPI job. leftovers, orphan: ending one without a trace. report: the one message of a
-mistake.
+arguments: what can be typed. One file per command: run, apply, check, bench, doctor, data. ranks, job, mpirun,
+launch, supervise: joining or starting an MPI job. leftovers, orphan: ending one without a trace. report: the one
+message of a mistake.
 """
 
 from __future__ import annotations

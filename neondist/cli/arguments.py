@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import bench, guards, options
+from . import apply, bench, guards, options
 from .check import check
 from .data import add_data
 from .doctor import doctor
@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     options.experiment(one)
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE)")
     one.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
+    one.add_argument("--init-from", metavar="FILE", help="a checkpoint whose weights are the first ones, by name")
     guards.add(one)
     one.set_defaults(command=run)
 
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     options.experiment(one, "ranks to plan for (default 1); nothing is started")
     one.set_defaults(command=check)
 
+    apply.add(commands)
     bench.add(commands)
 
     one = commands.add_parser("doctor", help="print versions, the MPI library, backends, threads and warnings")

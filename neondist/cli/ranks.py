@@ -60,13 +60,19 @@ def join(job: Job | None) -> Transport:
 
 def validated(arguments: argparse.Namespace, ranks: int, world: Transport) -> Any:
     """Return the experiment once it is right on every rank: file, data and grid; collective."""
+    return loaded(arguments, world, lambda experiment: experiment.validate(ranks))
+
+
+def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any], None] | None = None) -> Any:
+    """Return the experiment of the file, once it passes `check` on every rank; collective."""
     from ..comm import agree
 
     experiment: Any = None
     error: Exception | None = None
     try:
         experiment = load(arguments)
-        experiment.validate(ranks)
+        if check is not None:
+            check(experiment)
     except UserError as problem:
         error = place(problem)  # now, because the message travels to the other ranks and its subject does not
     except Exception as problem:

@@ -50,9 +50,9 @@ def _train(arguments: argparse.Namespace, world: Transport) -> int:
 
     def work(prepared: tuple[Any, str, ProcessGrid]) -> int:
         experiment, resolved, grid = prepared
-        result = experiment.run(
-            grid, output=output(arguments), resume=arguments.resume, resolved=resolved, hooks=guards.hooks(arguments)
-        )
+        start = {"resume": arguments.resume, "init_from": arguments.init_from}
+        hooks = guards.hooks(arguments)
+        result = experiment.run(grid, output=output(arguments), resolved=resolved, hooks=hooks, **start)
         if world.rank == 0:
             print("written:")
             for file in result.files:

@@ -5,6 +5,7 @@ hooks: how to join it; progress, stopping, time_limit, watchdog, metrics_log, ch
 hooks that a run has; debug_halo: one that it may have. validate, describe, same: before a run.
 """
 
+from .apply import evaluate_checkpoint, predict
 from .debug_halo import DebugHalo
 from .describe import describe
 from .evaluate import evaluate
@@ -32,6 +33,8 @@ __all__ = [
     "Watchdog",
     "describe",
     "evaluate",
+    "evaluate_checkpoint",
     "fit",
+    "predict",
     "pretrain",
 ]

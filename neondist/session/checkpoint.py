@@ -35,8 +35,10 @@ class Checkpoint(Hook):
         self.last = time.monotonic()
 
     def before_run(self, run: Run) -> None:
-        """Let the time to the next checkpoint begin."""
+        """Write a first checkpoint, so that a place that cannot be written is found now, not after an epoch."""
         self.written, self.last = _place(run), time.monotonic()
+        if run.step == 0:
+            self.save(run)
 
     def after_step(self, run: Run) -> None:
         """Write a checkpoint, if one is due in the middle of an epoch."""
@@ -68,9 +70,10 @@ class Checkpoint(Hook):
         OutputError
             On every rank, if it cannot be written; the one before it stays.
         """
+        factor, offset = run.dataset.train.normalisation
         texts = {
             "position": Position.of(run).to_json(),
-            "images": json.dumps(run.dataset.train.normalisation),
+            "images": json.dumps({"shape": run.dataset.sample_shape, "factor": factor, "offset": offset}),
             "experiment": self.resolved or "",
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }

@@ -102,6 +102,7 @@ class FitExperiment(Registered):
         grid: ProcessGrid | None = None,
         output: str | Path | None = None,
         resume: bool = False,
+        init_from: str | Path | None = None,
         resolved: str | None = None,
         hooks: Iterable[Hook] | None = None,
     ) -> RunResult:
@@ -117,6 +118,9 @@ class FitExperiment(Registered):
             The files of an earlier run are replaced. Default: nothing is written.
         resume : bool
             Continue from checkpoint.h5 in `output`, which any number of ranks may have written.
+        init_from : path, optional
+            A checkpoint whose weights (and running statistics) are the first ones, for arrays of the same name and
+            shape; a note says what was missing and left over.
         resolved : str, optional
             Text of experiment.yaml.
         hooks : iterable of Hook, optional
@@ -129,6 +133,8 @@ class FitExperiment(Registered):
         """
         if resume and output is None:
             raise ConfigError("resume: needs the folder of the run to continue; give output")
+        if resume and init_from is not None:
+            raise ConfigError("init_from: a run that is resumed has its weights; leave out --resume or --init-from")
         grid = self.open_grid() if grid is None else grid
         folder = None if output is None else Path(output)
-        return train(self, grid, folder, resume, resolved, [ProgressBar()] if hooks is None else hooks)
+        return train(self, grid, folder, resume, init_from, resolved, [ProgressBar()] if hooks is None else hooks)

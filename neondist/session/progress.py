@@ -36,7 +36,8 @@ class ProgressBar(Hook):
         """Say what will run, and show the bar."""
         if not run.first_rank:
             return
-        self._print(run, headline(run))
+        for text in (*run.notes, headline(run)):
+            self._print(run, text)
         if run.epoch >= run.epochs:
             self._print(run, f"all {run.epochs} epochs are complete; raise epochs to train on")
         elif (console := terminal(self.file)) is not None:

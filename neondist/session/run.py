@@ -58,6 +58,7 @@ class Run:
     stop : set it, on every rank in the same hook call, to end the run there: a checkpoint is written, and `--resume`
         goes on from this very step
     totals : sums over the present epoch
+    notes : what to tell at the start
     """
 
     model: Model
@@ -70,6 +71,7 @@ class Run:
     history: list[Record] = field(default_factory=list)
     stop: Stop | None = None
     totals: Totals = field(default_factory=Totals)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def grid(self) -> ProcessGrid:

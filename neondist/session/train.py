@@ -12,16 +12,17 @@ from ..backends import get_backend
 from ..comm import ProcessGrid
 from ..files import write_text
 from . import output
-from .checkpoint import Checkpoint, restore
+from .checkpoint import Checkpoint
 from .curves import Curves
 from .fit import proceed
 from .hooks import Hook
 from .ledger_log import LedgerLog
 from .metrics_log import MetricsLog
-from .pretrain import last_stage, pretrain_stages
+from .pretrain import pretrain_stages
 from .room import room_for
 from .run import Record, Run, Stop
 from .same import outline, same_on_all_ranks
+from .start import start
 from .tiles_picture import TilesPicture
 from .together import together
 
@@ -50,6 +51,7 @@ def train(
     grid: ProcessGrid,
     folder: Path | None,
     resume: bool,
+    init_from: str | Path | None,
     resolved: str | None,
     hooks: Iterable[Hook],
 ) -> RunResult:
@@ -65,25 +67,23 @@ def train(
     hooks = list(hooks)
     if folder is not None:
         output.prepare(grid.world, folder)
-    dataset.open(grid)
+    with together(grid.world):
+        dataset.check()
+        reading = model.reading_grid(dataset.sample_shape, grid)
+    dataset.open(reading)
     with together(grid.world), room_for("model", "fewer or smaller layers"):
         model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
     model.step = 0
     run = Run(model, dataset, experiment.epochs, experiment.batch_size)
-    stage = 0
-    if resume and folder is not None:
-        stage = last_stage(grid.world, folder) if model.num_pretrain_epochs else 0
-        if not stage:
-            restore(folder / output.CHECKPOINT, run)
-    pretrains = not resume or stage > 0
+    begun = start(run, folder, resume, init_from)
     writers: list[Hook] = []
     if folder is not None:
-        _begin(experiment, grid, folder, resume, resolved)
+        _begin(experiment, grid, folder, begun.resumed, resolved)
         writers = _writers(folder, Checkpoint(folder / output.CHECKPOINT, experiment.checkpoint, resolved))
     with closing(dataset), room_for("model", "smaller batches, or fewer or smaller layers"):
-        if pretrains:
+        if not begun.pretrained:
             keep = (experiment.checkpoint, resolved)
-            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, stage, *keep)
+            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, begun.stage, *keep)
         if run.stop is None:
             proceed(run, [*hooks, *writers], experiment.metrics)
     files = output.present(folder) if folder is not None and grid.rank == 0 else []

@@ -26,7 +26,7 @@ def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, list[Lay
     """
     model, dataset = experiment.model, experiment.dataset
     with about(experiment):
-        shape = _shape(experiment, ranks)
+        shape = grid_shape_of(experiment, ranks)
     with about(dataset):
         dataset.check()
     with about(model):
@@ -51,7 +51,8 @@ def about(subject: Any) -> Iterator[None]:
         raise
 
 
-def _shape(experiment: FitExperiment, ranks: int) -> GridShape:
+def grid_shape_of(experiment: FitExperiment, ranks: int) -> GridShape:
+    """Return the grid of an experiment on `ranks` ranks; GridError or ConfigError if there is none."""
     if not experiment.dist_flag:
         if ranks > 1:
             raise GridError(

@@ -1,0 +1,159 @@
+"""A trained model at work: predictions for new images, and its cost and metrics on the data set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..checkpoint import Piece, collect, opened, take
+from ..comm import ProcessGrid
+from ..datasets.base import normalised
+from ..errors import ConfigError, DataError
+from ..geometry import split as share
+from ..metrics import Misclassification
+from .evaluate import evaluate
+from .predictions import Predictions
+from .sources import Source, open_source
+from .together import together
+from .validate import grid_shape_of
+
+if TYPE_CHECKING:
+    from ..models import Model
+    from .experiment import FitExperiment
+
+
+def evaluate_checkpoint(
+    experiment: FitExperiment, checkpoint: str | Path, grid: ProcessGrid | None = None, split: str = "test"
+) -> dict[str, Any]:
+    """Return the cost and the metrics of a checkpoint's weights over a split of the experiment's data; collective.
+
+    Parameters
+    ----------
+    experiment : FitExperiment
+        The one that wrote the checkpoint; its optimiser and its number of epochs do not matter.
+    checkpoint : path
+        Written by any number of ranks.
+    grid : ProcessGrid, optional
+        Default `experiment.open_grid()`.
+    split : {'test', 'train'}
+
+    Returns
+    -------
+    dict
+        'samples', 'loss' and the metrics by their names ('error' is the misclassification); equal on every rank.
+
+    Raises
+    ------
+    UserError
+        As `FitExperiment.validate`; DataError if the checkpoint is missing, damaged or of another model.
+    """
+    if split not in ("test", "train"):
+        raise ConfigError(f"split: {split!r} cannot be used; give test or train")
+    grid = experiment.open_grid() if grid is None else grid
+    model, dataset = experiment.model, experiment.dataset
+    with together(grid.world):
+        experiment.validate(grid.size)
+    dataset.open(grid)
+    with together(grid.world):
+        model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
+    with opened(Path(checkpoint), grid.world) as file:
+        take(file, model.kept_arrays()["model"], strict=True)
+    samples = getattr(dataset, split)
+    found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
+    return {
+        "samples": len(samples),
+        "loss": found.pop("loss"),
+        "error": found.pop(Misclassification.name, None),
+        **found,
+    }
+
+
+def predict(
+    experiment: FitExperiment,
+    checkpoint: str | Path,
+    source: str | Path,
+    target: str | Path,
+    grid: ProcessGrid | None = None,
+    classes: bool = False,
+) -> tuple[int, ...]:
+    """Write the outputs of a checkpoint's weights for new images; return their whole shape; collective.
+
+    Raw values are treated as the training images were: the checkpoint knows how they were normalised, so the data set
+    need not be there. Each rank reads its tile of the images; outputs come to rank 0 in blocks, so that no rank holds
+    whole maps. Images may have another size than those of training, if the weights fit.
+
+    Parameters
+    ----------
+    experiment : FitExperiment
+        The one that wrote the checkpoint.
+    checkpoint : path
+        Written by any number of ranks.
+    source : path
+        Images (N, *spatial, C): .npy; .h5 (its data set 'images' or its only one, or FILE.h5:NAME); an image file, or
+        a folder of images of one size.
+    target : path
+        .npy, or .h5 (data set 'predictions').
+    grid : ProcessGrid, optional
+        Default `experiment.open_grid()`.
+    classes : bool
+        Write the number of the largest output instead of all outputs.
+
+    Raises
+    ------
+    UserError
+        On every rank: DataError for a file that cannot be read or does not fit, OutputError if nothing can be written.
+    """
+    grid = experiment.open_grid() if grid is None else grid
+    model, world, batch = experiment.model, grid.world, experiment.batch_size
+    with together(world):
+        grid_shape_of(experiment, grid.size)
+    with opened(Path(checkpoint), world) as file:
+        factor, offset, sample_shape = _images(Path(checkpoint), file.facts.texts)
+        with together(world):
+            images = open_source(source, sample_shape)
+        with together(world):
+            model.build(input_shape=images.shape[1:], batch_size=batch, grid=grid)
+        take(file, model.kept_arrays()["model"], strict=True)
+    shape = (images.shape[0], *model.output_shape[: len(model.output_shape) - classes])
+    dtype = np.min_scalar_type(model.output_shape[-1] - 1) if classes else model.dtype
+    sink = Predictions(Path(target), shape, dtype, world)
+    for first in range(0, len(images), batch):
+        samples = range(first, min(first + batch, len(images)))
+        with together(world):
+            x = _tiles(images, samples, model)
+        y = model.fprop(normalised(x, factor, offset, model.dtype), training=False, batch_size=len(samples))
+        for _, place, values in collect(world, [_piece(model, y, len(samples), classes)]):
+            sink.put((slice(first + place[0].start, first + place[0].stop), *place[1:]), values)
+    sink.close()
+    return shape
+
+
+def _images(path: Path, texts: dict[str, str]) -> tuple[list[float], list[float], tuple[int, ...]]:
+    """Return how the images were normalised, and the shape of one; the same on every rank."""
+    try:
+        facts = json.loads(texts["images"])
+        return facts["factor"], facts["offset"], tuple(facts["shape"])
+    except (KeyError, TypeError, ValueError) as problem:
+        raise DataError(f"{path}: does not say what its images were ({problem!r}); name another file") from None
+
+
+def _tiles(images: Source, samples: range, model: Model) -> np.ndarray:
+    """Return this rank's tile of its replica's share of these samples, raw."""
+    lo, hi = model.grid.sample_range(len(samples))
+    return images.read(samples[lo:hi], model.input.own.slices)
+
+
+def _piece(model: Model, y: Any, batch: int, classes: bool) -> Piece:
+    """Return this rank's part of a batch's outputs, which is cut into samples and tiles."""
+    grid, (*extent, channels) = model.grid, model.output_shape
+    places = []
+    for rank in range(grid.size):
+        replica, tile = divmod(rank, grid.shape.tiles)
+        box = grid.partition(extent).box(tile).slices if extent else ()
+        places.append((slice(*share(batch, grid.replicas, replica)), *box, *(() if classes else (slice(0, channels),))))
+    if classes:
+        y = np.asarray(y).argmax(axis=-1).astype(np.min_scalar_type(channels - 1))
+    return Piece("predictions", (batch, *extent, *(() if classes else (channels,))), np.asarray(y), places)

@@ -1,0 +1,87 @@
+"""neondist evaluate, predict and run --init-from, here and on ranks."""
+
+import json
+
+import numpy as np
+import pytest
+from cli_runs import call, needs_mpirun, neondist
+
+TOY = """
+!FitExperiment
+backend: numpy
+dtype: float64
+dataset: !Synthetic {shape: [7, 6, 1], classes: 3, train: 12, test: 5}
+model: !ConvnetDist
+  layers:
+    - !ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1}
+    - !FCLayerDist {out_features: 3}
+batch_size: 4
+"""
+WORDS = "toy.yaml", "--checkpoint", "runs/toy/checkpoint.h5"
+FILES = "--input", "x.npy", "--output", "y.npy"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a toy that has been trained in one process."""
+    folder = tmp_path_factory.mktemp("apply")
+    (folder / "toy.yaml").write_text(TOY)
+    code, _, err, _ = call(neondist("run", "toy.yaml"), folder)
+    assert code == 0, err
+    np.save(folder / "x.npy", np.random.default_rng(0).normal(size=(9, 7, 6)))
+    return folder
+
+
+def succeed(folder, *words):
+    code, out, err, _ = call(neondist(*words), folder)
+    assert code == 0, err
+    return out
+
+
+@needs_mpirun
+def test_evaluate_and_predict_on_two_ranks_as_on_one(folder):
+    log = json.loads((folder / "runs" / "toy" / "metrics.jsonl").read_text())
+    for ranks in ((), ("-n", 2)):
+        found = json.loads(succeed(folder, "evaluate", *WORDS, *ranks))
+        assert found["samples"] == 5
+        assert found["loss"] == pytest.approx(log["valid_loss"], rel=1e-12)
+        assert found["error"] == log["valid_error"]
+        out = succeed(folder, "predict", *WORDS, "--input", "x.npy", "--output", f"y{len(ranks)}.npy", *ranks)
+        assert f"written: y{len(ranks)}.npy, 9 x 3" in out
+    np.testing.assert_allclose(np.load(folder / "y2.npy"), np.load(folder / "y0.npy"), rtol=1e-12)
+
+
+def test_predict_needs_no_data_set_and_tells_classes(folder):
+    words = "predict", *WORDS, "--input", "x.npy", "--output", "c.h5", "--classes"
+    assert "written: c.h5, 9" in succeed(folder, *words, "--set", "dataset=!MNIST {path: nowhere}")
+    import h5py
+
+    with h5py.File(folder / "c.h5") as file:
+        assert file["predictions"].shape == (9,)
+
+
+def test_init_from_says_what_was_taken(folder):
+    words = "run", "toy.yaml", "--init-from", "runs/toy/checkpoint.h5", "--output", "second"
+    text = "weights from runs/toy/checkpoint.h5: 3 arrays taken; not in the file: fc1/bias"
+    fewer = "run", "toy.yaml", "--output", "less", "--set", "model.layers.1.bias=false"
+    succeed(folder, *fewer)
+    out = succeed(folder, *words[:3], "less/checkpoint.h5", *words[4:])
+    assert text.replace("runs/toy", "less") in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("evaluate", "toy.yaml", "--checkpoint", "none.h5"), "none.h5: no such file"),
+        (("predict", "toy.yaml", "--checkpoint", "toy.yaml", *FILES), "toy.yaml: is no checkpoint"),
+        (("predict", *WORDS, "--input", "z.npy", "--output", "y.npy"), "z.npy: no such file"),
+        (("run", "toy.yaml", "--output", "third", "--init-from", "none.h5"), "none.h5: no such file"),
+        (("run", "toy.yaml", "--resume", "--init-from", "x"), "leave out --resume or --init-from"),
+        (("evaluate", *WORDS, "--set", "model.layers.0.out_channels=3"), "does not fit the model"),
+    ],
+)
+def test_mistakes_are_told_once(folder, words, message):
+    code, _, err, _ = call(neondist(*words), folder)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
