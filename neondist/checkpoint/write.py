@@ -19,6 +19,7 @@ from .keep import keep_copies
 from .pieces import Piece, Slices
 from .seal import BLOCK, seal
 from .stream import collect
+from .sturdy import SturdyFile
 
 SPARE = 1 << 16  # bytes that HDF5's own tables may take, beside SPARE_PER_ARRAY for each array
 SPARE_PER_ARRAY = 2048
@@ -74,25 +75,24 @@ class _File:
     """The HDF5 file under its partial name."""
 
     def __init__(self, path: Path, pieces: Sequence[Piece], texts: Mapping[str, str]) -> None:
-        import h5py
-
         needed = sum(prod(piece.shape) * piece.dtype.itemsize + SPARE_PER_ARRAY for piece in pieces)
         needed += SPARE + sum(map(len, texts.values()))
         if (free := shutil.disk_usage(path.parent).free) < needed:
             raise OutputError(_message(path, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB"))
-        self.file = h5py.File(partial(path), "w", userblock_size=BLOCK)
+        self.file = SturdyFile(partial(path), BLOCK)
         try:
             for name, text in texts.items():
-                self.file[name] = np.bytes_(text.encode())
+                self.file.hdf5[name] = np.bytes_(text.encode())
             for piece in pieces:
-                self.file.create_dataset(piece.name, piece.shape, piece.dtype)
+                self.file.hdf5.create_dataset(piece.name, piece.shape, piece.dtype)
         except BaseException:
             self.close()
             raise
 
     def put(self, piece: Piece, place: Slices, values: Any) -> None:
         """Write one block."""
-        self.file[piece.name][place] = values
+        self.file.hdf5[piece.name][place] = values
+        self.file.check()
 
     def close(self) -> None:
         """Write what HDF5 still holds."""

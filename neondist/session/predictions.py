@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoint import SturdyFile
 from ..comm import Transport
 from ..errors import OutputError, UserError
 from ..files import finish, partial
@@ -51,16 +52,14 @@ class Predictions:
                     raise self.error
 
     def _make(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        import h5py
-
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.suffix == ".npy":
             self.cells: Any = np.lib.format.open_memmap(partial(self.path), "w+", dtype, shape)
             with partial(self.path).open("rb+") as file:  # a mapped file that finds no room would end the process
                 os.posix_fallocate(file.fileno(), 0, max(1, os.fstat(file.fileno()).st_size))
         else:
-            self.file = h5py.File(partial(self.path), "w")
-            self.cells = self.file.create_dataset("predictions", shape, dtype)
+            self.file = SturdyFile(partial(self.path))
+            self.cells = self.file.hdf5.create_dataset("predictions", shape, dtype)
 
     def _finish(self) -> None:
         if self.file is not None:
