@@ -76,7 +76,7 @@ from .layers import (
 from .metrics import LogLoss, Metric, Misclassification, TopK
 from .models import GB, MLP, Convnet, ConvnetDist, DistModel, GBDist, MLPDist, Model, distribute
 from .optim import SGD, Adam, CosineDecay, Optimizer, StepDecay
-from .schemes import Every, Halo, HaloOneway, Quantised, Scheme, Stale, Tower
+from .schemes import DeepHalo, Every, Halo, HaloOneway, OverlapTile, Quantised, Scheme, Stale, Tower
 from .session import DebugHalo, FitExperiment, Hook, fit, pretrain
 from .version import __version__
 
@@ -112,6 +112,7 @@ __all__ = [
     "DebugHalo",
     "DeconvLayer",
     "DeconvLayerDist",
+    "DeepHalo",
     "Dice",
     "Dist",
     "DistModel",
@@ -165,6 +166,7 @@ __all__ = [
     "Node",
     "Optimizer",
     "OutputError",
+    "OverlapTile",
     "PadLayer",
     "PadLayerDist",
     "PaddedArray",

@@ -10,7 +10,7 @@ import numpy as np
 from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
 from ..errors import ShapeError
-from ..geometry import HaloPlan, Window
+from ..geometry import Box, HaloPlan, Partition, Window
 from .border import Border
 from .frame import Frame, Rooms
 
@@ -67,14 +67,27 @@ class PaddedArray:
         self.extent, self.channels = self.global_shape[1:-1], self.global_shape[-1]
         if window is not None:
             window.check(self.extent)
-        everywhere = Window(1, padding=0, ndim=len(self.extent))
-        self.plan = HaloPlan.of(grid.partition(self.extent), window or everywhere, grid.tile)
+        self.border = Border()
+        self.rooms: Rooms = (None, None)
+        self.cut()
+
+    def cut(self, tiles: Partition | None = None, outputs: Partition | None = None) -> None:
+        """Cut the array anew, before it is used: into tiles that may overlap, which are then whole without messages.
+
+        Parameters
+        ----------
+        tiles : Partition, optional
+            Default: balanced tiles.
+        outputs : Partition, optional
+            Which cells of the window's output each tile computes; default: the output is cut alike.
+        """
+        grid, everywhere = self.grid, Window(1, padding=0, ndim=len(self.extent))
+        self.tiles = grid.partition(self.extent) if tiles is None else tiles
+        self.plan = HaloPlan.of(self.tiles, self.window or everywhere, grid.tile, outputs)
         self.own, self.need = self.plan.own, self.plan.need
         lo, hi = grid.sample_range(self.global_shape[0])
         self.local_shape = (hi - lo, *self.own.shape, self.channels)
         self.view_shape = (hi - lo, *self.need.shape, self.channels)
-        self.border = Border()
-        self.rooms: Rooms = (None, None)
         self._frames: dict[int, Frame] = {}
         self._plains: dict[tuple[int, int], Any] = {}
 
@@ -151,7 +164,7 @@ class PaddedArray:
     def gather(self, tile: Any) -> Any:
         """Return the whole array (N, *spatial, C) on every rank; collective."""
         parts = self.grid.world.allgather(self.backend.to_numpy(tile))
-        boxes = self.grid.partition(self.extent).boxes()
+        boxes = self.tiles.boxes()
         rows = [parts[start : start + len(boxes)] for start in range(0, len(parts), len(boxes))]
         replicas = [np.zeros((len(row[0]), *self.global_shape[1:]), self.dtype) for row in rows]
         for whole, row in zip(replicas, rows, strict=True):

@@ -9,7 +9,7 @@ from . import loopback
 from .abort import abort_on_error, end_job
 from .agree import agree
 from .debug import DebugTransport
-from .grid import ProcessGrid
+from .grid import ProcessGrid, WideGrid
 from .single import SingleTransport
 from .transport import Exchange, Message, Transport
 
@@ -20,6 +20,7 @@ __all__ = [
     "ProcessGrid",
     "SingleTransport",
     "Transport",
+    "WideGrid",
     "abort_on_error",
     "agree",
     "end_job",

@@ -70,6 +70,18 @@ class ProcessGrid:
         return f"ProcessGrid(rank {self.rank} of {self.size}, {self.shape})"
 
 
+class WideGrid(ProcessGrid):
+    """A grid whose tiles of the images of one extent are others, and may overlap: for reading them."""
+
+    def __init__(self, grid: ProcessGrid, tiles: Partition) -> None:
+        vars(self).update(vars(grid))
+        self.wide = tiles
+
+    def tile_box(self, extent: Sequence[int]) -> Box:
+        """Return the cells of an image of this extent that this rank reads."""
+        return self.wide.box(self.tile) if tuple(extent) == self.wide.extent else super().tile_box(extent)
+
+
 def _transport(comm: Any) -> Transport:
     if isinstance(comm, Transport):
         return comm

@@ -78,13 +78,30 @@ class HaloPlan(TransferPlan):
         return [box for box in found if not box.empty]
 
     @classmethod
-    def of(cls, partition: Partition, window: Window, tile: int) -> HaloPlan:
-        """Return the plan of `tile` when `window` slides over the image that `partition` cuts."""
-        axes = [_Axis(partition, window, axis) for axis in range(len(partition.extent))]
+    def of(cls, partition: Partition, window: Window, tile: int, outputs: Partition | None = None) -> HaloPlan:
+        """Return the plan of `tile` when `window` slides over the image that `partition` cuts.
+
+        Parameters
+        ----------
+        outputs : Partition, optional
+            Which outputs each tile computes; default: the output is cut like the input.
+        """
+        outputs = _output(partition, window) if outputs is None else outputs
+        axes = [_Axis(partition, window, axis, outputs) for axis in range(len(partition.extent))]
         here = partition.coords(tile)
-        received = _combine(partition, [axis.pieces(at) for axis, at in zip(axes, here, strict=True)])
-        own, need = partition.box(tile), window.needs(_output(partition, window).box(tile))
-        sends = _combine(partition, [axis.pieces_from(at) for axis, at in zip(axes, here, strict=True)], by_needer=True)
+        received = (
+            []
+            if partition.overlaps
+            else _combine(partition, [axis.pieces(at) for axis, at in zip(axes, here, strict=True)])
+        )
+        own, need = partition.box(tile), window.needs(outputs.box(tile))
+        sends = (
+            []  # whoever shares cells has all that it needs
+            if partition.overlaps
+            else _combine(
+                partition, [axis.pieces_from(at) for axis, at in zip(axes, here, strict=True)], by_needer=True
+            )
+        )
         sources = [axis.sources(at) for axis, at in zip(axes, here, strict=True)]
         folded = Box(tuple(lo for lo, _ in sources), tuple(hi for _, hi in sources))
         return cls(
@@ -139,24 +156,15 @@ class _AxisPiece:
 class _Axis:
     """One axis of a halo: tiles are a product of ranges, so every piece is a product of axis pieces."""
 
-    def __init__(self, partition: Partition, window: Window, axis: int) -> None:
+    def __init__(self, partition: Partition, window: Window, axis: int, outputs: Partition) -> None:
         self.partition, self.axis, self.mode = partition, axis, window.mode
         self.n, self.parts = partition.extent[axis], partition.parts[axis]
-        out = _output(partition, window)
-        along = Partition((out.extent[axis],), (self.parts,))
-        alone = window.along(axis)
-        self.needs = [next(alone.needs(along.box(part)).axes()) for part in range(self.parts)]
+        self.alone, ranges = window.along(axis), [outputs.range(axis, part) for part in range(self.parts)]
+        self.needs = [next(self.alone.needs(Box((lo,), (hi,))).axes()) for lo, hi in ranges]
 
     def sources(self, part: int) -> tuple[int, int]:
         """Return the range of cells, inside the image or (wrap) modulo it, that the part needs from owners."""
-        lo, hi = self.needs[part]
-        if self.mode == "wrap" or lo >= hi:
-            return lo, hi
-        if self.mode == "zeros":
-            return max(lo, 0), min(hi, self.n)
-        turning = (lo, -1, 0, self.n - 1, self.n, hi - 1)  # fold is monotonic between these
-        cells = [fold(i, self.n, self.mode) for i in turning if lo <= i < hi]
-        return min(cells), max(cells) + 1
+        return sources_within(*self.needs[part], self.n, self.mode)
 
     def pieces(self, part: int) -> list[_AxisPiece]:
         """Return what `part` needs, by owner."""
@@ -178,6 +186,17 @@ class _Axis:
             for p in self.pieces(part)
             if p.part == owner
         ]
+
+
+def sources_within(lo: int, hi: int, n: int, mode: str) -> tuple[int, int]:
+    """Return the range of cells of an axis of n that the cells [lo, hi) show; with 'wrap', modulo n."""
+    if mode == "wrap" or lo >= hi:
+        return lo, hi
+    if mode == "zeros":
+        return max(lo, 0), min(hi, n)
+    turning = (lo, -1, 0, n - 1, n, hi - 1)  # fold is monotonic between these
+    cells = [fold(i, n, mode) for i in turning if lo <= i < hi]
+    return min(cells), max(cells) + 1
 
 
 def _combine(partition: Partition, axes: list[list[_AxisPiece]], by_needer: bool = False) -> list[Piece]:

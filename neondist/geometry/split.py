@@ -26,6 +26,9 @@ class Partition:
     parts: tuple[int, ...]
     copies: int = 1
 
+    #: True where tiles share cells, as those of `Overlapping` do
+    overlaps = False
+
     @property
     def tiles(self) -> int:
         """Number of tiles."""
@@ -41,8 +44,12 @@ class Partition:
 
     def box(self, tile: int) -> Box:
         """Return the tile's cells."""
-        ranges = [split(n, p, c) for n, p, c in zip(self.extent, self.parts, self.coords(tile), strict=False)]
+        ranges = [self.range(axis, part) for axis, part in enumerate(self.coords(tile))]
         return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
+
+    def range(self, axis: int, part: int) -> tuple[int, int]:
+        """Return the cells of one part of an axis."""
+        return split(self.extent[axis], self.parts[axis], part)
 
     def boxes(self) -> list[Box]:
         """Return the cells of all tiles."""

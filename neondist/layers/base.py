@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import GlobalArray, PaddedArray
 from ..backends import Backend
 from ..errors import ConfigError
-from ..geometry import Box, GridShape, Window
+from ..geometry import Box, GridShape, Partition, Window
 from ..initializers import Constant, Initializer
 from ..registry import Distributed, dist_class
 from ..schemes import Scheme, as_scheme
@@ -63,6 +63,8 @@ class Layer(Node):
         What the pass at work is for.
     scheme : Scheme or None
         How cells of other tiles reach a view; None until the model says.
+    regions : pair of Partition or None
+        Which cells of the input and of the output each tile has, in a run of layers that computes some twice.
     direct : bool
         True: `forward` applies the activation itself and writes into `new_output`, and `backward` undoes it and writes
         into `new_dview`. It holds for the methods of the class that says so; a subclass with a `forward` or `backward`
@@ -77,6 +79,11 @@ class Layer(Node):
     window: Window | None = None
     #: True where the halo adds in fprop and is fetched in bprop
     reverse_halos = False
+    #: why the layer cannot compute cells of other tiles, if it cannot
+    no_recompute = ""
+    #: whether it sums over the whole image; such a layer takes its sums over `counted` cells
+    sums_image = False
+    regions: tuple[Partition | None, Partition | None] = (None, None)
     activation: Activation | None = None
     direct = False
     keeps_view = True
@@ -170,8 +177,10 @@ class Layer(Node):
     def adjust_for_dist(self) -> None:
         """Create `input` for this rank's tile, and set the local ifmshape and ofmshape."""
         self.input = self.make_array(self.input_shape, self.window)
+        if self.regions != (None, None):
+            self.input.cut(*self.regions)
         self.ifmshape = self.input.local_shape[1:]
-        self.ofmshape = (*self.context.grid.tile_box(self.output_shape[:-1]).shape, self.output_shape[-1])
+        self.ofmshape = (*self.tile.shape, self.output_shape[-1])
 
     def make_array(self, shape: Shape, window: Window | None) -> PaddedArray:
         """Return what makes the views of activations of this global shape (without the batch), and count its bytes."""
@@ -212,6 +221,10 @@ class Layer(Node):
         """Yield this layer."""
         yield self, input_shape
 
+    def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
+        """Yield nothing."""
+        yield from ()
+
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name this layer, if it has no name."""
         self._name_itself(prefix, counts)
@@ -232,6 +245,19 @@ class Layer(Node):
         return sum(array.bytes_sent for array in self.arrays)
 
     # What `forward` and `backward` may use.
+
+    @property
+    def tile(self) -> Box:
+        """The cells of the output that this rank computes."""
+        grid, outputs = self.context.grid, self.regions[1]
+        return grid.tile_box(self.output_shape[:-1]) if outputs is None else outputs.box(grid.tile)
+
+    def counted(self, array: Any) -> Any:
+        """Return the part of an array over this rank's input cells that no other rank has too."""
+        if self.regions[0] is None:
+            return array
+        own = self.context.grid.tile_box(self.input_shape[:-1]).relative_to(self.input.own)
+        return array[(slice(None), *own.slices)]
 
     @property
     def kernels(self) -> Backend:

@@ -32,6 +32,8 @@ class BatchNormLayer(Layer):
             raise ConfigError(f"momentum {momentum} must be in [0, 1] and eps {eps} positive")
         self.momentum, self.eps = momentum, eps
 
+    sums_image = True
+
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'gamma' and 'beta'."""
         return {"gamma": Parameter(input_shape[-1:], Constant(1.0)), "beta": Parameter(input_shape[-1:])}
@@ -56,13 +58,17 @@ class BatchNormLayer(Layer):
             return dy * through
         sums = self.total(np.concatenate([by_gamma, by_beta]), replicas=True) / self.cells
         along, offset = np.split(sums, 2)
-        return through * (dy - offset - self.normal * along)
+        dx = through * dy
+        own = self.counted(dx)  # the statistics are those of cells that count
+        own -= through * (offset + self.counted(self.normal) * along)
+        return dx
 
     def _statistics(self, view: Any) -> tuple[Any, Any]:
-        local = np.append(self.kernels.channel_sum(view), view.dtype.type(view.size // view.shape[-1]))
+        cells = self.counted(view)
+        local = np.append(self.kernels.channel_sum(cells), view.dtype.type(cells.size // view.shape[-1]))
         *sums, self.cells = self.total(local, replicas=True)
         mean = np.asarray(sums, view.dtype) / self.cells
-        from_mean = view - mean
+        from_mean = cells - mean
         var = self.total(self.kernels.channel_sum(from_mean * from_mean), replicas=True) / self.cells
         for name, new in (("mean", mean), ("var", var * (self.cells / max(1, self.cells - 1)))):
             self.state[name] += self.momentum * (new - self.state[name])

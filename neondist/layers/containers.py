@@ -38,6 +38,11 @@ class Container(Node):
             yield from layer.walk(shape)
         self.output_shape_for(input_shape)  # what meets here must fit
 
+    def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
+        """Yield the chains of all that is inside."""
+        for layer, shape in self.inputs(input_shape):
+            yield from layer.chains(shape)
+
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name the container, and what is inside with the container's name in front."""
         self._name_itself(prefix, counts)
@@ -70,6 +75,11 @@ class Sequential(Container):
         for layer in self.layers:
             yield layer, input_shape
             input_shape = layer.output_shape_for(input_shape)
+
+    def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
+        """Yield this chain, and those inside of it."""
+        yield list(self.inputs(input_shape))
+        yield from super().chains(input_shape)
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return what the last layer gives."""

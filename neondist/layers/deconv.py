@@ -34,6 +34,7 @@ class DeconvLayer(Layer):
     """
 
     reverse_halos = True
+    no_recompute = "its windows slide over the output"
 
     def __init__(
         self,

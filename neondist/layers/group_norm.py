@@ -21,6 +21,8 @@ class SampleNormLayer(Layer):
     `affine`. Input and output (N, *spatial, C), local.
     """
 
+    sums_image = True
+
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
         super().__init__(name)
         if not 0 < eps < np.inf:
@@ -43,8 +45,9 @@ class SampleNormLayer(Layer):
 
     def forward(self, view: Any) -> Any:
         """Return the normalised cells."""
-        from_mean = view - self._mean(self.kernels.sample_sum(view), view.shape)
-        var = self._mean(self.kernels.sample_sum(from_mean * from_mean), view.shape)
+        from_mean = view - self._mean(self.kernels.sample_sum(self.counted(view)), view.shape)
+        counted = self.counted(from_mean)
+        var = self._mean(self.kernels.sample_sum(counted * counted), view.shape)
         self.scale = 1 / np.sqrt(var + self.eps)
         self.normal = from_mean * self.scale
         if not self.affine:
@@ -62,7 +65,10 @@ class SampleNormLayer(Layer):
         both = np.concatenate([self.kernels.sample_sum(dy * self.normal), self.kernels.sample_sum(dy)])
         means = self._mean(both, (2 * len(dy), *dy.shape[1:]))
         along, offset = means[: len(dy)], means[len(dy) :]
-        return self.scale * (dy - offset - self.normal * along)
+        dx = self.scale * dy
+        own = self.counted(dx)  # the statistics are those of cells that count
+        own -= self.scale * (offset + self.counted(self.normal) * along)
+        return dx
 
     def _mean(self, sums: Any, shape: Shape) -> Any:
         """Return the groups' means over all tiles, for each channel (N, 1, ..., C), from sums (N, C) over own cells."""

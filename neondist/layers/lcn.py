@@ -45,6 +45,8 @@ class LCNLayer(Layer):
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
+    no_recompute = "its two stages exchange means"
+
     def __init__(
         self,
         kernel_size: int | Sequence[int] = 9,

@@ -42,6 +42,8 @@ class LocalFilteringLayer(Layer):
     window: Window
     autoencodes = True
 
+    no_recompute = "each tile keeps the weights of its own outputs alone"
+
     def __init__(
         self,
         out_channels: int,

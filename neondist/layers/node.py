@@ -86,6 +86,10 @@ class Node(Registered, ABC):
         """Yield every single layer inside, with the shape of its input."""
 
     @abstractmethod
+    def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
+        """Yield every chain inside: what is directly in it, with the shape of its input; outer chains first."""
+
+    @abstractmethod
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name what has no name: prefix, the class as a word, and a number from `counts`."""
 

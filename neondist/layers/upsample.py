@@ -81,7 +81,7 @@ class UpsampleLayer(Layer):
         """Yield (output cells, view cells, weight): every factor-th output cell reads neighbouring input cells."""
         window, place = self.window, axis - 1
         factor, start = window.factor[place], self.input.need.lo[place]
-        box = self.context.grid.tile_box(self.output_shape[:-1])
+        box = self.tile
         lo, n = box.lo[place], box.shape[place]
         if box.empty:
             return

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import GlobalArray
 from ..backends import get_backend
-from ..comm import ProcessGrid
+from ..comm import ProcessGrid, WideGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, ShapeError
 from ..geometry import GridShape
@@ -24,6 +24,7 @@ from .nonfinite import Trouble, locate
 from .notices import Notice, Notices
 from .parameters import Parameters, gather, load
 from .plan import LayerPlan, plan_layers
+from .runs import find_regions, whole_gradient, wide_tiles
 from .targets import local_targets
 
 
@@ -122,9 +123,15 @@ class Model(Registered):
         self.plan(self.input_shape)  # names the layer if something does not fit
         self.output_shape = self.chain.output_shape_for(self.input_shape)
         context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
+        regions = find_regions(self.chain, self.input_shape, self.grid.shape)
+        for layer in self.leaves:
+            layer.regions = regions.get(id(layer), (None, None))
         self.chain.build(self.input_shape, context)
         self.arena = arena_of(self.leaves, context)
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
+        tiles = wide_tiles(regions, self.leaves)
+        if tiles is not None:
+            self.input.cut(tiles, tiles)
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
         self.parameters = Parameters(self.leaves, context)
         self.slots = self.optimizer.slots(self.parameters.values.size, self.dtype)
@@ -149,6 +156,8 @@ class Model(Registered):
             This rank's part of the output's gradient (`scatter_output`).
         """
         dx = self.chain.bprop(dy if dy.dtype == self.dtype else dy.astype(self.dtype))
+        if self.input.tiles.overlaps and dx is not None:
+            dx = whole_gradient(self.input, dx)
         self._built().sum_gradients()
         return self._lasting(dx)
 
@@ -213,6 +222,11 @@ class Model(Registered):
     def scatter(self, images: Any) -> Any:
         """Return this rank's tile of images (N, *spatial, C), the same on every rank."""
         return self.input.scatter(images)
+
+    def reading_grid(self, input_shape: Sequence[int], grid: ProcessGrid) -> ProcessGrid:
+        """Return the grid to open a data set on, on which tiles of the image are what this model reads of it."""
+        tiles = wide_tiles(find_regions(self.chain, tuple(input_shape), grid.shape), self.leaves)
+        return grid if tiles is None else WideGrid(grid, tiles)
 
     def scatter_output(self, dy: Any) -> Any:
         """Return this rank's part of an array of the output's shape, the same on every rank."""

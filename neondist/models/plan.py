@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import prod
 
 from ..errors import ShapeError, UserError
-from ..geometry import Box, GridShape, HaloPlan, Window
-from ..layers import Layer, Node
+from ..geometry import Box, GridShape, HaloPlan, Partition, Window
+from ..layers import Layer, Node, Sequential
 from ..schemes import Halo, Scheme
+from .runs import Found, find_regions
 
 Shape = tuple[int, ...]
 _MOST = 1 << 48  # far beyond any machine; from there on products leave what an index can count
@@ -57,12 +58,13 @@ class LayerPlan:
 def plan_layers(nodes: Sequence[Node], input_shape: Shape, grid: GridShape) -> list[LayerPlan]:
     """Return the plan of each single layer; an error names the layer and carries it as `subject`."""
     plans = []
+    regions = _regions(nodes, input_shape, grid)
     for index, node in enumerate(nodes):
         about: Node = node
         try:
             for layer, shape in node.walk(input_shape):
                 about = layer
-                plans.append(_plan(layer, shape, grid))
+                plans.append(_plan(layer, shape, grid, *regions.get(id(layer), (None, None))))
                 about = node
             input_shape = node.output_shape_for(input_shape)
         except UserError as error:
@@ -77,19 +79,33 @@ def of_layer(error: UserError, index: int, layer: Node) -> UserError:
     return named
 
 
-def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
+def _regions(nodes: Sequence[Node], input_shape: Shape, grid: GridShape) -> Found:
+    try:
+        return find_regions(Sequential(nodes), input_shape, grid)
+    except UserError as error:
+        layer = getattr(error, "subject", None)
+        if layer is None:  # a layer that does not fit, which the plan finds too, and names
+            return {}
+        raise of_layer(error, next(i for i, node in enumerate(nodes) if layer in node.leaves), layer) from error
+
+
+def _plan(
+    layer: Layer, input_shape: Shape, grid: GridShape, inputs: Partition | None, outputs: Partition | None
+) -> LayerPlan:
     window, output_shape = layer.window_for(input_shape), layer.output_shape_for(input_shape)
     tiles = range(grid.tiles)
     parameters = layer.parameters_for(input_shape).values()
     everywhere = Window(1, padding=0, ndim=len(input_shape) - 1)
     gathers = layer.gathers_for(input_shape, grid)
-    halos = [(_halos(shape, seen, grid), shape[-1]) for shape, seen in layer.halos_for(input_shape, grid)]
+    halos = [
+        (_halos(shape, seen, grid, inputs, outputs), shape[-1]) for shape, seen in layer.halos_for(input_shape, grid)
+    ]
     out, home = (
         [[piece.source.size * channels for plans, channels in halos for piece in pieces(plans[t])] for t in tiles]
         for pieces in (lambda plan: plan.sends, lambda plan: plan.receives)
     )
     count = sum(prod(p.shape) for p in parameters)
-    around = _halos(input_shape, window or everywhere, grid)
+    around = _halos(input_shape, window or everywhere, grid, inputs, outputs)
     views = [halo.need for halo in around]
     largest = max(count, prod(output_shape), *(view.size * input_shape[-1] for view in views))
     if largest > _MOST:
@@ -105,7 +121,7 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
         window=window,
         parameters=count,
         held=[sum(p.size_on(box) for p in parameters) for box in grid.partition(output_shape[:-1]).boxes()],
-        tiles=grid.partition(output_shape[:-1]).boxes(),
+        tiles=(outputs or grid.partition(output_shape[:-1])).boxes(),
         views=views,
         kept=[halo.buffer for halo in around],
         halo_cells=[sum(plans[tile].received_cells for plans, _ in halos) for tile in tiles],
@@ -116,5 +132,8 @@ def _plan(layer: Layer, input_shape: Shape, grid: GridShape) -> LayerPlan:
     )
 
 
-def _halos(shape: Shape, window: Window, grid: GridShape) -> list[HaloPlan]:
-    return [HaloPlan.of(grid.partition(shape[:-1]), window, tile) for tile in range(grid.tiles)]
+def _halos(
+    shape: Shape, window: Window, grid: GridShape, inputs: Partition | None = None, outputs: Partition | None = None
+) -> list[HaloPlan]:
+    tiles = inputs or grid.partition(shape[:-1])
+    return [HaloPlan.of(tiles, window, tile, outputs) for tile in range(grid.tiles)]

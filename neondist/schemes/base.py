@@ -23,6 +23,12 @@ class Scheme(Registered, ABC):
     """
 
     exact = False
+    #: how many layers with windows make a run that computes cells of other tiles; 1: there are no runs
+    run = 1
+    #: whether tiles of the image are read with all that they depend on
+    reads_wide = False
+    #: how layers that normalise over the whole image add up, where they are in a run: None refuses them
+    statistics: str | None = "global"
     #: how exact gradients reach other tiles: 'scatter', or 'gather' or 'auto', which a convolution understands
     way_back = "scatter"
     formula = "each way H = n c (2 O (h + w) + 4 O²) numbers"

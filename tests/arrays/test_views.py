@@ -52,7 +52,7 @@ def drop(keep):
     """A plan that forgets the received pieces for which keep(plan, piece) is false, at both ends."""
     build = HaloPlan.of.__func__
 
-    def mutilated(cls, partition, window, tile):
+    def mutilated(cls, partition, window, tile, outputs=None):
         plans = [build(cls, partition, window, t) for t in range(partition.tiles)]
         plan = plans[tile]
         object.__setattr__(plan, "receives", tuple(p for p in plan.receives if keep(plan, p)))

@@ -1,0 +1,175 @@
+"""Runs of layers that compute cells of other tiles themselves: the numbers of one process, one exchange or none."""
+
+import numpy as np
+import pytest
+from scheme_runs import build, noise, on_ranks, step
+from support import worst
+
+import neondist as nd
+from neondist.errors import ConfigError
+from neondist.geometry import grid_shape
+from neondist.session.costing import sent_bytes
+
+
+def conv(channels, kernel, **options):
+    return nd.ConvLayerDist(channels, kernel, activation=nd.Tanh(), **options)
+
+
+NETWORKS = {
+    "plain": ((13, 12, 2), lambda: [conv(3, 3, padding=1), conv(2, 5, padding=2), conv(3, 3), nd.FCLayerDist(5)]),
+    "strides": (
+        (19, 17, 2),
+        lambda: [
+            conv(3, 5, stride=2, padding=2),
+            nd.MaxPoolingLayerDist(3, 2, 1),
+            conv(2, 3, dilation=2, padding=2),
+            nd.UpsampleLayerDist(2, "bilinear"),
+            nd.AvgPoolingLayerDist(3, 1, 1, count_include_pad=False),
+            nd.L2PoolingLayerDist(2, 1),
+        ],
+    ),
+    "padding": (
+        (11, 10, 2),
+        lambda: [
+            conv(3, 3, padding=1, padding_mode="reflect"),
+            conv(2, 5, padding=2, padding_mode="replicate"),
+            nd.PadLayerDist(((1, 2), (0, 1)), fill=2.0),
+            nd.CropLayerDist(((0, 1), (2, 0))),
+            conv(2, 4, padding=((1, 2), (2, 1))),
+            nd.GlobalAvgPoolingLayerDist(),
+        ],
+    ),
+    "normalised": (
+        (12, 11, 2),
+        lambda: [
+            nd.BatchNormLayerDist(),
+            conv(4, 3, padding=1),
+            nd.BatchNormLayerDist(),
+            nd.DropoutLayerDist(0.3),
+            conv(4, 3, padding=1),
+            nd.GroupNormLayerDist(2),
+            nd.ActivationLayerDist(nd.RectLin()),
+            nd.LRNLayerDist(3),
+            conv(2, 3, padding=1),
+            nd.InstanceNormLayerDist(affine=True),
+            nd.FCLayerDist(5),
+        ],
+    ),
+    "branches": (
+        (10, 9, 2),
+        lambda: [
+            conv(3, 3, padding=1),
+            nd.Sum([[conv(3, 3, padding=1), nd.BatchNormLayerDist(), conv(3, 3, padding=1)], []]),
+            conv(2, 3),
+            conv(2, 3),
+        ],
+    ),
+    "series": ((17, 2), lambda: [conv(3, 5, padding=2), conv(2, 3, stride=2), conv(2, 3, padding=1)]),
+    "volume": ((5, 6, 7, 1), lambda: [conv(2, 3, padding=1), nd.MaxPoolingLayerDist(2, 1), conv(2, 3, padding=1)]),
+}
+SCHEMES = ["deep_halo(layers=2)", "deep_halo(layers=9)", "overlap_tile(statistics=global)"]
+
+
+def passes(comm, layers, shape, scheme, rows=None):
+    """Two rounds of everything that a model computes."""
+    model = build(comm, layers(), shape, rows, scheme=scheme)
+    x, dy = noise(model)
+    for number, sign in enumerate((-1, 1)):  # a second round finds what a reused buffer left behind
+        y, dx = step(model, number, sign * x, sign * dy)
+    found = {"y": y, "dx": dx} | {f"grad {name}": array for name, array in model.gradients().items()}
+    model.train_batch(model.scatter(x), np.zeros((3, *model.output_shape[:-1]), int))
+    return found | {f"state {name}": array for name, array in model.state().items()}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_everything_is_what_one_process_computes(name, scheme):
+    shape, layers = NETWORKS[name]
+    if name == "branches" and "overlap" in scheme:
+        pytest.skip("overlap_tile is for chains")
+    expected = on_ranks(1, lambda comm: passes(comm, layers, shape, "halo"))[0]
+    for ranks, rows in [(2, 1), (4, 2), (9, 9)]:
+        for found in on_ranks(ranks, lambda comm, rows=rows: passes(comm, layers, shape, scheme, rows)):
+            assert worst(found, expected) < 1e-10, (ranks, rows)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["plain", "strides", "padding"])
+def test_bytes_are_those_of_the_formula(name, scheme):
+    shape, layers = NETWORKS[name]
+
+    def job(comm):
+        model = build(comm, layers(), shape, rows=3, scheme=scheme)
+        step(model, 0, *noise(model))
+        return [layer.bytes_sent for layer in model.leaves]
+
+    plans = nd.ConvnetDist(layers(), scheme=scheme).plan(shape, grid_shape(6, rows=3))
+    expected = [sent_bytes(plan, samples=3, itemsize=8) for plan in plans]
+    found = on_ranks(6, job)
+    assert [[sent[i] for sent in found] for i in range(len(plans))] == expected
+    if "overlap" in scheme:
+        assert not any(map(any, found))
+    elif "9" in scheme:
+        assert [any(sent[i] for sent in found) for i in range(3)] == [True, False, False]
+
+
+def test_training_from_tiles_that_were_read_wide(tmp_path):
+    def job(comm, scheme):
+        layers = [conv(3, 3, padding=1), nd.MaxPoolingLayerDist(2), conv(2, 3), nd.FCLayerDist(4)]
+        model = nd.ConvnetDist(layers, scheme=scheme, dtype="float64", backend="numpy")
+        made = nd.FitExperiment(nd.Synthetic((12, 13, 1), train=12, test=5), model, batch_size=4, epochs=2)
+        history = made.run(nd.ProcessGrid(comm), hooks=[]).history
+        return [(r["train_loss"], r["valid_loss"]) for r in history], history[0]["bytes_sent"]
+
+    expected, sent = on_ranks(4, lambda comm: job(comm, "halo"))[0]
+    found, nothing = on_ranks(4, lambda comm: job(comm, "overlap_tile"))[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    assert sent > nothing == 0
+
+
+NOT_HERE = {
+    "wrap": (
+        lambda: [conv(1, 3), conv(1, 3, padding=1, padding_mode="wrap")],
+        "deep_halo",
+        r"layer 1 'conv2'.*computes cells of other tiles, but this layer cannot: its image wraps around",
+    ),
+    "lcn": (
+        lambda: [conv(1, 3), nd.LCNLayerDist(3)],
+        "deep_halo",
+        "layer 1 'lcn1'.*exchange means; give it 'scheme: halo'",
+    ),
+    "unshared": (
+        lambda: [conv(1, 3), nd.LocalFilteringLayerDist(1, 3)],
+        "overlap_tile",
+        "keeps the weights of",
+    ),
+    "deconv": (lambda: [nd.DeconvLayerDist(1, 3), conv(1, 3)], "deep_halo", "layer 0 'deconv1'.*slide over the output"),
+    "batch normalisation": (
+        lambda: [conv(1, 3), nd.BatchNormLayerDist(), conv(1, 3)],
+        "overlap_tile",
+        r"layer 1 'batch_norm1'.*normalises over the whole image; say 'statistics: global'",
+    ),
+    "not first": (
+        lambda: [conv(1, 3, scheme="halo"), conv(1, 3, scheme="overlap_tile")],
+        "halo",
+        "layer 1 'conv2'.*for the first layers of a model alone",
+    ),
+    "statistics": (
+        lambda: [conv(1, 3)],
+        "overlap_tile(statistics=mine)",
+        "statistics 'mine' is unknown",
+    ),
+    "layers": (lambda: [conv(1, 3)], "deep_halo(layers=0)", "layers 0: needs an integer of at least 1"),
+}
+
+
+@pytest.mark.parametrize(("layers", "scheme", "words"), NOT_HERE.values(), ids=NOT_HERE)
+def test_what_cannot_be_used_is_refused_with_the_reason(layers, scheme, words):
+    with pytest.raises(ConfigError, match=words):
+        nd.ConvnetDist(layers(), scheme=scheme).plan((16, 16, 1), nd.GridShape(1, 2, 2))
+
+
+def test_another_scheme_ends_a_run():
+    layers = [conv(1, 3), conv(1, 3), nd.LCNLayerDist(3, scheme="halo"), conv(1, 3), conv(1, 3)]
+    plans = nd.ConvnetDist(layers, scheme="deep_halo(layers=5)").plan((20, 20, 1), nd.GridShape(1, 2, 2))
+    assert [plan.halo_cells[0] > 0 for plan in plans] == [True, False, True, True, False]
