@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import apply, bench, guards, options
+from . import apply, bench, guards, options, virtual
 from .check import check
 from .data import add_data
 from .doctor import doctor
@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("run", help="train what a YAML file describes", allow_abbrev=False)
     options.experiment(one)
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE)")
+    virtual.option(one)
     one.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
     one.add_argument("--init-from", metavar="FILE", help="a checkpoint whose weights are the first ones, by name")
     guards.add(one)

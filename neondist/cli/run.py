@@ -10,6 +10,7 @@ from ..config import dump
 from . import guards
 from .launch import launch
 from .ranks import attend, job_of, join, must_launch, validated
+from .virtual import on_virtual_ranks
 
 if TYPE_CHECKING:
     from ..comm import ProcessGrid, Transport
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace) -> int:
     """Join the MPI job that this process is in, else run in this process, or start mpirun where -n asks for ranks."""
+    if arguments.virtual is not None:
+        return on_virtual_ranks(arguments, lambda world: _train(arguments, world))
     job = job_of(arguments)
     if must_launch(arguments, job):
         from ..comm import SingleTransport
@@ -51,7 +54,8 @@ def _train(arguments: argparse.Namespace, world: Transport) -> int:
     def work(prepared: tuple[Any, str, ProcessGrid]) -> int:
         experiment, resolved, grid = prepared
         start = {"resume": arguments.resume, "init_from": arguments.init_from}
-        hooks = guards.hooks(arguments)
+        # signals and hung processes are no matter of threads
+        hooks = guards.hooks(arguments) if arguments.virtual is None else None
         result = experiment.run(grid, output=output(arguments), resolved=resolved, hooks=hooks, **start)
         if world.rank == 0:
             print("written:")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import halo, model, scaling, step
+from . import halo, model, scaling, schemes, seams, step
 
-BENCHES = (step, halo, scaling, model)
+BENCHES = (step, halo, scaling, schemes, seams, model)
 
 
 def add(commands: Any) -> None:
     """Add the command and everything below it."""
-    group = commands.add_parser("bench", help="measure training steps, halo exchanges, scaling, and predict them")
+    group = commands.add_parser("bench", help="measure steps, halo exchanges, scaling and border schemes; predict steps")
     benches = group.add_subparsers(required=True, metavar="WHAT")
     for bench in BENCHES:
         bench.add(benches)

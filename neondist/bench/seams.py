@@ -1,0 +1,123 @@
+"""The seam meter: what an approximate scheme breaks, and how far from the seams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..geometry import Partition
+
+if TYPE_CHECKING:
+    from ..comm import ProcessGrid
+    from ..models import Model
+
+Profile = dict[str, list[float]]
+"""'output' and 'gradient': relative differences, by distance to the nearest seam in cells."""
+
+
+def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: int = 0) -> dict[str, Profile]:
+    """Return, for each layer with tiles, how far outputs and input gradients are from the exact ones; collective.
+
+    A difference is the mean of the absolute differences of all cells at a distance, over the mean of the absolute exact
+    values of all cells. Distance 0 is next to a seam. Errors of the layers before (in gradients: after) are in it.
+
+    Parameters
+    ----------
+    exact, approximate : Model
+        Of the same layers and built on the same grid; the second one gets the first one's weights.
+    batches : sequence of array
+        This rank's tiles of images; all but the last are there for schemes with a memory.
+    """
+    approximate.load_state(exact.state())
+    found: dict[str, Profile] = {}
+    one, other = (_traced(model, batches, seed) for model in (exact, approximate))
+    for layer in exact.leaves:
+        name = str(layer.name)
+        shapes = {"output": layer.output_shape, "gradient": layer.input_shape}
+        found[name] = {
+            kind: _profile(exact.grid, shape[:-1], one[name, kind], other[name, kind])
+            for kind, shape in shapes.items()
+            if len(shape) > 1 and one.get((name, kind)) is not None
+        }
+    return {name: profile for name, profile in found.items() if profile}
+
+
+def _traced(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, str], Any]:
+    """Return copies of all outputs and input gradients of the last batch; no weight changes."""
+    kept: dict[tuple[str, str], Any] = {}
+    for layer in model.leaves:
+        for method, kind in (("fprop", "output"), ("bprop", "gradient")):
+            setattr(layer, method, _keeping(getattr(layer, method), kept, (str(layer.name), kind)))
+    step = model.step
+    try:
+        for number, x in enumerate(batches):
+            model.step = number
+            y = model.fprop(x)
+            rng = np.random.default_rng(seed)  # the same gradient of the output for both
+            whole = rng.normal(size=(model.batch_size, *model.output_shape)).astype(model.dtype)
+            model.bprop(model.scatter_output(whole)[: len(y)])
+    finally:
+        model.step = step
+        for layer in model.leaves:
+            del layer.fprop, layer.bprop
+    return kept
+
+
+def _keeping(method: Callable[..., Any], kept: dict, key: tuple[str, str]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        result = method(*args)
+        kept[key] = None if result is None else result.copy()
+        return result
+
+    return call
+
+
+def _profile(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, other: Any) -> list[float]:
+    distance = seam_distance(grid.partition(extent), grid.tile)
+    longest = max(grid.world.allgather(int(distance.max(initial=-1)))) + 1
+    sums = np.zeros((3, longest))
+    cells = np.broadcast_to(distance[..., None], exact.shape[1:])
+    for row, values in enumerate((np.abs(other - exact), np.abs(exact), np.ones_like(exact))):
+        per_cell = values.sum(axis=0, dtype=float)
+        sums[row] += np.bincount(cells.ravel(), per_cell.ravel(), minlength=longest)[:longest] if longest else 0
+    grid.world.allreduce(sums)
+    scale = sums[1].sum() / max(sums[2].sum(), 1)
+    return [float(d / max(n, 1) / scale) if scale else 0.0 for d, n in zip(sums[0], sums[2], strict=True)]
+
+
+def seam_distance(partition: Partition, tile: int) -> np.ndarray:
+    """Return each cell's distance, in cells, to the nearest border with another tile; 0 is next to it."""
+    box, far = partition.box(tile), max(partition.extent, default=0)
+    nearest = np.full(box.shape, far)
+    for axis, (lo, hi) in enumerate(box.axes()):
+        cells = np.arange(lo, max(lo, hi))
+        before = cells - lo if lo > 0 else np.full(len(cells), far)
+        after = hi - 1 - cells if hi < partition.extent[axis] else np.full(len(cells), far)
+        shape = [-1 if a == axis else 1 for a in range(box.ndim)]
+        nearest = np.minimum(nearest, np.minimum(before, after).reshape(shape))
+    return np.where(nearest == far, 0, nearest) if partition.tiles == 1 else nearest
+
+
+def plot(found: dict[str, dict[str, Profile]], file: Path) -> bool:
+    """Write the profiles of all schemes, a row for each, outputs left and gradients right; False without matplotlib."""
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2.6 * len(found) + 0.6), layout="constrained")
+    panels = figure.subplots(len(found), 2, squeeze=False)
+    for row, (scheme, layers) in zip(panels, found.items(), strict=True):
+        for axes, kind in zip(row, ("output", "gradient"), strict=True):
+            for name, profile in layers.items():
+                if kind in profile:
+                    axes.semilogy([max(value, 1e-9) for value in profile[kind]], marker=".", label=name)
+            axes.set_title(f"{scheme}: |Δ {kind}|, relative", fontsize=9)
+            axes.set_xlabel("cells to the nearest seam")
+        row[0].legend(fontsize=7)
+    figure.savefig(file, dpi=120)
+    return True

@@ -1,0 +1,82 @@
+"""`neondist bench seams`: how far from the seams a scheme changes outputs and gradients."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import options
+from ..launch import launch
+from ..ranks import attend, job_of, join, must_launch, validated
+from ..virtual import on_virtual_ranks
+from ..virtual import option as virtual_option
+from .schemes import listed, named
+
+if TYPE_CHECKING:
+    from ...comm import Transport
+
+DEFAULT = "tower,tower(fill=reflect),halo_oneway,quantised(bits=8)"
+
+
+def add(benches: Any) -> None:
+    """Say what can be typed."""
+    one = benches.add_parser("seams", help="errors of schemes by the distance to the seam", allow_abbrev=False)
+    options.experiment(one)
+    virtual_option(one)
+    one.add_argument("--schemes", default=DEFAULT, metavar="A,B(x=1),...", help=f"which ones (default {DEFAULT})")
+    one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-seams)")
+    one.set_defaults(command=seams)
+
+
+def seams(arguments: argparse.Namespace) -> int:
+    """Compare every scheme with the exact exchange on one batch, with first weights."""
+    if arguments.virtual is not None:
+        return on_virtual_ranks(arguments, lambda world: _measure(arguments, world))
+    job = job_of(arguments)
+    if must_launch(arguments, job):
+        from ...comm import SingleTransport
+
+        _prepare(arguments, arguments.ranks, SingleTransport())
+        return launch(arguments)
+    return _measure(arguments, join(job))
+
+
+def _measure(arguments: argparse.Namespace, world: Transport) -> int:
+    def work(runs: dict[str, argparse.Namespace]) -> int:
+        from ...bench.seams import plot, seam_error
+
+        folder = Path(arguments.output or Path("runs") / f"{Path(arguments.file).stem}-seams")
+        found = {}
+        for text, run in runs.items():
+            pair = [validated(each, world.size, world) for each in (named(arguments, "halo", 1), run)]
+            dataset, grid = pair[0].dataset, pair[0].open_grid(world)
+            dataset.open(grid)
+            for experiment in pair:
+                experiment.model.build(dataset.sample_shape, experiment.batch_size, grid)
+            batches = [np.arange(pair[0].batch_size) % len(dataset.train) + shift for shift in (1, 0)]
+            lo, hi = grid.sample_range(pair[0].batch_size)
+            images = [dataset.train.images(b[lo:hi] % len(dataset.train), pair[0].model.dtype) for b in batches]
+            found[text] = seam_error(pair[0].model, pair[1].model, images)
+        if world.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "seams.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            plot(found, folder / "seams.png")
+            for text, layers in found.items():
+                for name, kinds in layers.items():
+                    told = "  ".join(f"{kind} {' '.join(f'{v:.1e}' for v in kinds[kind][:6])}" for kind in kinds)
+                    print(f"{text}  {name}  {told}")
+            print("written:", *(f"  {file}" for file in sorted(folder.glob("*"))), sep="\n")
+        return 0
+
+    return attend(world, lambda: _prepare(arguments, world.size, world), work)
+
+
+def _prepare(arguments: argparse.Namespace, ranks: int, world: Transport) -> dict[str, argparse.Namespace]:
+    runs = {text: named(arguments, text, 1) for text in listed(arguments)}
+    for run in runs.values():
+        validated(run, ranks, world)
+    return runs

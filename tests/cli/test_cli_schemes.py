@@ -1,0 +1,101 @@
+"""`neondist bench schemes` and `neondist run --virtual`, in this process."""
+
+import json
+
+import pytest
+
+from neondist.bench.schemes import summaries
+from neondist.cli import main
+
+FILE = """\
+!FitExperiment
+dataset: !Synthetic {shape: [10, 9, 1], train: 12, test: 6, classes: 4}
+model: !ConvnetDist
+  layers:
+    - !ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, activation: !RectLin {}}
+    - !MaxPoolingLayerDist {kernel_size: 2}
+    - !FCLayerDist {out_features: 4}
+batch_size: 4
+backend: numpy
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID", "NEONDIST_LAUNCHED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(FILE)
+    return tmp_path
+
+
+def results(folder):
+    return [json.loads(line) for line in (folder / "runs/small-schemes/results.jsonl").read_text().splitlines()]
+
+
+def bench(*words):
+    return main(["bench", "schemes", "small.yaml", "--virtual", "4", "--epochs", "1", *words])
+
+
+def test_every_scheme_and_seed_has_a_result(folder, capsys):
+    assert bench("--schemes", "halo,tower(fill=reflect), every(j=2, between=zeros)", "--seeds", "2") == 0
+    rows = results(folder)
+    assert [(row["scheme"], row["seed"]) for row in rows] == [
+        (scheme, seed) for seed in (1, 2) for scheme in ("halo", "tower(fill=reflect)", "every(j=2, between=zeros)")
+    ]
+    sent = {row["scheme"]: row["bytes_per_step"] for row in rows}
+    assert sent["halo"] > sent["every(j=2, between=zeros)"] > sent["tower(fill=reflect)"] == 0
+    assert {row["exact"] for row in rows if row["scheme"] == "halo"} == {True}
+    table = (folder / "runs/small-schemes/schemes.md").read_text()
+    assert "`tower(fill=reflect)` | no |" in table
+    assert "schemes.md" in capsys.readouterr().out
+
+
+def test_it_resumes_where_it_stopped(folder):
+    bench("--schemes", "halo")
+    file = folder / "runs/small-schemes/results.jsonl"
+    first = file.read_text()
+    file.write_text(first + '{"key": "unfinis')
+    (done,) = [json.loads(first)]
+    bench("--schemes", "halo,tower")
+    assert file.read_text().count('"scheme": "halo"') == 1
+    assert done["key"] in file.read_text()
+    bench("--schemes", "halo", "--set", "batch_size=6")  # another experiment is another run
+    assert file.read_text().count('"scheme": "halo"') == 2
+
+
+def test_the_front():
+    def row(scheme, error, sent):
+        return {
+            "scheme": scheme, "seed": 1, "exact": True, "valid_error": error, "valid_loss": 0.0,
+            "bytes_per_step": sent, "seconds_per_epoch": 1.0,
+        }  # fmt: skip
+
+    rows = [row("halo", 0.1, 100), row("tower", 0.3, 0), row("stale", 0.2, 100), row("quantised", 0.1, 25)]
+    assert {r["scheme"]: r["front"] for r in summaries(rows)} == {
+        "halo": False, "tower": True, "stale": False, "quantised": True
+    }  # fmt: skip
+
+
+def test_virtual_ranks_train_like_one_process(folder):
+    for name, words in {"one": [], "many": ["--virtual", "6"]}.items():
+        assert main(["run", "small.yaml", "--set", "dtype=float64", *words, "--output", name]) == 0
+    one, many = (json.loads((folder / name / "metrics.jsonl").read_text()) for name in ("one", "many"))
+    assert many["valid_loss"] == pytest.approx(one["valid_loss"], rel=1e-10)
+    assert many["bytes_sent"] > one["bytes_sent"] == 0
+    assert (folder / "many/ledger.jsonl").read_text().count("\n") > 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", "halo,towr"], "did you mean 'tower'"),
+        (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", ","], "--schemes: names none"),
+        (["run", "small.yaml", "--virtual", "2", "-n", "2"], "--virtual runs all ranks in this process"),
+        (["run", "small.yaml", "--virtual", "5", "--set", "grid.rows=2"], "does not make 5 ranks"),
+    ],
+)
+def test_mistakes_are_told_once(words, said, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err.count(said) == 1

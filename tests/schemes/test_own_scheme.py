@@ -1,0 +1,19 @@
+"""The example of a scheme, and how small the schemes are."""
+
+import runpy
+from pathlib import Path
+
+import neondist as nd
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_example(capsys):
+    runpy.run_path(str(ROOT / "examples" / "own_scheme.py"), run_name="__main__")
+    assert "instead of" in capsys.readouterr().out
+
+
+def test_adding_a_scheme_takes_one_file_of_sixty_lines():
+    whole = (ROOT / "examples" / "own_scheme.py").read_text().split("# begin scheme\n")[1].split("# end scheme")[0]
+    assert len(whole.splitlines()) <= 60
+    assert nd.Scheme.__doc__
