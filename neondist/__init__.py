@@ -76,7 +76,7 @@ from .layers import (
 from .metrics import LogLoss, Metric, Misclassification, TopK
 from .models import GB, MLP, Convnet, ConvnetDist, DistModel, GBDist, MLPDist, Model, distribute
 from .optim import SGD, Adam, CosineDecay, Optimizer, StepDecay
-from .schemes import DeepHalo, Every, Halo, HaloOneway, OverlapTile, Quantised, Scheme, Stale, Tower
+from .schemes import Auto, DeepHalo, Every, Halo, HaloOneway, OverlapTile, Quantised, Scheme, Stale, Tower
 from .session import DebugHalo, FitExperiment, Hook, fit, pretrain
 from .version import __version__
 
@@ -90,6 +90,7 @@ __all__ = [
     "ActivationLayer",
     "ActivationLayerDist",
     "Adam",
+    "Auto",
     "AvgPoolingLayer",
     "AvgPoolingLayerDist",
     "BatchNormLayer",

@@ -60,7 +60,7 @@ def bench_step(
     clock, model, dataset = Clock(), experiment.model, experiment.dataset
     empty = memory.resident()
     clock.watch_messages(grid)
-    dataset.open(grid)
+    dataset.open(model.reading_grid(dataset.sample_shape, grid))
     batch = np.arange(experiment.batch_size) % len(dataset.train)
     lo, hi = grid.sample_range(len(batch))
     x, targets = dataset.train.images(batch[lo:hi], model.dtype), dataset.train.targets(batch)

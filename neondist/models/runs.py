@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any, TypeAlias
 
 from ..arrays import GlobalArray, PaddedArray
 from ..errors import ConfigError
 from ..geometry import GridShape, Partition, Window, sources
 from ..layers import Layer, Node
+from .planner import best_cuts, can_follow, run_seconds
 
 Shape = tuple[int, ...]
 Links: TypeAlias = Sequence[tuple[Node, Shape]]
@@ -42,7 +44,9 @@ def _runs(links: Links, grid: GridShape, first: bool) -> Iterator[Links]:
         end, wide = _end(links, at, layer, grid), layer.scheme.reads_wide
         if wide and (not first or any(_blocks(node, shape, grid) for node, shape in links[:at])):
             raise _refused(layer, "reads the image wide, so it is for the first layers of a model alone")
-        if wide or end > at:
+        if layer.scheme.figures is not None:
+            yield from _planned(layer.scheme.figures, links[at : end + 1], grid)
+        elif wide or end > at:
             yield links[0 if wide else at : end + 1]
         at = end + 1
 
@@ -59,6 +63,24 @@ def _end(links: Links, at: int, first: Layer, grid: GridShape) -> int:
             break
         end, count = place, count + 1
     return end
+
+
+def _planned(figures: tuple[float, float, float, int], links: Links, grid: GridShape) -> Iterator[Links]:
+    """Yield the runs that a planner makes of layers with one scheme."""
+    places = [at for at, (node, shape) in enumerate(links) if _single(node, shape, grid) is not None]
+    fits = [can_follow(links[at][0].leaves[0], links[at][1]) for at in places]
+
+    def cost(first: int, last: int) -> float:
+        if last > first and not (all(fits[first : last + 1])):
+            return inf
+        run = links[places[first] : places[last] + 1]
+        regions = _regions(run, grid) if last > first else {}
+        layers = [(node.leaves[0], shape, regions.get(id(node.leaves[0]), (None, None))) for node, shape in run]
+        return run_seconds(figures, layers, grid)
+
+    for first, last in best_cuts(cost, len(places)):
+        if last > first:
+            yield links[places[first] : places[last] + 1]
 
 
 def _single(node: Node, shape: Shape, grid: GridShape) -> Layer | None:

@@ -3,6 +3,7 @@
 base: what a scheme says of itself. names: schemes as text.
 """
 
+from .auto import Auto
 from .base import Scheme
 from .deep_halo import DeepHalo
 from .every import Every
@@ -15,6 +16,7 @@ from .stale import Stale
 from .tower import Tower
 
 __all__ = [
+    "Auto",
     "DeepHalo",
     "Every",
     "Halo",

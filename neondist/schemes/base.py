@@ -25,6 +25,8 @@ class Scheme(Registered, ABC):
     exact = False
     #: how many layers with windows make a run that computes cells of other tiles; 1: there are no runs
     run = 1
+    #: latency, bandwidth, speed and samples, from which a planner chooses the runs; None: they are as long as `run`
+    figures: tuple[float, float, float, int] | None = None
     #: whether tiles of the image are read with all that they depend on
     reads_wide = False
     #: how layers that normalise over the whole image add up, where they are in a run: None refuses them

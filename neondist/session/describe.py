@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..geometry import Box, GridShape
+from ..schemes import scheme_text
 from .costing import LayerCosts, layer_costs, planned_memory
 from .validate import validate
 
@@ -93,6 +94,8 @@ def _head(experiment: FitExperiment, shape: GridShape) -> str:
 
 
 def _shapes(plans: Sequence[LayerPlan]) -> list[Column]:
+    schemes = [scheme_text(p.scheme) if p.window is not None or p.reverse else "-" for p in plans]
+    plain = all(text in ("halo", "-") for text in schemes)
     views = [_spread(p.views, p.input_shape[-1]) if p.window is not None else "-" for p in plans]
     return [
         Column("layer", [p.name for p in plans], "total", right=False),
@@ -100,6 +103,7 @@ def _shapes(plans: Sequence[LayerPlan]) -> list[Column]:
         Column("output", [_by(p.output_shape) for p in plans], right=False),
         Column("tile", [_spread(p.tiles, p.output_shape[-1]) for p in plans], right=False),
         Column("view", views, right=False),
+        *([] if plain else [Column("scheme", schemes, right=False)]),
     ]
 
 

@@ -65,6 +65,13 @@ def test_it_resumes_where_it_stopped(folder):
     assert file.read_text().count('"scheme": "halo"') == 2
 
 
+def test_seams(folder, capsys):
+    assert main(["bench", "seams", "small.yaml", "--virtual", "4", "--schemes", "tower,halo_oneway"]) == 0
+    found = json.loads((folder / "runs/small-seams/seams.json").read_text())
+    assert found["tower"]["conv1"]["output"][0] > 0 == max(found["halo_oneway"]["conv1"]["output"])
+    assert "seams.json" in capsys.readouterr().out
+
+
 def test_the_front():
     def row(scheme, error, sent):
         return {
@@ -92,6 +99,7 @@ def test_virtual_ranks_train_like_one_process(folder):
     [
         (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", "halo,towr"], "did you mean 'tower'"),
         (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", ","], "--schemes: names none"),
+        (["bench", "seams", "small.yaml", "--virtual", "2", "--schemes", "deep_halo"], "name approximate schemes"),
         (["run", "small.yaml", "--virtual", "2", "-n", "2"], "--virtual runs all ranks in this process"),
         (["run", "small.yaml", "--virtual", "5", "--set", "grid.rows=2"], "does not make 5 ranks"),
     ],

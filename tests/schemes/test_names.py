@@ -75,3 +75,12 @@ def test_mistakes_in_yaml_name_the_line(tmp_path, model, layer, words):
     (tmp_path / "a.yaml").write_text(FILE % (model, layer))
     with pytest.raises(ConfigError, match=words):
         load_experiment(tmp_path / "a.yaml")
+
+
+def test_check_shows_the_schemes_where_they_are_not_all_halo(tmp_path, capsys):
+    from neondist.cli import main
+
+    for scheme, shown in (("halo", 0), ("tower(fill=reflect)", 1)):
+        (tmp_path / "a.yaml").write_text(FILE % ("halo", scheme))
+        assert main(["check", str(tmp_path / "a.yaml"), "-n", "4"]) == 0
+        assert capsys.readouterr().out.count("tower(fill=reflect)") == shown

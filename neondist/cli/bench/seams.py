@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...errors import ConfigError
 from .. import options
 from ..launch import launch
 from ..ranks import attend, job_of, join, must_launch, validated
@@ -77,6 +78,9 @@ def _measure(arguments: argparse.Namespace, world: Transport) -> int:
 
 def _prepare(arguments: argparse.Namespace, ranks: int, world: Transport) -> dict[str, argparse.Namespace]:
     runs = {text: named(arguments, text, 1) for text in listed(arguments)}
-    for run in runs.values():
-        validated(run, ranks, world)
+    for text, run in runs.items():
+        if validated(run, ranks, world).model.scheme.run > 1:
+            raise ConfigError(
+                f"--schemes {text}: its tiles overlap and its numbers are exact; name approximate schemes"
+            )
     return runs
