@@ -10,7 +10,7 @@ import numpy as np
 from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
 from ..errors import ShapeError
-from ..geometry import Box, HaloPlan, Partition, Window
+from ..geometry import HaloPlan, Partition, Window
 from .border import Border
 from .frame import Frame, Rooms
 

@@ -11,7 +11,7 @@ BENCHES = (step, halo, scaling, schemes, seams, model)
 
 def add(commands: Any) -> None:
     """Add the command and everything below it."""
-    group = commands.add_parser("bench", help="measure steps, halo exchanges, scaling and border schemes; predict steps")
+    group = commands.add_parser("bench", help="measure steps, halo exchanges, scaling and schemes; predict steps")
     benches = group.add_subparsers(required=True, metavar="WHAT")
     for bench in BENCHES:
         bench.add(benches)
