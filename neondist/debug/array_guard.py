@@ -88,8 +88,10 @@ class ArrayGuard:
 
 
 def _begin_anew(array: PaddedArray, samples: int) -> None:
-    """Mark all cells of the buffer but the own ones, which may lie there already."""
+    """Mark what has to be filled: all cells but the own ones, which may lie there already, and constant padding."""
     frame = array.frame(samples)
     tile = frame.tile.copy()
     mark(frame.buffer)
+    for cells in frame.outside:  # filled once for all
+        cells.fill(frame.plan.window.fill)
     frame.tile[...] = tile
