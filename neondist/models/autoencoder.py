@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -182,9 +183,22 @@ class EachAlone:
         return 2 * self.z * dsquares
 
 
-def words_sent(layer: LayerPlan, pool: LayerPlan | None) -> list[int]:
-    """Return the numbers that each tile sends for one sample in a pretraining step of a stage on the first input."""
-    words = [2 * sent + received for sent, received in zip(layer.sent_words, layer.received_words, strict=True)]
-    if pool is None:
-        return words
-    return [n + a + b for n, a, b in zip(words, pool.sent_words, pool.received_words, strict=True)]
+def words_sent(plans: Sequence[LayerPlan], at: int, pooled: bool) -> list[int]:
+    """Return the numbers that each tile sends for one sample when a stage is pretrained, with exact halos.
+
+    Parameters
+    ----------
+    plans : sequence of LayerPlan
+        Of all single layers.
+    at : int
+        The place of the stage's filters among them.
+    pooled : bool
+        Whether the next layer pools their squares.
+    """
+    layer = plans[at]
+    words = [2 * there + back for there, back in zip(layer.sent_words, layer.received_words, strict=True)]
+    for plan in plans[:at]:  # the layers before give the input
+        words = [n + there for n, there in zip(words, plan.sent_words, strict=True)]
+    for plan in plans[at + 1 : at + 1 + pooled]:
+        words = [n + a + b for n, a, b in zip(words, plan.sent_words, plan.received_words, strict=True)]
+    return words

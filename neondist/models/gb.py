@@ -13,9 +13,10 @@ from ..layers import Sequential as Chain
 from ..optim import Adam, Optimizer
 from ..optim.ranges import flag, integer, real
 from ..schemes import Scheme
-from .autoencoder import Autoencoder
+from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
 from .part import Part
+from .plan import LayerPlan
 
 
 class GB(Convnet):
@@ -95,6 +96,15 @@ class GB(Convnet):
         inside = self.top.leaves
         self.top_part = Part(self._built(), lambda layer, _: layer in inside)
         self.top_alone, self._phase_start = False, 0
+
+    def pretraining_words(self, plans: Sequence[LayerPlan]) -> dict[str, list[int]]:
+        """Return, for each stage, the numbers that each tile sends for a sample in a step of pretraining."""
+        found = {}
+        for index in self.starts if self.num_pretrain_epochs else ():
+            name = str(self.layers[index].name)
+            pooled = any(layer.pools_squares for layer in self.layers[index + 1 : index + 2])
+            found[name] = words_sent(plans, [plan.name for plan in plans].index(name), pooled)
+        return found
 
     def begin_epoch(self, epoch: int, steps: int) -> None:
         """Find out what the epoch trains; the optimiser starts anew when that changes."""

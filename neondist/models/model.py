@@ -203,6 +203,10 @@ class Model(Registered):
             return float("nan")
         return float(loss[0] * scale)
 
+    def pretraining_words(self, plans: Sequence[LayerPlan]) -> dict[str, list[int]]:
+        """Return, for each of `stages`, the numbers that each tile sends for a sample in a step of pretraining."""
+        return {}
+
     def begin_epoch(self, epoch: int, steps: int) -> None:
         """Take note that an epoch of so many steps begins, or goes on after a resume; `epoch` counts from 0."""
 

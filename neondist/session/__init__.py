@@ -15,6 +15,7 @@ from .hooks import Hook
 from .pretrain import pretrain
 from .progress import ProgressBar
 from .run import Run, Stop
+from .stage_pictures import StagePictures
 from .stopping import StopOnSignal
 from .time_limit import TimeLimit
 from .train import RunResult
@@ -27,6 +28,7 @@ __all__ = [
     "ProgressBar",
     "Run",
     "RunResult",
+    "StagePictures",
     "Stop",
     "StopOnSignal",
     "TimeLimit",

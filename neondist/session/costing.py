@@ -73,6 +73,15 @@ def planned_memory(model: Model, plans: list[LayerPlan], batch_size: int, grid: 
     return max(pack(spans(model.leaves, numbers))[1] for numbers in tiles) * samples * model.dtype.itemsize
 
 
+def pretraining_bytes(
+    model: Model, plans: list[LayerPlan], batch_size: int, grid: GridShape
+) -> list[tuple[str, int, int]]:
+    """Return each stage's name, and what the busiest rank and all ranks send in a step of its pretraining."""
+    found, most = model.pretraining_words(plans), split(batch_size, grid.replicas, 0)[1]
+    size = model.dtype.itemsize
+    return [(name, max(words) * most * size, sum(words) * batch_size * size) for name, words in found.items()]
+
+
 def sent_bytes(plan: LayerPlan, samples: int, itemsize: int, home: bool = True) -> list[float]:
     """Return the bytes of halos that each tile sends in a training step, by its scheme's formula.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..geometry import Box, GridShape
 from ..schemes import scheme_text
-from .costing import LayerCosts, layer_costs, planned_memory
+from .costing import LayerCosts, layer_costs, planned_memory, pretraining_bytes
 from .validate import validate
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ halo: cells of the view that other ranks own, per sample; the most of any rank
 sent: halo bytes of a training step, both ways; by the busiest rank, and by all
 memory: view and its gradient, parameters, optimiser of the fullest rank; a layer
 writes its outputs into the next one's view"""
+KEPT_HEAD = "on a rank"
+KEPT = f"\n{KEPT_HEAD}: parameters of the fullest rank, where each keeps those of its own tile"
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,16 @@ def describe(experiment: FitExperiment, ranks: int = 1) -> Any:
     shape, plans = validate(experiment, ranks)
     costs = layer_costs(experiment.model, plans, experiment.batch_size, shape)
     table = LayerTable([*_shapes(plans), *_costs(plans, costs)], left=5)
-    head = _head(experiment, shape)
+    head, legend = _head(experiment, shape), LEGEND + (KEPT if any(c.head == KEPT_HEAD for c in table.columns) else "")
     planned = planned_memory(experiment.model, plans, experiment.batch_size, shape)
-    peak = f"planned peak: {_size(planned)} for views and gradients, which share memory, on the fullest rank"
-    return Group(Text(head, style="bold"), Text(), table, Text(), Text(peak), Text(), Text(LEGEND, style="dim"))
+    notes = [
+        f"planned peak: {_size(planned)} for views and gradients, which share memory, on the fullest rank",
+        *(
+            f"a step of pretraining '{name}' sends {_size(most)} (the busiest rank), {_size(total)} (all)"
+            for name, most, total in pretraining_bytes(experiment.model, plans, experiment.batch_size, shape)
+        ),
+    ]
+    return Group(Text(head, style="bold"), Text(), table, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
 def _head(experiment: FitExperiment, shape: GridShape) -> str:
@@ -110,11 +118,13 @@ def _shapes(plans: Sequence[LayerPlan]) -> list[Column]:
 def _costs(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> list[Column]:
     total = sum(costs, LayerCosts())
     halo = [f"{max(p.halo_cells):,}" if any(p.halo_cells) else "-" for p in plans]
+    kept = Column(KEPT_HEAD, [f"{max(p.held):,}" for p in plans], f"{sum(max(p.held) for p in plans):,}")
     return [
         Column("halo", halo),
         Column("sent, most", [_size(c.sent_most) for c in costs], _size(total.sent_most)),
         Column("sent, all", [_size(c.sent_all) for c in costs], _size(total.sent_all)),
         Column("parameters", [f"{c.parameters:,}" for c in costs], f"{total.parameters:,}"),
+        *([kept] if any(max(p.held) < p.parameters for p in plans) else []),
         Column("memory", [_size(c.memory) for c in costs], _size(total.memory)),
     ]
 

@@ -18,7 +18,7 @@ def draw_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> None:
 
 
 def draw_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title: str) -> None:
-    """Write blocks by (row, column): each holds pictures (h, w, C, n), each in its own scale around 0."""
+    """Write blocks by (row, column): each holds pictures (h, w, C, n) in one scale around 0."""
     rows = sorted({place[0] for place in blocks})
     lines = []
     for row in rows:
@@ -29,7 +29,7 @@ def draw_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title:
 
 def _block(pictures: np.ndarray) -> np.ndarray:
     """Return n pictures in a block that is as square as can be."""
-    each = [_scaled(p, np.abs(p).max(initial=0)) for p in np.moveaxis(pictures, -1, 0)]
+    each = [_scaled(p, np.abs(pictures).max(initial=0)) for p in np.moveaxis(pictures, -1, 0)]
     wide = -(-len(each) // max(1, int(len(each) ** 0.5)))
     each += [np.ones_like(each[0])] * (-len(each) % wide)
     return np.concatenate([_stack(each[at : at + wide], 1) for at in range(0, len(each), wide)])

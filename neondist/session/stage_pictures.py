@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,9 +99,8 @@ def stimuli(stage: Autoencoder, test: Split) -> np.ndarray:
     """Return the optimal stimuli (units, h, w, C) of units spread over the stage's output; collective."""
     model = stage.model
     *extent, channels = Sequential(model.layers[: stage.end]).output_shape_for(model.input_shape)
-    at = np.arange(UNITS)
-    cells = [(at * step % n) for step, n in zip((7, 11), extent, strict=True)]
-    units = [(*map(int, cell), int(i % channels)) for i, cell in zip(at, np.transpose(cells), strict=True)]
+    cells = [np.unravel_index(i * prod(extent) // UNITS, extent) for i in range(UNITS)]
+    units = [(*map(int, cell), i % channels) for i, cell in enumerate(cells)]
     images = test.images(np.arange(min(SAMPLES, len(test))), stage.dtype)
     squares = np.array([np.sum(images * images, dtype=np.float64)])
     model.grid.tiles.allreduce(squares)

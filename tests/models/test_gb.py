@@ -10,7 +10,6 @@ from support import worst
 import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import ConfigError
-from neondist.models.autoencoder import words_sent
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (4, 1, 2), (6, 1, 2), (6, 2, 3), (12, 1, 4)]
 ROWS = {1: (1, 1), 4: (2, 2), 6: (3, 2)}
@@ -91,21 +90,23 @@ def test_a_step_sends_what_the_formula_says_and_no_weights(kind):
     def job(comm):
         grid = nd.ProcessGrid(comm)
         own, x = built(kind, grid, batch)
-        stage, sums = own.stages[0], []
+        sums, sent = [], {}
         for group in (grid.world, grid.tiles):
             group.allreduce = lambda a, add=group.allreduce: (sums.append(a.size), add(a))
-        before = own.bytes_sent
-        stage.begin_epoch(0, 1)
-        stage.train_batch(x, None, batch)
-        return own.bytes_sent - before, sums, stage.layer.params["weights"].size
+        for stage in own.stages:
+            before = own.bytes_sent
+            stage.begin_epoch(0, 1)
+            stage.train_batch(x, None, batch)
+            sent[stage.name] = own.bytes_sent - before
+        return sent, sums, own.layers[0].params["weights"].size
 
     for ranks in (1, 4, 6):
         plans = model.plan(SHAPE, nd.GridShape(1, *ROWS[ranks]))
-        formula = [8 * batch * words for words in words_sent(plans[0], plans[1])]
-        assert sum(formula) > 0 or ranks == 1
+        formula = model.pretraining_words(plans)
+        assert all(sum(words) > 0 for words in formula.values()) or ranks == 1
         for tile, (sent, sums, size) in enumerate(loopback.run(ranks, job)):
-            assert sent == formula[tile]
-            assert sums == ([17, size] if kind == "blocks" else [17])  # cost and notices; shared weights alone
+            assert sent == {name: 8 * batch * words[tile] for name, words in formula.items()}
+            assert sums == ([17, size, 17] if kind == "blocks" else [17, 17])  # cost, notices; shared weights
 
 
 def test_each_rank_keeps_its_part_of_the_filters():
