@@ -12,7 +12,7 @@ from neondist.comm import loopback
 GRIDS = [(p, 1, r) for p in (1, 2, 3, 4, 6, 9) for r in range(1, p + 1) if p % r == 0]
 GRIDS += [(2, 2, 1), (4, 2, 2), (6, 3, 1), (8, 2, 2), (12, 2, 3), (6, 6, 1)]
 CASES = [(grid, "numpy") for grid in GRIDS]
-CASES += [(grid, name) for grid in [(1, 1, 1), (4, 2, 2), (9, 1, 3)] for name in KERNELS if name != "numpy"]
+CASES += [(grid, name) for grid in [(1, 1, 1), (4, 2, 2), (9, 1, 3)] for name in KERNELS[-1:] if name != "numpy"]
 
 
 @pytest.fixture(scope="module", params=KINDS)

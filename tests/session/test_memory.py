@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = """
+SCRIPT = r"""
 import os, sys
 import neondist as nd
 from neondist.comm import loopback
@@ -24,7 +24,8 @@ class Growth(Hook):
             self.before = resident()
 
     def after_run(self, run):
-        print(f"rank {run.grid.rank}: {run.step} steps, {resident() - self.before:.2f} MB more")
+        # one write: two threads print
+        sys.stdout.write(f"rank {run.grid.rank}: {run.step} steps, {resident() - self.before:.2f} MB more\n")
 
 def rank(transport):
     layers = [

@@ -132,12 +132,14 @@ def test_every_rank_learns_that_the_checkpoint_cannot_be_written(tmp_path):
     class Spoil(Hook):
         def after_step(self, run):
             if run.first_rank and run.step == 5:
+                before.append((tmp_path / "checkpoint.h5").read_bytes())
                 (tmp_path / "checkpoint.h5.partial").mkdir()
 
+    before = []
     errors = outcomes(2, lambda t: experiment(1).run(ProcessGrid(t), tmp_path, hooks=[Spoil()]))
     assert [type(error) for error in errors] == [OutputError] * 2
     assert "checkpoint.h5: the checkpoint cannot be written (Is a directory)" in str(errors[1])
-    assert not (tmp_path / "checkpoint.h5").exists()
+    assert (tmp_path / "checkpoint.h5").read_bytes() == before[0]
 
 
 def test_hooks_are_called_on_every_rank():
