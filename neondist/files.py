@@ -17,11 +17,12 @@ def write_text(path: Path, text: str) -> None:
     finish(path)
 
 
-def finish(path: Path) -> None:
-    """Give the partial file its name, once its content is on the disk."""
-    with partial(path).open("rb+") as file:
+def finish(path: Path, part: Path | None = None) -> None:
+    """Give the partial file, or `part`, its name, once its content is on the disk."""
+    part = part or partial(path)
+    with part.open("rb+") as file:
         os.fsync(file.fileno())
-    os.replace(partial(path), path)
+    os.replace(part, path)
     if os.name == "posix":  # the folder's entry as well, so that a crash cannot lose the new name
         entry = os.open(path.parent, os.O_RDONLY)
         try:

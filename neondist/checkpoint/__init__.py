@@ -2,14 +2,13 @@
 
 pieces: which rank holds which part of an array. stream: parts to rank 0 and back, in blocks, so that no rank holds a
 cut array whole. seal: the checksum over the file. write, read: the HDF5 file. keep: older files beside the newest.
-weights: a file's weights alone. sturdy: what HDF5 writes to, so that a full disk does no harm.
+weights: a file's weights alone.
 """
 
 from .keep import kept_files
 from .pieces import Piece
 from .read import Facts, opened
 from .stream import collect, spread
-from .sturdy import SturdyFile
 from .weights import Taken, take
 from .write import write
 

@@ -15,11 +15,11 @@ import numpy as np
 from ..comm import Transport, agree
 from ..errors import OutputError
 from ..files import finish, partial
+from ..hdf5 import SturdyFile
 from .keep import keep_copies
 from .pieces import Piece, Slices
 from .seal import BLOCK, seal
 from .stream import collect
-from .sturdy import SturdyFile
 
 SPARE = 1 << 16  # bytes that HDF5's own tables may take, beside SPARE_PER_ARRAY for each array
 SPARE_PER_ARRAY = 2048
@@ -79,7 +79,7 @@ class _File:
         needed += SPARE + sum(map(len, texts.values()))
         if (free := shutil.disk_usage(path.parent).free) < needed:
             raise OutputError(_message(path, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB"))
-        self.file = SturdyFile(partial(path), BLOCK)
+        self.file = SturdyFile(partial(path), userblock_size=BLOCK)
         try:
             for name, text in texts.items():
                 self.file.hdf5[name] = np.bytes_(text.encode())

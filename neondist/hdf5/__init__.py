@@ -1,7 +1,7 @@
 """HDF5 files in which damage is found and not believed, and that are written whole or not at all.
 
-text: attributes that are safe to read. writer: a new file under another name until it is complete. sink: where its
-bytes go, also when the disk is full. reader: an open file, with faults as DataError.
+text: attributes that are safe to read. writer: a new file under another name until it is complete. sturdy and
+sink: where bytes go, also when the disk is full. reader: an open file, with faults as DataError.
 
 libhdf5 believes most of what a file says of itself. It keeps checksums of all metadata in files of `VERSION`, and of
 the cells of arrays written with `fletcher32=True`. Text of variable length has none, and one wrong byte there makes
@@ -9,7 +9,8 @@ libhdf5 2.0 search for ever: it is neither written nor read here.
 """
 
 from .reader import faults, open_file
+from .sturdy import SturdyFile
 from .text import SIGNATURE, get_text, plain, put_text
 from .writer import VERSION, NewFile
 
-__all__ = ["SIGNATURE", "VERSION", "NewFile", "faults", "get_text", "open_file", "plain", "put_text"]
+__all__ = ["SIGNATURE", "VERSION", "NewFile", "SturdyFile", "faults", "get_text", "open_file", "plain", "put_text"]

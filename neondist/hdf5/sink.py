@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 class Sink:
@@ -19,55 +20,52 @@ class Sink:
 
     def __init__(self, path: Path) -> None:
         self.error: OSError | None = None
-        self._file = open(path, "x+b", buffering=0)  # noqa: SIM115 (closed by close)
+        self._file = path.open("wb+", buffering=0)
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+    def seek(self, offset: int, whence: int = 0) -> int:
         """Move to a place."""
-        return self._file.seek(offset, whence)
+        return self._attempt(lambda: self._file.seek(offset, whence), offset)
 
     def tell(self) -> int:
         """Return the place."""
-        return self._file.tell()
+        return self._attempt(self._file.tell, 0)
 
     def read(self, count: int = -1) -> bytes:
-        """Return the next bytes."""
-        return self._file.read(count)
+        """Return the next bytes: nothing asks for this, but h5py knows a file by it."""
+        return self._file.read(count) or b""
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill a buffer with the next bytes."""
-        return self._file.readinto(buffer)
+        """Fill a buffer with the next bytes; what was never written is not looked at once there is an error."""
+        self._attempt(lambda: self._file.readinto(buffer), 0)
+        return memoryview(buffer).nbytes
 
     def write(self, data: memoryview) -> int:
         """Write bytes, or remember why they cannot be written."""
-        view = memoryview(data).cast("B")
-        try:
-            left = view if self.error is None else view[:0]
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            self.error = error
-        return len(view)
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        while rest:
+            rest = rest[self._attempt(lambda: self._file.write(rest), len(rest)) :]  # noqa: B023 called at once
+        return size
 
     def truncate(self, size: int) -> int:
         """Set the length, or remember why it cannot be set."""
-        try:
-            if self.error is None:
-                self._file.truncate(size)
-        except OSError as error:
-            self.error = error
-        return size
+        return self._attempt(lambda: self._file.truncate(size), size)
 
     def flush(self) -> None:
         """Nothing is buffered here."""
 
-    def sync(self) -> None:
-        """Wait until all is on the disk."""
-        try:
-            if self.error is None:
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self.error = error
-
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as problem:
+            self.error = self.error or problem
+
+    def _attempt(self, action: Callable[[], Any], otherwise: Any) -> Any:
+        """Return what the action returns; once something has failed, `otherwise`."""
+        if self.error is None:
+            try:
+                return action()
+            except OSError as problem:
+                self.error = problem
+        return otherwise

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .sink import Sink
+from ..files import finish
+from .sturdy import SturdyFile
 
 VERSION = ("v110", "v110")
 """metadata of this version have checksums"""
@@ -42,39 +42,21 @@ class NewFile:
         self.part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
     def __enter__(self) -> NewFile:
-        import h5py
-
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._sink = Sink(self.part)
-        self.file: Any = h5py.File(self._sink, "w", libver=VERSION)
+        self._open = SturdyFile(self.part, libver=VERSION)
+        self.file: Any = self._open.hdf5
         return self
 
     def check(self) -> None:
         """Raise OSError if something could not be written so far: call it now and then in a long block."""
-        if self._sink.error is not None:
-            raise self._sink.error
+        self._open.check()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            self.file.close()
-            self._sink.sync()
-            self._sink.close()
+            self._open.close()
             if error is None:
-                self.check()
-                os.replace(self.part, self.path)
-                _sync_folder(self.path.parent)
+                finish(self.path, self.part)
         finally:
             # gone already if it was renamed; left over only by a failure
             with suppress(OSError):
                 self.part.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write the folder's entry to the disk as well, so that a crash cannot lose the new name."""
-    if os.name != "posix":
-        return
-    entry = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(entry)
-    finally:
-        os.close(entry)

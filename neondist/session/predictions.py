@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint import SturdyFile
 from ..comm import Transport
 from ..errors import OutputError, UserError
 from ..files import finish, partial
+from ..hdf5 import SturdyFile
 from .together import together
 
 

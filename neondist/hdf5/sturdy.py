@@ -1,0 +1,45 @@
+"""Writing HDF5 where the disk may become full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .sink import Sink
+
+
+class SturdyFile:
+    """A new HDF5 file whose writes always succeed as far as HDF5 knows; `close` raises the first error that there was.
+
+    Parameters
+    ----------
+    path : what is there is replaced
+    options : of `h5py.File`
+
+    Attributes
+    ----------
+    hdf5 : h5py.File
+    """
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        import h5py
+
+        self._sink = Sink(path)
+        try:
+            self.hdf5: Any = h5py.File(self._sink, "w", **options)
+        except BaseException:
+            self._sink.close()
+            raise
+
+    def check(self) -> None:
+        """Raise the first error of the disk, if there was one."""
+        if self._sink.error is not None:
+            raise self._sink.error
+
+    def close(self) -> None:
+        """Write what HDF5 still holds, and raise the first error of the disk."""
+        try:
+            self.hdf5.close()
+        finally:
+            self._sink.close()
+        self.check()
