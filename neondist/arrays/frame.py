@@ -40,7 +40,7 @@ class Frame:
         self.own, self.need = self.index(plan.own), self.index(plan.need)
         self.tile, self.view = self.buffer[self.own], self.buffer[self.need]
         self.outside = [self.buffer[self.index(box)] for box in plan.outside]
-        self._fill_outside()
+        self.fill_outside()
         self.shared = rooms[0] is not None
         # own cells are in place already; what wraps around is needed a second time
         self.again = [piece for piece in plan.local if piece.target != piece.source]
@@ -52,7 +52,7 @@ class Frame:
         if tile is not self.tile:
             self.backend.copy(tile, self.tile)
         if self.shared:  # others may have used the memory
-            self._fill_outside()
+            self.fill_outside()
         self.border.carry(self.fetch)
         for piece in self.again:
             self.buffer[self.index(piece.target)] = self.buffer[self.index(piece.source)]
@@ -79,7 +79,8 @@ class Frame:
         """Return the shape of a piece's cells."""
         return (self.samples, *piece.source.shape, self.channels)
 
-    def _fill_outside(self) -> None:
+    def fill_outside(self) -> None:
+        """Put the window's constant into the cells outside the image."""
         for cells in self.outside:
             cells.fill(self.plan.window.fill)
 

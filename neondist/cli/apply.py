@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import options
-from .launch import launch
-from .ranks import attend, job_of, join, loaded, must_launch, validated
+from .experiment import loaded, validated
+from .ranks import on_ranks
 
 if TYPE_CHECKING:
     from ..comm import ProcessGrid, Transport
@@ -45,7 +46,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         if grid.rank == 0:
             print(json.dumps(found))
 
-    return _on_ranks(arguments, lambda world, ranks: validated(arguments, ranks, world), work)
+    return _on_ranks(arguments, partial(validated, arguments), work)
 
 
 def predict(arguments: argparse.Namespace) -> int:
@@ -74,20 +75,9 @@ def _on_ranks(
     work: Callable[[Any, ProcessGrid], None],
 ) -> int:
     """Work on the experiment that `find` returns, here or on ranks that mpirun starts."""
-    from ..comm import ProcessGrid, SingleTransport
 
-    job = job_of(arguments)
-    if must_launch(arguments, job):
-        find(SingleTransport(), arguments.ranks)
-        return launch(arguments)
-    world = join(job)
-
-    def prepare() -> tuple[Any, ProcessGrid]:
-        experiment = find(world, world.size)
-        return experiment, ProcessGrid(world, **(experiment.grid if experiment.dist_flag else {}))
-
-    def do(prepared: tuple[Any, ProcessGrid]) -> int:
-        work(*prepared)
+    def do(world: Transport, experiment: Any) -> int:
+        work(experiment, experiment.open_grid(world))
         return 0
 
-    return attend(world, prepare, do)
+    return on_ranks(arguments, find, do)

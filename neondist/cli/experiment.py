@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from ..config import load_experiment
+from ..config import load_experiment, place
+from ..errors import UserError
 from .modules import import_module
+
+if TYPE_CHECKING:
+    from ..comm import Transport
 
 
 def load(arguments: argparse.Namespace) -> Any:
@@ -16,3 +21,26 @@ def load(arguments: argparse.Namespace) -> Any:
     for module in arguments.modules:
         import_module(module)
     return load_experiment(arguments.file, arguments.settings)
+
+
+def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
+    """Return the experiment once it is right on every rank: file, data and grid; collective."""
+    return loaded(arguments, world, lambda experiment: experiment.validate(ranks))
+
+
+def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any], None] | None = None) -> Any:
+    """Return the experiment of the file, once it passes `check` on every rank; collective."""
+    from ..comm import agree
+
+    experiment: Any = None
+    error: Exception | None = None
+    try:
+        experiment = load(arguments)
+        if check is not None:
+            check(experiment)
+    except UserError as problem:
+        error = place(problem)  # now, because the message travels to the other ranks and its subject does not
+    except Exception as problem:
+        error = problem
+    agree(world, error)
+    return experiment

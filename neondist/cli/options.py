@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 RANKS = "ranks to start with mpirun (default 1); inside an MPI job the job's size is used"
 
@@ -24,6 +25,11 @@ def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS) -> None:
 def ranks(one: argparse.ArgumentParser, text: str = RANKS) -> None:
     """Add -n."""
     one.add_argument("-n", dest="ranks", type=positive, metavar="RANKS", help=text)
+
+
+def folder(arguments: argparse.Namespace, kind: str = "") -> Path:
+    """Return where the command writes: --output, or a folder of runs/ with the file's name and the kind of command."""
+    return Path(arguments.output or Path("runs", Path(arguments.file).stem + (kind and f"-{kind}")))
 
 
 def positive(text: str) -> int:

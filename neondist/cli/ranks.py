@@ -1,26 +1,53 @@
-"""What commands that run on ranks share: joining or starting them, and how an error on one of them ends."""
+"""Where a command's ranks come from: an MPI job, mpirun, threads of this process, or this process alone."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from ..config import place
-from ..errors import LaunchError, RemoteError, UserError
+from ..errors import LaunchError
 from . import leftovers, threads
-from .experiment import load
+from .attend import Prepared, attend
 from .job import Job, detect
-from .launch import ready
+from .launch import launch, ready
 from .orphan import end_with_parent
-from .report import show
+from .virtual import on_virtual_ranks
 
 if TYPE_CHECKING:
     from ..comm import Transport
 
-Prepared = TypeVar("Prepared")
+
+def on_ranks(
+    arguments: argparse.Namespace,
+    prepare: Callable[[Transport, int], Prepared],
+    work: Callable[[Transport, Prepared], int],
+) -> int:
+    """Prepare and work on every rank, and return the exit code.
+
+    The ranks are those of `--virtual`, of the MPI job that this process is in, or of a job that mpirun starts for `-n`.
+
+    Parameters
+    ----------
+    arguments : the command's; `ranks`, and `virtual` where the command has it
+    prepare : function of a transport and of the number of ranks
+        Finds the user's mistakes, alike on every rank; called before mpirun is started as well, in one process.
+    work : function of the transport and of what `prepare` has returned
+    """
+
+    def body(world: Transport) -> int:
+        return attend(world, lambda: prepare(world, world.size), lambda prepared: work(world, prepared))
+
+    if getattr(arguments, "virtual", None) is not None:
+        return on_virtual_ranks(arguments, body)
+    job = job_of(arguments)
+    if _must_launch(arguments, job):
+        from ..comm import SingleTransport
+
+        prepare(SingleTransport(), arguments.ranks)
+        return launch(arguments)
+    return body(_join(job))
 
 
 def job_of(arguments: argparse.Namespace) -> Job | None:
@@ -31,7 +58,7 @@ def job_of(arguments: argparse.Namespace) -> Job | None:
     return job
 
 
-def must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
+def _must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     """Tell whether ranks have to be started; LaunchError if they could not run."""
     if job is not None or (arguments.ranks or 1) == 1:
         return False
@@ -39,7 +66,7 @@ def must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     return True
 
 
-def join(job: Job | None) -> Transport:
+def _join(job: Job | None) -> Transport:
     """Return the ranks of the job; outside of one, this process alone and no MPI."""
     from ..comm import SingleTransport, mpi
 
@@ -56,73 +83,3 @@ def join(job: Job | None) -> Transport:
             " use the mpirun of the library that `neondist doctor` shows, or install mpi4py again for yours"
         )
     return world
-
-
-def validated(arguments: argparse.Namespace, ranks: int, world: Transport) -> Any:
-    """Return the experiment once it is right on every rank: file, data and grid; collective."""
-    return loaded(arguments, world, lambda experiment: experiment.validate(ranks))
-
-
-def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any], None] | None = None) -> Any:
-    """Return the experiment of the file, once it passes `check` on every rank; collective."""
-    from ..comm import agree
-
-    experiment: Any = None
-    error: Exception | None = None
-    try:
-        experiment = load(arguments)
-        if check is not None:
-            check(experiment)
-    except UserError as problem:
-        error = place(problem)  # now, because the message travels to the other ranks and its subject does not
-    except Exception as problem:
-        error = problem
-    agree(world, error)
-    return experiment
-
-
-def attend(world: Transport, prepare: Callable[[], Prepared], work: Callable[[Prepared], int]) -> int:
-    """Prepare, whose mistakes all ranks find alike, then work; return its exit code, or that of an error.
-
-    An error of one rank ends all of them, and one tells.
-    """
-    from ..comm import end_job
-
-    try:
-        prepared = prepare()
-    except RemoteError:  # the rank that failed says why
-        return 1
-    except UserError as error:
-        return _all_know(error, world)
-    try:
-        return work(prepared)
-    except RemoteError:
-        return 1
-    except UserError as error:
-        if getattr(error, "agreed", False):
-            return _all_know(error, world)
-        return _alone(error, world)
-    except BaseException as error:
-        if world.size == 1:
-            raise
-        if isinstance(error, KeyboardInterrupt):
-            world.abort(130)
-        end_job(world, error)
-        return 1
-
-
-def _all_know(error: UserError, world: Transport) -> int:
-    """End a rank of a job whose ranks all have this error: the first one tells."""
-    if world.rank == 0:
-        show(error)
-    return 2
-
-
-def _alone(error: UserError, world: Transport) -> int:
-    """End the job for an error that other ranks may not have; if rank 0 has it too, it is the one that tells."""
-    if world.rank:
-        time.sleep(1)
-    show(error)
-    if world.size > 1:
-        world.abort(2)
-    return 2

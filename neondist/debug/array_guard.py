@@ -92,6 +92,5 @@ def _begin_anew(array: PaddedArray, samples: int) -> None:
     frame = array.frame(samples)
     tile = frame.tile.copy()
     mark(frame.buffer)
-    for cells in frame.outside:  # filled once for all
-        cells.fill(frame.plan.window.fill)
+    frame.fill_outside()  # once for all
     frame.tile[...] = tile

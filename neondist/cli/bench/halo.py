@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from .. import options
-from ..launch import launch
-from ..ranks import attend, job_of, join, must_launch
+from ..ranks import on_ranks
 from .tell import file_option, tell
+
+if TYPE_CHECKING:
+    from ...comm import Transport
 
 
 def add(benches: Any) -> None:
@@ -22,20 +24,16 @@ def add(benches: Any) -> None:
 
 def halo(arguments: argparse.Namespace) -> int:
     """Measure halo exchanges."""
-    job = job_of(arguments)
-    if must_launch(arguments, job):
-        return launch(arguments)
-    world = join(job)
 
-    def check() -> None:
-        if world.size < 2:
+    def check(_: Transport, ranks: int) -> None:
+        if ranks < 2:
             raise ConfigError("bench halo: one rank has no neighbours; give -n 2 or more")
 
-    def work(_: None) -> int:
+    def work(world: Transport, _: None) -> int:
         from ...bench.halo import bench_halo
         from ...bench.tables import halo_table
 
         tell(world, bench_halo(world), halo_table, arguments.json)
         return 0
 
-    return attend(world, check, work)
+    return on_ranks(arguments, check, work)

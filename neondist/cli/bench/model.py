@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, LaunchError
 from .. import options, threads
-from ..experiment import load
-from ..launch import launch
-from ..ranks import attend, job_of, join, must_launch, validated
+from ..experiment import load, validated
+from ..ranks import job_of, on_ranks
 from .scaling import counts, step_of
+
+if TYPE_CHECKING:
+    from ...comm import Transport
 
 
 def add(benches: Any) -> None:
@@ -45,18 +47,14 @@ def span(text: str) -> list[int]:
 
 def calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine."""
-    job, cores = job_of(arguments), threads.cores()
-    if job is None and arguments.ranks is None:
-        arguments.ranks = max(2, cores)
-    if must_launch(arguments, job):
-        return launch(arguments)
-    world = join(job)
+    if job_of(arguments) is None and arguments.ranks is None:
+        arguments.ranks = max(2, threads.cores())
 
-    def check() -> None:
-        if world.size < 2:
+    def check(_: Transport, ranks: int) -> None:
+        if ranks < 2:
             raise ConfigError("bench model calibrate: messages need two ranks; give -n 2 or more")
 
-    def work(_: None) -> int:
+    def work(world: Transport, _: None) -> int:
         from ...bench.model.calibrate import calibrate as measure
         from ...bench.model.machine import write
 
@@ -66,7 +64,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
             print(Path(arguments.output).read_text(encoding="utf-8"), end="")
         return 0
 
-    return attend(world, check, work)
+    return on_ranks(arguments, check, work)
 
 
 def predict(arguments: argparse.Namespace) -> int:
@@ -82,7 +80,7 @@ def predict(arguments: argparse.Namespace) -> int:
         raise LaunchError("bench model predict runs in one process; start it outside of a job, with --ranks, not -n")
     machine = machines.read(Path(arguments.machine))
     asked = sorted({*arguments.counts, *arguments.measure})
-    batch = validated(arguments, 1, SingleTransport()).batch_size
+    batch = validated(arguments, SingleTransport(), 1).batch_size
     with threadpool_limits(1):  # a rank for each core
         rows = model.predict(lambda: load(arguments), asked, machine)
     measured = {count: step_of(arguments, count, batch, steps=5)["fastest_seconds"] for count in arguments.measure}

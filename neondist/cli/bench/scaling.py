@@ -12,7 +12,8 @@ from typing import Any
 
 from ...errors import LaunchError
 from .. import options
-from ..ranks import job_of, validated
+from ..experiment import validated
+from ..ranks import job_of
 
 
 def add(benches: Any) -> None:
@@ -41,8 +42,8 @@ def scaling(arguments: argparse.Namespace) -> int:
     if job_of(arguments) is not None or arguments.ranks is not None:
         raise LaunchError("bench scaling starts MPI jobs itself; start it outside of one, with --ranks instead of -n")
     for count in arguments.counts:
-        batch = validated(arguments, count, SingleTransport()).batch_size
-    folder = Path(arguments.output or Path("runs") / f"{Path(arguments.file).stem}-scaling")
+        batch = validated(arguments, SingleTransport(), count).batch_size
+    folder = options.folder(arguments, "scaling")
     prepare(SingleTransport(), folder)
 
     def measure(count: int) -> dict[str, Any]:

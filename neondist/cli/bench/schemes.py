@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from .. import options
-from ..launch import launch
-from ..ranks import attend, job_of, join, must_launch, validated
-from ..virtual import on_virtual_ranks
+from ..experiment import validated
+from ..ranks import on_ranks
 from ..virtual import option as virtual_option
 
 if TYPE_CHECKING:
@@ -35,36 +33,25 @@ def add(benches: Any) -> None:
 
 def schemes(arguments: argparse.Namespace) -> int:
     """Train with every scheme and seed that has no result yet; then tell all results."""
-    if arguments.virtual is not None:
-        return on_virtual_ranks(arguments, lambda world: _measure(arguments, world))
-    job = job_of(arguments)
-    if must_launch(arguments, job):
-        from ...comm import SingleTransport
 
-        _prepare(arguments, arguments.ranks, SingleTransport())
-        return launch(arguments)
-    return _measure(arguments, join(job))
-
-
-def _measure(arguments: argparse.Namespace, world: Transport) -> int:
-    def work(runs: list[argparse.Namespace]) -> int:
+    def work(world: Transport, runs: list[argparse.Namespace]) -> int:
         from ...bench.schemes import bench_schemes
 
-        folder = Path(arguments.output or Path("runs") / f"{Path(arguments.file).stem}-schemes")
-        table = bench_schemes(world, folder, [(run, partial(validated, run, world.size, world)) for run in runs])
+        folder = options.folder(arguments, "schemes")
+        table = bench_schemes(world, folder, [(run, partial(validated, run, world, world.size)) for run in runs])
         if world.rank == 0:
             print("", table, sep="\n")
             print("written:", *(f"  {file}" for file in sorted(folder.glob("*"))), sep="\n")
         return 0
 
-    return attend(world, lambda: _prepare(arguments, world.size, world), work)
+    return on_ranks(arguments, partial(_prepare, arguments), work)
 
 
-def _prepare(arguments: argparse.Namespace, ranks: int, world: Transport) -> list[argparse.Namespace]:
+def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
     """Return the command of every run, once all of them are right; collective."""
     texts = listed(arguments)
     for text in texts:
-        validated(named(arguments, text, 1), ranks, world)
+        validated(named(arguments, text, 1), world, ranks)
     return [named(arguments, text, seed + 1) for seed in range(arguments.seeds) for text in texts]
 
 

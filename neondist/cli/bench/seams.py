@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...errors import ConfigError
 from .. import options
-from ..launch import launch
-from ..ranks import attend, job_of, join, must_launch, validated
-from ..virtual import on_virtual_ranks
+from ..experiment import validated
+from ..ranks import on_ranks
 from ..virtual import option as virtual_option
 from .schemes import listed, named
 
@@ -35,25 +34,14 @@ def add(benches: Any) -> None:
 
 def seams(arguments: argparse.Namespace) -> int:
     """Compare every scheme with the exact exchange on one batch, with first weights."""
-    if arguments.virtual is not None:
-        return on_virtual_ranks(arguments, lambda world: _measure(arguments, world))
-    job = job_of(arguments)
-    if must_launch(arguments, job):
-        from ...comm import SingleTransport
 
-        _prepare(arguments, arguments.ranks, SingleTransport())
-        return launch(arguments)
-    return _measure(arguments, join(job))
-
-
-def _measure(arguments: argparse.Namespace, world: Transport) -> int:
-    def work(runs: dict[str, argparse.Namespace]) -> int:
+    def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
         from ...bench.seams import plot, seam_error
 
-        folder = Path(arguments.output or Path("runs") / f"{Path(arguments.file).stem}-seams")
+        folder = options.folder(arguments, "seams")
         found = {}
         for text, run in runs.items():
-            pair = [validated(each, world.size, world) for each in (named(arguments, "halo", 1), run)]
+            pair = [validated(each, world, world.size) for each in (named(arguments, "halo", 1), run)]
             dataset, grid = pair[0].dataset, pair[0].open_grid(world)
             dataset.open(grid)
             for experiment in pair:
@@ -73,13 +61,13 @@ def _measure(arguments: argparse.Namespace, world: Transport) -> int:
             print("written:", *(f"  {file}" for file in sorted(folder.glob("*"))), sep="\n")
         return 0
 
-    return attend(world, lambda: _prepare(arguments, world.size, world), work)
+    return on_ranks(arguments, partial(_prepare, arguments), work)
 
 
-def _prepare(arguments: argparse.Namespace, ranks: int, world: Transport) -> dict[str, argparse.Namespace]:
+def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> dict[str, argparse.Namespace]:
     runs = {text: named(arguments, text, 1) for text in listed(arguments)}
     for text, run in runs.items():
-        if validated(run, ranks, world).model.scheme.run > 1:
+        if validated(run, world, ranks).model.scheme.run > 1:
             raise ConfigError(
                 f"--schemes {text}: its tiles overlap and its numbers are exact; name approximate schemes"
             )

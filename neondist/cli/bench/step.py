@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from .. import options, threads
-from ..launch import launch
-from ..ranks import attend, job_of, join, must_launch, validated
+from ..experiment import validated
+from ..job import detect
+from ..ranks import on_ranks
 from .tell import file_option, tell
 
 if TYPE_CHECKING:
@@ -30,29 +32,22 @@ def add(benches: Any) -> None:
 
 def step(arguments: argparse.Namespace) -> int:
     """Measure the training steps of an experiment; 1 if PyTorch's gradients are others."""
-    job = job_of(arguments)
-    if must_launch(arguments, job):
-        from ...comm import SingleTransport
 
-        _prepare(arguments, arguments.ranks, SingleTransport())
-        return launch(arguments)
-    world = join(job)
-    # PyTorch gets what all ranks of this machine have together, which a launcher may have taken from each of them
-    together = threads.cores(os.getppid()) if job is not None else threads.cores()
-
-    def work(experiment: Any) -> int:
+    def work(world: Transport, experiment: Any) -> int:
         from ...bench.step import bench_step
         from ...bench.tables import step_table
 
+        # PyTorch gets what all ranks of this machine have together, which a launcher may have taken from each of them
+        together = threads.cores(os.getppid()) if detect(os.environ) is not None else threads.cores()
         how = (arguments.steps, arguments.against, together, arguments.roofline)
         made = bench_step(experiment, experiment.open_grid(world), *how)
         tell(world, made, step_table, arguments.json)
         return int(not made.get("against", {}).get("agree", True))
 
-    return attend(world, lambda: _prepare(arguments, world.size, world), work)
+    return on_ranks(arguments, partial(_prepare, arguments), work)
 
 
-def _prepare(arguments: argparse.Namespace, ranks: int, world: Transport) -> Any:
+def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     if arguments.against == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError("--against torch: PyTorch is not installed; pip install 'neondist[torch]'")
-    return validated(arguments, ranks, world)
+    return validated(arguments, world, ranks)
