@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from .base import Scheme
 
 
 class Quantised(Scheme):
-    """Cells and gradients travel as integers of few bits, with one scale for each message.
+    """Cells and gradients travel as integers of few bits, with one scale for each message: its largest number.
 
     Parameters
     ----------
@@ -26,41 +25,36 @@ class Quantised(Scheme):
     formula = "each way H bits / 8 bytes and 4 for each message, H = n c (2 O (h + w) + 4 O²) numbers"
 
     def __init__(self, bits: int = 16, feedback: bool = False) -> None:
-        if isinstance(bits, bool) or bits not in (16, 8):
+        if bits not in (16, 8):
             raise ConfigError(f"bits {bits!r}: choose from 16, 8")
         self.bits, self.feedback, self.kind = bits, feedback, np.dtype(f"int{bits}")
 
     def forward(self, way: Way) -> None:
-        """Send rounded cells."""
-        way.place(self._carry(way, way.outgoing()))
+        """Send rounded cells or gradients, and keep what rounding took from gradients."""
+        numbers, memory = [cells.ravel() for cells in way.outgoing()], way.memory
+        if "courier" not in memory:
+            memory["courier"] = way.courier(lambda shape: (self._bytes(int(np.prod(shape))),), np.uint8)
+        if "rest" in memory and way.training:
+            numbers = [new + rest for new, rest in zip(numbers, memory["rest"], strict=True)]
+        messages = [self._pack(each) for each in numbers]
+        if self.feedback and way.training and way.direction == "backward":
+            memory["rest"] = [x - self._unpack(m, x.dtype) for x, m in zip(numbers, messages, strict=True)]
+        memory["courier"].start(messages)
+        way.place([self._unpack(message, way.frame.dtype) for message in memory["courier"].finish()])
 
-    def backward(self, way: Way) -> None:
-        """Send rounded gradients, and keep what rounding took."""
-        gradients = way.outgoing()
-        if self.feedback and way.training:
-            rest = way.memory.get("rest", [0] * len(gradients))
-            gradients = [cells + left for cells, left in zip(gradients, rest, strict=True)]
-            way.memory["rest"] = [g - self._unpack(self._pack(g), g.dtype).reshape(g.shape) for g in gradients]
-        way.place(self._carry(way, gradients))
+    backward = forward
 
     def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
         """Return the bytes of integers and scales."""
         return sum(self._bytes(numbers) for numbers in messages)
 
-    def _carry(self, way: Way, messages: Sequence[Any]) -> list[Any]:
-        if "courier" not in way.memory:
-            way.memory["courier"] = way.courier(lambda shape: (self._bytes(prod(shape)),), np.uint8)
-        way.memory["courier"].start([self._pack(cells) for cells in messages])
-        return [self._unpack(message, way.frame.dtype) for message in way.memory["courier"].finish()]
-
     def _bytes(self, numbers: int) -> int:
         return numbers * self.bits // 8 + 4 if numbers else 0
 
-    def _pack(self, cells: Any) -> Any:
-        """Return bytes: the scale, and each number over it."""
-        scale = np.abs(cells).max(initial=0).astype(np.float32).reshape(1) / np.iinfo(self.kind).max
-        numbers = np.rint(cells.ravel() / np.where(scale > 0, scale, 1)).astype(self.kind)
-        return np.concatenate([scale.view(np.uint8), numbers.view(np.uint8)])[: self._bytes(cells.size)]
+    def _pack(self, numbers: Any) -> Any:
+        scale = np.maximum(np.abs(numbers).max(initial=0) / np.iinfo(self.kind).max, np.finfo("f4").tiny)
+        parts = np.array([scale], "f4"), np.rint(numbers / np.float32(scale)).astype(self.kind)
+        return np.concatenate([part.view(np.uint8) for part in parts])[: self._bytes(numbers.size)]
 
     def _unpack(self, message: Any, dtype: Any) -> Any:
-        return (message[4:].view(self.kind) * message[:4].view(np.float32)).astype(dtype) if len(message) else message
+        return (message[4:].view(self.kind) * message[:4].view("f4")).astype(dtype) if len(message) else message

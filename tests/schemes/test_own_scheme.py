@@ -17,3 +17,5 @@ def test_adding_a_scheme_takes_one_file_of_sixty_lines():
     whole = (ROOT / "examples" / "own_scheme.py").read_text().split("# begin scheme\n")[1].split("# end scheme")[0]
     assert len(whole.splitlines()) <= 60
     assert nd.Scheme.__doc__
+    files = (ROOT / "neondist" / "schemes").glob("*.py")
+    assert {file.name: lines for file in files if (lines := len(file.read_text().splitlines())) > 60} == {}
