@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..backends import Backend, get_backend
-from ..comm import ProcessGrid
+from ..comm import ProcessGrid, Sums, group_of
 from ..errors import ShapeError
 from ..geometry import HaloPlan, Partition, Window
 from .border import Border
@@ -37,6 +37,8 @@ class PaddedArray:
         The same as boxes in the coordinates of the image, and the image's extent.
     border : Border
         How cells of other tiles reach a view: `border.scheme`, default an exact exchange.
+    sums : Sums
+        What was summed over ranks for it.
     rooms : (Room or None, Room or None)
         Where the view and its gradient live; None: in memory of their own.
     bytes_sent : int
@@ -67,7 +69,7 @@ class PaddedArray:
         self.extent, self.channels = self.global_shape[1:-1], self.global_shape[-1]
         if window is not None:
             window.check(self.extent)
-        self.border = Border()
+        self.border, self.sums = Border(), Sums(grid)
         self.rooms: Rooms = (None, None)
         self.cut()
 
@@ -177,15 +179,8 @@ class PaddedArray:
 
         A vector is counted whole on every tile's rank, so nothing is added for it over the tiles.
         """
-        grid = self.grid
-        if replicas:
-            group = grid.world if self.tiled else grid.copies
-        elif self.tiled:
-            group = grid.tiles
-        else:
-            return array
-        group.allreduce(array)
-        return array
+        group = group_of(self.tiled, replicas)
+        return array if group is None else self.sums.over(group, array)
 
     def frame(self, samples: int) -> Frame:
         """Return the buffers for batches of so many samples (of this rank's replica)."""

@@ -1,8 +1,8 @@
 """Ranks and what travels between them.
 
 transport: what a communicator must offer. single, loopback, mpi: one process, P threads, MPI. grid: who holds which
-tile. agree, abort: errors. debug: looks for mistakes. segments: MPI's own files. Importing this package does not start
-MPI.
+tile. sums: sums over ranks, and the books of them. agree, abort: errors. debug: looks for mistakes. segments: MPI's own
+files. Importing this package does not start MPI.
 """
 
 from . import loopback
@@ -11,18 +11,22 @@ from .agree import agree
 from .debug import DebugTransport
 from .grid import ProcessGrid, WideGrid
 from .single import SingleTransport
+from .sums import GROUPS, Sums, group_of
 from .transport import Exchange, Message, Transport
 
 __all__ = [
+    "GROUPS",
     "DebugTransport",
     "Exchange",
     "Message",
     "ProcessGrid",
     "SingleTransport",
+    "Sums",
     "Transport",
     "WideGrid",
     "abort_on_error",
     "agree",
     "end_job",
+    "group_of",
     "loopback",
 ]

@@ -43,6 +43,10 @@ class Cost(Registered, ABC):
         """Return the number of terms per sample in a GLOBAL output of shape `y_shape` (without the batch axis)."""
         return math.prod(y_shape[:-1])
 
+    def sums_for(self, y_shape: tuple[int, ...]) -> int:
+        """Return how many numbers (float64) of a sample `value` and `gradient` give to `total` together."""
+        return 0
+
     def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
         """Raise ShapeError if outputs of the global shape `y_shape` cannot be compared with labels of `classes`.
 

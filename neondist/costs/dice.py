@@ -44,6 +44,10 @@ class Dice(Cost):
         by_p = by_p.astype(y.dtype)
         return p * (by_p - (by_p * p).sum(axis=-1, keepdims=True))
 
+    def sums_for(self, y_shape: tuple[int, ...]) -> int:
+        """Return both sums of each class for the gradient, and one for the value."""
+        return 3 * y_shape[-1]
+
     def cells(self, y_shape: tuple[int, ...]) -> int:
         """Return 1: a sample's cost is one number."""
         return 1

@@ -19,6 +19,7 @@ from .local import LocalFilteringLayer, LocalFilteringLayerDist
 from .lrn import LRNLayer, LRNLayerDist
 from .node import Context, Node, Phase
 from .pooling import MaxPoolingLayer, MaxPoolingLayerDist
+from .sums import LayerSum
 from .upsample import UpsampleLayer, UpsampleLayerDist
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "LRNLayer",
     "LRNLayerDist",
     "Layer",
+    "LayerSum",
     "LocalFilteringLayer",
     "LocalFilteringLayerDist",
     "Logistic",

@@ -22,6 +22,7 @@ from ..registry import Distributed, dist_class
 from ..schemes import Scheme, as_scheme
 from .functions import Activation
 from .node import Context, Node, Phase, Shape
+from .sums import LayerSum
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,10 @@ class Layer(Node):
             )
         return None
 
+    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
+        """Return what is summed over ranks in a training step, the gradients of the weights not counted."""
+        return []
+
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return the trained arrays, by name."""
         return {}
@@ -203,6 +208,7 @@ class Layer(Node):
 
     def bprop(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input, given that of the output."""
+        self.input.sums.direction = "backward"
         if self.activation is not None and not self.direct:
             dy = self.activation.bprop(self.output, dy)
         dview = self.backward(dy)
@@ -213,7 +219,7 @@ class Layer(Node):
         return self.input.get_bprop_view(dview)
 
     def _enter(self, phase: Phase) -> None:
-        self.phase = phase
+        self.phase, self.input.sums.direction = phase, "forward"
         for array in self.arrays:
             array.border.phase = phase
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from ..comm import group_of
 from ..errors import ConfigError
 from ..initializers import Constant
 from .base import Dist, Layer, Parameter, Shape
+from .sums import LayerSum
 
 
 class BatchNormLayer(Layer):
@@ -34,6 +36,12 @@ class BatchNormLayer(Layer):
 
     sums_image = True
 
+    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
+        """Return those of the sums and cells, of the squares, and of the gradients."""
+        group, channels = group_of(len(input_shape) > 1, replicas=True) or "", input_shape[-1]
+        forward, back = (channels + 1, channels), 2 * channels
+        return [*(LayerSum("forward", group, once=n) for n in forward), LayerSum("backward", group, once=back)]
+
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'gamma' and 'beta'."""
         return {"gamma": Parameter(input_shape[-1:], Constant(1.0)), "beta": Parameter(input_shape[-1:])}
@@ -53,6 +61,8 @@ class BatchNormLayer(Layer):
         """Return the gradient through the statistics; fill those of gamma and beta."""
         by_gamma, by_beta = self.kernels.channel_sum(dy * self.normal), self.kernels.channel_sum(dy)
         self.grads["gamma"], self.grads["beta"] = self.share(by_gamma), self.share(by_beta)
+        if not self.needs_input_gradient:
+            return None
         through = self.params["gamma"] * self.scale
         if not self.phase.training:
             return dy * through

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import ShapeError
 from .base import Dist, Layer, Shape
+from .sums import LayerSum
 
 
 class GlobalAvgPoolingLayer(Layer):
@@ -22,6 +23,10 @@ class GlobalAvgPoolingLayer(Layer):
         if len(input_shape) < 2:
             raise ShapeError(f"global average pooling needs an image, but its input has shape {input_shape}")
         return input_shape[-1:]
+
+    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
+        """Return the sum of the channels."""
+        return [LayerSum("forward", "tiles", each=input_shape[-1])]
 
     def forward(self, view: Any) -> Any:
         """Return the means over all tiles."""

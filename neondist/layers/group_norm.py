@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ..comm import group_of
 from ..errors import ConfigError, ShapeError
 from ..initializers import Constant
 from .base import Dist, Layer, Parameter, Shape
+from .sums import LayerSum
 
 
 class SampleNormLayer(Layer):
@@ -37,6 +39,12 @@ class SampleNormLayer(Layer):
         """Return the input's shape."""
         self.groups_for(input_shape)
         return input_shape
+
+    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
+        """Return those of the means, of the variances, and of the gradients."""
+        group, groups = group_of(len(input_shape) > 1, replicas=False), self.groups_for(input_shape)
+        passes = [("forward", groups), ("forward", groups), ("backward", 2 * groups)]
+        return [LayerSum(direction, group, each=numbers) for direction, numbers in passes] if group else []
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'gamma' and 'beta', if any."""

@@ -14,6 +14,7 @@ from ..registry import suggest
 from ..schemes import Scheme
 from .base import Dist, Layer, Shape
 from .lcn_window import Halos, InView, LocalWindow, middle
+from .sums import LayerSum
 
 CHOICES = {"window": ("gaussian", "uniform"), "padding_mode": ("zeros", "reflect"), "halo": ("auto", "twice", "wide")}
 
@@ -90,6 +91,11 @@ class LCNLayer(Layer):
         """Return the halos of the way asked for, or of the one that sends fewer numbers."""
         way = self.local.fewest(input_shape, grid) if self.halo == "auto" else self.halo
         return self.local.ways(input_shape)[way]
+
+    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
+        """Return those of the mean deviation, forth and back, if it is asked for."""
+        both = ("forward", "backward") if self.min_deviation == "mean" else ()
+        return [LayerSum(direction, "tiles", each=1) for direction in both]
 
     def adjust_for_dist(self) -> None:
         """Choose the way, and create the arrays whose halos travel."""

@@ -12,6 +12,7 @@ from ..geometry import split
 from ..initializers import FanInUniform, Initializer
 from .base import Dist, Layer, Parameter, Shape
 from .functions import Activation
+from .sums import LayerSum
 
 
 class FCLayer(Layer):
@@ -46,6 +47,11 @@ class FCLayer(Layer):
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return (out_features,)."""
         return (self.out_features,)
+
+    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
+        """Return the sum that joins the outputs, and for a vector the one that joins its gradient."""
+        back = [LayerSum("backward", "tiles", each=input_shape[0])] if len(input_shape) == 1 else []
+        return [LayerSum("forward", "tiles", each=self.out_features), *back]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights' and 'bias'."""
@@ -99,8 +105,7 @@ class FCLayer(Layer):
 
     def _join(self, partial: Any) -> Any:
         """Add up the tiles' products; unlike `total`, a vector's ranges are parts of one sum too."""
-        self.context.grid.tiles.allreduce(partial)
-        return partial
+        return self.input.sums.over("tiles", partial)
 
 
 class FCLayerDist(Dist, FCLayer):

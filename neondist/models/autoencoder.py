@@ -95,8 +95,7 @@ class Autoencoder:
         gradient += filters.gradient(error, z, weights)  # and as the decoder
         gradient *= self.dtype.type(scale)
         self.layer.grads["weights"] = gradient
-        group = self.grid.copies if self.entry.parameter.tiled else self.grid.world
-        group.allreduce(self.layer.grads["weights"])
+        self.parameters.sums.over("copies" if self.entry.parameter.tiled else "world", self.layer.grads["weights"])
 
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
         """Run one step and return the mean cost over the global batch; as Model.train_batch, but for the targets."""
@@ -125,8 +124,7 @@ class Autoencoder:
 
     def total_over_output(self, array: Any) -> Any:
         """Sum an array in place over all ranks, and return it; collective."""
-        self.grid.world.allreduce(array)
-        return array
+        return self.output.sums.over("world", array)
 
     def state(self) -> dict[str, Any]:
         """Return the whole model's state; collective."""
@@ -157,6 +155,11 @@ class Autoencoder:
     def bytes_sent(self) -> int:
         """Bytes of halos that this rank has sent since the model's build."""
         return self.model.bytes_sent
+
+    @property
+    def bytes_summed(self) -> int:
+        """Bytes of the arrays that this rank has given into sums since the model's build."""
+        return self.model.bytes_summed
 
     @property
     def _weights(self) -> Any:

@@ -1,12 +1,17 @@
-"""The byte ledger: every message of halos that this rank has sent."""
+"""The byte ledger: every message of halos that this rank has sent, and every sum over ranks that it took part in."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from ..comm import Sums
+
 if TYPE_CHECKING:
     from .model import Model
+
+LOSS, GRADIENTS = "loss", "gradients"
+"""Under these names, instead of a layer's, sums of the whole model are booked."""
 
 
 class Account(NamedTuple):
@@ -14,15 +19,17 @@ class Account(NamedTuple):
 
     Attributes
     ----------
-    layer : its name
+    kind : 'halo' or 'sum'
+    layer : its name; of sums also 'loss' and 'gradients'
     direction : 'forward' or 'backward'
-    peer : the rank that they went to, among all ranks
-    nbytes : of one message
+    peer : the rank that a halo went to, among all ranks; of a sum its group, one of `comm.GROUPS`
+    nbytes : of one message; of a sum those of the array, once, however the library adds it up
     """
 
+    kind: str
     layer: str
     direction: str
-    peer: int
+    peer: int | str
     nbytes: int
 
 
@@ -31,7 +38,7 @@ Ledger: TypeAlias = "Counter[Account]"
 
 
 def ledger(model: Model) -> Ledger:
-    """Return the messages that this rank has sent since the model's build.
+    """Return what this rank has sent and summed since the model's build.
 
     Nothing is written down while a step runs: an exchange counts its runs, and its messages are fixed.
     """
@@ -41,6 +48,16 @@ def ledger(model: Model) -> Ledger:
         for array in layer.arrays:
             for direction, exchange in array.border.booked:
                 for message in exchange.sends if exchange.runs else ():
-                    account = Account(str(layer.name), direction, first + message.peer, message.nbytes)
+                    account = Account("halo", str(layer.name), direction, first + message.peer, message.nbytes)
                     found[account] += exchange.runs
+    for name, sums in accounts(model):
+        for (direction, group, nbytes), count in sums.booked.items():
+            found[Account("sum", name, direction, group, nbytes)] += count
     return found
+
+
+def accounts(model: Model) -> list[tuple[str, Sums]]:
+    """Return the books of sums over ranks, by name."""
+    layers = [(str(layer.name), array.sums) for layer in model.leaves for array in layer.arrays]
+    whole = [(GRADIENTS, model.parameters.sums)] if model.parameters is not None else []
+    return [*layers, (LOSS, model.output.sums), *whole]

@@ -18,7 +18,7 @@ from ..optim import SGD, Optimizer
 from ..registry import Registered
 from ..schemes import Scheme, as_scheme
 from .entry import Entry
-from .ledger import Ledger, ledger
+from .ledger import Ledger, accounts, ledger
 from .lifetimes import arena_of
 from .nonfinite import Trouble, locate
 from .notices import Notice, Notices
@@ -55,6 +55,8 @@ class Model(Registered):
         Known after `build`; shapes are global, without the batch.
     bytes_sent : int
         Bytes of halos that this rank has sent since `build`.
+    bytes_summed : int
+        Bytes that it has given into sums over ranks.
     passes : int
         Batches that have come by, in training or not.
     nonfinite : {'stop', 'skip'}
@@ -288,8 +290,13 @@ class Model(Registered):
         """Bytes of halos that this rank has sent since `build`."""
         return sum(layer.bytes_sent for layer in self.leaves)
 
+    @property
+    def bytes_summed(self) -> int:
+        """Bytes of the arrays that this rank has given into sums over ranks since `build`."""
+        return sum(sums.bytes_given for _, sums in accounts(self))
+
     def ledger(self) -> Ledger:
-        """Return how many messages of halos this rank has sent since `build`, by layer, direction, peer and size."""
+        """Return the messages of halos and the sums over ranks since `build`: how many of each size, and to whom."""
         return ledger(self)
 
     @property

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..comm import Transport
+from ..comm import Sums
 
 ROOM = 16
 """Numbers that travel: a multiple of what keeps the gradients behind them aligned."""
@@ -37,11 +37,9 @@ class Notices:
     def __init__(self) -> None:
         self.mine, self.heard = np.zeros(ROOM), np.zeros(ROOM)
 
-    def exchange(self, world: Transport) -> None:
+    def exchange(self, sums: Sums) -> None:
         """Tell and hear in a message of its own, where no sum over all ranks can take it along; collective."""
-        told = self.mine.copy()
-        world.allreduce(told)
-        self.heard[...] = told
+        self.heard[...] = sums.over("world", self.mine.copy())
 
     def ranks(self, notice: Notice) -> int:
         """Return how many ranks had the notice in the last step."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import rng
+from ..comm import Sums
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
 from .entry import Entry
@@ -41,6 +42,8 @@ class Parameters:
         What is kept but not trained.
     notices : Notices
         They travel with every sum of gradients.
+    sums : Sums
+        The sums of gradients.
     """
 
     def __init__(self, layers: Iterable[Layer], context: Context) -> None:
@@ -59,6 +62,8 @@ class Parameters:
         ]
         self.shared = sum(prod(e.local_shape) for e in trained if not e.parameter.tiled)
         self.values, self.kept_values = self._flat(self.trained), self._flat(self.kept)
+        self.sums = Sums(context.grid)
+        self.sums.direction = "backward"
         self.notices, self._told = Notices(), context.backend.zeros((ROOM + self.values.size,), context.dtype)
         self.grads = self._told[ROOM:]
         for layer in layers:
@@ -82,12 +87,12 @@ class Parameters:
 
     def sum_gradients(self) -> None:
         """Add up every rank's share in one allreduce over all ranks; what is cut into tiles, over the replicas."""
-        grid, notices = self.context.grid, self.notices
+        notices = self.notices
         if self.shared < len(self.grads):
-            grid.copies.allreduce(self.grads[self.shared :])
+            self.sums.over("copies", self.grads[self.shared :])
             notices.mine[Notice.NON_FINITE] += not finite(self.grads[self.shared :])
         self._told[:ROOM] = notices.mine
-        grid.world.allreduce(self._told[: ROOM + self.shared])
+        self.sums.over("world", self._told[: ROOM + self.shared])
         notices.heard[...] = self._told[:ROOM]
 
     def finite(self) -> bool:

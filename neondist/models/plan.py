@@ -8,7 +8,7 @@ from math import prod
 
 from ..errors import ShapeError, UserError
 from ..geometry import Box, GridShape, HaloPlan, Partition, Window
-from ..layers import Layer, Node, Sequential
+from ..layers import Layer, LayerSum, Node, Sequential
 from ..schemes import Halo, Scheme
 from .runs import Found, find_regions
 
@@ -43,6 +43,7 @@ class LayerPlan:
     scheme: Scheme
     reverse: bool
     """whether the halo adds in fprop and is fetched in bprop"""
+    sums: list[LayerSum]
 
     @property
     def sent_words(self) -> list[int]:
@@ -129,6 +130,7 @@ def _plan(
         backward=home if not layer.reverse_halos else out,
         scheme=layer.scheme or Halo(),
         reverse=layer.reverse_halos,
+        sums=layer.sums_for(input_shape),
     )
 
 

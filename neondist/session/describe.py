@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..geometry import Box, GridShape
 from ..schemes import scheme_text
 from .costing import LayerCosts, layer_costs, planned_memory, pretraining_bytes
+from .summing import sums_of_step
 from .validate import validate
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def describe(experiment: FitExperiment, ranks: int = 1) -> Any:
     planned = planned_memory(experiment.model, plans, experiment.batch_size, shape)
     notes = [
         f"planned peak: {_size(planned)} for views and gradients, which share memory, on the fullest rank",
+        *_sums(experiment, plans, shape),
         *(
             f"a step of pretraining '{name}' sends {_size(most)} (the busiest rank), {_size(total)} (all)"
             for name, most, total in pretraining_bytes(experiment.model, plans, experiment.batch_size, shape)
@@ -127,6 +129,15 @@ def _costs(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> list[Colu
         *([kept] if any(max(p.held) < p.parameters for p in plans) else []),
         Column("memory", [_size(c.memory) for c in costs], _size(total.memory)),
     ]
+
+
+def _sums(experiment: FitExperiment, plans: Sequence[LayerPlan], shape: GridShape) -> list[str]:
+    """Return what a rank of the fullest replica gives into sums, the largest first."""
+    given = sums_of_step(experiment.model, plans, experiment.batch_size, shape, 0)
+    if not given:
+        return []
+    parts = [f"{name} {_size(count)}" for name, count in sorted(given.items(), key=lambda pair: -pair[1])]
+    return [f"sums over ranks: a rank gives {_size(sum(given.values()))} a step: {', '.join(parts)}"]
 
 
 def _by(shape: Iterable[object]) -> str:

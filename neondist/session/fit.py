@@ -88,7 +88,8 @@ def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
     model, split = run.model, run.dataset.train
     samples = order(len(split), seed, run.epoch)
     model.begin_epoch(run.epoch, -(-len(split) // run.batch_size))
-    start, sent = time.perf_counter() - run.totals.seconds, model.bytes_sent - run.totals.sent
+    totals, start = run.totals, time.perf_counter() - run.totals.seconds
+    sent, summed = model.bytes_sent - totals.sent, model.bytes_summed - totals.summed
     batches = [samples[first : first + run.batch_size] for first in range(run.seen, len(split), run.batch_size)]
     mine = (batch[slice(*model.grid.sample_range(len(batch)))] for batch in batches)
     for batch, (x, targets) in zip(batches, split.batches(mine, model.dtype), strict=True):
@@ -98,16 +99,18 @@ def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
         run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
         run.seen += len(batch)
         if math.isfinite(run.loss):
-            run.totals.loss += run.loss * len(batch)
+            totals.loss += run.loss * len(batch)
         else:
-            run.totals.skipped += len(batch)
-        run.totals.seconds, run.totals.sent = time.perf_counter() - start, model.bytes_sent - sent
+            totals.skipped += len(batch)
+        totals.seconds = time.perf_counter() - start
+        totals.sent, totals.summed = model.bytes_sent - sent, model.bytes_summed - summed
         _call(hooks, lambda hook: hook.after_step(run))
 
 
 def _close_epoch(run: Run, valid: dict[str, float]) -> None:
     """Count the epoch, append its record and begin the next one's sums."""
     totals, seen = run.totals, run.seen
+    sent, summed = totals.moved(run.grid)
     run.epoch, run.seen, run.totals = run.epoch + 1, 0, Totals()
     loss, error = valid.pop("loss"), valid.pop(Misclassification.name, None)
     run.history.append(
@@ -119,7 +122,8 @@ def _close_epoch(run: Run, valid: dict[str, float]) -> None:
             "valid_error": error,
             "seconds": totals.seconds,
             "samples_per_second": seen / max(totals.seconds, 1e-9),
-            "bytes_sent": totals.sent_before + sum(run.grid.world.allgather(totals.sent)),
+            "bytes_sent": sent,
+            "bytes_summed": summed,
             **valid,
         }
     )

@@ -1,24 +1,31 @@
-"""ledger.jsonl: every message of an epoch."""
+"""ledger.jsonl: every message and every sum of an epoch."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..files import write_text
 from ..models.ledger import Ledger
 from .hooks import Hook
 from .run import Run
 
+Key: TypeAlias = tuple[str, str, str, int | str]
+
 
 class LedgerLog(Hook):
-    """Write, on rank 0, one JSON object per line for each epoch, pass, layer, direction, sender and receiver.
+    """Write, on rank 0, one JSON object per line for each epoch, pass, kind, layer, direction, sender and receiver.
 
-    Fields: epoch, pass ('training' or 'evaluation'), layer, direction ('forward' or 'backward'), rank, peer, messages,
-    bytes. The bytes of an epoch's training add up to `bytes_sent` in metrics.jsonl, except in an epoch that was stopped
-    and resumed, of which the ledger has what was sent since.
+    Fields: epoch, rank, pass ('training' or 'evaluation'), kind, layer, direction ('forward' or 'backward'), peer,
+    messages, bytes. A 'halo' goes to the rank `peer`. A 'sum' is made with a group of ranks, `peer` is 'world' (all),
+    'tiles' (of one replica) or 'copies' (the same tile in all replicas), and its bytes are those of the array that the
+    rank gives, once: how a library passes it on is its own affair (a ring of P ranks sends 2 (P - 1) / P of them).
+    Sums of the whole model have the layers 'gradients' and 'loss'.
+
+    The bytes of an epoch's training add up to `bytes_sent` (halos) and `bytes_summed` (sums) in metrics.jsonl, except
+    in an epoch that was stopped and resumed, of which the ledger has what was sent since.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,17 +58,17 @@ class LedgerLog(Hook):
                         file.write(json.dumps({"epoch": run.epoch, "rank": rank, **entry}) + "\n")
 
 
-def _entries(kind: str, ledger: Ledger) -> list[dict[str, Any]]:
+def _entries(during: str, ledger: Ledger) -> list[dict[str, Any]]:
     """Return one entry for each layer, direction and receiver, whatever the sizes of the messages."""
-    messages: Counter[tuple[str, str, int]] = Counter()
-    sent: Counter[tuple[str, str, int]] = Counter()
+    messages: Counter[Key] = Counter()
+    sent: Counter[Key] = Counter()
     for account, count in ledger.items():
-        messages[account[:3]] += count
-        sent[account[:3]] += count * account.nbytes
+        messages[account[:4]] += count
+        sent[account[:4]] += count * account.nbytes
     return [
-        {"pass": kind, "layer": layer, "direction": direction, "peer": peer, "messages": count, "bytes": sent[key]}
+        {"pass": during, **dict(zip(("kind", "layer", "direction", "peer"), key, strict=True))}
+        | {"messages": count, "bytes": sent[key]}
         for key, count in messages.items()
-        for layer, direction, peer in [key]
     ]
 
 

@@ -20,7 +20,7 @@ class Position:
     seen : samples of the present epoch that are trained
     samples : samples of an epoch
     seed : of the order of the samples and of all random numbers
-    totals : sums over the present epoch; `sent_before` counts all ranks' bytes
+    totals : sums over the present epoch; `sent_before` and `summed_before` count all ranks' bytes
     history : one record per complete epoch
     """
 
@@ -36,8 +36,8 @@ class Position:
     def of(cls, run: Run) -> Position:
         """Return where a run is; collective."""
         totals = run.totals
-        sent = totals.sent_before + sum(run.grid.world.allgather(totals.sent))
-        sums = Totals(totals.loss, totals.seconds, sent_before=sent, skipped=totals.skipped)
+        sent, summed = totals.moved(run.grid)
+        sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
         samples = len(run.dataset.train)
         return cls(run.epoch, run.step, run.seen, samples, run.model.seed, sums, list(run.history))
 

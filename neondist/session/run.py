@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from ..models import Model
 
 Record: TypeAlias = dict[str, Any]
-"""One epoch's numbers: epoch, step, train_loss, valid_loss, valid_error, seconds, samples_per_second, bytes_sent."""
+"""One epoch's numbers: epoch, step, train_loss, valid_loss, valid_error, seconds, samples_per_second, bytes_sent,
+bytes_summed."""
 
 
 @dataclass
@@ -22,8 +23,8 @@ class Totals:
     ----------
     loss : of all samples
     seconds : spent on the epoch
-    sent_before : bytes that all ranks sent before a resume
-    sent : bytes that this rank has sent since
+    sent_before, summed_before : bytes that all ranks sent, and gave into sums, before a resume
+    sent, summed : bytes that this rank has sent, and given into sums, since
     skipped : samples of steps that were skipped, because something was not finite
     """
 
@@ -32,6 +33,13 @@ class Totals:
     sent_before: int = 0
     sent: int = 0
     skipped: int = 0
+    summed_before: int = 0
+    summed: int = 0
+
+    def moved(self, grid: ProcessGrid) -> tuple[int, int]:
+        """Return the bytes that all ranks have sent, and given into sums; collective."""
+        sent, summed = zip(*grid.world.allgather((self.sent, self.summed)), strict=True)
+        return self.sent_before + sum(sent), self.summed_before + sum(summed)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ class ToyModel:
     def __init__(self, optimizer=None, classes=3):
         self.grid, self.dtype, self.seed = ProcessGrid.serial(), np.dtype("float64"), 7
         self.optimizer, self.cost = optimizer or SGD(0.1), CrossEntropy()
-        self.output_shape, self.bytes_sent, self.step, self.learning_rate_scale = (classes,), 0, 0, 1.0
+        self.output_shape, self.bytes_sent, self.bytes_summed = (classes,), 0, 0
+        self.step, self.learning_rate_scale = 0, 1.0
         self.weights = np.linspace(-1, 1, classes)
         self.slots = self.optimizer.slots(classes, self.dtype)
         self.output = SimpleNamespace(total=lambda array: array)

@@ -54,7 +54,8 @@ def test_records():
 
 def test_the_default_record_has_exactly_these_fields():
     assert list(fit(ToyModel(), ToyData())[0]) == [
-        "epoch", "step", "train_loss", "valid_loss", "valid_error", "seconds", "samples_per_second", "bytes_sent"
+        "epoch", "step", "train_loss", "valid_loss", "valid_error", "seconds", "samples_per_second", "bytes_sent",
+        "bytes_summed"
     ]  # fmt: skip
 
 

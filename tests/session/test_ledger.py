@@ -32,14 +32,19 @@ def test_the_ledger_agrees_with_the_metrics_and_the_plan(tmp_path):
     plans = {plan.name: plan for plan in experiment().model.plan((13, 12, 1), GridShape(1, 3, 2))}
     for record in history:
         booked = [entry for entry in entries if entry["epoch"] == record["epoch"]]
-        assert total(booked, **{"pass": "training"}) == record["bytes_sent"] > 0
+        assert total(booked, **{"pass": "training"}, kind="halo") == record["bytes_sent"] > 0
+        assert total(booked, **{"pass": "training"}, kind="sum") == record["bytes_summed"] > 0
         for layer, plan in plans.items():
             for rank in range(6):
                 words = plan.sent_words[rank] * 8
-                assert total(booked, **{"pass": "training"}, layer=layer, direction="forward", rank=rank) == 10 * words
-                assert total(booked, **{"pass": "evaluation"}, layer=layer, direction="forward", rank=rank) == 4 * words
+                mine = [entry for entry in booked if (entry["layer"], entry["rank"]) == (layer, rank)]
+                halos = [entry for entry in mine if entry["kind"] == "halo"]
+                assert total(halos, **{"pass": "training"}, direction="forward") == 10 * words
+                assert total(halos, **{"pass": "evaluation"}, direction="forward") == 4 * words
                 back = plan.received_words[rank] * 8 * 10 if layer != "conv1" else 0
-                assert total(booked, layer=layer, direction="backward", rank=rank) == back
+                assert total(halos, direction="backward") == back
+                joined = 4 * 8 * (10 + 4) if layer == "fc1" else 0
+                assert total(mine, kind="sum", peer="tiles") == joined
 
 
 def test_every_message_has_a_peer_and_a_count(tmp_path):
@@ -49,8 +54,10 @@ def test_every_message_has_a_peer_and_a_count(tmp_path):
     assert {e["messages"] for e in conv} == {3}  # batches of 4, 4 and 2
 
 
-def test_towers_leave_an_empty_ledger(tmp_path):
-    assert train(tmp_path, scheme="tower", epochs=1)[1] == []
+def test_towers_send_no_halo(tmp_path):
+    entries = train(tmp_path, scheme="tower", epochs=1)[1]
+    assert {entry["kind"] for entry in entries} == {"sum"}
+    assert {entry["layer"] for entry in entries} == {"fc1", "gradients"}
 
 
 def test_a_resumed_run_continues_the_ledger(tmp_path):

@@ -13,7 +13,8 @@ from neondist.optim import SGD, Adam
 from neondist.session import fit
 from neondist.session.metrics_log import MetricsLog, line
 
-KEYS = ["epoch", "step", "train_loss", "valid_loss", "valid_error", "seconds", "samples_per_second", "bytes_sent"]
+KEYS = ["epoch", "step", "train_loss", "valid_loss", "valid_error", "seconds", "samples_per_second"]
+KEYS += ["bytes_sent", "bytes_summed"]
 
 
 def lines(folder):

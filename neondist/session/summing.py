@@ -1,0 +1,55 @@
+"""What a training step sums over ranks, in bytes, from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from ..comm import group_of
+from ..geometry import GridShape, split
+from ..models.ledger import GRADIENTS, LOSS
+from ..models.notices import ROOM
+
+if TYPE_CHECKING:
+    from ..models import Model
+    from ..models.plan import LayerPlan
+
+
+def sums_of_step(
+    model: Model, plans: Sequence[LayerPlan], batch_size: int, grid: GridShape, rank: int
+) -> dict[str, int]:
+    """Return the bytes of the arrays that a rank gives into sums in a training step.
+
+    By layer, and under 'gradients' and 'loss', as the ledger books them; what gives nothing is left out.
+    """
+    replica, tile = divmod(rank, grid.tiles)
+    lo, hi = split(batch_size, grid.replicas, replica)
+    ranks = {"world": grid.size, "tiles": grid.tiles, "copies": grid.replicas}
+    size, samples = model.dtype.itemsize, hi - lo
+    found = {
+        plan.name: sum(
+            (one.each * samples + one.once) * size
+            for one in plan.sums
+            if ranks[one.group] > 1 and (at or one.direction == "forward")  # the images need no gradient
+        )
+        for at, plan in enumerate(plans)
+    }
+    shared, own = _trained(model, plans, grid, tile)
+    found[GRADIENTS] = size * ((ROOM + shared) * (grid.size > 1) + own * (grid.replicas > 1))
+    tiled = len(plans[-1].output_shape) > 1
+    whole, inside = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
+    once, each = ranks[whole or "tiles"] > 1, inside is not None and ranks[inside] > 1
+    found[LOSS] = 8 * (once + each * samples * model.cost.sums_for(plans[-1].output_shape))
+    return {name: count for name, count in found.items() if count}
+
+
+def _trained(model: Model, plans: Sequence[LayerPlan], grid: GridShape, tile: int) -> tuple[int, int]:
+    """Return how many trained numbers all ranks share, and how many are those of this tile alone."""
+    shared = own = 0
+    for layer, plan in zip(model.leaves, plans, strict=True):
+        box = grid.partition(plan.output_shape[:-1]).box(tile)
+        for parameter in layer.parameters_for(plan.input_shape).values():
+            shared += 0 if parameter.tiled else prod(parameter.shape)
+            own += parameter.size_on(box) if parameter.tiled else 0
+    return shared, own

@@ -1,0 +1,81 @@
+"""What is summed over ranks is what the formula says, for every layer that sums, cost and grid."""
+
+import numpy as np
+import pytest
+from scheme_runs import on_ranks
+
+import neondist as nd
+from neondist.geometry import GridShape
+from neondist.session.summing import sums_of_step
+
+# layers, cost; the ends are an image or a vector
+NETWORKS = {
+    "joined": (
+        lambda: [nd.BatchNormLayerDist(), nd.ConvLayerDist(4, 3), nd.GroupNormLayerDist(2), nd.FCLayerDist(6),
+                 nd.BatchNormLayerDist(), nd.FCLayerDist(3)],
+        nd.CrossEntropy,
+    ),
+    "pooled": (
+        lambda: [nd.LCNLayerDist(3, min_deviation="mean"), nd.LCNLayerDist(3, min_deviation="mean"),
+                 nd.LocalFilteringLayerDist(2, 3, bias=True), nd.InstanceNormLayerDist(),
+                 nd.GlobalAvgPoolingLayerDist()],
+        nd.CrossEntropy,
+    ),
+    "segmented": (lambda: [nd.BatchNormLayerDist(), nd.ConvLayerDist(2, 3), nd.BatchNormLayerDist()], nd.Dice),
+}  # fmt: skip
+GRIDS = [(1, 1, 1), (1, 2, 2), (2, 1, 1), (2, 2, 1), (1, 3, 2)]  # replicas, rows, cols
+SHAPE, BATCH = (9, 8, 2), 5
+
+
+def train(comm, layers, cost, replicas, rows, cols):
+    """Bytes by account of two steps, and what the model counts."""
+    model = nd.ConvnetDist(layers(), cost(), seed=1, dtype="float64", backend="numpy")
+    model.build(SHAPE, BATCH, nd.ProcessGrid(comm, replicas=replicas, rows=rows, cols=cols))
+    lo, hi = model.grid.sample_range(BATCH)
+    x = np.random.default_rng(3).random((BATCH, *SHAPE))[(slice(lo, hi), *model.input.own.slices)]
+    targets = np.zeros((BATCH, *model.output_shape[:-1]), int)
+    for _ in range(2):
+        model.train_batch(x, targets, batch_size=BATCH)
+    found = {}
+    for account, count in model.ledger().items():
+        if account.kind == "sum":
+            found[account.layer] = found.get(account.layer, 0) + count * account.nbytes
+    assert sum(found.values()) == model.bytes_summed
+    return found
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_sums_are_those_of_the_formula(name):
+    layers, cost = NETWORKS[name]
+    for replicas, rows, cols in GRIDS:
+        grid, model = GridShape(replicas, rows, cols), nd.ConvnetDist(layers(), cost(), dtype="float64")
+        plans = model.plan(SHAPE, grid)
+        expected = [sums_of_step(model, plans, BATCH, grid, rank) for rank in range(grid.size)]
+        found = on_ranks(grid.size, lambda comm, cut=(replicas, rows, cols): train(comm, layers, cost, *cut))
+        assert found == [{key: 2 * count for key, count in one.items()} for one in expected], grid
+        assert grid.size > 1 or not any(found)
+
+
+def test_what_a_sum_is_booked_under():
+    def job(comm):
+        model = nd.ConvnetDist([nd.FCLayerDist(4), nd.FCLayerDist(3)], dtype="float64", backend="numpy")
+        model.build((4, 3, 1), 4, nd.ProcessGrid(comm, replicas=2))
+        lo, hi = model.grid.sample_range(4)
+        x = np.ones((4, 4, 3, 1))[(slice(lo, hi), *model.input.own.slices)]
+        model.train_batch(x, np.zeros(4, int), batch_size=4)
+        return sorted(account[1:] for account in model.ledger() if account.kind == "sum")
+
+    weights = 12 * 4 + 4 + 4 * 3 + 3
+    assert (
+        on_ranks(4, job)
+        == [
+            [
+                ("fc1", "forward", "tiles", 2 * 4 * 8),
+                ("fc2", "backward", "tiles", 2 * 4 * 8),
+                ("fc2", "forward", "tiles", 2 * 3 * 8),
+                ("gradients", "backward", "world", (16 + weights) * 8),
+                ("loss", "forward", "copies", 8),
+            ]
+        ]
+        * 4
+    )
