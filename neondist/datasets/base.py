@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,13 +74,16 @@ class Split:
 
     def batches(
         self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32"
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield `images` and `targets` of one part after the other; a split on disk reads the next part meanwhile."""
+    ) -> Generator[tuple[np.ndarray, np.ndarray]]:
+        """Yield `images` and `targets` of one part after the other; a split on disk reads the next part meanwhile.
+
+        Close the generator (`contextlib.closing`) where it may not be used up.
+        """
         for part in parts:
             yield self.images(part, dtype), self.targets(part)
 
     def close(self) -> None:
-        """Let go of open files; what is read later opens them again."""
+        """Let go of open files, and wait for what is being read; what is read later opens them again."""
 
 
 class Dataset(Registered, ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..hdf5 import faults, open_file
-from .ahead import Ahead
+from .ahead import Ahead, AllAhead
 from .base import Split
 
 
@@ -68,15 +68,19 @@ class HDF5Tiles:
 
 
 class StreamedSplit(Split):
-    """A split whose tiles, and perhaps label maps, are read from the disk: the next batch's while one trains."""
+    """A split whose tiles, and perhaps label maps, are read from the disk: the next batch's while one trains.
+
+    No thread outlives the generator that `batches` returns, nor `close`.
+    """
 
     def __init__(self, tiles: HDF5Tiles, labels: Any, ahead: bool = True, **normalisation: Any) -> None:
         super().__init__(tiles, labels, **normalisation)
         self._ahead = ahead
+        self._reading: AllAhead[tuple[np.ndarray, np.ndarray]] = AllAhead()
 
     def batches(
         self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32"
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Yield `images` and `targets` of one part after the other; a thread reads the next part meanwhile.
 
         An error of the thread is raised where its batch would come. The thread ends with this generator.
@@ -85,24 +89,29 @@ class StreamedSplit(Split):
             yield from super().batches(parts, dtype)
             return
         parts = iter(parts)
-        ahead = self._read(next(parts, None), dtype)
+        ahead: Ahead[tuple[np.ndarray, np.ndarray]] | None = None
         try:
+            ahead = self._read(next(parts, None), dtype)
             while ahead is not None:
                 batch = ahead.result()
+                self._reading.forget(ahead)
                 ahead = self._read(next(parts, None), dtype)
                 yield batch
         finally:
             if ahead is not None:
-                ahead.wait()
+                self._reading.forget(ahead)
 
     def close(self) -> None:
-        """Close the file; a later read opens it again."""
+        """Wait for what is being read, and close the file; a later read opens it again."""
+        self._reading.wait()
         for tiles in (self.tiles, self.labels):
             if isinstance(tiles, HDF5Tiles):
                 tiles.close()
 
     def _read(self, part: ArrayLike | None, dtype: DTypeLike) -> Ahead[tuple[np.ndarray, np.ndarray]] | None:
-        return None if part is None else Ahead(lambda: (self.images(part, dtype), self.targets(part)))
+        if part is None:
+            return None
+        return self._reading.start(lambda: (self.images(part, dtype), self.targets(part)))
 
 
 def runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +58,13 @@ def evaluate_checkpoint(
     with together(grid.world):
         experiment.validate(grid.size)
     dataset.open(grid)
-    with together(grid.world):
-        model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
-    with opened(Path(checkpoint), grid.world) as file:
-        take(file, model.kept_arrays()["model"], strict=True)
-    samples = getattr(dataset, split)
-    found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
+    with closing(dataset):
+        with together(grid.world):
+            model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
+        with opened(Path(checkpoint), grid.world) as file:
+            take(file, model.kept_arrays()["model"], strict=True)
+        samples = getattr(dataset, split)
+        found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
     return {
         "samples": len(samples),
         "loss": found.pop("loss"),
@@ -119,15 +121,16 @@ def predict(
         take(file, model.kept_arrays()["model"], strict=True)
     shape = (images.shape[0], *model.output_shape[: len(model.output_shape) - classes])
     dtype = np.min_scalar_type(model.output_shape[-1] - 1) if classes else model.dtype
-    sink = Predictions(Path(target), shape, dtype, world)
-    for first in range(0, len(images), batch):
-        samples = range(first, min(first + batch, len(images)))
-        with together(world):
-            x = _tiles(images, samples, model)
-        y = model.fprop(normalised(x, factor, offset, model.dtype), training=False, batch_size=len(samples))
-        for _, place, values in collect(world, [_piece(model, y, len(samples), classes)]):
-            sink.put((slice(first + place[0].start, first + place[0].stop), *place[1:]), values)
-    sink.close()
+    with closing(images):
+        sink = Predictions(Path(target), shape, dtype, world)
+        for first in range(0, len(images), batch):
+            samples = range(first, min(first + batch, len(images)))
+            with together(world):
+                x = _tiles(images, samples, model)
+            y = model.fprop(normalised(x, factor, offset, model.dtype), training=False, batch_size=len(samples))
+            for _, place, values in collect(world, [_piece(model, y, len(samples), classes)]):
+                sink.put((slice(first + place[0].start, first + place[0].stop), *place[1:]), values)
+        sink.close()
     return shape
 
 

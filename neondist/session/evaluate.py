@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,12 +36,13 @@ def evaluate(model: Model, split: Split, batch_size: int, metrics: Sequence[Metr
     sums = np.zeros(1 + 2 * len(metrics))
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
     parts = (at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts))
-    for count, (x, targets) in zip(counts, split.batches(parts, model.dtype), strict=True):
-        y = model.fprop(x, training=False, batch_size=count)
-        targets = model.local_targets(targets, count)
-        sums[0] += model.cost.value(y, targets, model.output.total)
-        for at, metric in enumerate(metrics):
-            sums[1 + 2 * at : 3 + 2 * at] += metric.measure(y, targets)
+    with closing(split.batches(parts, model.dtype)) as read:
+        for count, (x, targets) in zip(counts, read, strict=True):
+            y = model.fprop(x, training=False, batch_size=count)
+            targets = model.local_targets(targets, count)
+            sums[0] += model.cost.value(y, targets, model.output.total)
+            for at, metric in enumerate(metrics):
+                sums[1 + 2 * at : 3 + 2 * at] += metric.measure(y, targets)
     model.total_over_output(sums)
     terms = len(split) * model.cost.cells(model.output_shape)
     results = {"loss": _mean(sums[0], terms)}

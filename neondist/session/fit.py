@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,7 +73,7 @@ def proceed(
         _call(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
     except BaseException as error:
         for hook in hooks:
-            with contextlib.suppress(Exception):  # the first error is the one to read
+            with suppress(Exception):  # the first error is the one to read
                 hook.on_error(run, error)
         raise
 
@@ -92,19 +92,20 @@ def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
     sent, summed = model.bytes_sent - totals.sent, model.bytes_summed - totals.summed
     batches = [samples[first : first + run.batch_size] for first in range(run.seen, len(split), run.batch_size)]
     mine = (batch[slice(*model.grid.sample_range(len(batch)))] for batch in batches)
-    for batch, (x, targets) in zip(batches, split.batches(mine, model.dtype), strict=True):
-        if run.stop is not None:
-            return
-        model.learning_rate_scale = model.optimizer.scale(run.epoch + run.seen / len(split))
-        run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
-        run.seen += len(batch)
-        if math.isfinite(run.loss):
-            totals.loss += run.loss * len(batch)
-        else:
-            totals.skipped += len(batch)
-        totals.seconds = time.perf_counter() - start
-        totals.sent, totals.summed = model.bytes_sent - sent, model.bytes_summed - summed
-        _call(hooks, lambda hook: hook.after_step(run))
+    with closing(split.batches(mine, model.dtype)) as read:
+        for batch, (x, targets) in zip(batches, read, strict=True):
+            if run.stop is not None:
+                return
+            model.learning_rate_scale = model.optimizer.scale(run.epoch + run.seen / len(split))
+            run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
+            run.seen += len(batch)
+            if math.isfinite(run.loss):
+                totals.loss += run.loss * len(batch)
+            else:
+                totals.skipped += len(batch)
+            totals.seconds = time.perf_counter() - start
+            totals.sent, totals.summed = model.bytes_sent - sent, model.bytes_summed - summed
+            _call(hooks, lambda hook: hook.after_step(run))
 
 
 def _close_epoch(run: Run, valid: dict[str, float]) -> None:

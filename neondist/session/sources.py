@@ -43,6 +43,12 @@ class Source:
         found = np.asarray(self.cells[index])
         return found.reshape(len(samples), *(part.stop - part.start for part in tile), self.shape[-1])
 
+    def close(self) -> None:
+        """Close the file, if it is HDF5."""
+        file = getattr(self.cells, "file", None)
+        if file is not None:
+            file.close()
+
 
 def open_source(path: str | Path, sample_shape: Sequence[int]) -> Source:
     """Return the images of a file or folder, for a model that was trained on samples like (*spatial, C).
@@ -62,8 +68,6 @@ def open_source(path: str | Path, sample_shape: Sequence[int]) -> Source:
     if len(full) != axes + 1 or full[-1] != channels:
         wanted = ", ".join(["N", *"DHW"[-(axes - 1) :], str(channels)])
         raise DataError(f"{path}: holds an array of shape {list(shape)}; the model takes ({wanted})")
-    if not full[0]:
-        raise DataError(f"{path}: has no images")
     if not full[0]:
         raise DataError(f"{path}: has no images")
     return Source(cells, full, one_sample)

@@ -1,8 +1,6 @@
 """HDF5 files: every rank reads its tile, ahead of the batch that trains; what is wrong with a file is told."""
 
-import os
 import threading
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -107,29 +105,6 @@ def test_the_next_batch_is_read_while_this_one_trains(path, monkeypatch):
     batches = data.train.batches([[0, 1], [2, 3], [4, 5]])
     next(batches)
     assert began.wait(60), "nobody has asked for the second batch, yet it is read"
-
-
-def test_no_thread_and_no_open_file_is_left(path):
-    small_hdf5(path)
-    losses(path)
-    held = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
-    assert str(path) not in held
-
-    class Boom(nd.Hook):
-        def after_step(self, run):
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        losses(path, hooks=[Boom()])
-    data = nd.HDF5Dataset(path)
-    data.open(SERIAL)
-    batches = data.train.batches([[0], [1], [2]])
-    next(batches)
-    batches.close()
-    for thread in threading.enumerate():
-        if thread.name.startswith("neondist"):
-            thread.join(60)
-            assert not thread.is_alive()
 
 
 def test_an_error_of_the_thread_ends_the_run(path):
