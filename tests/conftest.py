@@ -1,7 +1,44 @@
 """Settings of all tests."""
 
+import os
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+
+TESTS = Path(__file__).parent
+DRAWING = "curves", "tiles_picture", "stage_pictures"
 
 # how long an example takes says nothing on a machine that others use too
 settings.register_profile("neondist", deadline=None)
 settings.load_profile("neondist")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def lean_processes():
+    """Subprocesses find this checkout, but neither PyTorch nor matplotlib, which take each of them seconds to import.
+
+    One that needs them gets NEONDIST_TESTS_HIDE="".
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEONDIST_TESTS_HIDE", "torch matplotlib")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "lean"), str(TESTS.parent)]), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_pictures():
+    """Runs draw nothing, which takes most of a small run's time, unless a test asks for `pictures`."""
+    from neondist.session.curves import can_draw
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in DRAWING:
+            patch.setattr(f"neondist.session.{module}.can_draw", lambda: False)
+        yield can_draw
+
+
+@pytest.fixture
+def pictures(no_pictures, monkeypatch):
+    """Runs draw what they draw for users."""
+    for module in DRAWING:
+        monkeypatch.setattr(f"neondist.session.{module}.can_draw", no_pictures)

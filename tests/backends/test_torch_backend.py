@@ -94,8 +94,11 @@ def test_large_arrays_are_not_copied():
         assert (x == 1).all()
 
 
-def python(code, **environment):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment)
+SHOWN = {"NEONDIST_TESTS_HIDE": ""}
+
+
+def python(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | SHOWN)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -124,6 +127,6 @@ def test_threads_are_those_of_the_rank(early):
     share = "from neondist.cli import threads; threads.cores = lambda process=0: 2; threads.limit(2); "
     code = f"{early}{share}import neondist as nd; nd.get_backend('torch'); import torch; print(torch.get_num_threads())"
     unset = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"))
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | SHOWN
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "1"

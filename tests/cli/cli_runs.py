@@ -5,14 +5,12 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from neondist.cli.mpirun import find_mpirun
 from neondist.errors import LaunchError
 
-ROOT = Path(__file__).parents[2]
 EXPERIMENT = """\
 !FitExperiment
 dataset: !Synthetic {shape: [12, 10, 1], classes: 3, train: 24, test: 12}
@@ -42,8 +40,9 @@ needs_mpirun = pytest.mark.skipif(not have_mpirun(), reason="needs mpirun")
 
 
 def start(words, cwd, **env):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env}
-    return subprocess.Popen(words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        words, cwd=cwd, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def neondist(*argv):

@@ -30,7 +30,7 @@ def _short_rounds(monkeypatch):
 def test_step_on_ranks(file, tmp_path):
     against = ["--against", "torch"] if importlib.util.find_spec("torch") else []
     command = neondist("bench", "step", "e.yaml", "-n", 2, "--steps", 3, "--roofline", "--json", "made.json", *against)
-    code, out, err, _ = call(command, tmp_path)
+    code, out, err, _ = call(command, tmp_path, NEONDIST_TESTS_HIDE="matplotlib")
     assert (code, err) == (0, "")
     made = json.loads((tmp_path / "made.json").read_text())
     assert (made["ranks"], made["batch_size"], made["dtype"], made["backend"]) == (2, 8, "float64", "numpy")

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_runs import EXPERIMENT, ROOT, mpirun_env, needs_mpirun, neondist, start
+from cli_runs import EXPERIMENT, mpirun_env, needs_mpirun, neondist, start
 
 from neondist.cli.leftovers import USERS, restore, swept
 from neondist.cli.mpirun import Mpirun
@@ -103,7 +103,7 @@ def test_a_process_alone_leaves_nothing(tmp_path):
         "assert nd.ProcessGrid().size == 1\n"
         "print(re.findall(r'/\\S*_segment.*', open('/proc/self/maps').read()))"
     )
-    env = {**os.environ, **mpirun_env(), "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **mpirun_env(), "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert not re.findall(r"_segment\S+'", done.stdout), "it still has a name"

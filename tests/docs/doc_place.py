@@ -34,12 +34,8 @@ class Place:
         }.items():
             (tools / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
             (tools / name).chmod(0o755)
-        # every rank of every command would import PyTorch for seconds, only to choose it; curves have their own tests
-        hide = "import sys\nsys.modules.update(torch=None, matplotlib=None)\n"
-        (tools / "sitecustomize.py").write_text(hide)
         path = os.pathsep.join([str(tools), os.environ.get("PATH", "")])
-        modules = os.pathsep.join([str(tools), str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self.env = {**os.environ, **mpirun.environment(), "PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
+        self.env = {**os.environ, **mpirun.environment(), "PATH": path, "OMP_NUM_THREADS": "1"}
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the documentation; its MNIST becomes the few digits."""

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,10 +58,9 @@ class Job:
 
     def __init__(self, folder, *words):
         command = [sys.executable, "-m", "neondist", "run", "toy.yaml", "-n", str(RANKS), "--output", "out", *words]
-        root = str(Path(nd.__file__).parents[1])
-        hide = {"PYTHONPATH": os.pathsep.join([str(folder / "hide"), root]), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            command, cwd=folder, env=os.environ | hide, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
 
     def kill(self, whom, rng):
@@ -84,8 +82,6 @@ class Job:
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "toy.yaml").write_text(TOY)
-    (tmp_path / "hide").mkdir()  # starts sooner: nothing here needs them
-    (tmp_path / "hide" / "sitecustomize.py").write_text("import sys\nsys.modules.update(torch=None, matplotlib=None)\n")
     return tmp_path
 
 

@@ -20,7 +20,7 @@ def is_png(path):
 
 
 @pytest.mark.parametrize(("ranks", "grid"), [(1, None), (4, None), (6, {"replicas": 2, "rows": 1}), (25, {"rows": 5})])
-def test_pictures_of_a_run(tmp_path, ranks, grid):
+def test_pictures_of_a_run(tmp_path, pictures, ranks, grid):
     def data():
         return Synthetic((4, 7, 3), classes=4, train=10, test=4)  # over 5 rows one tile of each column is empty
 
@@ -35,7 +35,7 @@ def test_pictures_of_a_run(tmp_path, ranks, grid):
 
 
 @pytest.mark.parametrize("shape", [(9, 2), (5, 6, 4, 1)])
-def test_no_picture_of_what_is_no_image(tmp_path, shape):
+def test_no_picture_of_what_is_no_image(tmp_path, pictures, shape):
     made = experiment(
         1,
         lambda: [ConvLayerDist(2, (3,) * (len(shape) - 1)), FCLayerDist(4)],
@@ -45,9 +45,7 @@ def test_no_picture_of_what_is_no_image(tmp_path, shape):
     assert not (tmp_path / "tiles.png").exists()
 
 
-def test_without_matplotlib_a_run_has_no_pictures(tmp_path, monkeypatch):
-    for module in ("curves", "tiles_picture"):
-        monkeypatch.setattr(f"neondist.session.{module}.can_draw", lambda: False)
+def test_without_matplotlib_a_run_has_no_pictures(tmp_path):
     names = [path.name for path in experiment(1).run(output=tmp_path, hooks=[]).files]
     assert names == ["environment.json", "metrics.jsonl", "checkpoint.h5", "ledger.jsonl"]
 

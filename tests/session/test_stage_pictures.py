@@ -44,7 +44,7 @@ def test_a_linear_unit_answers_most_to_its_own_filter():
         assert value == pytest.approx(2 * np.linalg.norm(own))
 
 
-def test_a_run_draws_its_stages(tmp_path):
+def test_a_run_draws_its_stages(tmp_path, pictures):
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
     data = nd.Synthetic((12, 10, 1), classes=4, train=8, test=3)
     nd.FitExperiment(data, gb_of("unshared", dist=True), batch_size=8).run(output=tmp_path, hooks=[])
@@ -52,13 +52,13 @@ def test_a_run_draws_its_stages(tmp_path):
     assert names == {"reconstructions_1.png", "filters_1.png", "stimuli_1.png", "stimuli_2.png"}
 
 
-def test_pictures_of_volumes_and_series_are_left_out(tmp_path):
+def test_pictures_of_volumes_and_series_are_left_out(tmp_path, pictures):
     data = nd.Synthetic((24, 2), classes=4, train=8, test=3)
     nd.FitExperiment(data, gb_of("series", dist=True), batch_size=8).run(output=tmp_path, hooks=[])
     assert not list(tmp_path.glob("*_?.png"))
 
 
-def test_the_hook_is_for_supervised_runs_too(tmp_path):
+def test_the_hook_is_for_supervised_runs_too(tmp_path, pictures):
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
     data = nd.Synthetic((12, 10, 3), classes=4, train=8, test=3)
     model = gb_of("shared", dist=True, num_pretrain_epochs=0)
