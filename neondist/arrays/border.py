@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..comm import Exchange
 from .phase import Phase
@@ -21,6 +22,12 @@ class Carrier(Protocol):
     def backward(self, way: Way) -> None:
         """Carry their gradients in bprop."""
 
+    def remembered(self, way: Way) -> list[Any]:
+        """Return what later steps need of `way.memory`."""
+
+    def remember(self, way: Way, arrays: Sequence[Any]) -> None:
+        """Fill `way.memory` from that."""
+
 
 class Exact:
     """Every cell travels, both ways."""
@@ -30,6 +37,13 @@ class Exact:
         way.exchange()
 
     backward = forward
+
+    def remembered(self, way: Way) -> list[Any]:
+        """Return nothing."""
+        return []
+
+    def remember(self, way: Way, arrays: Sequence[Any]) -> None:
+        """Do nothing."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from ..errors import ShapeError
 from ..geometry import HaloPlan, Partition, Window
 from .border import Border
 from .frame import Frame, Rooms
+from .way import Way
 
 
 class PaddedArray:
@@ -196,6 +197,20 @@ class PaddedArray:
                 self.rooms,
             )
         return self._frames[samples]
+
+    @property
+    def ways(self) -> dict[tuple[int, str], Way]:
+        """The ways over the border that have been used so far, by number of samples and direction."""
+        return {
+            (samples, way.direction): way
+            for samples, frame in self._frames.items()
+            for way in (frame.fetch, frame.home)
+        }
+
+    def way(self, samples: int, direction: str) -> Way:
+        """Return one way over the border; it is made where it has not been used."""
+        frame = self.frame(samples)
+        return frame.fetch if frame.fetch.direction == direction else frame.home
 
     def _plain(self, which: int, samples: int) -> Any | None:
         """Return the array in the place of a view, or of its gradient, that is the tile itself."""

@@ -8,9 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..comm import Exchange, Message
+from ..errors import ShapeError
 from ..geometry import Piece
 from .courier import Courier, Shape
 from .local_fill import fill_locally, return_locally
@@ -70,6 +74,20 @@ class Way(ABC):
     def courier(self, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> Courier:
         """Return a new courier, which carries arrays of `shape(message's shape)` and `dtype`; keep it in `memory`."""
         return Courier(self, shape, dtype)
+
+    def joined(self, arrays: Sequence[Any]) -> Any:
+        """Return arrays, one for each message, as one flat array, to be kept."""
+        frame = self.frame
+        parts = [frame.backend.to_numpy(array).ravel() for array in arrays]
+        return np.concatenate([np.empty(0, frame.dtype), *parts])
+
+    def parted(self, flat: Any, pieces: Sequence[Piece]) -> list[Any]:
+        """Return the arrays (n, *cells, C) that were joined, those of `sends` or of `receives`."""
+        shapes = [self.frame.strip_shape(piece) for piece in pieces]
+        ends = np.cumsum([prod(shape) for shape in shapes], dtype=int)
+        if len(flat) != ends[-1:].sum():
+            raise ShapeError(f"{len(flat)} numbers for messages of {ends[-1:].sum()}")
+        return [part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=False)]
 
     def booked(self, exchange: Exchange) -> Exchange:
         """Return the exchange, entered into the array's books."""

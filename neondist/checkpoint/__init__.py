@@ -2,9 +2,10 @@
 
 pieces: which rank holds which part of an array. stream: parts to rank 0 and back, in blocks, so that no rank holds a
 cut array whole. seal: the checksum over the file. write, read: the HDF5 file. keep: older files beside the newest.
-weights: a file's weights alone.
+weights: a file's weights alone. borders: what border schemes remember.
 """
 
+from .borders import REMEMBERED, memory_of, remind
 from .keep import kept_files
 from .pieces import Piece
 from .read import Facts, opened
@@ -12,4 +13,17 @@ from .stream import collect, spread
 from .weights import Taken, take
 from .write import write
 
-__all__ = ["Facts", "Piece", "SturdyFile", "Taken", "collect", "kept_files", "opened", "spread", "take", "write"]
+__all__ = [
+    "REMEMBERED",
+    "Facts",
+    "Piece",
+    "Taken",
+    "collect",
+    "kept_files",
+    "memory_of",
+    "opened",
+    "remind",
+    "spread",
+    "take",
+    "write",
+]

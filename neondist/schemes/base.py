@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from ..arrays import Way
 from ..registry import Registered
@@ -42,6 +43,16 @@ class Scheme(Registered, ABC):
     @abstractmethod
     def backward(self, way: Way) -> None:
         """Carry gradients over the border."""
+
+    def remembered(self, way: Way) -> list[Any]:
+        """Return what later training steps need of `way.memory`, for a checkpoint: flat arrays of the cells' dtype.
+
+        All ranks return as many.
+        """
+        return []
+
+    def remember(self, way: Way, arrays: Sequence[Any]) -> None:
+        """Fill `way.memory` from what `remembered` returned, on the same grid; it may start messages."""
 
     def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
         """Return the bytes that messages of so many numbers take in fprop, in the mean of many training steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ..arrays import Way
 from ..errors import ConfigError
@@ -44,6 +44,17 @@ class Every(Scheme):
         way.place(courier.arriving)
 
     backward = forward
+
+    def remembered(self, way: Way) -> list[Any]:
+        """Return the cells of the last exchange."""
+        return [way.joined(way.memory["courier"].arriving)] if "courier" in way.memory else []
+
+    def remember(self, way: Way, arrays: Sequence[Any]) -> None:
+        """Let them be what has arrived last."""
+        for cells in arrays:
+            way.memory["courier"] = way.courier()
+            for place, arrived in zip(way.memory["courier"].arriving, way.parted(cells, way.receives), strict=True):
+                place[...] = arrived
 
     def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
         """Return the mean of j steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from ..arrays import Way
 from ..errors import ConfigError
@@ -43,6 +44,16 @@ class Stale(Scheme):
         travelling.append(courier)
 
     backward = forward
+
+    def remembered(self, way: Way) -> list[Any]:
+        """Return the cells under way, of the earliest step first."""
+        return [way.joined(courier.leaving) for courier in way.memory.get("travelling", ())]
+
+    def remember(self, way: Way, arrays: Sequence[Any]) -> None:
+        """Send them once more."""
+        way.memory["travelling"] = deque(way.courier() for _ in arrays)
+        for courier, cells in zip(way.memory["travelling"], arrays, strict=True):
+            courier.start(way.parted(cells, way.sends))
 
     def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
         """Return the bytes of every message; the first steps send twice."""

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..checkpoint import Piece, opened, write
+from ..checkpoint import REMEMBERED, Piece, memory_of, opened, remind, write
 from ..errors import DataError
+from ..schemes import scheme_text
 from ..version import __version__
 from .hooks import Hook
 from .position import Position
@@ -78,7 +79,10 @@ class Checkpoint(Hook):
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         world = run.grid.world
-        write(self.path, _pieces(run), texts, world, self.schedule.keep, run.step)
+        borders = memory_of(run.model.leaves, _owner(run), world)
+        if borders.text:
+            texts[REMEMBERED] = borders.text
+        write(self.path, [*_pieces(run), *borders.pieces], texts, world, self.schedule.keep, run.step)
         self.written, self.last = _place(run), time.monotonic()
 
     def _minutes_are_over(self, run: Run) -> bool:
@@ -108,10 +112,22 @@ def restore(path: Path, run: Run) -> None:
         except DataError as problem:
             raise DataError(f"{path}: {problem}, or run without --resume") from None
         file.fill(_pieces(run))
+        if note := remind(file, run.model.leaves, _owner(run), run.grid.world):
+            run.notes.append(note)
 
 
 def _pieces(run: Run) -> list[Piece]:
     return [Piece.of(*each, group) for group, arrays in run.model.kept_arrays().items() for each in arrays]
+
+
+def _owner(run: Run) -> str:
+    """Return what has to be the same, so that border schemes may go on with what they remembered."""
+    schemes = {layer.name: scheme_text(layer.scheme) for layer in run.model.leaves if layer.scheme is not None}
+    different = sorted(set(schemes.values()))
+    told = different[0] if len(different) == 1 else ", ".join(f"{name}: {text}" for name, text in schemes.items())
+    shape = run.grid.shape
+    tiles = f"{shape.planes} x {shape.rows} x {shape.cols}" if shape.planes > 1 else f"{shape.rows} x {shape.cols}"
+    return f"{tiles} tiles, {shape.replicas} replicas, batches of {run.batch_size}, scheme {told}"
 
 
 def _place(run: Run) -> tuple[int, int, int]:

@@ -1,0 +1,123 @@
+"""What border schemes remember of earlier steps. Each rank has its own, so only the same grid can go on with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..arrays import PaddedArray
+from ..comm import Transport, agree
+from ..errors import DataError, ShapeError
+from ..layers import Layer
+from .pieces import Piece
+from .read import Opened
+
+REMEMBERED, GROUP = "remembered", "borders"
+"""Names in the file: the text, and the group of the arrays."""
+Way: TypeAlias = "tuple[int, int, str, int, int]"
+"""Number of the array in its layer, samples of its batches, direction, arrays remembered, numbers in all of them."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What all ranks remember, as it is written into a checkpoint.
+
+    Attributes
+    ----------
+    text : JSON: what it belongs to, and for each layer and rank its ways; empty if nothing is remembered
+    pieces : for each layer, one flat array, the ranks' numbers one after the other
+    """
+
+    text: str
+    pieces: list[Piece]
+
+
+def memory_of(leaves: Sequence[Layer], owner: str, world: Transport) -> Memory:
+    """Return what the schemes of these layers remember; collective.
+
+    Parameters
+    ----------
+    leaves : single layers of a built model
+    owner : what has to be the same for a run that goes on with it
+    """
+    mine: dict[str, list[Way]] = {}
+    values: dict[str, Any] = {}
+    for layer in leaves:
+        ways, arrays = [], []
+        for at, array in enumerate(layer.arrays):
+            for (samples, direction), way in sorted(array.ways.items()):
+                kept = array.border.scheme.remembered(way)
+                if kept:
+                    ways.append((at, samples, direction, len(kept), sum(map(len, kept))))
+                    arrays += kept
+        mine[str(layer.name)] = ways
+        values[str(layer.name)] = np.concatenate([np.empty(0, layer.context.dtype), *arrays])
+    everyone = world.allgather(mine)
+    layers = {name: [ranks[name] for ranks in everyone] for name in mine}
+    layers = {name: ranks for name, ranks in layers.items() if any(map(_numbers, ranks))}
+    if not layers:
+        return Memory("", [])
+    pieces = [_piece(name, ranks, values[name]) for name, ranks in layers.items()]
+    return Memory(json.dumps({"of": owner, "layers": layers}), pieces)
+
+
+def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) -> str:
+    """Let schemes go on with what a checkpoint says that they remembered; collective.
+
+    Returns what to tell the user: nothing, or that they begin anew because the file's `owner` is another.
+
+    Raises
+    ------
+    DataError
+        On every rank: what the file says cannot be.
+    """
+    text = file.facts.texts.get(REMEMBERED)
+    if text is None:
+        return ""
+    by_name = {str(layer.name): layer for layer in leaves}
+    try:
+        told = json.loads(text)
+        before, layers = str(told["of"]), {str(name): list(ranks) for name, ranks in told["layers"].items()}
+        if before != owner:
+            return f"border schemes forget earlier steps: the checkpoint is of {before}, this run has {owner}"
+        pieces = []
+        for name, ranks in layers.items():
+            numbers = [_numbers(ways) for ways in ranks]
+            if file.facts.group(GROUP).get(name) != (sum(numbers),) or len(ranks) != world.size:
+                raise ValueError(name)
+            dtype = by_name[name].context.dtype
+            pieces.append(_piece(name, ranks, np.empty(numbers[world.rank], dtype)))
+    except (KeyError, TypeError, ValueError, AttributeError, MemoryError) as problem:
+        raise DataError(f"{file.facts.path}: says nothing sensible of border schemes ({problem!r})") from None
+    file.fill(pieces)
+    error: Exception | None = None
+    try:
+        for (name, ranks), piece in zip(layers.items(), pieces, strict=True):
+            for array, way, arrays in _cut(by_name[name], ranks[world.rank], piece.array):
+                array.border.scheme.remember(array.way(*way), arrays)
+    except (ShapeError, IndexError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
+        error = DataError(f"{file.facts.path}: what border schemes remember does not fit the model ({problem})")
+    agree(world, error)
+    return ""
+
+
+def _cut(layer: Layer, ways: list[Way], flat: Any) -> Iterator[tuple[PaddedArray, tuple[int, str], list[Any]]]:
+    """Yield the ways of one layer, and the arrays that belong to each."""
+    ends = accumulate(numbers for *_, numbers in ways)
+    for (at, samples, direction, count, numbers), end in zip(ways, ends, strict=True):
+        yield layer.arrays[at], (samples, direction), np.split(flat[end - numbers : end], count)
+
+
+def _numbers(ways: list[Way]) -> int:
+    return sum(numbers for *_, numbers in ways)
+
+
+def _piece(name: str, ranks: list[list[Way]], mine: Any) -> Piece:
+    ends = list(accumulate(map(_numbers, ranks), initial=0))
+    places = [(slice(lo, hi),) for lo, hi in pairwise(ends)]
+    return Piece(f"{GROUP}/{name}", (ends[-1],), mine, places)
