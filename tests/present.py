@@ -1,10 +1,15 @@
-"""The backends that are here, for tests that run on all of them."""
+"""What is here: the backends, for tests that run on all of them, and mpirun."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+
+import pytest
 
 from neondist.backends import Backend, get_backend
+from neondist.cli.mpirun import find_mpirun
+from neondist.errors import LaunchError
 
 NAMES = ["numpy", *(["torch"] if importlib.util.find_spec("torch") else [])]
 """usable backends"""
@@ -28,3 +33,14 @@ def kernels(name: str) -> Backend:
             return 0 not in (x.size, *out) and x.ndim > 2
 
     return Throughout()
+
+
+def have_mpirun() -> bool:
+    """Whether there is an mpirun that runs."""
+    try:
+        return find_mpirun(os.environ) is not None
+    except LaunchError:
+        return False
+
+
+needs_mpirun = pytest.mark.skipif(not have_mpirun(), reason="needs mpirun")

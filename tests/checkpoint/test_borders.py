@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from checkpoint_toys import forged
-from test_elastic import StopAfter
+from elastic_runs import StopAfter
 
 import neondist as nd
 from neondist.comm import loopback

@@ -1,109 +1,45 @@
 """A run that moves from 4 ranks to 6, to 1 and to 4 again, in the middle of epochs, has the curve of one that stays."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
+from elastic_runs import PLACES, STEPS, same_arrays, same_curves, stay, stretch
+from present import needs_mpirun
 
-import neondist as nd
+from neondist.cli.mpirun import find_mpirun
 from neondist.comm import loopback
-from neondist.session import Stop
-
-TIMES = ("seconds", "samples_per_second", "bytes_sent")
-PLACES = [(4, {}), (6, {"rows": 3}), (1, {}), (4, {"replicas": 2})]
 
 
-class StopAfter(nd.Hook):
-    """Stops after so many steps of whatever is trained."""
-
-    joins_pretraining = True
-
-    def __init__(self, steps):
-        self.left = steps
-
-    def after_step(self, run):
-        self.left -= 1
-        if not self.left:
-            run.stop = Stop("the node is wanted")
+@pytest.fixture(scope="module")
+def still(tmp_path_factory):
+    """Folders and arrays of the runs that stay, by kind."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in STEPS}
+    return {kind: (folder, stay(kind, folder)) for kind, folder in folders.items()}
 
 
-def everything():
-    return nd.ConvnetDist(
-        [
-            nd.ConvLayerDist(3, 3, padding=1, activation=nd.RectLin()),
-            nd.BatchNormLayerDist(),
-            nd.LocalFilteringLayerDist(3, 2),
-            nd.DropoutLayerDist(0.2),
-            nd.FCLayerDist(4),
-        ],
-        optimizer=nd.Adam(0.01, schedule=nd.CosineDecay(4)),
-        dtype="float64",
-        backend="numpy",
-    )
+@pytest.mark.parametrize("kind", STEPS)
+def test_moving_between_virtual_ranks(tmp_path, still, kind):
+    folder, expected = still[kind]
+    for at, (ranks, _) in enumerate(PLACES):
+        state = loopback.run(ranks, lambda world, at=at: stretch(kind, at, world, tmp_path))[0]
+    same_curves(tmp_path, folder)
+    same_arrays(state, expected)
 
 
-def autoencoder():
-    return nd.GBDist(
-        [
-            nd.LocalFilteringLayerDist(3, 3),
-            nd.L2PoolingLayerDist(2, 1),
-            nd.LCNLayerDist(3),
-            nd.LocalFilteringLayerDist(2, 2),
-            nd.FCLayerDist(4),
-        ],
-        optimizer=nd.SGD(0.05, 0.9),
-        num_pretrain_epochs=2,
-        dtype="float64",
-        backend="numpy",
-    )
-
-
-def experiment(model, grid):
-    data = nd.Synthetic((9, 8, 2), classes=4, train=25, test=7)
-    return nd.FitExperiment(data, model(), batch_size=10, epochs=3, grid=grid, checkpoint={"every_epochs": 100})
-
-
-def run(model, ranks, grid, **arguments):
-    def body(world):
-        made = experiment(model, grid)
-        result = made.run(nd.ProcessGrid(world, **grid), **{"hooks": []} | arguments)
-        return result, made.model.state()
-
-    return loopback.run(ranks, body)[0]
-
-
-def log(folder, name):
-    import json
-
-    lines = (folder / name).read_text().splitlines() if (folder / name).exists() else []
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
-
-
-def close(found, expected):
-    """Compare two logs: names, order and numbers."""
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert list(one) == list(other)
-        for key, value in other.items():
-            assert one[key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), key
-
-
-@pytest.mark.parametrize(("model", "steps"), [(everything, [2, 2, 3]), (autoencoder, [2, 5, 7])])
-def test_moving_between_ranks(tmp_path, model, steps):
-    still, moved = tmp_path / "still", tmp_path / "moved"
-    _, expected = run(model, 4, {}, output=still)
-    for at, (ranks, grid) in enumerate(PLACES):
-
-        def hooks(at=at):
-            return [StopAfter(steps[at])] if at < len(steps) else []
-
-        def body(world, grid=grid, at=at, hooks=hooks):
-            made = experiment(model, grid)
-            result = made.run(nd.ProcessGrid(world, **grid), output=moved, resume=at > 0, hooks=hooks())
-            return result, made.model.state()
-
-        result, state = loopback.run(ranks, body)[0]
-        assert (result.stop is None) == (at == len(steps))
-    for name in ("metrics.jsonl", "pretrain.jsonl"):
-        close(log(moved, name), log(still, name))
-    assert len(log(moved, "metrics.jsonl")) == 3
-    for name, array in expected.items():
-        np.testing.assert_allclose(state[name], array, rtol=1e-9, atol=1e-12)
+@needs_mpirun
+def test_moving_between_ranks_of_mpirun(tmp_path, still):
+    """Both kinds in each job."""
+    mpirun = find_mpirun(os.environ)
+    env = os.environ | mpirun.environment() | {"OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("elastic_runs.py")
+    for at, (ranks, _) in enumerate(PLACES):
+        command = [*mpirun.command(ranks), sys.executable, script, tmp_path, str(at)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for kind, (folder, expected) in still.items():
+        same_curves(tmp_path / kind, folder)
+        same_arrays(dict(np.load(tmp_path / f"{kind}.npz")), expected)

@@ -6,10 +6,9 @@ import subprocess
 import sys
 import time
 
-import pytest
+from present import needs_mpirun as needs_mpirun  # for the tests here
 
 from neondist.cli.mpirun import find_mpirun
-from neondist.errors import LaunchError
 
 EXPERIMENT = """\
 !FitExperiment
@@ -27,16 +26,6 @@ dtype: float64
 backend: numpy
 seed: 1
 """
-
-
-def have_mpirun():
-    try:
-        return find_mpirun(os.environ) is not None
-    except LaunchError:
-        return False
-
-
-needs_mpirun = pytest.mark.skipif(not have_mpirun(), reason="needs mpirun")
 
 
 def start(words, cwd, **env):
