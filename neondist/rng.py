@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from math import ceil
 
 import numpy as np
 
@@ -16,6 +17,7 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
+_BLOCK = 1 << 14  # numbers at a time that stay in the cache
 
 
 def key(*parts: int | str) -> int:
@@ -29,8 +31,18 @@ def key(*parts: int | str) -> int:
 
 def uniform(stream: int, index: np.ndarray) -> np.ndarray:
     """Return float64 numbers in [0, 1), one for each entry of `index` (uint64, any shape)."""
-    bits = _mix((np.asarray(index, np.uint64) + np.uint64(1)) * _GAMMA + np.uint64(stream))
-    return (bits >> np.uint64(11)) * 2.0**-53
+    return (_bits(stream, np.asarray(index, np.uint64)) >> np.uint64(11)) * 2.0**-53
+
+
+def at_least(rate: float, stream: int, index: np.ndarray) -> np.ndarray:
+    """Return where `uniform` is at least `rate`, a number in [0, 1): the same, from the bits, in cache-sized blocks."""
+    index = np.asarray(index, np.uint64)
+    flat, chosen = index.reshape(-1), np.empty(index.shape, bool)
+    out, least = chosen.reshape(-1), np.uint64(ceil(rate * 2.0**53) << 11)
+    for start in range(0, flat.size, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        np.greater_equal(_bits(stream, flat[part]), least, out=out[part])
+    return chosen
 
 
 def normal(stream: int, index: np.ndarray) -> np.ndarray:
@@ -51,7 +63,18 @@ def box_index(shape: Sequence[int], slices: Sequence[slice]) -> np.ndarray:
     return index
 
 
+def _bits(stream: int, index: np.ndarray) -> np.ndarray:
+    return _mix(np.atleast_1d(index + np.uint64(1)) * _GAMMA + np.uint64(stream)).reshape(index.shape)
+
+
 def _mix(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * _MIX1
-    z = (z ^ (z >> np.uint64(27))) * _MIX2
-    return z ^ (z >> np.uint64(31))
+    """Return the mixed bits, in place of what is given."""
+    shifted = z >> np.uint64(30)
+    z ^= shifted
+    z *= _MIX1
+    np.right_shift(z, np.uint64(27), out=shifted)
+    z ^= shifted
+    z *= _MIX2
+    np.right_shift(z, np.uint64(31), out=shifted)
+    z ^= shifted
+    return z

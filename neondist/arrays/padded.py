@@ -100,6 +100,14 @@ class PaddedArray:
         return self.plan.buffer.size * self.channels
 
     @property
+    def outside(self) -> tuple[tuple[int, int], ...] | None:
+        """How many cells at both ends of each axis of the view are zeros around the image; None: they may be others."""
+        if self.window is None or self.window.mode != "zeros" or self.window.fill != 0:
+            return None
+        axes = zip(self.need.axes(), self.extent, strict=True)
+        return tuple((min(max(0, -lo), hi - lo), min(max(0, hi - n), hi - max(lo, 0))) for (lo, hi), n in axes)
+
+    @property
     def tiled(self) -> bool:
         """False for a vector, which every tile's rank knows whole."""
         return bool(self.extent)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .strips import Gatherer, strips
+from .strips import Gatherer, Sides, clear_sides, strips
 
 Ints = Sequence[int]
 
@@ -56,13 +56,32 @@ class Backend(ABC):
 
     @abstractmethod
     def conv_backward_input(
-        self, dy: Any, weights: Any, extent: Ints, stride: Ints, dilation: Ints, groups: int
+        self,
+        dy: Any,
+        weights: Any,
+        extent: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        crop: Sides | None = None,
     ) -> Any:
-        """Return the gradient of x (N, *extent, C_in)."""
+        """Return the gradient of x (N, *extent, C_in), without the cells of `crop` at the ends of every axis."""
 
     @abstractmethod
-    def conv_backward_weights(self, x: Any, dy: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
-        """Return the gradient of the weights (*kernel, C_in / groups, C_out)."""
+    def conv_backward_weights(
+        self,
+        x: Any,
+        dy: Any,
+        kernel: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        zeros: Sides | None = None,
+    ) -> Any:
+        """Return the gradient of the weights (*kernel, C_in / groups, C_out).
+
+        `zeros` tells how many cells at the ends of every axis of x are zero: they need no products.
+        """
 
     def conv_into(
         self,
@@ -97,6 +116,7 @@ class Backend(ABC):
         dilation: Ints,
         groups: int,
         begin: Callable[[tuple], Any],
+        outside: Sides | None = None,
     ) -> tuple[Any, Any]:
         """Return the gradients of weights and bias, and write that of x into dx, strip by strip.
 
@@ -108,17 +128,20 @@ class Backend(ABC):
             Only its shape is used.
         begin : callable
             `begin(index)` returns the gradient of a strip of the convolution, contiguous.
+        outside : (before, after) for every axis, optional
+            Cells at the ends of x that are zero; in dx, where nobody wants them, they are whatever is quickest.
         """
         kernel = weights.shape[:-2]
+        rows, *columns = outside or ((0, 0),) * len(kernel)
         by_weights, by_bias = self.zeros(weights.shape, x.dtype), self.zeros(weights.shape[-1:], x.dtype)
-        gatherer = None if dx is None else Gatherer(dx, dy, self.copy)
+        gatherer = None if dx is None else Gatherer(clear_sides(dx, columns), dy, self.copy)
         for strip in strips(x, dy, kernel, stride, dilation, self.strip):
             dz, seen = begin(strip.out), x[strip.view]
-            by_weights += self.conv_backward_weights(seen, dz, kernel, stride, dilation, groups)
+            how = stride, dilation, groups
+            by_weights += self.conv_backward_weights(seen, dz, kernel, *how, (strip.outside(rows, x), *columns))
             by_bias += self.channel_sum(dz)
             if gatherer is not None:
-                part = self.conv_backward_input(dz, weights, seen.shape[1:-1], stride, dilation, groups)
-                gatherer.add(strip, part)
+                gatherer.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, ((0, 0), *columns)))
         return by_weights, by_bias
 
     @abstractmethod

@@ -13,6 +13,7 @@ from . import numpy_filter as separable
 from . import numpy_local as local
 from . import numpy_pool as pool
 from .base import Backend
+from .strips import Sides, cropped
 
 Ints = Sequence[int]
 _SUMMED = 1 << 13  # cells at a time
@@ -53,13 +54,27 @@ class NumpyBackend(Backend):
         return conv.forward(x, weights, stride, dilation, groups, bias)
 
     def conv_backward_input(
-        self, dy: np.ndarray, weights: np.ndarray, extent: Ints, stride: Ints, dilation: Ints, groups: int
+        self,
+        dy: np.ndarray,
+        weights: np.ndarray,
+        extent: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        crop: Sides | None = None,
     ) -> np.ndarray:
-        """Return the gradient of x (N, *extent, C_in)."""
-        return conv.backward_input(dy, weights, extent, stride, dilation, groups)
+        """Return the gradient of x (N, *extent, C_in), without `crop`."""
+        return cropped(conv.backward_input(dy, weights, extent, stride, dilation, groups), crop)
 
     def conv_backward_weights(
-        self, x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int
+        self,
+        x: np.ndarray,
+        dy: np.ndarray,
+        kernel: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        zeros: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of the weights."""
         return conv.backward_weights(x, dy, kernel, stride, dilation, groups)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from .windows import blocks
 
 Ints = Sequence[int]
+Sides = Sequence[tuple[int, int]]
+"""cells before and after, for every axis"""
 
 
 class Strip(NamedTuple):
@@ -33,6 +35,11 @@ class Strip(NamedTuple):
         """Index into arrays of the view's shape."""
         return self.samples, self.seen
 
+    def outside(self, rows: tuple[int, int], x: Any) -> tuple[int, int]:
+        """Return how many of so many first and last rows of the view are the first and last that this strip sees."""
+        before, after = rows[0] - self.seen.start, self.seen.stop - (x.shape[1] - rows[1])
+        return max(0, before), max(0, after)
+
 
 def strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints, numbers: int) -> Iterator[Strip]:
     """Cut a valid kernel from x (N, *extent, C) to y (N, *out, C') into strips of about so many numbers."""
@@ -41,6 +48,25 @@ def strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints, numbers: 
     for samples, rows in blocks(len(y), y.shape[1:-1], per_row, numbers):
         seen = slice(rows.start * step, (rows.stop - 1) * step + span)
         yield Strip(samples, rows, seen, rows.stop == y.shape[1])
+
+
+def cropped(array: Any, sides: Sides | None) -> Any:
+    """Return (N, *spatial, C) without so many cells at the ends of every axis."""
+    if sides is None:
+        return array
+    ends = zip(sides, array.shape[1:-1], strict=True)
+    return array[(slice(None), *(slice(before, n - after) for (before, after), n in ends))]
+
+
+def clear_sides(dx: Any, columns: Sides) -> Any:
+    """Fill the ends of all spatial axes but the first with zeros; return what is between them."""
+    for axis, (before, after) in enumerate(columns, start=2):
+        whole = (slice(None),) * axis
+        stop = dx.shape[axis] - after
+        dx[(*whole, slice(0, before))] = 0
+        dx[(*whole, slice(stop, None))] = 0
+        dx = dx[(*whole, slice(before, stop))]
+    return dx
 
 
 class Gatherer:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .strips import Sides, cropped
 from .torch_arrays import channels_first, channels_last, kernels, tensor
 from .torch_gemm import weights_by_gemm
 
@@ -24,29 +25,31 @@ def forward(
 
 
 def backward_input(
-    dy: np.ndarray, weights: np.ndarray, extent: Ints, stride: Ints, dilation: Ints, groups: int
+    dy: np.ndarray, weights: np.ndarray, extent: Ints, stride: Ints, dilation: Ints, groups: int, crop: Sides
 ) -> np.ndarray:
-    """Return the gradient of x (N, *extent, C_in): the transposed convolution, as fast as the backward kernel.
+    """Return the gradient of x (N, *extent, C_in) without `crop`: the transposed convolution.
 
-    That one wants x beside it, of which it uses nothing but the shape.
+    It is as fast as the backward kernel, which wants x beside it and uses nothing but its shape. What both ends are to
+    lose it does not compute (measured: 1.25 times faster for 5 x 5 on 14 cells).
     """
-    zeros = (0,) * len(stride)
+    cut = tuple(min(sides) if n > 2 * min(sides) else 0 for sides, n in zip(crop, extent, strict=True))
     axes = zip(extent, weights.shape[:-2], stride, dilation, strict=True)
     unseen = [(n - d * (k - 1) - 1) % s for n, k, s, d in axes]  # cells at the end that no window reaches
-    return channels_last(
-        _aten.convolution(channels_first(dy), kernels(weights), None, stride, zeros, dilation, True, unseen, groups)
+    dx = channels_last(
+        _aten.convolution(channels_first(dy), kernels(weights), None, stride, cut, dilation, True, unseen, groups)
     )
+    return cropped(dx, [(before - c, after - c) for (before, after), c in zip(crop, cut, strict=True)])
 
 
 def backward_weights(
-    x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int
+    x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides
 ) -> np.ndarray:
     """Return the gradient of the weights (*kernel, C_in / groups, C_out)."""
     if groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return weights_by_gemm(x, dy, kernel, stride, dilation)
-    zeros, only = (0,) * len(stride), (False, True, False)
+        return weights_by_gemm(x, dy, kernel, stride, dilation, zeros[0])
+    none, only = (0,) * len(stride), (False, True, False)
     like = torch.empty((dy.shape[-1], x.shape[-1] // groups, *kernel), dtype=tensor(x).dtype)
     _, gradient, _ = _aten.convolution_backward(
-        channels_first(dy), channels_first(x), like, None, stride, zeros, dilation, False, zeros, groups, only
+        channels_first(dy), channels_first(x), like, None, stride, none, dilation, False, none, groups, only
     )
     return np.ascontiguousarray(gradient.movedim((0, 1), (-1, -2)).numpy())

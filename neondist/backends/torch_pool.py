@@ -24,13 +24,18 @@ def max_forward(x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, 
 
 def max_backward(dy: np.ndarray, place: torch.Tensor, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
     """Return the gradient of x: all of it goes to the first maximum."""
-    gradient = channels_first(dy)
-    dx = empty(len(dy), extent, dy.shape[-1], gradient)
+    dx = np.empty((len(dy), *extent, dy.shape[-1]), dy.dtype)
+    max_backward_into(dx, dy, place, kernel, stride)
+    return dx
+
+
+def max_backward_into(dx: np.ndarray, dy: np.ndarray, place: torch.Tensor, kernel: Ints, stride: Ints) -> None:
+    """Write it into a contiguous array."""
+    gradient, target = channels_first(dy), channels_first(dx)
     back = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
     none, ones = (0,) * len(kernel), (1,) * len(kernel)
     # of x it wants the shape alone
-    back.grad_input(gradient, dx, kernel, stride, none, ones, False, place, grad_input=dx)
-    return channels_last(dx)
+    back.grad_input(gradient, target, kernel, stride, none, ones, False, place, grad_input=target)
 
 
 def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:

@@ -123,7 +123,13 @@ class ConvLayer(Layer):
         scatters = self.needs_input_gradient and self.outputs is None
         dview = self.new_dview(len(dy)) if scatters else None
         by_weights, by_bias = self.kernels.conv_back_into(
-            dview, self.view, dy, self.params["weights"], *self._how, lambda part: self.before_activation(dy, part)
+            dview,
+            self.view,
+            dy,
+            self.params["weights"],
+            *self._how,
+            lambda part: self.before_activation(dy, part),
+            self.input.outside,
         )
         self.grads["weights"] = by_weights
         if self.bias:

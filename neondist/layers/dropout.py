@@ -24,7 +24,7 @@ class DropoutLayer(Layer):
 
     def forward(self, view: Any) -> Any:
         """Return the masked cells; in evaluation, all of them."""
-        self.mask = self._mask(len(view)).astype(view.dtype) if self.phase.training and self.rate else None
+        self.mask = self._mask(len(view)) if self.phase.training and self.rate else None
         return view if self.mask is None else view * self.mask
 
     def backward(self, dy: Any) -> Any:
@@ -36,7 +36,8 @@ class DropoutLayer(Layer):
         whole = (first + samples, *self.input_shape)
         cells = (slice(first, first + samples), *self.input.own.slices, slice(None))
         stream = rng.key(self.context.seed, "dropout", str(self.name), self.phase.step)
-        return (rng.uniform(stream, rng.box_index(whole, cells)) >= self.rate) / (1 - self.rate)
+        kept = rng.at_least(self.rate, stream, rng.box_index(whole, cells))
+        return kept * self.context.dtype.type(1 / (1 - self.rate))
 
 
 class DropoutLayerDist(Dist, DropoutLayer):

@@ -48,6 +48,25 @@ def test_hard_cases(case):
     )  # two rounds, both ways; 2 samples, 2 channels, 8 bytes
 
 
+@pytest.mark.parametrize("case", HARD.values(), ids=HARD.keys())
+def test_outside_counts_the_zeros_around_the_image(case):
+    extent, window, parts = case
+    names = ("rows", "cols", "planes")
+
+    def check(comm):
+        grid = nd.ProcessGrid(comm, **dict(zip(names, parts, strict=True)))
+        ga = nd.GlobalArray(grid, (1, *extent, 1), window)
+        if window.mode != "zeros":
+            assert ga.outside is None
+            return
+        image = ga.get_fprop_view(np.ones(ga.local_shape, "float32")) != 0
+        inside = [slice(before, n - after) for (before, after), n in zip(ga.outside, image.shape[1:-1], strict=True)]
+        assert image[(0, *inside)].all()
+        assert image.sum() == image[(0, *inside)].size
+
+    loopback.run(parts[0] * parts[1] * parts[2], check, timeout=20)
+
+
 def drop(keep):
     """A plan that forgets the received pieces for which keep(plan, piece) is false, at both ends."""
     build = HaloPlan.of.__func__

@@ -47,6 +47,36 @@ def test_convolution(dtype, ndim):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("sides", [((2, 0), (1, 1), (0, 2)), ((0, 3), (2, 1), (3, 3)), ((9, 0), (8, 0), (0, 7))])
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_what_padding_spares(monkeypatch, dtype, sides, ndim):
+    from neondist.backends.strips import cropped
+    from neondist.backends.torch_gemm import weights_by_gemm
+
+    extent, sides = (9, 8, 7)[:ndim], sides[:ndim]
+    for stride, dilation, samples in itertools.product([1, 2], [1, 2], [1, 3]):
+        how = (stride,) * ndim, (dilation,) * ndim
+        w = rng.normal(size=(*(3, 2, 3)[:ndim], 16, 16)).astype(dtype)
+        x = np.zeros((samples, *extent, 16), dtype)
+        cropped(x, sides)[...] = rng.normal(size=cropped(x, sides).shape)
+        dy = sliced(plain.conv_forward(x, w, *how, 1).shape, dtype)
+        dx = plain.conv_backward_input(dy, w, extent, *how, 1)
+        dw = plain.conv_backward_weights(x, dy, w.shape[:-2], *how, 1)
+        for kernels_ in fast, plain:
+            agree(kernels_.conv_backward_input(dy, w, extent, *how, 1, sides), cropped(dx, sides))
+            agree(kernels_.conv_backward_weights(x, dy, w.shape[:-2], *how, 1, sides), dw)
+        agree(weights_by_gemm(x, dy, w.shape[:-2], *how, sides[0]), dw)
+        for strip in 1, 1 << 20:
+            monkeypatch.setattr(fast, "strip", strip)
+            into = np.full(x.shape, np.nan, dtype)
+            begin = lambda part, dy=dy: np.ascontiguousarray(dy[part])  # noqa: E731
+            again = fast.conv_back_into(into, x, dy, w, *how, 1, begin, sides)
+            agree(cropped(into, sides), cropped(dx, sides))
+            agree(again[0], dw)
+            assert np.isfinite(into).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("channels", [1, 4, 19])
 def test_windows(dtype, ndim, channels):
