@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -46,6 +47,7 @@ class Rival:
             text=True,
             env=_environment(os.environ, threads),
         )
+        _unbind(self.process.pid, threads)
 
     def check(self) -> tuple[float, dict[str, np.ndarray]]:
         """Return the loss and all gradients of the first weights, without dropout."""
@@ -77,6 +79,13 @@ class Rival:
             code = self.process.wait()
             raise LaunchError(f"--against torch: PyTorch's process ended with code {code}; what it said is above")
         return json.loads(answer)
+
+
+def _unbind(process: int, threads: int) -> None:
+    """Let a new process of a rank that is bound to fewer cores run on all of those that the ranks share."""
+    if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) < threads:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(process, os.sched_getaffinity(os.getppid()))
 
 
 def _environment(env: Mapping[str, str], threads: int) -> dict[str, str]:

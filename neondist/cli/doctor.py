@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ..errors import LaunchError, UserError
 from ..version import __version__
-from . import threads
+from . import pinning, threads
 from .launch import ready
 from .mpirun import REMEDY, Mpirun
 from .probe import MPI, gpu_aware, pools, probe_mpi, version
@@ -81,5 +81,8 @@ def _threads(warnings: list[str]) -> list[tuple[str, str]]:
         lines.append((name, value or "not set"))
         if value and value.isdecimal() and int(value) > cores:
             warnings.append(f"{name}={value} is more than the {cores} cores; unset it, and neondist shares them out")
+    off = pinning.why_not(os.environ)
+    kept = f"ranks of `neondist run -n N` keep to cores of their own, up to {cores} threads in all"
+    lines.append(("pinning", f"no: {off}" if off else f"{kept}; {pinning.SWITCH}=no switches it off"))
     lines += [("library", text) for text in pools()]
     return lines

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 
 from ..errors import LaunchError
-from . import guards
+from . import guards, pinning
 from .job import LAUNCHED
 from .leftovers import swept
 from .mpirun import REMEDY, Mpirun, find_mpirun
@@ -48,10 +48,11 @@ def words(arguments: argparse.Namespace) -> list[str]:
 
 
 def environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the ranks; a number of threads that the user has set stays."""
+    """Return the environment of the ranks; a number of threads that the user has set stays, and rules pinning."""
     new = {**mpirun.environment(), **env, LAUNCHED: str(ranks), guards.STARTED: str(time.time())}
     if not any(name in env for name in VARIABLES):
         new.update(dict.fromkeys(VARIABLES, str(share(ranks))))
+    new |= pinning.environment(ranks, new)
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
         new.update(COLUMNS=str(size.columns), LINES=str(size.lines))

@@ -33,7 +33,7 @@ class Mpirun:
         words = [self.path, "-n", str(ranks)]
         if self.is_open_mpi:
             # its slots are physical cores, so that even `ranks <= cores()` may be refused; costs nothing if not needed.
-            # Unbound, because two jobs on one machine would share the first cores, and threads would share one core.
+            # Unbound, because the ranks bind themselves (pinning.py): a rank's threads would share one core.
             words += ["--map-by", ":oversubscribe", "--bind-to", "none"]
         return words
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
-from . import leftovers, threads
+from . import leftovers, pinning, threads
 from .attend import Prepared, attend
 from .job import Job, detect
 from .launch import launch, ready
@@ -74,6 +74,7 @@ def _join(job: Job | None) -> Transport:
         return SingleTransport()
     leftovers.restore(os.environ)
     end_with_parent()
+    pinning.pin(job, os.environ)
     if job.local_size:
         threads.limit(job.local_size)
     world = mpi.world()
