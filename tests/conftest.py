@@ -4,14 +4,16 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 TESTS = Path(__file__).parent
 DRAWING = "curves", "tiles_picture", "stage_pictures"
 
-# how long an example takes says nothing on a machine that others use too
-settings.register_profile("neondist", deadline=None)
-settings.load_profile("neondist")
+if "NEONDIST_MPI_TEST" not in os.environ:  # nothing is drawn on MPI's ranks, each of which would import it
+    from hypothesis import settings
+
+    # how long an example takes says nothing on a machine that others use too
+    settings.register_profile("neondist", deadline=None)
+    settings.load_profile("neondist")
 
 
 @pytest.fixture(autouse=True, scope="session")

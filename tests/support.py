@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import strategies as st
 
 import neondist as nd
 from neondist.errors import UserError
@@ -24,10 +23,8 @@ def expected_view(whole, window, need):
     return padded_whole(whole, window)[(slice(None), *need.shift(before).slices, slice(None))]
 
 
-def check_views(comm, extent, window, parts, samples=2, channels=2):
-    """Views equal the padded image; the adjoint passes the dot test; both, over all ranks of `comm`."""
-    rows, cols, planes = parts
-    grid = nd.ProcessGrid(comm, rows=rows, cols=cols, planes=planes)
+def check_views(grid, extent, window, samples=2, channels=2):
+    """Views equal the padded image; the adjoint passes the dot test; both, over all ranks of `grid`."""
     rng = np.random.default_rng(7)
     whole = rng.normal(size=(samples, *extent, channels))
     ga = nd.GlobalArray(grid, whole.shape, window, dtype="float64")
@@ -59,24 +56,6 @@ def inside(ga, view):
         shape[axis] = -1
         mask &= ((cells >= 0) & (cells < n)).reshape(shape)
     return mask
-
-
-@st.composite
-def windows(draw, ndim=None, extent=9):
-    """A random window and an image extent that it can slide over."""
-    ndim = ndim or draw(st.integers(1, 3))
-    size = st.integers(1, extent if ndim < 3 else 5)
-    shape = tuple(draw(size) for _ in range(ndim))
-    window = nd.Window(
-        kernel=tuple(draw(st.integers(1, 5)) for _ in range(ndim)),
-        stride=tuple(draw(st.integers(1, 3)) for _ in range(ndim)),
-        padding=tuple((draw(st.integers(0, 4)), draw(st.integers(0, 4))) for _ in range(ndim)),
-        dilation=tuple(draw(st.integers(1, 2)) for _ in range(ndim)),
-        fill=draw(st.sampled_from([0.0, -1.5])),
-        mode=draw(st.sampled_from(sorted(PAD_MODE))),
-        ndim=ndim,
-    )
-    return shape, window
 
 
 def slides(shape, window):

@@ -48,7 +48,7 @@ def version(name: str) -> str | None:
 
 def probe_mpi(timeout: float = 20) -> MPI:
     """Start MPI in a process of its own."""
-    env = {**os.environ, "OMPI_MCA_osc": "^ucx"}
+    env = {"OMPI_MCA_btl": "^ofi", **os.environ, "OMPI_MCA_osc": "^ucx"}
     text = _output([sys.executable, "-c", _MPI], timeout, env)
     try:
         return MPI(**json.loads(text.splitlines()[-1]))

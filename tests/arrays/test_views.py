@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from drawn import windows
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support import check_views, slides, windows
+from support import check_views, slides
 
 import neondist as nd
 from neondist.comm import loopback
@@ -13,8 +14,12 @@ from neondist.geometry import HaloPlan
 
 
 def on_ranks(extent, window, parts):
-    size = parts[0] * parts[1] * parts[2]
-    return loopback.run(size, lambda comm: check_views(comm, extent, window, parts), timeout=20)
+    rows, cols, planes = parts
+
+    def job(comm):
+        return check_views(nd.ProcessGrid(comm, rows=rows, cols=cols, planes=planes), extent, window)
+
+    return loopback.run(rows * cols * planes, job, timeout=20)
 
 
 @given(windows(), st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2)))
@@ -125,7 +130,7 @@ def test_views_are_new_arrays_unless_reuse_is_asked_for():
 
 
 def test_padded_array_equals_numpy():
-    check_views(nd.comm.SingleTransport(), (5, 6), nd.Window(3, padding=2, mode="reflect"), (1, 1, 1))
+    check_views(nd.ProcessGrid.serial(), (5, 6), nd.Window(3, padding=2, mode="reflect"))
 
 
 def test_mistakes_are_explained():

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from drawn import windows
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support import expected_view, slides, windows
+from support import expected_view, slides
 
 from neondist.errors import ConfigError, GridError, ShapeError
 from neondist.geometry import Box, GridShape, HaloPlan, RepartitionPlan, Window, fold, grid_shape, same_padding, split

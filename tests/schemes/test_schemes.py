@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from drawn import windows
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scheme_runs import GRIDS, LAYERS, SCHEMES, build, noise, on_ranks, step
-from support import slides, windows
+from support import slides
 
 import neondist as nd
 from neondist.errors import ConfigError
