@@ -41,4 +41,4 @@ def on_virtual_ranks(arguments: argparse.Namespace, body: Callable[[Transport], 
     from ..comm import loopback
 
     threads.limit(arguments.virtual)
-    return max(loopback.run(arguments.virtual, body, timeout=PATIENCE))
+    return max(loopback.run(arguments.virtual, body, timeout=PATIENCE, at_once=threads.cores()))

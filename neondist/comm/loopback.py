@@ -5,10 +5,11 @@ Everything is built from mailboxes, one for each ordered pair of ranks in a grou
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -21,8 +22,9 @@ from .transport import Exchange, Message, Transport
 class _World:
     """What the threads share: the mailboxes, and the word that one of them failed."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, at_once: int | None) -> None:
         self.timeout = timeout
+        self.turns = threading.Semaphore(at_once) if at_once else contextlib.nullcontext()
         self.failed = threading.Event()
         self._lock = threading.Lock()
         self._boxes: defaultdict[tuple, SimpleQueue] = defaultdict(SimpleQueue)
@@ -32,6 +34,15 @@ class _World:
             return self._boxes[address]
 
     def receive(self, box: SimpleQueue) -> Any:
+        with contextlib.suppress(Empty):
+            return box.get_nowait()
+        self.turns.__exit__(None, None, None)  # others compute while this rank waits
+        try:
+            return self._wait(box)
+        finally:
+            self.turns.__enter__()
+
+    def _wait(self, box: SimpleQueue) -> Any:
         end = time.monotonic() + self.timeout
         while not self.failed.is_set():
             try:
@@ -82,13 +93,21 @@ class LoopbackTransport(Transport):
 
     def allreduce(self, array: np.ndarray) -> None:
         """Replace the array by its sum over all ranks, added in rank order."""
-        array[...] = sum(self.allgather(array.copy()))
+        array[...] = self._through_first(array.copy(), sum)
 
     def allgather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
-        for peer in range(self.size):
-            self.send(peer, value)
-        return [self.receive(peer) for peer in range(self.size)]
+        return list(self._through_first(value, list))
+
+    def _through_first(self, value: Any, joined: Callable[[Iterator[Any]], Any]) -> Any:
+        """Return what rank 0 makes of all values: 2 P messages, where all to all would be P²."""
+        if self.rank:
+            self.send(0, value)
+            return self.receive(0)
+        result = joined(value if peer == 0 else self.receive(peer) for peer in range(self.size))
+        for peer in range(1, self.size):
+            self.send(peer, result)
+        return result
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return the value of rank `root`."""
@@ -117,26 +136,32 @@ class _LoopbackExchange(Exchange):
             message.cells[...] = self.transport.world.receive(self.inboxes[message.peer])
 
 
-def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0) -> list[Any]:
+def run(
+    ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0, at_once: int | None = None
+) -> list[Any]:
     """Call `function(transport)` on every virtual rank and return the results in rank order.
 
     Parameters
     ----------
     timeout : float
         Seconds that a rank waits for a message before it reports a deadlock.
+    at_once : int, optional
+        How many ranks may compute while the others wait for a message or their turn; many threads that all want to
+        compute disturb each other. The function must not wait for other ranks but through its transport.
 
     Raises
     ------
     Exception
         The error of the first rank that failed; the other ranks are ended.
     """
-    world = _World(timeout)
+    world = _World(timeout, at_once)
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
         try:
-            results[rank] = function(LoopbackTransport(world, ("world",), rank, ranks))
+            with world.turns:
+                results[rank] = function(LoopbackTransport(world, ("world",), rank, ranks))
         except BaseException as error:
             errors.append(error)
             world.failed.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from ..errors import ShapeError, UserError
@@ -137,5 +138,9 @@ def _plan(
 def _halos(
     shape: Shape, window: Window, grid: GridShape, inputs: Partition | None = None, outputs: Partition | None = None
 ) -> list[HaloPlan]:
-    tiles = inputs or grid.partition(shape[:-1])
-    return [HaloPlan.of(tiles, window, tile, outputs) for tile in range(grid.tiles)]
+    return _plans(inputs or grid.partition(shape[:-1]), window, grid.tiles, outputs)
+
+
+@lru_cache(maxsize=64)  # virtual ranks, and every look at the same model, ask for the same
+def _plans(tiles: Partition, window: Window, count: int, outputs: Partition | None) -> list[HaloPlan]:
+    return [HaloPlan.of(tiles, window, tile, outputs) for tile in range(count)]
