@@ -6,33 +6,27 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from ..config import dump
 from ..files import write_text
-from ..schemes import as_scheme
+from .schemes_table import Row, markdown, summaries, tiles_of
 
 if TYPE_CHECKING:
     from ..comm import Transport
 
 RESULTS = "results.jsonl"
-Row = dict[str, Any]
 
 
-def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Callable[[], Any]]]) -> str:
-    """Train whatever has no result in `folder` yet, and write all results; collective.
+def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Callable[[], Any]]]) -> list[Row]:
+    """Train whatever has no result in `folder` yet, and return all results; collective.
 
     Parameters
     ----------
     runs : pairs of a description (with `scheme` and `seed`) and what loads its experiment
     folder : Path
-        Gets results.jsonl (a line for each run, as soon as it is complete), schemes.md and schemes.png.
-
-    Returns
-    -------
-    str
-        A table in Markdown.
+        Gets results.jsonl, a line for each run as soon as it is complete.
     """
     rows: list[Row] = []
     for described, load in runs:
@@ -47,14 +41,22 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
                 with (folder / RESULTS).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
         if world.rank == 0:
-            print(f"{row['scheme']}, seed {row['seed']}: valid error {100 * row['valid_error']:.2f} %", flush=True)
+            error = f"valid error {100 * row['valid_error']:.2f} %"
+            print(f"{row['scheme']}, {tiles_of(row)} tiles, seed {row['seed']}: {error}", flush=True)
         rows.append(row)
-    table = markdown(summaries(rows))
-    if world.rank == 0:
-        write_text(folder / "schemes.md", table)
-        from .schemes_plot import plot
+    return rows
 
-        plot(summaries(rows), folder / "schemes.png")
+
+def report(rows: Sequence[Row], folder: Path) -> str:
+    """Write schemes.md and the pictures schemes.png and tiles.png into `folder`; return the table in Markdown."""
+    found = summaries(rows)
+    table = markdown(found)
+    write_text(folder / "schemes.md", table)
+    from .schemes_plot import plot, plot_tiles
+
+    plot(found, folder / "schemes.png")
+    if len({row["tiles"] for row in found}) > 1:
+        plot_tiles(found, folder / "tiles.png")
     return table
 
 
@@ -84,50 +86,3 @@ def read_results(file: Path) -> list[Row]:
         except ValueError:
             continue
     return [row for row in rows if isinstance(row, dict) and "key" in row]
-
-
-def summaries(rows: Sequence[Row]) -> list[Row]:
-    """Return one row for each scheme, in the order given: means over the seeds, deviations, and what is on the front.
-
-    A scheme is on the front if no other has both a lower mean error and fewer bytes.
-    """
-    found = []
-    for scheme in dict.fromkeys(row["scheme"] for row in rows):
-        mine = [row for row in rows if row["scheme"] == scheme]
-        errors = [row["valid_error"] for row in mine]
-        found.append(
-            {
-                "scheme": scheme,
-                "exact": mine[0]["exact"],
-                "formula": as_scheme(scheme).formula,
-                "runs": len(mine),
-                "error": mean(errors),
-                "deviation": stdev(errors) if len(errors) > 1 else 0.0,
-                "loss": mean(row["valid_loss"] for row in mine),
-                "bytes": mean(row["bytes_per_step"] for row in mine),
-                "seconds": mean(row["seconds_per_epoch"] for row in mine),
-            }
-        )
-    for row in found:
-        row["front"] = not any(
-            other["error"] <= row["error"] and other["bytes"] <= row["bytes"]
-            and (other["error"], other["bytes"]) != (row["error"], row["bytes"])
-            for other in found
-        )  # fmt: skip
-    return found
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """Return the table."""
-    lines = [
-        "| scheme | exact | valid error, % | valid loss | kB sent a step | s an epoch | runs | front |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        spread = f" ± {100 * row['deviation']:.2f}" if row["runs"] > 1 else ""
-        lines.append(
-            f"| `{row['scheme']}` | {'yes' if row['exact'] else 'no'} | {100 * row['error']:.2f}{spread}"
-            f" | {row['loss']:.4f} | {row['bytes'] / 1e3:.1f} | {row['seconds']:.1f} | {row['runs']}"
-            f" | {'yes' if row['front'] else ''} |"
-        )
-    return "\n".join(lines) + "\n"

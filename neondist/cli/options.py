@@ -38,3 +38,8 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give 1 or more")
     return number
+
+
+def counts(text: str) -> list[int]:
+    """Read '1,2,4'."""
+    return [positive(word) for word in text.split(",")]

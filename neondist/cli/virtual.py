@@ -18,11 +18,11 @@ PATIENCE = 24 * 3600.0
 """seconds that a virtual rank waits for a message of another, which may have a core's work before it"""
 
 
-def option(one: argparse.ArgumentParser) -> None:
-    """Add --virtual."""
+def option(one: argparse.ArgumentParser, many: bool = False) -> None:
+    """Add --virtual; `many`: one number after the other."""
     one.add_argument(
-        "--virtual", type=options.positive, metavar="P",
-        help="P virtual ranks in this process: slow, but the same numbers",
+        "--virtual", type=options.counts if many else options.positive, metavar="1,4,16" if many else "P",
+        help=f"{'1, 4, 16' if many else 'P'} virtual ranks in this process: slow, but the same numbers",
     )  # fmt: skip
 
 

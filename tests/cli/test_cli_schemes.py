@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from neondist.bench.schemes import summaries
+from neondist.bench.schemes_table import summaries
 from neondist.cli import main
 
 FILE = """\
@@ -52,6 +52,18 @@ def test_every_scheme_and_seed_has_a_result(folder, capsys):
     assert "schemes.md" in capsys.readouterr().out
 
 
+def test_several_numbers_of_tiles_are_one_result(folder):
+    assert bench("--schemes", "halo,tower", "--virtual", "1,4") == 0
+    assert [(row["scheme"], row["ranks"]) for row in results(folder)] == [
+        ("halo", 1), ("tower", 1), ("halo", 4), ("tower", 4)
+    ]  # fmt: skip
+    lines = (folder / "runs/small-schemes/schemes.md").read_text().splitlines()
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [
+        ["| 1", "`halo`"], ["| 1", "`tower`"], ["| 4", "`halo`"], ["| 4", "`tower`"]
+    ]  # fmt: skip
+    assert (folder / "runs/small-schemes/tiles.png").stat().st_size > 1000
+
+
 def test_it_resumes_where_it_stopped(folder):
     bench("--schemes", "halo")
     file = folder / "runs/small-schemes/results.jsonl"
@@ -75,7 +87,7 @@ def test_seams(folder, capsys):
 def test_the_front():
     def row(scheme, error, sent):
         return {
-            "scheme": scheme, "seed": 1, "exact": True, "valid_error": error, "valid_loss": 0.0,
+            "scheme": scheme, "seed": 1, "exact": True, "grid": [1, 2, 2], "valid_error": error, "valid_loss": 0.0,
             "bytes_per_step": sent, "seconds_per_epoch": 1.0,
         }  # fmt: skip
 
@@ -99,6 +111,7 @@ def test_virtual_ranks_train_like_one_process(folder):
     [
         (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", "halo,towr"], "did you mean 'tower'"),
         (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", ","], "--schemes: names none"),
+        (["bench", "schemes", "small.yaml", "--virtual", "1,3", "--set", "grid.rows=1", "grid.cols=1"], "make 3 ranks"),
         (["bench", "seams", "small.yaml", "--virtual", "2", "--schemes", "deep_halo"], "name approximate schemes"),
         (["run", "small.yaml", "--virtual", "2", "-n", "2"], "--virtual runs all ranks in this process"),
         (["run", "small.yaml", "--virtual", "5", "--set", "grid.rows=2"], "does not make 5 ranks"),

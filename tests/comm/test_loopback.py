@@ -1,5 +1,8 @@
 """Virtual ranks, and errors that all ranks agree on."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -19,6 +22,24 @@ def test_collectives():
     assert [r[:3] for r in results] == [(10.0, [0, 1, 2, 3], 2)] * 4
     assert [r[3] for r in results] == [[2, 0], [3, 1], [2, 0], [3, 1]]
     assert [r[4] for r in results] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_so_many_ranks_compute_at_once(at_once):
+    busy, most, lock = [], [], threading.Lock()
+
+    def body(comm):
+        for _ in range(3):
+            with lock:
+                busy.append(comm.rank)
+                most.append(len(busy))
+            time.sleep(0.001)
+            with lock:
+                busy.remove(comm.rank)
+            assert comm.allgather(comm.rank) == list(range(5))
+
+    loopback.run(5, body, at_once=at_once)
+    assert max(most) == at_once
 
 
 def test_the_error_of_one_rank_ends_all():

@@ -11,7 +11,7 @@ from ...errors import ConfigError, LaunchError
 from .. import options, threads
 from ..experiment import load, validated
 from ..ranks import job_of, on_ranks
-from .scaling import counts, step_of
+from .scaling import step_of
 
 if TYPE_CHECKING:
     from ...comm import Transport
@@ -31,7 +31,9 @@ def add(benches: Any) -> None:
     options.experiment(one, "use --ranks")
     one.add_argument("--machine", default="machine.yaml", metavar="FILE", help="the machine (default machine.yaml)")
     one.add_argument("--ranks", dest="counts", type=span, default=[1, 2, 4], metavar="1..4096", help="or 1,2,4")
-    one.add_argument("--measure", type=counts, default=[], metavar="1,2", help="measure these too, and tell the error")
+    one.add_argument(
+        "--measure", type=options.counts, default=[], metavar="1,2", help="measure these too, and tell the error"
+    )
     one.add_argument("--json", metavar="FILE", help="write JSON lines there as well")
     one.set_defaults(command=predict)
 
@@ -40,7 +42,7 @@ def span(text: str) -> list[int]:
     """Read '1,2,4', or '1..4096': the powers of two times the first."""
     first, dots, last = text.partition("..")
     if not dots:
-        return counts(text)
+        return options.counts(text)
     low, high = options.positive(first), options.positive(last)
     return [low << power for power in range((high // low).bit_length())]
 

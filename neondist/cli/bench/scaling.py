@@ -20,17 +20,14 @@ def add(benches: Any) -> None:
     """Say what can be typed."""
     one = benches.add_parser("scaling", help="the same step on more and more ranks", allow_abbrev=False)
     options.experiment(one)
-    one.add_argument("--ranks", dest="counts", type=counts, default=[1, 2, 4], metavar="1,2,4", help="rank counts")
+    one.add_argument(
+        "--ranks", dest="counts", type=options.counts, default=[1, 2, 4], metavar="1,2,4", help="rank counts"
+    )
     one.add_argument("--weak", action="store_true", help="the batch grows with the ranks")
     one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps of each turn (default 10)")
     one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each (default 3)")
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-scaling)")
     one.set_defaults(command=scaling)
-
-
-def counts(text: str) -> list[int]:
-    """Read '1,2,4'."""
-    return [options.positive(word) for word in text.split(",")]
 
 
 def scaling(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...comm import SingleTransport
 from ...errors import ConfigError
 from .. import options
 from ..experiment import validated
@@ -23,7 +24,7 @@ def add(benches: Any) -> None:
     """Say what can be typed."""
     one = benches.add_parser("schemes", help="accuracy, bytes and time of border schemes", allow_abbrev=False)
     options.experiment(one)
-    virtual_option(one)
+    virtual_option(one, many=True)
     one.add_argument("--schemes", default=DEFAULT, metavar="A,B(x=1),...", help=f"which ones (default {DEFAULT})")
     one.add_argument("--epochs", type=options.positive, metavar="E", help="epochs of each run (default: the file's)")
     one.add_argument("--seeds", type=options.positive, default=1, metavar="S", help="runs of each scheme (default 1)")
@@ -33,18 +34,36 @@ def add(benches: Any) -> None:
 
 def schemes(arguments: argparse.Namespace) -> int:
     """Train with every scheme and seed that has no result yet; then tell all results."""
+    counts = arguments.virtual or [None]
+    for count in counts[1:]:  # whatever is wrong with a later one is found before the first trains
+        _prepare(arguments, SingleTransport(), count)
+    rows: list[dict[str, Any]] = []
+    for count in counts:
+        ranks = argparse.Namespace(**{**vars(arguments), "virtual": count})
+        code = on_ranks(ranks, partial(_prepare, ranks), partial(_measure, arguments, rows, last=count == counts[-1]))
+        if code:
+            return code
+    return 0
 
-    def work(world: Transport, runs: list[argparse.Namespace]) -> int:
-        from ...bench.schemes import bench_schemes
 
-        folder = options.folder(arguments, "schemes")
-        table = bench_schemes(world, folder, [(run, partial(validated, run, world, world.size)) for run in runs])
-        if world.rank == 0:
+def _measure(
+    arguments: argparse.Namespace,
+    rows: list[dict[str, Any]],
+    world: Transport,
+    runs: list[argparse.Namespace],
+    last: bool,
+) -> int:
+    from ...bench.schemes import bench_schemes, report
+
+    folder = options.folder(arguments, "schemes")
+    measured = bench_schemes(world, folder, [(run, partial(validated, run, world, world.size)) for run in runs])
+    if world.rank == 0:
+        rows += measured
+        table = report(rows, folder)
+        if last:
             print("", table, sep="\n")
             print("written:", *(f"  {file}" for file in sorted(folder.glob("*"))), sep="\n")
-        return 0
-
-    return on_ranks(arguments, partial(_prepare, arguments), work)
+    return 0
 
 
 def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
