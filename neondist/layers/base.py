@@ -139,6 +139,10 @@ class Layer(Node):
             )
         return None
 
+    def gathers_of(self, input_shape: Shape) -> tuple[Shape, Window] | None:
+        """Return what `gathers_for` would if the scheme said 'gather'; None: this layer cannot."""
+        return None
+
     def sums_for(self, input_shape: Shape) -> list[LayerSum]:
         """Return what is summed over ranks in a training step, the gradients of the weights not counted."""
         return []

@@ -97,11 +97,17 @@ class ConvLayer(Layer):
             return None
         if self.padding_mode != "zeros":
             return super().gathers_for(input_shape, grid)
-        window, shape = self.window_for(input_shape), self.output_shape_for(input_shape)
-        back = Dependents(window, input_shape[:-1])
+        window, (shape, back) = self.window_for(input_shape), self._dependents(input_shape)
         gathered = received_cells(grid.partition(shape[:-1]), back) * shape[-1]
         scattered = received_cells(grid.partition(input_shape[:-1]), window) * input_shape[-1]
         return (shape, back) if way == "gather" or gathered < scattered else None
+
+    def gathers_of(self, input_shape: Shape) -> tuple[Shape, Window] | None:
+        """Return the output and what looks at input cells, where padding is zeros."""
+        return self._dependents(input_shape) if self.padding_mode == "zeros" else None
+
+    def _dependents(self, input_shape: Shape) -> tuple[Shape, Window]:
+        return self.output_shape_for(input_shape), Dependents(self.window_for(input_shape), input_shape[:-1])
 
     def adjust_for_dist(self) -> None:
         """Create the array of output gradients too, if they are gathered."""

@@ -13,8 +13,10 @@ from .plan import LayerPlan
 class Convnet(Model):
     """A convolutional network: input images (N, H, W, C), or (N, *spatial, C) in general."""
 
-    def plan(self, input_shape: Sequence[int], grid: GridShape | None = None) -> list[LayerPlan]:
+    def plan(
+        self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
+    ) -> list[LayerPlan]:
         """Return the plan of every layer; ShapeError if the input is no image."""
         if len(input_shape) < 2:
             raise ShapeError(f"input_shape {tuple(input_shape)}: a convnet needs (H, W, C); vectors go into an MLP")
-        return super().plan(input_shape, grid)
+        return super().plan(input_shape, grid, batch_size)

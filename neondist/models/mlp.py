@@ -16,9 +16,11 @@ class MLP(Model):
     Input images (N, *spatial, C) or vectors (N, C).
     """
 
-    def plan(self, input_shape: Sequence[int], grid: GridShape | None = None) -> list[LayerPlan]:
+    def plan(
+        self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
+    ) -> list[LayerPlan]:
         """Return the plan of every layer; ConfigError if one of them has a window."""
-        plans = super().plan(input_shape, grid)
+        plans = super().plan(input_shape, grid, batch_size)
         for index, (layer, plan) in enumerate(zip(self.leaves, plans, strict=True)):
             if plan.window is not None:
                 raise of_layer(ConfigError("an MLP has no layers with windows; use Convnet"), index, layer)

@@ -23,7 +23,7 @@ from .lifetimes import arena_of
 from .nonfinite import Trouble, locate
 from .notices import Notice, Notices
 from .parameters import Parameters, gather, load
-from .plan import LayerPlan, plan_layers
+from .plan import LayerPlan, plan_layers, share
 from .runs import find_regions, whole_gradient, wide_tiles
 from .targets import local_targets
 
@@ -104,9 +104,17 @@ class Model(Registered):
     def __str__(self) -> str:
         return type(self).__name__
 
-    def plan(self, input_shape: Sequence[int], grid: GridShape | None = None) -> list[LayerPlan]:
-        """Return shapes, tiles and halos of every layer, from arithmetic alone; raises what `build` would raise."""
-        return plan_layers(self.layers, tuple(input_shape), grid or GridShape())
+    def plan(
+        self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
+    ) -> list[LayerPlan]:
+        """Return shapes, tiles and halos of every layer, from arithmetic alone; raises what `build` would raise.
+
+        Parameters
+        ----------
+        batch_size : int, optional
+            Global; `scheme: auto` plans with it.
+        """
+        return plan_layers(self.layers, tuple(input_shape), grid or GridShape(), batch_size)
 
     def build(self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None) -> None:
         """Fix all shapes, make the inputs of all layers for this rank, and fill in first weights.
@@ -125,7 +133,7 @@ class Model(Registered):
         self.plan(self.input_shape)  # names the layer if something does not fit
         self.output_shape = self.chain.output_shape_for(self.input_shape)
         context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
-        regions = find_regions(self.chain, self.input_shape, self.grid.shape)
+        regions = find_regions(self.chain, self.input_shape, self.grid.shape, share(batch_size, self.grid.shape))
         for layer in self.leaves:
             layer.regions = regions.get(id(layer), (None, None))
         self.chain.build(self.input_shape, context)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import prod
 
 from ..errors import ShapeError, UserError
-from ..geometry import Box, GridShape, HaloPlan, Partition, Window
+from ..geometry import Box, GridShape, HaloPlan, Partition, Window, split
 from ..layers import Layer, LayerSum, Node, Sequential
 from ..schemes import Halo, Scheme
 from .runs import Found, find_regions
@@ -57,10 +57,12 @@ class LayerPlan:
         return [sum(messages) for messages in self.backward]
 
 
-def plan_layers(nodes: Sequence[Node], input_shape: Shape, grid: GridShape) -> list[LayerPlan]:
+def plan_layers(
+    nodes: Sequence[Node], input_shape: Shape, grid: GridShape, batch_size: int | None = None
+) -> list[LayerPlan]:
     """Return the plan of each single layer; an error names the layer and carries it as `subject`."""
     plans = []
-    regions = _regions(nodes, input_shape, grid)
+    regions = _regions(nodes, input_shape, grid, share(batch_size, grid))
     for index, node in enumerate(nodes):
         about: Node = node
         try:
@@ -81,9 +83,14 @@ def of_layer(error: UserError, index: int, layer: Node) -> UserError:
     return named
 
 
-def _regions(nodes: Sequence[Node], input_shape: Shape, grid: GridShape) -> Found:
+def share(batch_size: int | None, grid: GridShape) -> int | None:
+    """Return the samples of the fullest replica, if those of the batch are known."""
+    return None if batch_size is None else max(1, split(batch_size, grid.replicas, 0)[1])
+
+
+def _regions(nodes: Sequence[Node], input_shape: Shape, grid: GridShape, samples: int | None) -> Found:
     try:
-        return find_regions(Sequential(nodes), input_shape, grid)
+        return find_regions(Sequential(nodes), input_shape, grid, samples)
     except UserError as error:
         layer = getattr(error, "subject", None)
         if layer is None:  # a layer that does not fit, which the plan finds too, and names

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf, prod
+from typing import NamedTuple
 
 from ..geometry import GridShape, HaloPlan, Partition, Window
 from ..layers import Layer
+from ..machine import Figures
 
 Shape = tuple[int, ...]
 Regions = tuple[Partition | None, Partition | None]
@@ -14,6 +16,14 @@ LONGEST = 12
 """layers with windows in a run, at most"""
 PASSES = 3
 """what a training step computes, in units of fprop"""
+
+
+class Placed(NamedTuple):
+    """A layer, the shape of its input, and which cells of its input and output the tiles have."""
+
+    layer: Layer
+    input_shape: Shape
+    regions: Regions = (None, None)
 
 
 def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, int]]:
@@ -35,43 +45,54 @@ def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, 
     return cuts[::-1]
 
 
-def run_seconds(
-    figures: tuple[float, float, float, int],
-    layers: Sequence[tuple[Layer, Shape, Regions]],
-    grid: GridShape,
-    itemsize: int = 4,
-) -> float:
-    """Return the seconds that a training step spends on a run's exchange and on what it computes twice.
+def run_seconds(figures: Figures, run: Sequence[Placed], grid: GridShape, home: bool = True) -> list[float]:
+    """Return the seconds that a training step spends on a run's exchange and on what it computes twice, by layer.
 
     Those of the tile in the middle of the grid, which has all neighbours.
 
     Parameters
     ----------
-    figures : latency, bandwidth, speed, samples
-        As in `schemes.Auto`.
-    layers : the run's layers, with the shapes of their inputs and which cells of input and output the tiles have
+    home : bool
+        Whether the run's input needs a gradient.
     """
-    latency, bandwidth, speed, samples = figures
-    tile = _middle(grid, len(layers[0][1]) - 1)
-    first, shape, (_, outputs) = layers[0]
-    messages = numbers = 0
-    for array, window in first.halos_for(shape, grid):
-        plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
-        messages += len(plan.sends)
-        numbers += plan.received_cells * array[-1]
-    twice = 0.0
-    for layer, input_shape, (_, out) in layers:
-        own = grid.partition(layer.output_shape_for(input_shape)[:-1]).box(tile)
-        extra = (out.box(tile).size if out is not None else own.size) - own.size
-        twice += extra * _operations(layer, input_shape)
-    exchange = 2 * (latency * messages + numbers * samples * itemsize / bandwidth)
-    return exchange + PASSES * twice * samples / speed
+    tile, (first, shape, (inputs, outputs)) = _middle(grid, len(run[0].input_shape) - 1), run[0]
+    found = [_twice(figures, placed, grid, tile) for placed in run]
+    if inputs is None:
+        for array, window in first.halos_for(shape, grid):
+            plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
+            back = home or first.reverse_halos
+            found[0] += figures.sent(len(plan.sends), plan.received_cells * array[-1]) * (1 + back)
+    return found
+
+
+def gather_seconds(figures: Figures, placed: Placed, grid: GridShape) -> float:
+    """Return the seconds of the exchanges of a layer that gathers in bprop; infinite for one that cannot."""
+    layer, shape, _ = placed
+    gathers = layer.gathers_of(shape)
+    if gathers is None:
+        return inf
+    tile, window = _middle(grid, len(shape) - 1), layer.window_for(shape)
+    total = 0.0
+    for array, seen in [gathers, *([] if window is None else [(shape, window)])]:
+        plan = HaloPlan.of(grid.partition(array[:-1]), seen, tile)
+        total += figures.sent(len(plan.receives), plan.received_cells * array[-1])
+    return total
 
 
 def can_follow(layer: Layer, input_shape: Shape) -> bool:
     """Tell whether a layer can compute cells of other tiles."""
     window = layer.window_for(input_shape)
     return not layer.no_recompute and (window is None or window.mode != "wrap")
+
+
+def _twice(figures: Figures, placed: Placed, grid: GridShape, tile: int) -> float:
+    """Return the seconds of the cells that a layer computes beyond its own."""
+    layer, shape, (_, out) = placed
+    if out is None:
+        return 0.0
+    extra = out.box(tile).size - grid.partition(layer.output_shape_for(shape)[:-1]).box(tile).size
+    each = figures.cell_seconds.get(str(layer.name), PASSES * _operations(layer, shape) / figures.speed)
+    return extra * each * figures.samples
 
 
 def _operations(layer: Layer, input_shape: Shape) -> float:

@@ -10,7 +10,8 @@ from ..arrays import GlobalArray, PaddedArray
 from ..errors import ConfigError
 from ..geometry import GridShape, Partition, Window, sources
 from ..layers import Layer, Node
-from .planner import best_cuts, can_follow, run_seconds
+from ..machine import Figures
+from .planner import Placed, best_cuts, can_follow, run_seconds
 
 Shape = tuple[int, ...]
 Links: TypeAlias = Sequence[tuple[Node, Shape]]
@@ -18,8 +19,13 @@ Found: TypeAlias = dict[int, tuple[Partition | None, Partition | None]]
 """By the layer's id: which cells of its input and of its output each tile has; None: the balanced ones."""
 
 
-def find_regions(chain: Node, input_shape: Shape, grid: GridShape) -> Found:
+def find_regions(chain: Node, input_shape: Shape, grid: GridShape, samples: int | None = None) -> Found:
     """Return the regions of all layers that are in runs.
+
+    Parameters
+    ----------
+    samples : int, optional
+        Of a replica in a step, for a planner.
 
     Raises
     ------
@@ -28,24 +34,25 @@ def find_regions(chain: Node, input_shape: Shape, grid: GridShape) -> Found:
     """
     found: Found = {}
     for number, links in enumerate(chain.chains(input_shape)):
-        for run in _runs(links, grid, first=number == 0):
-            found |= _regions(run, grid)
+        for run in _runs(links, grid, samples, first=number == 0):
+            found |= regions_of(run, grid)
     return found
 
 
-def _runs(links: Links, grid: GridShape, first: bool) -> Iterator[Links]:
+def _runs(links: Links, grid: GridShape, samples: int | None, first: bool) -> Iterator[Links]:
     """Yield the parts of a chain that are runs: of two layers with windows or more, or read wide from the image."""
     at = 0
     while at < len(links):
-        layer = _single(*links[at], grid)
+        layer = single(*links[at], grid)
         if layer is None or layer.scheme is None or layer.scheme.run == 1:
             at += 1
             continue
         end, wide = _end(links, at, layer, grid), layer.scheme.reads_wide
-        if wide and (not first or any(_blocks(node, shape, grid) for node, shape in links[:at])):
+        if wide and (not first or any(blocks(node, shape, grid) for node, shape in links[:at])):
             raise _refused(layer, "reads the image wide, so it is for the first layers of a model alone")
-        if layer.scheme.figures is not None:
-            yield from _planned(layer.scheme.figures, links[at : end + 1], grid)
+        figures = layer.scheme.figures(grid.size, samples)
+        if figures is not None:
+            yield from _planned(figures, links[at : end + 1], grid, home=not first or at > 0)
         elif wide or end > at:
             yield links[0 if wide else at : end + 1]
         at = end + 1
@@ -56,34 +63,38 @@ def _end(links: Links, at: int, first: Layer, grid: GridShape) -> int:
     end, count, longest = at, 1, first.scheme.run if first.scheme is not None else 1
     for place in range(at + 1, len(links)):
         node, shape = links[place]
-        if not _blocks(node, shape, grid):
+        if not blocks(node, shape, grid):
             continue
-        layer = _single(node, shape, grid)
+        layer = single(node, shape, grid)
         if layer is None or count == longest or not _alike(first, layer):
             break
         end, count = place, count + 1
     return end
 
 
-def _planned(figures: tuple[float, float, float, int], links: Links, grid: GridShape) -> Iterator[Links]:
+def _planned(figures: Figures, links: Links, grid: GridShape, home: bool) -> Iterator[Links]:
     """Yield the runs that a planner makes of layers with one scheme."""
-    places = [at for at, (node, shape) in enumerate(links) if _single(node, shape, grid) is not None]
-    fits = [can_follow(links[at][0].leaves[0], links[at][1]) for at in places]
+    places = [at for at, (node, shape) in enumerate(links) if single(node, shape, grid) is not None]
+    fits = [can_follow(node.leaves[0], shape) for node, shape in links]
 
     def cost(first: int, last: int) -> float:
-        if last > first and not (all(fits[first : last + 1])):
+        if last > first and not all(fits[places[first] : places[last] + 1]):
             return inf
-        run = links[places[first] : places[last] + 1]
-        regions = _regions(run, grid) if last > first else {}
-        layers = [(node.leaves[0], shape, regions.get(id(node.leaves[0]), (None, None))) for node, shape in run]
-        return run_seconds(figures, layers, grid)
+        run = placed(links[places[first] : places[last] + 1], grid, alone=last == first)
+        return sum(run_seconds(figures, run, grid, home or first > 0))
 
     for first, last in best_cuts(cost, len(places)):
         if last > first:
             yield links[places[first] : places[last] + 1]
 
 
-def _single(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
+def placed(run: Links, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[Placed]:
+    """Return the layers of a run with their regions; `alone`: it is no run, and nothing is computed twice."""
+    regions = {} if alone else regions_of(run, grid, wide)
+    return [Placed(node.leaves[0], shape, regions.get(id(node.leaves[0]), (None, None))) for node, shape in run]
+
+
+def single(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
     """Return the node if it is a layer with a window whose output has tiles."""
     inside = node.leaves
     if len(inside) != 1 or inside[0] is not node or len(node.output_shape_for(shape)) < 2:
@@ -91,10 +102,10 @@ def _single(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
     return inside[0] if any(not w.pointwise for _, w in inside[0].halos_for(shape, grid)) else None
 
 
-def _blocks(node: Node, shape: Shape, grid: GridShape) -> bool:
+def blocks(node: Node, shape: Shape, grid: GridShape) -> bool:
     """Tell whether a node is anything but a layer that sees each cell alone."""
     alone = len(node.leaves) == 1 and node.leaves[0] is node and len(node.output_shape_for(shape)) > 1
-    return not alone or _single(node, shape, grid) is not None
+    return not alone or single(node, shape, grid) is not None
 
 
 def _alike(one: Layer, other: Layer) -> bool:
@@ -102,10 +113,17 @@ def _alike(one: Layer, other: Layer) -> bool:
     return type(a) is type(b) and a is not None and b is not None and a.arguments() == b.arguments()
 
 
-def _regions(run: Links, grid: GridShape) -> Found:
-    """Return the regions of one run, from its last output, which is what each tile owns, to its input."""
+def regions_of(run: Links, grid: GridShape, wide: bool | None = None) -> Found:
+    """Return the regions of one run, from its last output, which is what each tile owns, to its input.
+
+    Parameters
+    ----------
+    wide : bool, optional
+        Whether the run's input has them too; default: what its schemes say.
+    """
     found: Found = {}
-    wide = any(layer.scheme is not None and layer.scheme.reads_wide for node, _ in run for layer in node.leaves)
+    if wide is None:
+        wide = any(layer.scheme is not None and layer.scheme.reads_wide for node, _ in run for layer in node.leaves)
     last, shape = run[-1]
     outputs: Partition = grid.partition(last.output_shape_for(shape)[:-1])
     for place in range(len(run) - 1, -1, -1):

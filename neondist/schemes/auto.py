@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 from ..errors import ConfigError
+from ..machine import Figures, Machine, read
 from .deep_halo import DeepHalo
 
 
@@ -14,21 +19,40 @@ class Auto(DeepHalo):
 
     Parameters
     ----------
-    latency : float
+    machine : str, optional
+        A file that `neondist bench model calibrate` has written, or one like it: the figures are those of the link that
+        the grid's ranks use. The figures below, where given, count instead of the machine's.
+    latency : float, optional
         Seconds a message.
-    bandwidth : float
+    bandwidth : float, optional
         Bytes a second.
-    speed : float
+    speed : float, optional
         Floating point operations a second of one rank.
-    samples : int
-        Of a replica in a step.
+    samples : int, optional
+        Of a replica in a step; default: those of the experiment's batch.
     """
 
     formula = "that of deep_halo, for the runs that the planner chooses"
 
-    def __init__(self, latency: float = 2e-5, bandwidth: float = 5e9, speed: float = 2e10, samples: int = 32) -> None:
-        for field, value in {"latency": latency, "bandwidth": bandwidth, "speed": speed, "samples": samples}.items():
+    def __init__(
+        self,
+        latency: float | None = None,
+        bandwidth: float | None = None,
+        speed: float | None = None,
+        samples: int | None = None,
+        machine: str | None = None,
+    ) -> None:
+        given = {"latency": latency, "bandwidth": bandwidth, "speed": speed, "samples": samples}
+        self.given: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
+        for field, value in self.given.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigError(f"{field} {value!r}: needs a number above 0")
         super().__init__(layers=10**9)
-        self.figures = latency, bandwidth, speed, samples
+        self.machine: Machine | None = None if machine is None else read(Path(machine).expanduser())
+
+    def figures(self, ranks: int, samples: int | None = None) -> Figures:
+        """Return what is given, what the machine has, or a guess."""
+        found = Figures() if self.machine is None else self.machine.figures(ranks)
+        if samples is not None:
+            found = replace(found, samples=samples)
+        return replace(found, **self.given)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arrays import Way
+from ..machine import Figures
 from ..registry import Registered
 
 
@@ -26,8 +27,6 @@ class Scheme(Registered, ABC):
     exact = False
     #: how many layers with windows make a run that computes cells of other tiles; 1: there are no runs
     run = 1
-    #: latency, bandwidth, speed and samples, from which a planner chooses the runs; None: they are as long as `run`
-    figures: tuple[float, float, float, int] | None = None
     #: whether tiles of the image are read with all that they depend on
     reads_wide = False
     #: how layers that normalise over the whole image add up, where they are in a run: None refuses them
@@ -53,6 +52,18 @@ class Scheme(Registered, ABC):
 
     def remember(self, way: Way, arrays: Sequence[Any]) -> None:
         """Fill `way.memory` from what `remembered` returned, on the same grid; it may start messages."""
+
+    def figures(self, ranks: int, samples: int | None = None) -> Figures | None:
+        """Return the figures from which a planner chooses the runs; None: they are as long as `run`.
+
+        Parameters
+        ----------
+        ranks : int
+            Of the grid.
+        samples : int, optional
+            Of a replica in a step.
+        """
+        return None
 
     def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
         """Return the bytes that messages of so many numbers take in fprop, in the mean of many training steps."""

@@ -25,7 +25,7 @@ def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool = False) 
         f"batch_size: {experiment.batch_size}, epochs: {experiment.epochs}, resume: {resume}",
         f"seed: {model.seed}, dtype: {model.dtype}, model: {model}",
         f"optimizer: {type(model.optimizer).__name__} {_plain(model.optimizer.arguments())}",
-        *(_layer(plan) for plan in model.plan(shape, grid.shape)),
+        *(_layer(plan) for plan in model.plan(shape, grid.shape, experiment.batch_size)),
         *(
             f"'{layer.name}/{name}': {parameter.shape}{' in tiles' * parameter.tiled}"
             for layer, inside in model.chain.walk(shape)

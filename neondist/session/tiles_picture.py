@@ -38,7 +38,7 @@ class TilesPicture(Hook):
             return
         image = collect(run.dataset, grid, run.model.dtype)
         if run.first_rank and can_draw():
-            layer = first_window(run.model.plan(shape, grid.shape))
+            layer = first_window(run.model.plan(shape, grid.shape, run.model.batch_size))
             partition = grid.partition(shape[:2])
             tiles = partition.boxes()
             views = tiles if layer is None else layer.views

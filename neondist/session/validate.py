@@ -30,7 +30,7 @@ def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, list[Lay
     with about(dataset):
         dataset.check()
     with about(model):
-        plan = model.plan(dataset.sample_shape, shape)
+        plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         get_backend(model.backend)
     with about(model.layers[-1] if model.layers else model):
         model.cost.check(plan[-1].output_shape, dataset.classes)

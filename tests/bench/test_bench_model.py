@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist.bench.model import calibrate, machine, predict
+from neondist import machine
+from neondist.bench.model import alone as ranks_alone
+from neondist.bench.model import calibrate, predict, workload
+from neondist.bench.model.alone import Alone
 from neondist.bench.model.solo import Notes, solo_grid
-from neondist.bench.model.table import prediction_table
+from neondist.bench.model.table import prediction_table, schemes_table, words, write
 from neondist.cli.bench.model import span
 from neondist.comm import loopback
 from neondist.errors import ConfigError
@@ -31,10 +34,27 @@ def test_compute():
     assert [one_node.compute(1.0, ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([0.5, 0.6, 0.8, 1.6])
     assert machine.Machine(4, NODE, NET, slowdown=1.6).compute(1.0, 4000) == pytest.approx(1.6)
     assert one_node.link(8) is NODE
+    # half of the time is the memory's: 1e10 bytes in 1 s
+    busy = machine.Machine(2, NODE, NET, nodes=1, slowdown=1.2, memory_slowdown=1.8, shared_slowdown=1.1)
+    assert busy.compute(2.0, 2, moved=1e10) == pytest.approx(3.0)
+    assert busy.compute(2.0, 1, moved=1e10) == 2.0
+    assert busy.compute(2.0, 4, moved=0) == pytest.approx(2 * 1.2 * 2 * 1.1)
+
+
+def test_waiting_for_ranks_that_share_cores():
+    crowded = machine.Machine(2, NODE, NET, nodes=1, shared_latency=1e-3)
+    assert [crowded.waiting(ranks, 3) for ranks in (1, 2, 4, 6)] == pytest.approx([0, 0, 3e-3, 6e-3])
+    assert machine.Machine(2, NODE, NET, shared_latency=1e-3).waiting(64, 3) == 0
+
+
+def test_figures_are_those_of_the_link_in_use():
+    cluster = machine.Machine(4, NODE, NET, compute_factor=0.5, speed=1e9)
+    assert cluster.figures(4) == machine.Figures(1e-6, 1e9, 2e9)
+    assert cluster.figures(5).latency == 1e-5
 
 
 def test_a_machine_is_read_as_written(tmp_path):
-    made = machine.Machine(4, NODE, NET, slowdown=1.5)
+    made = machine.Machine(4, NODE, NET, slowdown=1.5, memory_slowdown=2.0, speed=3e9, host="here")
     machine.write(tmp_path / "m.yaml", made, "a comment")
     assert machine.read(tmp_path / "m.yaml") == made
 
@@ -53,6 +73,7 @@ def test_examples(name):
         ("node: {latency: -1, bandwidth: 1}", "node.latency: -1 is not a number above 0"),
         ("node: {latency: 1, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: .inf}", "network.bandwidth: inf is not"),
         ("node: {latency: 1e-6, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: 1}", "cores_per_node: None is not"),
+        ("cores_per_node: 0.5\nnode: {latency: 1, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: 1}", "of at least 1"),
         (": {", "cannot be read"),
     ],
 )
@@ -87,14 +108,17 @@ def test_a_rank_alone_notes_what_a_rank_among_others_sends(shape):
         return made.model.bytes_sent
 
     sent = loopback.run(shape.size, on_ranks)
-    seconds, notes, held = predict.rank_alone(experiment(), shape)
-    tile = predict.fullest(shape, (13, 11))
-    assert sum(count for _, count in notes.exchanges) == sent[tile]
-    group, gradients = max(notes.sums)
+    found = ranks_alone.rank_alone(experiment(), shape, 1e-3)
+    tile = ranks_alone.fullest(shape, (13, 11))
+    assert sum(count for _, count in found.notes.exchanges) == sent[tile]
+    group, gradients = max(found.notes.sums)
     assert group == shape.size
     assert 0 <= gradients - 8 * sum(p.size for p in parameters(experiment())) < 256  # what keeps arrays aligned
-    assert seconds > 0
-    assert held > 0
+    assert found.seconds > 0
+    assert found.held > 0
+    assert set(found.cell_seconds) == {"conv1", "conv2", "fc1"}
+    views = 2 * 13 * 11 // shape.tiles + 3 * 13 * 11 // shape.tiles  # of both convolutions, borders not counted
+    assert found.moved > 2 * 4 // shape.replicas * 8 * views
 
 
 def parameters(made):
@@ -102,42 +126,74 @@ def parameters(made):
     return [array for layer in made.model.leaves for array in layer.params.values()]
 
 
-def test_the_best_grid_is_taken_and_the_turning_point_found():
-    def alone(made, shape):
-        flat = 10 * (shape.rows == 1 and shape.size > 1)
-        return 8.0 / shape.size + flat, Notes([(2, 10**6)], [(shape.size, 100)]), 7
+def test_the_best_grid_is_taken_and_the_turning_point_found(tmp_path):
+    def alone(made, shape, least):
+        flat = 10 * (shape.rows == 1 and shape.tiles > 1) + 10 * (shape.replicas > 1)
+        return Alone(8.0 / shape.size + flat, Notes([(2, 10**6)], [(shape.size, 100)]), 7)
 
     cluster = machine.Machine(1, NODE, machine.Link(0.1, 1e9))
     rows = predict.predict(experiment, [1, 4, 16, 64], cluster, alone)
     assert [row["grid"] for row in rows[:2]] == [{"replicas": 1, "rows": n, "cols": m} for n, m in ((1, 1), (2, 2))]
-    assert rows[1]["compute_seconds"] == 2
-    assert rows[1]["exchange_seconds"] == pytest.approx(0.2 + 1e-3)
-    assert rows[1]["seconds_per_step"] == sum(rows[1][f"{name}_seconds"] for name in ("compute", "exchange", "sum"))
+    parts = [rows[1][f"{name}_seconds"] for name in ("compute", "exchange", "sum", "waiting")]
+    assert parts[:2] == pytest.approx([2, 0.2 + 1e-3])
+    assert rows[1]["seconds_per_step"] == sum(parts)
+    assert rows[1]["latency_seconds"] == pytest.approx(0.2 + 4 * 0.1)
     assert predict.turning_point(rows) == 16
+    assert predict.latency_wins(rows) == 16
+    assert predict.latency_wins(rows[:2]) is None
     assert predict.error(rows, {1: rows[0]["seconds_per_step"], 4: rows[1]["seconds_per_step"] / 2}) == 0.5
     assert "| 4 | 1 × 2 × 2 |" in prediction_table(rows)
+    assert "from 16 ranks on" in words(rows)[1]
+    assert "not known" in words(rows)[2]
+    rows[1]["measured_seconds"] = rows[1]["seconds_per_step"] / 2
+    assert "mean error of the prediction: 100.0% (measured on 4 ranks)" in words(rows)
+    assert "+100%" in prediction_table(rows)
+    lines, page, *_ = write(tmp_path, rows, "a title")
+    assert lines.read_text().count("\n") == 4
+    assert schemes_table(rows) in page.read_text()
+
+
+def test_the_best_schemes_are_put_in_place_and_measured():
+    seen = []
+
+    def alone(made, shape, least):
+        seen.append([type(layer.scheme).__name__ for layer in made.model.leaves])
+        return Alone(1.0, Notes([(1, 100)] * (3 if seen[-1][0] == "Halo" else 1), []), cell_seconds={"conv1": 1e-9})
+
+    cluster = machine.Machine(1, NODE, machine.Link(0.1, 1e9))
+    (row,) = predict.predict(lambda: experiment(rows=2, cols=2), [4], cluster, alone)
+    assert seen == [["Halo", "Halo", "Halo"], ["OverlapTile", "OverlapTile", "Halo"]]
+    assert [choice["scheme"] for choice in row["schemes"]] == ["overlap_tile", "overlap_tile"]
+    assert row["seconds_per_step"] - row["seconds_with_schemes"] == pytest.approx(0.2, rel=1e-3)
+    assert all(choice["saves"] > 0.05 for choice in row["schemes"])
+    assert "conv1 to conv2 `overlap_tile`" in schemes_table([row])
 
 
 def test_a_grid_that_is_given_is_kept():
     assert predict.grids(6, experiment(cols=1)) == [GridShape(1, 6, 1)]
     assert predict.grids(6, experiment(replicas=2)) == [GridShape(2, 3, 1), GridShape(2, 1, 3)]
-    assert len(predict.grids(6, experiment())) == 3
+    cuts = [GridShape(1, 3, 2), GridShape(1, 1, 6), GridShape(1, 6, 1)]
+    assert set(predict.grids(6, experiment())) == {*cuts, GridShape(2, 3, 1), GridShape(3, 2, 1)}  # batches of 4
 
 
 def test_fullest():
-    assert predict.fullest(GridShape(1, 3, 1), (7, 4)) in range(3)
+    assert ranks_alone.fullest(GridShape(1, 3, 1), (7, 4)) in range(3)
     boxes = GridShape(1, 64, 1).partition((28, 28)).boxes()
-    assert boxes[predict.fullest(GridShape(1, 64, 1), (28, 28))].size == 28
+    assert boxes[ranks_alone.fullest(GridShape(1, 64, 1), (28, 28))].size == 28
 
 
 def test_calibrate(monkeypatch):
     monkeypatch.setattr(calibrate, "REPEATS", 1)
+    monkeypatch.setattr(calibrate, "TURN", 1e-3)
     monkeypatch.setattr(calibrate, "SIZES", (1 << 8, 1 << 16))
-    one, two = loopback.run(2, lambda transport: calibrate.calibrate(transport, 2))
-    assert one == two
-    assert one.nodes == 1
-    assert one.slowdown >= 1
-    assert one.node.latency > 0
+    monkeypatch.setattr(calibrate, "PIECES", (1e-4, 1e-3))
+    monkeypatch.setattr(workload, "COPIED", 1 << 16)
+    monkeypatch.setattr(workload.Convolving, "SHAPE", (8, 8, 2))
+    one = loopback.run(4, lambda transport: calibrate.calibrate(transport, 2))[0]
+    assert (one.cores_per_node, one.nodes) == (2, 1)
+    assert min(one.slowdown, one.memory_slowdown, one.shared_slowdown) >= 1
+    assert min(one.node.latency, one.memory_bandwidth, one.speed) > 0
+    assert loopback.run(2, lambda transport: calibrate.calibrate(transport, 2))[0].shared_slowdown == 1
 
 
 def test_span():

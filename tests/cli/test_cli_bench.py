@@ -130,13 +130,19 @@ def test_scaling_mistakes(file, monkeypatch, capsys):
         main(["bench", "scaling", str(file), "--ranks", "1,x"])
 
 
-def test_predict(file, tmp_path, capsys):
+def test_predict(file, tmp_path, capsys, monkeypatch):
+    for name in "QUICK", "LONG":
+        monkeypatch.setattr(f"neondist.bench.model.predict.{name}", 1e-3)
     machine = Path(__file__).parents[2] / "yaml/machines/cpu_cluster.yaml"
-    words = [str(file), "--machine", str(machine), "--ranks", "1..4"]
-    assert main(["bench", "model", "predict", *words, "--json", str(tmp_path / "made.jsonl")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    words = [str(file), "--machine", str(machine), "--ranks", "1..4", "--set", "grid.replicas=1"]
+    assert main(["bench", "model", "predict", *words, "--output", str(tmp_path / "made")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "made/model.jsonl").read_text().splitlines()]
     assert [row["ranks"] for row in rows] == [1, 2, 4]
     assert rows[1]["bytes_sent"] > 0
-    assert "no faster with more than" in capsys.readouterr().out
+    assert [choice["layer"] for choice in rows[1]["schemes"]] == ["conv1", "max_pooling1"]
+    told = capsys.readouterr().out
+    assert "no faster with more than" in told
+    assert "the error is not known here" in told
+    assert (tmp_path / "made/model.md").read_text().count("| 4 |") == 2
     assert main(["bench", "model", "predict", *words, "-n", "2"]) == 2
     assert "with --ranks, not -n" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """A model that predicts a step on machines and rank counts that are not at hand.
 
-machine: latency, bandwidth and cores, read from and written to YAML. solo: one rank of many, alone, which notes what it
-would send. predict: seconds, bytes and memory of a step for a rank count and a grid. calibrate: measures this machine.
+alone: one rank of many computes a step in this process. solo: its transport, which notes what it would send. predict:
+seconds, bytes, memory, grid and schemes of a step for a rank count. table, drawing: the same to read. calibrate,
+workload: measure this machine.
 """

@@ -2,143 +2,146 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from ...geometry import GridShape, grid_shape
 from ...geometry.split import factorisations
-from ...models import Model
-from .machine import Machine
-from .solo import Notes, solo_grid
+from ...machine import Machine
+from ...models.choices import Choice, choose
+from ...models.plan import share
+from ...schemes import as_scheme
+from .alone import LONG, QUICK, Alone, rank_alone
 
-STEPS = 3
-LEAST = 0.1
-"""seconds of computing to time, at least"""
+Row = dict[str, Any]
+Measure = Callable[[Any, GridShape, float], Alone]
 
 
 def predict(
-    experiment: Callable[[], Any], ranks: Iterable[int], machine: Machine, alone: Callable[..., Any] | None = None
-) -> list[dict[str, Any]]:
+    experiment: Callable[[], Any], ranks: Iterable[int], machine: Machine, alone: Measure = rank_alone
+) -> list[Row]:
     """Return, for each rank count, the prediction for its best grid.
 
     Parameters
     ----------
     experiment : function
         Returns a new FitExperiment, whose model is not built.
-    alone : function, optional
-        Instead of `rank_alone`.
     """
     rows = []
     for count in ranks:
-        tried = [
-            _prediction(shape, machine, *(alone or rank_alone)(experiment(), shape))
-            for shape in grids(count, experiment())
-        ]
-        rows.append(min(tried, key=lambda row: row["seconds_per_step"]))
+        shape = _best(grids(count, experiment()), experiment, machine, alone)
+        found = alone(experiment(), shape, LONG)
+        row = row_of(shape, machine, found)
+        rows.append(row | _schemes(experiment, machine, shape, found, row, alone))
     return rows
 
 
+def _best(shapes: Sequence[GridShape], experiment: Callable[[], Any], machine: Machine, alone: Measure) -> GridShape:
+    """Return the grid of the fastest step."""
+    if len(shapes) == 1:
+        return shapes[0]
+    times = [row_of(shape, machine, alone(experiment(), shape, QUICK))["seconds_per_step"] for shape in shapes]
+    return shapes[times.index(min(times))]
+
+
 def grids(count: int, experiment: Any) -> list[GridShape]:
-    """Return the grids to try: the one that the file asks for, or the most square one, and cuts along one axis."""
+    """Return the grids to try.
+
+    The one that the file asks for; or the most square one and cuts along one axis, and replicas of square ones.
+    """
     given = {name: value for name, value in experiment.grid.items() if value is not None}
     default = grid_shape(count, **given)
-    if {"rows", "cols"} & given.keys() or default.tiles == 1:
+    if {"rows", "cols"} & given.keys():
         return [default]
     shapes = [default]
     for rows, cols in factorisations(default.rows * default.cols, 2):
-        if 1 in (rows, cols) and (rows, cols) != (default.rows, default.cols):
+        if 1 in (rows, cols):
             shapes.append(GridShape(default.replicas, rows, cols, default.planes))
-    return shapes
+    if "replicas" not in given:
+        many = [n for n in range(2, min(count, experiment.batch_size) + 1) if count % (n * default.planes) == 0]
+        shapes += [grid_shape(count, **given, replicas=n) for n in many]
+    return list(dict.fromkeys(shapes))
 
 
-def rank_alone(experiment: Any, shape: GridShape) -> tuple[float, Notes, int]:
-    """Return the seconds that the fullest rank computes in a step, what it sends, and its memory in bytes.
-
-    It computes at the shapes of its own tile and views, alone in this process.
-    """
-    model: Model = experiment.model
-    notes = Notes()
-    rank = fullest(shape, experiment.dataset.sample_shape[:-1])
-    factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
-    grid = solo_grid(rank, factors, shape.size, notes)
-    sample_shape = experiment.dataset.sample_shape
-    model.build(sample_shape, experiment.batch_size, grid)
-    rng = np.random.default_rng(0)
-    lo, hi = grid.sample_range(experiment.batch_size)
-    x = rng.random((hi - lo, *grid.tile_box(sample_shape[:-1]).shape, sample_shape[-1])).astype(model.dtype)
-    cells = grid.tile_box(model.output_shape[:-1]).shape
-    targets = rng.integers(model.output_shape[-1], size=(hi - lo, *cells))
-    whole = experiment.batch_size
-    model.learning_rate_scale = 0.0  # its gradients are not those of the whole
-
-    def step() -> None:
-        notes.exchanges.clear()
-        notes.sums.clear()
-        model.train_batch(x, targets, batch_size=whole)
-
-    step()
-    return min(_timed(step) for _ in range(STEPS)), notes, _held(model)
-
-
-def fullest(shape: GridShape, extent: Sequence[int]) -> int:
-    """Return the tile with most cells, and of those one in the middle, which has most neighbours."""
-    boxes = shape.partition(extent).boxes()
-    middle = [n / 2 for n in extent]
-
-    def order(tile: int) -> tuple[int, float]:
-        away = sum(abs((lo + hi) / 2 - at) for (lo, hi), at in zip(boxes[tile].axes(), middle, strict=True))
-        return boxes[tile].size, -away
-
-    return max(range(len(boxes)), key=order)
-
-
-def _timed(step: Callable[[], None]) -> float:
-    count, begin = 0, time.perf_counter()
-    while True:
-        step()
-        count += 1
-        taken = time.perf_counter() - begin
-        if taken > LEAST / STEPS:
-            return taken / count
-
-
-def _held(model: Model) -> int:
-    """Return the bytes of parameters, gradients, slots, and of activations with their gradients."""
-    assert model.parameters is not None
-    flat = [model.parameters.values, model.parameters.grads, *model.slots.values()]
-    views = sum(
-        2 * int(np.prod(array.view_shape)) * model.dtype.itemsize for layer in model.leaves for array in layer.arrays
+def _schemes(
+    experiment: Callable[[], Any], machine: Machine, shape: GridShape, found: Alone, row: Row, alone: Measure
+) -> Row:
+    """Return the best exact schemes of the layers, and the step's prediction with them."""
+    made = experiment()
+    figures = replace(
+        machine.figures(shape.tiles),
+        samples=share(made.batch_size, shape) or 1,
+        itemsize=made.model.dtype.itemsize,
+        cell_seconds={name: machine.compute(each, shape.size) for name, each in found.cell_seconds.items()},
     )
-    return sum(array.nbytes for array in flat) + views
+    choices = choose(made.model.chain, made.dataset.sample_shape, shape, figures)
+    changed = _put(made.model, choices)
+    best = row_of(shape, machine, alone(made, shape, LONG)) if changed else row
+    return {
+        "schemes": [asdict(choice) | {"saves": choice.halo_seconds - choice.seconds} for choice in choices],
+        "seconds_with_schemes": best["seconds_per_step"],
+        "bytes_with_schemes": best["bytes_sent"],
+    }
 
 
-def _prediction(shape: GridShape, machine: Machine, alone: float, notes: Notes, held: int) -> dict[str, Any]:
-    link = machine.link(shape.tiles)
-    exchange = sum(link.seconds(messages, sent) for messages, sent in notes.exchanges)
-    sums = sum(machine.allreduce(ranks, count) for ranks, count in notes.sums)
-    compute = machine.compute(alone, shape.size)
+def _put(model: Any, choices: Sequence[Choice]) -> bool:
+    """Give the layers their schemes, and tell whether that changes anything."""
+    by_name = {choice.layer: as_scheme(choice.scheme) for choice in choices}
+    changed = False
+    for layer in model.leaves:
+        scheme = by_name.get(str(layer.name), layer.scheme)
+        changed |= (type(scheme), scheme.arguments()) != (type(layer.scheme), layer.scheme.arguments())
+        layer.scheme = scheme
+    return changed
+
+
+def row_of(shape: GridShape, machine: Machine, alone: Alone) -> Row:
+    """Return the prediction for one grid."""
+    link, notes = machine.link(shape.tiles), alone.notes
+    exchanges = [(messages, sent) for messages, sent in notes.exchanges if messages]
+    sums = [(ranks, count) for ranks, count in notes.sums if ranks > 1]
+    exchange = sum(link.seconds(messages, sent) for messages, sent in exchanges)
+    summing = sum(machine.allreduce(ranks, count) for ranks, count in sums)
+    compute = machine.compute(alone.seconds, shape.size, alone.moved)
+    waiting = machine.waiting(shape.size, len(exchanges) + len(sums))
+    latency = sum(messages for messages, _ in exchanges) * link.latency
+    latency += sum(machine.steps(ranks) * machine.link(ranks).latency for ranks, _ in sums)
     return {
         "ranks": shape.size,
         "grid": {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols},
         "compute_seconds": compute,
         "exchange_seconds": exchange,
-        "sum_seconds": sums,
-        "seconds_per_step": compute + exchange + sums,
-        "bytes_sent": sum(sent for _, sent in notes.exchanges),
-        "bytes_held": held,
+        "sum_seconds": summing,
+        "waiting_seconds": waiting,
+        "latency_seconds": latency,
+        "seconds_per_step": compute + exchange + summing + waiting,
+        "bytes_sent": sum(sent for _, sent in exchanges),
+        "bytes_summed": sum(count for _, count in sums),
+        "bytes_held": alone.held,
+        "spread": alone.spread,
     }
 
 
-def turning_point(rows: Sequence[dict[str, Any]]) -> int:
+def turning_point(rows: Sequence[Row]) -> int:
     """Return the rank count from which more ranks no longer make a step faster."""
     best: int = min(rows, key=lambda row: row["seconds_per_step"])["ranks"]
     return best
 
 
-def error(predicted: Sequence[dict[str, Any]], measured: dict[int, float]) -> float:
+def latency_wins(rows: Sequence[Row]) -> int | None:
+    """Return the least rank count from which messages' latency takes longer than computing, or None."""
+    found = None
+    for row in reversed(rows):
+        if row["latency_seconds"] <= row["compute_seconds"]:
+            break
+        found = row["ranks"]
+    return found
+
+
+def error(predicted: Sequence[Row], measured: dict[int, float]) -> float:
     """Return the mean relative distance between prediction and measurement."""
     both = [(row["seconds_per_step"], measured[row["ranks"]]) for row in predicted if row["ranks"] in measured]
     return float(np.mean([abs(a - b) / b for a, b in both]))

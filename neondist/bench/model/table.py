@@ -1,29 +1,97 @@
-"""Predictions as a Markdown table."""
+"""Predictions in words, Markdown tables, lines of JSON and a picture."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from ..tables import bytes_text, markdown, seconds_text
+from .drawing import draw
+from .predict import error, latency_wins, turning_point
 
-HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "sent by a rank", "held by a rank", "measured"]
+HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "waiting", "sent", "summed", "held"]
+BEST_HEADS = ["ranks", "step", "best schemes", "step with them"]
+DISTURBED = 0.25
+TIMES = ("seconds_per_step", "compute_seconds", "exchange_seconds", "sum_seconds", "waiting_seconds")
 
 
 def prediction_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of `predict`."""
+    """Return the rows of `predict`, bytes of a rank; with what was measured, if anything was."""
+    measured = any(row.get("measured_seconds") for row in rows)
+    heads = [*HEADS, "measured", "off by"] if measured else HEADS
+    return markdown(heads, [[*_cells(row), *(_measured(row) if measured else [])] for row in rows])
+
+
+def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what the best exact schemes of the layers are on every rank count, and what they save of a step."""
+    found = [row for row in rows if row["schemes"]]
     return markdown(
-        HEADS,
+        BEST_HEADS,
         [
             [
                 str(row["ranks"]),
-                "{replicas} × {rows} × {cols}".format(**row["grid"]),
-                *(seconds_text(row[f"{name}"]) for name in ("seconds_per_step", "compute_seconds")),
-                *(seconds_text(row[f"{name}_seconds"]) for name in ("exchange", "sum")),
-                bytes_text(row["bytes_sent"]),
-                bytes_text(row["bytes_held"]),
-                seconds_text(row["measured_seconds"]) if row.get("measured_seconds") else "-",
+                seconds_text(row["seconds_per_step"]),
+                ", ".join(_runs(row["schemes"])) or "`halo` everywhere",
+                seconds_text(row["seconds_with_schemes"]),
             ]
-            for row in rows
+            for row in found
         ],
     )
+
+
+def words(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what the rows say of large rank counts."""
+    wins = latency_wins(rows)
+    found = [
+        f"no faster with more than {turning_point(rows)} ranks",
+        "latency of messages takes less than computing on all of these"
+        if wins is None
+        else f"latency of messages takes longer than computing from {wins} ranks on",
+    ]
+    measured = {row["ranks"]: row["measured_seconds"] for row in rows if row.get("measured_seconds")}
+    if measured:
+        where = ", ".join(map(str, measured))
+        found.append(f"mean error of the prediction: {error(rows, measured):.1%} (measured on {where} ranks)")
+    else:
+        found.append("the error is not known here: nothing was measured on the machine that was calibrated")
+    spread = max(row["spread"] for row in rows)
+    if spread > DISTURBED:
+        found.append(f"timings of one step differed by {spread:.0%}: other programs disturb, so trust no figure")
+    return found
+
+
+def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
+    """Write model.jsonl, model.md and, if matplotlib is there, model.png; return the files."""
+    lines, page, picture = (folder / f"model.{kind}" for kind in ("jsonl", "md", "png"))
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    parts = [title, prediction_table(rows), schemes_table(rows), *words(rows)]
+    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return [lines, page, *draw(picture, rows, title)]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        str(row["ranks"]),
+        "{replicas} × {rows} × {cols}".format(**row["grid"]),
+        *(seconds_text(row[name]) for name in TIMES),
+        *(bytes_text(row[name]) for name in ("bytes_sent", "bytes_summed", "bytes_held")),
+    ]
+
+
+def _measured(row: dict[str, Any]) -> list[str]:
+    taken = row.get("measured_seconds")
+    return [seconds_text(taken), f"{row['seconds_per_step'] / taken - 1:+.0%}"] if taken else ["-", "-"]
+
+
+def _runs(choices: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the layers whose scheme is not `halo`, neighbours of one scheme together."""
+    found = []
+    for scheme, group in groupby(choices, key=lambda choice: choice["scheme"]):
+        inside = list(group)
+        if scheme != "halo":
+            names = inside[0]["layer"] + (f" to {inside[-1]['layer']}" if len(inside) > 1 else "")
+            found.append(f"{names} `{scheme}` (saves {seconds_text(sum(c['saves'] for c in inside))})")
+    return found

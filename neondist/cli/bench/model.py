@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,8 @@ def add(benches: Any) -> None:
     two = benches.add_parser("model", help="predict steps on other machines and rank counts")
     parts = two.add_subparsers(required=True, metavar="WHAT")
 
-    one = parts.add_parser("calibrate", help="measure this machine, with a rank on each core", allow_abbrev=False)
-    options.ranks(one)
+    one = parts.add_parser("calibrate", help="measure this machine", allow_abbrev=False)
+    options.ranks(one, "ranks to start with mpirun; default two for each core")
     one.add_argument("--output", default="machine.yaml", metavar="FILE", help="where to write (default machine.yaml)")
     one.set_defaults(command=calibrate)
 
@@ -32,9 +33,10 @@ def add(benches: Any) -> None:
     one.add_argument("--machine", default="machine.yaml", metavar="FILE", help="the machine (default machine.yaml)")
     one.add_argument("--ranks", dest="counts", type=span, default=[1, 2, 4], metavar="1..4096", help="or 1,2,4")
     one.add_argument(
-        "--measure", type=options.counts, default=[], metavar="1,2", help="measure these too, and tell the error"
-    )
-    one.add_argument("--json", metavar="FILE", help="write JSON lines there as well")
+        "--measure", type=_none_or, metavar="1,2",
+        help="rank counts to measure, for the error, or none; default: what the machine that was calibrated can run",
+    )  # fmt: skip
+    one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-model)")
     one.set_defaults(command=predict)
 
 
@@ -50,7 +52,7 @@ def span(text: str) -> list[int]:
 def calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine."""
     if job_of(arguments) is None and arguments.ranks is None:
-        arguments.ranks = max(2, threads.cores())
+        arguments.ranks = 2 * max(2, threads.cores())  # two for each core: what it costs to share one
 
     def check(_: Transport, ranks: int) -> None:
         if ranks < 2:
@@ -58,9 +60,9 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
     def work(world: Transport, _: None) -> int:
         from ...bench.model.calibrate import calibrate as measure
-        from ...bench.model.machine import write
+        from ...machine import write
 
-        machine = measure(world, world.size)
+        machine = measure(world, max(2, threads.cores(os.getppid())))
         if world.rank == 0:
             write(Path(arguments.output), machine, f"measured by neondist bench model calibrate on {world.size} ranks")
             print(Path(arguments.output).read_text(encoding="utf-8"), end="")
@@ -70,28 +72,48 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Predict steps; with --measure, tell how wrong the predictions are."""
+    """Predict steps, and tell how wrong the predictions are."""
     from threadpoolctl import threadpool_limits
 
-    from ...bench.model import machine as machines
     from ...bench.model import predict as model
-    from ...bench.model.table import prediction_table
+    from ...bench.model import table
     from ...comm import SingleTransport
+    from ...machine import read
+    from ...session.output import prepare
 
     if job_of(arguments) is not None or arguments.ranks is not None:
         raise LaunchError("bench model predict runs in one process; start it outside of a job, with --ranks, not -n")
-    machine = machines.read(Path(arguments.machine))
-    asked = sorted({*arguments.counts, *arguments.measure})
-    batch = validated(arguments, SingleTransport(), 1).batch_size
+    machine = read(Path(arguments.machine))
+    measured = arguments.measure
+    if measured is None:  # by itself where it can: on the machine that the file describes
+        here = machine.host == platform.node()
+        measured = [count for count in arguments.counts if here and count <= 2 * threads.cores()]
+    folder = options.folder(arguments, "model")
+    prepare(SingleTransport(), folder)
+    validated(arguments, SingleTransport(), 1)
     with threadpool_limits(1):  # a rank for each core
-        rows = model.predict(lambda: load(arguments), asked, machine)
-    measured = {count: step_of(arguments, count, batch, steps=5)["fastest_seconds"] for count in arguments.measure}
+        rows = model.predict(lambda: load(arguments), sorted({*arguments.counts, *measured}), machine)
     for row in rows:
-        row["measured_seconds"] = measured.get(row["ranks"])
-    print(prediction_table(rows))
-    print(f"\nno faster with more than {model.turning_point(rows)} ranks")
-    if measured:
-        print(f"mean error of the prediction: {model.error(rows, measured):.1%}")
-    if arguments.json:
-        Path(arguments.json).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        if row["ranks"] in measured:
+            row["measured_seconds"] = _measure(arguments, row)
+    print(table.prediction_table(rows))
+    if any(row["schemes"] for row in rows):
+        print(f"\n{table.schemes_table(rows)}")
+    print("\n" + "\n".join(table.words(rows)))
+    print("written:")
+    for file in table.write(folder, rows, f"{Path(arguments.file).name} on {Path(arguments.machine).name}"):
+        print(f"  {file}")
     return 0
+
+
+def _measure(arguments: argparse.Namespace, row: dict[str, Any]) -> float:
+    """Return the seconds of a step on the row's ranks and grid, a thread each, as the prediction has it."""
+    settings = [f"grid.{axis}={count}" for axis, count in row["grid"].items()]
+    steps = max(4, round(1 / row["seconds_per_step"]))
+    made = step_of(arguments, row["ranks"], settings, steps, threads=1)
+    return float(made["fastest_seconds"])
+
+
+def _none_or(text: str) -> list[int]:
+    """Read '1,2', or 'none'."""
+    return [] if text == "none" else options.counts(text)

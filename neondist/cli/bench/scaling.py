@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ...errors import LaunchError
 from .. import options
 from ..experiment import validated
 from ..ranks import job_of
+from ..threads import VARIABLES
 
 
 def add(benches: Any) -> None:
@@ -45,7 +48,7 @@ def scaling(arguments: argparse.Namespace) -> int:
 
     def measure(count: int) -> dict[str, Any]:
         grown = batch * count // arguments.counts[0] if arguments.weak else batch
-        return step_of(arguments, count, grown, arguments.steps)
+        return step_of(arguments, count, [f"batch_size={grown}"], arguments.steps)
 
     rows = bench_scaling(measure, arguments.counts, arguments.rounds)
     kind = "weak" if arguments.weak else "strong"
@@ -56,14 +59,17 @@ def scaling(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def step_of(arguments: argparse.Namespace, count: int, batch: int, steps: int) -> dict[str, Any]:
-    """Return what `neondist bench step` measures in a job of its own."""
-    words = ["-n", str(count), "--steps", str(steps), "--set", *arguments.settings, f"batch_size={batch}"]
+def step_of(
+    arguments: argparse.Namespace, count: int, settings: Sequence[str], steps: int, threads: int | None = None
+) -> dict[str, Any]:
+    """Return what `neondist bench step` measures in a job of its own, on so many threads a rank, with more settings."""
+    words = ["-n", str(count), "--steps", str(steps), "--set", *arguments.settings, *settings]
+    env = dict(os.environ) | ({} if threads is None else dict.fromkeys(VARIABLES, str(threads)))
     words += [word for module in arguments.modules for word in ("--import", module)]
     with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
         file = Path(folder, "made.json")
         command = [sys.executable, "-m", "neondist", "bench", "step", arguments.file, *words, "--json", str(file)]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, env=env)
         if done.returncode:
             raise LaunchError(f"{count} ranks ended with exit code {done.returncode}; what they said is above")
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

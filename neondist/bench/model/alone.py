@@ -1,0 +1,137 @@
+"""The fullest rank of many, alone in this process: what it computes, would send, and holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ...geometry import GridShape
+from ...models import Model
+from ..clock import Clock
+from .solo import Notes, solo_grid
+
+TURNS = 5
+QUICK, LONG = 0.1, 0.5
+"""seconds of computing to time, at least: to compare grids, and to predict"""
+
+
+@dataclass
+class Alone:
+    """What one step of one rank takes.
+
+    Attributes
+    ----------
+    seconds : of computing, the fastest of some turns
+    spread : how much longer the median turn took, over the fastest
+    notes : what it would send
+    held : bytes of memory
+    moved : bytes that its computing reads and writes at least
+    cell_seconds : by layer: seconds for one output cell of one sample
+    """
+
+    seconds: float
+    notes: Notes = field(default_factory=Notes)
+    held: int = 0
+    moved: float = 0.0
+    cell_seconds: dict[str, float] = field(default_factory=dict)
+    spread: float = 0.0
+
+
+def rank_alone(experiment: Any, shape: GridShape, least: float = LONG) -> Alone:
+    """Measure a training step of the rank with most cells, at the shapes of its own tile and views.
+
+    Parameters
+    ----------
+    least : float
+        Seconds to compute, in a few turns, of which the fastest counts.
+    """
+    model: Model = experiment.model
+    step, notes, samples = _prepared(experiment, shape)
+    clock = Clock()
+    clock.watch_model(model)
+    step()
+    turns = [_timed(step, least / TURNS), _timed(step, least / TURNS)]
+    while len(turns) < TURNS and sum(turns) < 4 * least:  # long steps need no more turns
+        turns.append(_timed(step, least / TURNS))
+    clock.running = True
+    count = max(1, round(least / TURNS / min(turns)))
+    for _ in range(count):
+        step()
+    clock.running = False
+    spent = {
+        str(layer.name): (clock.seconds[str(layer.name), "forward"] + clock.seconds[str(layer.name), "backward"])
+        / (count * max(1, samples) * layer.tile.size)
+        for layer in model.leaves
+        if layer.tile.size
+    }
+    return Alone(min(turns), notes, _held(model), _moved(model, samples), spent, median(turns) / min(turns) - 1)
+
+
+def fullest(shape: GridShape, extent: Sequence[int]) -> int:
+    """Return the tile with most cells, and of those one in the middle, which has most neighbours."""
+    boxes = shape.partition(extent).boxes()
+    middle = [n / 2 for n in extent]
+
+    def order(tile: int) -> tuple[int, float]:
+        away = sum(abs((lo + hi) / 2 - at) for (lo, hi), at in zip(boxes[tile].axes(), middle, strict=True))
+        return boxes[tile].size, -away
+
+    return max(range(len(boxes)), key=order)
+
+
+def _prepared(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], Notes, int]:
+    """Return a training step of the fullest rank, what it notes, and its samples."""
+    model, sample_shape, whole = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
+    notes = Notes()
+    factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
+    grid = solo_grid(fullest(shape, sample_shape[:-1]), factors, shape.size, notes)
+    model.build(sample_shape, whole, grid)
+    rng = np.random.default_rng(0)
+    lo, hi = grid.sample_range(whole)
+    # the tile that the model reads, which a scheme may have made wider
+    x = rng.random((hi - lo, *model.input.own.shape, sample_shape[-1])).astype(model.dtype)
+    cells = grid.tile_box(model.output_shape[:-1]).shape
+    targets = rng.integers(model.output_shape[-1], size=(hi - lo, *cells))
+    model.learning_rate_scale = 0.0  # its gradients are not those of the whole
+
+    def step() -> None:
+        notes.exchanges.clear()
+        notes.sums.clear()
+        model.train_batch(x, targets, batch_size=whole)
+
+    step()
+    return step, notes, hi - lo
+
+
+def _timed(step: Callable[[], None], least: float) -> float:
+    """Return the seconds of a step, in the mean of so many seconds."""
+    count, begin = 0, time.perf_counter()
+    while True:
+        step()
+        count += 1
+        taken = time.perf_counter() - begin
+        if taken > least:
+            return taken / count
+
+
+def _held(model: Model) -> int:
+    """Return the bytes of parameters, gradients and slots, and of the block of all views and their gradients."""
+    assert model.parameters is not None
+    flat = [model.parameters.values, model.parameters.grads, *model.slots.values()]
+    block = model.arena.length * model.arena.samples * model.dtype.itemsize
+    return sum(array.nbytes for array in flat) + block
+
+
+def _moved(model: Model, samples: int) -> float:
+    """Return the bytes of views, outputs and their gradients, each read or written once, and of the update."""
+    assert model.parameters is not None
+    numbers = 0
+    for at, layer in enumerate(model.leaves):
+        outputs = layer.tile.size * layer.output_shape[-1]
+        numbers += samples * ((2 + (at > 0)) * layer.input.held + 2 * outputs)
+    return model.dtype.itemsize * (numbers + (3 + 2 * len(model.slots)) * model.parameters.values.size)

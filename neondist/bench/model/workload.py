@@ -1,0 +1,63 @@
+"""What calibration computes: matrix products, copies, and convolutions in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...costs import CrossEntropy
+from ...layers import ConvLayer, FCLayer, MaxPoolingLayer, RectLin
+from ...models import Convnet
+
+SIDE = 256
+"""of the matrices: they stay in a core's own cache"""
+COPIED = 1 << 26
+"""bytes: more than the caches hold"""
+
+
+class Work(NamedTuple):
+    """A function to time, and how many operations or bytes (read and written) it takes."""
+
+    call: Callable[[], Any]
+    amount: float
+
+
+def multiplying() -> Work:
+    """Return a matrix product, which the core limits."""
+    a, b = np.ones((2, SIDE, SIDE), np.float32)
+    out = np.empty_like(a)
+    return Work(lambda: np.matmul(a, b, out=out), 2 * SIDE**3)
+
+
+def copying() -> Work:
+    """Return a copy, which the memory limits."""
+    source, target = np.ones((2, COPIED // 8))
+    return Work(lambda: np.copyto(target, source), 2 * COPIED)
+
+
+class Convolving:
+    """Training steps of a small network."""
+
+    SHAPE = (128, 128, 8)
+
+    def __init__(self) -> None:
+        self.model = Convnet(
+            [ConvLayer(16, 3, padding=1, activation=RectLin()), ConvLayer(32, 3), MaxPoolingLayer(2), FCLayer(10)],
+            CrossEntropy(),
+        )
+        self.model.build(self.SHAPE, 2)
+        self.x, self.targets = np.ones((2, *self.SHAPE), np.float32), np.zeros(2, int)
+        self.step()
+
+    def step(self) -> None:
+        """Train on a batch."""
+        self.model.train_batch(self.x, self.targets)
+
+    @property
+    def operations(self) -> float:
+        """Of a step: forward, and backward for weights and inputs."""
+        convolutions = (layer for layer in self.model.leaves if layer.window is not None and layer.params)
+        return sum(3 * 2 * 2 * prod(one.output_shape[:-1]) * one.params["weights"].size for one in convolutions)

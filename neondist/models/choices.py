@@ -1,0 +1,118 @@
+"""Which exact scheme each layer would best have on a grid, by the planner's cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+
+from ..geometry import GridShape
+from ..layers import Node
+from ..machine import Figures
+from .planner import Placed, best_cuts, can_follow, gather_seconds, run_seconds
+from .runs import Links, blocks, placed, single
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The scheme of one layer.
+
+    Attributes
+    ----------
+    layer : its name
+    scheme : as text
+    seconds : what a training step spends on its exchange and on what it computes twice
+    halo_seconds : what it would spend with `halo`
+    """
+
+    layer: str
+    scheme: str
+    seconds: float
+    halo_seconds: float
+
+
+def choose(chain: Node, input_shape: Shape, grid: GridShape, figures: Figures) -> list[Choice]:
+    """Return the exact scheme that costs least, for every layer that has a halo on the grid.
+
+    A single layer has `halo`, whose gradients travel home or are gathered; a run of layers `deep_halo`, or, from the
+    image on, `overlap_tile`. Inside of containers there is no `overlap_tile`, and no run leaves its chain.
+    """
+    chains = enumerate(chain.chains(input_shape))
+    return [
+        choice
+        for number, links in chains
+        for places in _groups(links, grid)
+        for choice in _Cutter(links, places, grid, figures, first=number == 0).choices()
+    ]
+
+
+def _groups(links: Links, grid: GridShape) -> Iterator[list[int]]:
+    """Yield the places of layers with halos that may be in one run."""
+    places: list[int] = []
+    for at, (node, shape) in enumerate(links):
+        if single(node, shape, grid) is not None:
+            places.append(at)
+        elif places and blocks(node, shape, grid):
+            yield places
+            places = []
+    if places:
+        yield places
+
+
+class _Cutter:
+    """Finds the cheapest cut of the layers with halos at `places` of one chain."""
+
+    def __init__(self, links: Links, places: Sequence[int], grid: GridShape, figures: Figures, first: bool) -> None:
+        self.links, self.places, self.grid, self.figures, self.first = links, places, grid, figures, first
+        self.fits = [can_follow(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links]
+        self.from_image = first and not any(blocks(node, shape, grid) for node, shape in links[: places[0]])
+
+    def choices(self) -> list[Choice]:
+        """Return the choice of each layer."""
+        found = []
+        for first, last in best_cuts(lambda a, b: sum(self._best(a, b)[1]), len(self.places)):
+            text, seconds = self._best(first, last)
+            for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
+                node, shape = self.links[at]
+                alone = run_seconds(self.figures, [Placed(node.leaves[0], shape)], self.grid, self._home(at))
+                found.append(Choice(str(node.name), text, cost, sum(alone)))
+        return found
+
+    def _best(self, first: int, last: int) -> tuple[str, list[float]]:
+        """Return the best scheme of a run, and what each of its layers with a halo costs."""
+        begin, end = self.places[first], self.places[last] + 1
+        run, home, found = self.links[begin:end], self._home(begin), []
+        if first == last:
+            alone = placed(run, self.grid, alone=True)
+            found.append(("halo", run_seconds(self.figures, alone, self.grid, home)))
+            if home:
+                found.append(("halo(backward=gather)", [gather_seconds(self.figures, alone[0], self.grid)]))
+        elif all(self.fits[begin:end]):
+            costs = run_seconds(self.figures, placed(run, self.grid, wide=False), self.grid, home)
+            found.append((f"deep_halo(layers={last - first + 1})", self._folded(costs, begin, first, last)))
+        if self.from_image and first == 0 and all(self.fits[:end]):
+            wide = self.links[:end]
+            text = "overlap_tile(statistics=global)" if any(_sums(node) for node, _ in wide) else "overlap_tile"
+            costs = run_seconds(self.figures, placed(wide, self.grid, wide=True), self.grid, home)
+            found.append((text, self._folded(costs, 0, first, last)))
+        return min(found, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
+
+    def _home(self, at: int) -> bool:
+        """Tell whether the input at a place needs a gradient: all but the images do."""
+        return not self.first or at > 0
+
+    def _folded(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
+        """Return the costs of the layers with halos, with those of what lies between (or before) added to them."""
+        bounds = [begin, *self.places[first + 1 : last + 1], begin + len(costs)]
+        return [sum(costs[a - begin : b - begin]) for a, b in pairwise(bounds)]
+
+
+def _is_layer(node: Node) -> bool:
+    return len(node.leaves) == 1 and node.leaves[0] is node
+
+
+def _sums(node: Node) -> bool:
+    return node.leaves[0].sums_image
