@@ -17,6 +17,10 @@ Shape = tuple[int, ...]
 Links: TypeAlias = Sequence[tuple[Node, Shape]]
 Found: TypeAlias = dict[int, tuple[Partition | None, Partition | None]]
 """By the layer's id: which cells of its input and of its output each tile has; None: the balanced ones."""
+_FIRST = (
+    "reads the image wide, so it is for the first layers of a model alone, and neither for those inside of Sum or"
+    " Concat nor for those behind"
+)
 
 
 def find_regions(chain: Node, input_shape: Shape, grid: GridShape, samples: int | None = None) -> Found:
@@ -36,6 +40,10 @@ def find_regions(chain: Node, input_shape: Shape, grid: GridShape, samples: int 
     for number, links in enumerate(chain.chains(input_shape)):
         for run in _runs(links, grid, samples, first=number == 0):
             found |= regions_of(run, grid)
+    for layer, shape in chain.walk(input_shape):
+        wide = layer.scheme is not None and layer.scheme.reads_wide
+        if wide and id(layer) not in found and single(layer, shape, grid) is not None:
+            raise _refused(layer, _FIRST)
     return found
 
 
@@ -49,7 +57,7 @@ def _runs(links: Links, grid: GridShape, samples: int | None, first: bool) -> It
             continue
         end, wide = _end(links, at, layer, grid), layer.scheme.reads_wide
         if wide and (not first or any(blocks(node, shape, grid) for node, shape in links[:at])):
-            raise _refused(layer, "reads the image wide, so it is for the first layers of a model alone")
+            raise _refused(layer, _FIRST)
         figures = layer.scheme.figures(grid.size, samples)
         if figures is not None:
             yield from _planned(figures, links[at : end + 1], grid, home=not first or at > 0)

@@ -36,7 +36,7 @@ class TilesPicture(Hook):
         shape, grid = run.dataset.sample_shape, run.grid
         if len(shape) != 3 or not len(run.dataset.test):
             return
-        image = collect(run.dataset, grid, run.model.dtype)
+        image = collect(run.dataset, grid, run.model.dtype, run.model.input.own)
         if run.first_rank and can_draw():
             layer = first_window(run.model.plan(shape, grid.shape, run.model.batch_size))
             partition = grid.partition(shape[:2])
@@ -54,11 +54,13 @@ def first_window(plans: list[LayerPlan]) -> LayerPlan | None:
     return None
 
 
-def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype) -> np.ndarray:
-    """Return the first test image on every rank, whole or every s-th cell of it, (h, w, C); collective."""
+def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
+    """Return the first test image on every rank, whole or every s-th cell of it, (h, w, C); collective.
+
+    `box` is what this rank's data set has of it: its tile, or more.
+    """
     height, width, channels = dataset.sample_shape
     step = -(-max(height, width) // PIXELS)
-    box: Box = grid.tile_box((height, width))
     piece = None
     if grid.replica == 0:
         here = tuple(slice(-lo % step, None, step) for lo in box.lo)

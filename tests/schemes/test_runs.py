@@ -154,6 +154,16 @@ NOT_HERE = {
         "halo",
         "layer 1 'conv2'.*for the first layers of a model alone",
     ),
+    "in a branch": (
+        lambda: [nd.Concat([conv(1, 3, padding=1), conv(1, 3, padding=1, scheme="overlap_tile")])],
+        "halo",
+        "layer 0 'concat1.conv2'.*neither for those inside of Sum or Concat nor for those behind",
+    ),
+    "behind a branch": (
+        lambda: [conv(1, 3), nd.Sum([[conv(1, 3, padding=1, scheme="halo")], []]), conv(1, 3)],
+        "overlap_tile",
+        "layer 2 'conv2'.*nor for those behind",
+    ),
     "statistics": (
         lambda: [conv(1, 3)],
         "overlap_tile(statistics=mine)",

@@ -34,6 +34,14 @@ def test_pictures_of_a_run(tmp_path, pictures, ranks, grid):
     assert is_png(tmp_path / "tiles.png")
 
 
+def test_tiles_that_overlap(tmp_path, pictures):
+    def body(transport):
+        made = experiment(1, lambda: [ConvLayerDist(2, 3, padding=1, scheme="overlap_tile"), FCLayerDist(4)])
+        return made.run(made.open_grid(transport), tmp_path, hooks=[]).files
+
+    assert tmp_path / "tiles.png" in loopback.run(4, body)[0]
+
+
 @pytest.mark.parametrize("shape", [(9, 2), (5, 6, 4, 1)])
 def test_no_picture_of_what_is_no_image(tmp_path, pictures, shape):
     made = experiment(
@@ -63,7 +71,7 @@ def test_the_image_is_put_together_from_the_tiles(ranks, pixels, monkeypatch):
         grid = ProcessGrid(transport, replicas=2 if ranks > 1 else 1)
         mine = Synthetic((13, 11, 2), classes=4, train=1, test=1)
         mine.open(grid)
-        return collect(mine, grid, np.dtype("float64"))
+        return collect(mine, grid, np.dtype("float64"), grid.tile_box((13, 11)))
 
     for image in loopback.run(ranks, body):
         np.testing.assert_array_equal(image, whole[::step, ::step])

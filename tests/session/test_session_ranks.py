@@ -16,7 +16,7 @@ from neondist.models import ConvnetDist
 from neondist.optim import Adam
 from neondist.session import FitExperiment, Hook
 
-TIMES = ("seconds", "samples_per_second", "bytes_sent")
+TIMES = ("seconds", "samples_per_second", "bytes_sent", "bytes_summed")
 
 
 def numbers(history):
