@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any
 
 import numpy as np
@@ -123,6 +124,6 @@ def _faults(title: str) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise DataError(f"{title}: no such file; check the path") from error
-    except (OSError, ValueError, EOFError, LookupError, RuntimeError, SyntaxError, *_PACKED) as error:
+    except (OSError, ValueError, EOFError, LookupError, RuntimeError, SyntaxError, TokenError, *_PACKED) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{title}: damaged, or no NumPy file ({reason}); save it again") from error

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import DataError
+from ..hdf5 import faults, open_file
 
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 KINDS = f".npy, .h5, {', '.join(PICTURES)} or a folder of pictures"
@@ -45,9 +47,8 @@ class Source:
 
     def close(self) -> None:
         """Close the file, if it is HDF5."""
-        file = getattr(self.cells, "file", None)
-        if file is not None:
-            file.close()
+        if isinstance(self.cells, _HDF5Cells):
+            self.cells.array.file.close()
 
 
 def open_source(path: str | Path, sample_shape: Sequence[int]) -> Source:
@@ -85,8 +86,9 @@ def _open(text: str) -> Cells:
             return _Pictures(path)
     except FileNotFoundError:
         raise DataError(f"{text}: no such file; check the path") from None
-    except (OSError, ValueError, RuntimeError, EOFError) as problem:
-        raise DataError(f"{text}: cannot be read ({str(problem).splitlines()[0]}); give {KINDS}") from None
+    except (OSError, ValueError, RuntimeError, EOFError, OverflowError, SyntaxError, TokenError) as problem:
+        reason = " ".join(str(problem).split())
+        raise DataError(f"{text}: cannot be read ({reason}); give {KINDS}") from None
     raise DataError(f"{text}: " + (f"is of no known kind; give {KINDS}" if path.exists() else "no such file"))
 
 
@@ -99,17 +101,27 @@ def _numbers(name: str, cells: Any) -> Cells:
 def _hdf5(path: Path, name: str) -> Cells:
     import h5py
 
-    if not path.is_file():
-        raise FileNotFoundError
-    file = h5py.File(path, "r")
-    names = [key for key in file if isinstance(file.get(key, getlink=True), h5py.HardLink)]
-    names = [key for key in names if isinstance(file[key], h5py.Dataset)]
-    name = name or ("images" if "images" in names else names[0] if len(names) == 1 else "")
-    found = file.get(name) if name else None
-    if not isinstance(found, h5py.Dataset):
-        choices = ", ".join(f"{path}:{key}" for key in names) or "it has none"
-        raise DataError(f"{path}: which data set? {choices}")
-    return _numbers(f"{path}:{name}", found)
+    file = open_file(path)
+    with faults(path):
+        names = [key for key in file if isinstance(file.get(key, getlink=True), h5py.HardLink)]
+        names = [key for key in names if isinstance(file[key], h5py.Dataset)]
+        name = name or ("images" if "images" in names else names[0] if len(names) == 1 else "")
+        found = file.get(name) if name else None
+        if not isinstance(found, h5py.Dataset):
+            choices = ", ".join(f"{path}:{key}" for key in names) or "it has none"
+            raise DataError(f"{path}: which data set? {choices}")
+        return _numbers(f"{path}:{name}", _HDF5Cells(path, found))
+
+
+class _HDF5Cells:
+    """An array in an open file, whose faults are told in one message."""
+
+    def __init__(self, path: Path, array: Any) -> None:
+        self.path, self.array, self.shape, self.dtype = path, array, array.shape, array.dtype
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        with faults(self.path):
+            return self.array[index]
 
 
 class _Pictures:

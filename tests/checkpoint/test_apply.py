@@ -192,7 +192,7 @@ def bad_input(tmp_path):
         "missing.h5": "no such file",
         "missing": "no such file",
         "text.npy": "cannot be read",
-        "text.h5": "cannot be read",
+        "text.h5": "not an HDF5 file",
         "text.csv": "no known kind",
         "empty": "has no pictures",
         "objects.npy": "cannot be read",

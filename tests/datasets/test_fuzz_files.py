@@ -11,55 +11,88 @@ from test_cifar10 import archive, batches, folder
 
 import neondist as nd
 
+EXPERIMENT = """
+!FitExperiment
+backend: numpy
+dataset: {}
+model: !ConvnetDist
+  layers: [!MaxPoolingLayerDist {{kernel_size: 3}}, !FCLayerDist {{out_features: 10}}]
+batch_size: 4
+"""
 
-def read_all(data):
-    """Open a data set and read every sample."""
-    data.open(nd.ProcessGrid.serial())
-    for split in (data.train, data.test):
-        assert split.images(np.arange(len(split))).shape == (len(split), *data.sample_shape)
+
+@pytest.fixture
+def trained(tmp_path):
+    """Trains on a data set, given as YAML; returns the words of commands that read it: train, judge."""
+
+    def make(dataset):
+        (tmp_path / "x.yaml").write_text(EXPERIMENT.format(dataset))
+        words = "run", tmp_path / "x.yaml", "--output", tmp_path / "out"
+        assert typed(*words) == "fine"
+        return words, ("evaluate", tmp_path / "x.yaml", "--checkpoint", tmp_path / "out" / "checkpoint.h5")
+
+    return make
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_idx(tmp_path, suffix):
+def test_idx(tmp_path, trained, suffix):
     small_mnist(tmp_path / "mnist", suffix, counts=(5, 3))
+    _, judge = trained(f"!MNIST {{path: {tmp_path / 'mnist'}}}")
     outcomes = []
     for path in sorted((tmp_path / "mnist").iterdir()):
         raw = path.read_bytes()
 
         def attempt(case, path=path):
             path.write_bytes(case)
-            return outcome(lambda: read_all(nd.MNIST(tmp_path / "mnist")))
+            return typed(*judge)
 
-        outcomes += survive(damaged(raw, 50, seed=len(raw), head=16), attempt)
+        outcomes += survive(damaged(raw, 20, seed=len(raw), head=16), attempt)
         path.write_bytes(raw)
-    check_outcomes(outcomes, 40)
+    check_outcomes(outcomes, 20)
 
 
 @pytest.mark.parametrize("pack", [folder, archive])
-def test_cifar10(tmp_path, pack):
+def test_cifar10(tmp_path, trained, pack):
     place = pack(tmp_path / "cifar", batches(2))
     path = place / "data_batch_2.bin" if place.is_dir() else place
+    _, judge = trained(f"!CIFAR10 {{path: {place}}}")
 
     def attempt(case):
         path.write_bytes(case)
-        return outcome(lambda: read_all(nd.CIFAR10(place)))
+        return typed(*judge)
 
-    outcomes = survive(damaged(path.read_bytes(), 100, head=600), attempt)
-    check_outcomes(outcomes, 10)
+    check_outcomes(survive(damaged(path.read_bytes(), 40, head=600), attempt), 5)
 
 
 @pytest.mark.parametrize("libver", ["earliest", "v110"])
-def test_hdf5(tmp_path, libver):
+def test_hdf5(tmp_path, trained, libver):
     """Of the version that convert writes, with checksums of the metadata, and of the oldest, without."""
     path = tmp_path / "x.h5"
     small_hdf5(path, (6, 5, 2), counts=(6, 3), libver=libver if libver == "earliest" else ("v110", "v110"))
+    train, judge = trained(f"!HDF5Dataset {{path: {path}}}")
+    words = train if libver == "earliest" else (*judge, "--split", "train")  # which takes half the time
 
     def attempt(case):
         path.write_bytes(case)
-        return outcome(lambda: read_all(nd.HDF5Dataset(path)))
+        return typed(*words)
 
-    outcomes = survive(damaged(path.read_bytes(), 150), attempt)
-    check_outcomes(outcomes, 60)
+    check_outcomes(survive(damaged(path.read_bytes(), 50), attempt), 15)
+
+
+def test_images_to_predict(tmp_path, trained):
+    small_hdf5(tmp_path / "x.h5", (6, 5, 2), counts=(6, 3))
+    _, judge = trained(f"!HDF5Dataset {{path: {tmp_path / 'x.h5'}}}")
+    np.save(tmp_path / "y.npy", np.ones((3, 6, 5, 2), "f4"))
+    outcomes = []
+    for name, part in (("x.h5", ":test/images"), ("y.npy", "")):
+        path = tmp_path / name
+
+        def attempt(case, path=path, part=part):
+            path.write_bytes(case)
+            return typed("predict", *judge[1:], "--input", f"{path}{part}", "--output", tmp_path / "scores.npy")
+
+        outcomes += survive(damaged(path.read_bytes(), 30, head=800), attempt)
+    check_outcomes(outcomes, 15)
 
 
 def test_what_convert_writes(tmp_path):
