@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ..layers import Layer, LocalFilteringLayer, Phase, Sequential
+from .nonfinite import finite, locate_in_stage
+from .notices import Notice
 from .parameters import gather, load
 from .reconstruction import Reconstruction, ReconstructionCost
 
@@ -97,19 +99,21 @@ class Autoencoder:
         self.layer.grads["weights"] = gradient
         self.parameters.sums.over("copies" if self.entry.parameter.tiled else "world", self.layer.grads["weights"])
 
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
         """Run one step and return the mean cost over the global batch; as Model.train_batch, but for the targets."""
         batch = batch_size or len(x) * self.grid.replicas
         y = self.fprop(x, training=True)
-        cost = self.total_over_output(np.array([self.cost.value(y), *self.notices.mine]))
+        value = self.cost.value(y)
+        self.bprop(y, 1.0 / batch)
+        self.notices.mine[Notice.NON_FINITE] = not finite(self.layer.grads["weights"])
+        cost = self.total_over_output(np.array([value, *self.notices.mine]))
         self.notices.heard[...] = cost[1:]
-        self.trouble.after_step(
-            self.step, self.model.nonfinite, None if np.isfinite(cost[0]) else f"the cost of {self}"
-        )
-        if not np.isfinite(cost[0]):
+        good = np.isfinite(cost[0]) and not self.notices.heard[Notice.NON_FINITE]
+        self.trouble.after_step(self.step, self.model.nonfinite, None if good else locate_in_stage(self, x, batch))
+        if not good:
             self.step += 1
             return float("nan")
-        self.bprop(y, 1.0 / batch)
         flat = self._weights.reshape(-1), self.layer.grads["weights"].reshape(-1)
         self.optimizer.update(*flat, self.slots, self.step, scale=self.learning_rate_scale)
         if self.model.orthonormal:

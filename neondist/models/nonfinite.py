@@ -14,6 +14,7 @@ from ..errors import NonFiniteError
 from ..layers import Layer
 
 if TYPE_CHECKING:
+    from .autoencoder import Autoencoder
     from .model import Model
 
 REMEDY = "lower the learning rate, look at the data, or set nonfinite: skip"
@@ -76,6 +77,26 @@ def locate(model: Model, x: Any, targets: Any, batch: int) -> str:
         note("the gradient of the cost", [dy])
         model.fill_gradients((dy / batch).astype(model.dtype))
     return first(model.grid.world, notes) or "the sum of the gradients over all ranks"
+
+
+def locate_in_stage(stage: Autoencoder, x: Any, batch: int) -> str:
+    """Return the same for a step of pretraining; collective."""
+    notes: list[tuple[str, bool]] = []
+
+    def note(what: str, arrays: Iterable[Any]) -> None:
+        notes.append((what, not all(finite(array) for array in arrays)))
+
+    name, weights = stage.name, stage.layer.params.values()
+    with np.errstate(all="ignore"), _watched(stage.before.leaves, note):
+        note("the images", [x])
+        y = stage.fprop(x, training=True)
+        note(f"the weights of layer '{name}'", weights)
+        note(f"the output of layer '{name}'", [stage.z])
+        note(f"the reconstruction of the input of layer '{name}'", [y.residual])
+        note(f"the cost of {stage}", [np.array([stage.cost.value(y)])])
+        stage.bprop(y, 1 / batch)
+        note(f"the gradients of the weights of layer '{name}'", stage.layer.grads.values())
+    return first(stage.grid.world, notes) or f"the cost of {stage}"
 
 
 def first(world: Transport, notes: list[tuple[str, bool]]) -> str | None:

@@ -1,5 +1,7 @@
 """What is not finite is found, named alike on all ranks, and changes nothing."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -127,6 +129,48 @@ def test_a_skipped_step_changes_nothing_but_the_count(ranks, factors, spoil):
 
     for found, expected in loopback.run(ranks, body):
         assert all(np.array_equal(found[name], array) for name, array in expected.items())
+
+
+def spoil_filters(stage, x):
+    stage.layer.params["weights"].flat[0] = np.nan
+    return "the weights of layer 'filters'"
+
+
+def spoil_stage_images(stage, x):
+    x[-1, -1, -1, 0] = np.inf
+    return "the images"
+
+
+def spoil_stage_gradient(stage, x):
+    """The cost is finite, and so are the gradients of all other ranks."""
+    filters = copy.copy(stage.layer.filters)
+    stage.layer.filters = filters
+    filters.gradient = lambda view, z, weights: np.full_like(weights, np.inf)
+    return "the gradients of the weights of layer 'filters'"
+
+
+@pytest.mark.parametrize("spoil", [spoil_filters, spoil_stage_images, spoil_stage_gradient])
+@pytest.mark.parametrize(("ranks", "factors"), GRIDS)
+def test_pretraining_names_the_place_and_keeps_the_weights(ranks, factors, spoil):
+    def body(transport):
+        grid = nd.ProcessGrid(transport, **factors)
+        layers = [nd.LocalFilteringLayerDist(2, 3, name="filters"), nd.L2PoolingLayerDist(2, 1), nd.FCLayerDist(3)]
+        model = nd.GBDist(layers, backend="numpy")
+        model.build(SHAPE, BATCH, grid)
+        model.nonfinite = "skip"
+        stage, x = model.stages[0], model.scatter(np.ones((BATCH, *SHAPE)))
+        stage.begin_epoch(0, 1)
+        assert np.isfinite(stage.train_batch(x, None, BATCH))
+        where = spoil(stage, x) if grid.rank == grid.size - 1 else ""
+        before = model.state()
+        assert np.isnan(stage.train_batch(x, None, BATCH))
+        assert all(np.array_equal(before[name], array, equal_nan=True) for name, array in model.state().items())
+        return model.trouble.where, where
+
+    found = loopback.run(ranks, body)
+    both = factors and spoil is spoil_stage_gradient  # it is summed over the replicas
+    place = "" if ranks == 1 else " on ranks 1, 3" if both else f" on rank {ranks - 1}"
+    assert {told for told, _ in found} == {found[-1][1] + place}
 
 
 def test_an_end_to_skipping():
