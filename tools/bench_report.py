@@ -14,6 +14,7 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
+from neondist.bench.allocations import PURPOSES
 from neondist.cli.threads import VARIABLES, cores
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +97,7 @@ def page(found, threads):
         "| --- | --- | --- | --- |",
     ]
     lines += [f"| {name} | {value:.2f} | {bar:.2f} | {aim:.2f} |" for name, value, bar, aim in rows(found, threads)]
-    lines += ["", *timings(found), "", *roofline(found["ranks"])]
+    lines += ["", *timings(found), "", *roofline(found["ranks"]), "", *allocated(found["ranks"])]
     return "\n".join(lines)
 
 
@@ -144,6 +145,26 @@ def roofline(made):
             f"| {row['name']} | {times} | {row.get('limit', '')} | {'' if share is None else f'{share:.0%}'} |"
         )
     return lines
+
+
+def allocated(made):
+    """Return what PyTorch's kernels allocate."""
+    lines = [
+        "What is left of new memory in such a step: NumPy's side of it allocates less than 1 MiB (a test counts with"
+        " tracemalloc), and PyTorch's kernels, which write into new memory, a strip at a time, these blocks of 64 KiB"
+        " and more on one rank:",
+        "",
+        "| Operator | for | blocks | largest | all |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for one in made["allocations"]:
+        sizes = f"{one['blocks']} | {one['largest'] / 2**20:.2g} MiB | {one['total'] / 2**20:.4g} MiB"
+        lines.append(f"| {one['operator']} | {PURPOSES.get(one['operator'], '')} | {sizes} |")
+    return [
+        *lines,
+        "",
+        "They are freed within the layer, but for the places of maxima, and used again by the next one.",
+    ]
 
 
 def processor():

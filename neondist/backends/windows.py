@@ -43,7 +43,7 @@ def offsets(kernel: Ints, stride: Ints, dilation: Ints, out: Ints) -> Iterator[t
 
 
 def blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (samples, out[0]) into blocks of at most about `budget` cells: whole samples, or rows of one sample.
+    """Cut (samples, out[0]) into even blocks of at most about `budget` cells: whole samples, or rows of one sample.
 
     `cells_per_row` is what one index of out[0] takes.
     """
@@ -55,9 +55,15 @@ def blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator
         return
     per_block = max(1, budget // cells_per_row)
     if per_block >= rows:
-        together = per_block // rows
+        together = _even(samples, per_block // rows)
         for start in range(0, samples, together):
             yield slice(start, min(start + together, samples)), slice(0, rows)
         return
+    per_block = _even(rows, per_block)
     for sample, start in product(range(samples), range(0, rows, per_block)):
         yield slice(sample, sample + 1), slice(start, min(start + per_block, rows))
+
+
+def _even(count: int, at_most: int) -> int:
+    """Return how many go together so that no block is much smaller than the others: kernels are slow on small ones."""
+    return -(-count // -(-count // at_most))

@@ -15,6 +15,7 @@ from ..models import Model
 from ..registry import serial_class
 from ..session.environment import environment
 from . import memory
+from .allocations import allocations
 from .clock import KINDS, Clock
 from .network import network
 from .rest import rest
@@ -50,7 +51,8 @@ def bench_step(
     threads : int
         Its threads: those of all ranks together.
     roofline : bool
-        Measure what limits every layer: 'machine', and four more numbers in 'layers'.
+        Measure what limits every layer: 'machine', and four more numbers in 'layers'. With PyTorch's kernels also
+        'allocations', what they allocate in a step of rank 0.
 
     Returns
     -------
@@ -100,6 +102,9 @@ def bench_step(
     if roofline:
         machine = peaks(model, grid.world)
         made, layers = made | {"machine": machine}, limits(model, layers, machine)
+        if made["backend"] == "torch":
+            found = allocations(lambda: train(1))
+            made |= {"allocations": grid.world.bcast([one._asdict() for one in found])}
     return made | {"layers": layers}
 
 

@@ -171,3 +171,20 @@ def test_a_step_allocates_next_to_nothing(name):
     assert after - before < 1 << 16
     # one activation has 3 MiB; torch's own outputs, a strip at a time, are not counted here
     assert peak - before < 1 << 20
+
+
+@pytest.mark.skipif("torch" not in NAMES, reason="PyTorch is not installed")
+def test_torch_allocates_strips_alone(monkeypatch):
+    from neondist.bench.allocations import PURPOSES, allocations
+
+    layers = [conv(), conv(stride=2), nd.MaxPoolingLayer(2), nd.ConvLayer(16, 3, padding=1), nd.ConvLayer(16, 3)]
+    model = nd.Convnet([*layers, nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)], backend="torch")
+    model.build((256, 256, 3), batch_size=2)
+    strip = 1 << 15
+    monkeypatch.setattr(model.leaves[0].kernels, "strip", strip)
+    x, labels = np.ones((2, 256, 256, 3), np.float32), np.zeros(2, int)
+    model.train_batch(x, labels)
+    found = allocations(lambda: model.train_batch(x, labels))
+    assert found
+    assert {one.operator for one in found} <= PURPOSES.keys()
+    assert max(one.largest for one in found) < 3 * 4 * strip  # one activation has four times as much
