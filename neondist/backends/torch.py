@@ -40,9 +40,10 @@ class TorchBackend(NumpyBackend):
         share = os.environ.get("OMP_NUM_THREADS", "")
         if share.isdecimal():  # torch read it already, unless it was imported before the launcher set it
             torch.set_num_threads(max(1, min(int(share), torch.get_num_threads())))
-        # more threads want larger strips (measured: two are 1.2 times slower with 2^20); one rank of many wants memory
+        # more threads want larger strips (measured: two are 1.2 times slower with 2^20); one rank of many wants memory,
+        # and with one thread 2^19 is as fast as 2^20 (2^18 is 1.2 times slower)
         self.alone = torch.get_num_threads() == 1
-        self.strip = 1 << 20 if self.alone else 1 << 22
+        self.strip = 1 << 19 if self.alone else 1 << 22
         keep_freed_memory()
 
     def conv_forward(
