@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -18,8 +19,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def finish(path: Path, part: Path | None = None) -> None:
-    """Give the partial file, or `part`, its name, once its content is on the disk."""
+    """Give the partial file, or `part`, its name, once its content is on the disk.
+
+    Raises
+    ------
+    OSError
+        The disk is full, or what has the name is no regular file: a device, say, which a rename would replace.
+    """
     part = part or partial(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):  # of a folder, os.replace tells
+        raise OSError(errno.EEXIST, "something that is no regular file is there", str(path))
     with part.open("rb+") as file:
         os.fsync(file.fileno())
     os.replace(part, path)

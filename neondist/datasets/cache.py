@@ -44,8 +44,10 @@ def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
     Raises
     ------
     DataError
-        If the file cannot be written.
+        If the file cannot be written, or is no regular file.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would block, and a device be replaced
+        raise DataError(f"serialized_path: {path} is there and is no regular file, so it is not used; choose another")
     arrays = read(path, stamp)
     if arrays is None:
         arrays = build()

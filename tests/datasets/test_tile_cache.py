@@ -8,6 +8,7 @@ from dataset_toys import grids, idx, put, small_mnist
 from neondist.datasets import MNIST, cache, mnist
 from neondist.datasets.cache_path import cache_path, check_template
 from neondist.errors import ConfigError, DataError
+from neondist.files import write_text
 
 ONE = grids(1, 1, 1)[0]
 NAME = "mnist_{rank}_of_{size}.h5"
@@ -199,6 +200,17 @@ def test_a_file_of_another_kind_is_never_replaced(data, tmp_path, name, make):
     with pytest.raises(DataError, match=f"{name} is there and is no cache of neondist, so it is not replaced"):
         MNIST(data.folder, str(tmp_path / name)).load(ONE)
     assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_regular_file_is_neither_opened_nor_replaced(data, tmp_path):
+    """A device would be, by a rename, for whoever may write to /dev."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe is there and is no regular file"):
+        MNIST(data.folder, str(tmp_path / "pipe")).load(ONE)
+    with pytest.raises(FileExistsError, match="no regular file"):
+        write_text(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_text_of_variable_length_is_not_read(data):
