@@ -18,7 +18,7 @@ def scheme_names() -> dict[str, type[Scheme]]:
 
 def scheme_text(scheme: Scheme) -> str:
     """Return the scheme as text that `as_scheme` reads; arguments at their defaults are left out."""
-    name = next(name for name, cls in scheme_names().items() if cls is type(scheme))
+    name = next((name for name, cls in scheme_names().items() if cls is type(scheme)), type(scheme).__name__)
     defaults = inspect.signature(type(scheme)).parameters
     given = {key: value for key, value in scheme.arguments().items() if value != defaults[key].default}
     return name + (f"({', '.join(f'{key}={value}' for key, value in given.items())})" if given else "")

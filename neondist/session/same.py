@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from ..comm import ProcessGrid, Transport
 from ..errors import ConfigError
 from ..models.plan import LayerPlan
+from ..schemes import scheme_text
 from ..version import __version__
 
 if TYPE_CHECKING:
+    from ..datasets import Dataset
     from .experiment import FitExperiment
 
 
@@ -23,15 +25,23 @@ def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool = False) 
         f"{grid.shape}",
         f"dataset: {type(dataset).__name__} {shape}",
         f"batch_size: {experiment.batch_size}, epochs: {experiment.epochs}, resume: {resume}",
+        f"{experiment.checkpoint}, nonfinite: {model.nonfinite}",
         f"seed: {model.seed}, dtype: {model.dtype}, model: {model}",
         f"optimizer: {type(model.optimizer).__name__} {_plain(model.optimizer.arguments())}",
+        f"cost: {type(model.cost).__name__} {_plain(model.cost.arguments())}",
         *(_layer(plan) for plan in model.plan(shape, grid.shape, experiment.batch_size)),
+        *(f"'{layer.name}': scheme {scheme_text(layer.scheme)}" for layer in model.leaves if layer.scheme is not None),
         *(
             f"'{layer.name}/{name}': {parameter.shape}{' in tiles' * parameter.tiled}"
             for layer, inside in model.chain.walk(shape)
             for name, parameter in {**layer.parameters_for(inside), **layer.state_for(inside)}.items()
         ),
     ]
+
+
+def samples(dataset: Dataset) -> list[str]:
+    """Return what all ranks must agree on of an opened data set: files may differ from machine to machine."""
+    return [f"{len(dataset.train)} training samples, {len(dataset.test)} test samples"]
 
 
 def same_on_all_ranks(world: Transport, lines: list[str]) -> None:

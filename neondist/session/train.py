@@ -21,7 +21,7 @@ from .metrics_log import MetricsLog
 from .pretrain import pretrain_stages
 from .room import room_for
 from .run import Record, Run, Stop
-from .same import outline, same_on_all_ranks
+from .same import outline, same_on_all_ranks, samples
 from .start import start
 from .tiles_picture import TilesPicture
 from .together import together
@@ -71,6 +71,7 @@ def train(
         dataset.check()
         reading = model.reading_grid(dataset.sample_shape, grid)
     dataset.open(reading)
+    same_on_all_ranks(grid.world, samples(dataset))
     with together(grid.world), room_for("model", "fewer or smaller layers"):
         model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
     model.step = 0

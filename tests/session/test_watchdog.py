@@ -7,8 +7,10 @@ import pytest
 from session_toys import experiment
 
 from neondist.comm import ProcessGrid, loopback
+from neondist.datasets import Synthetic
 from neondist.errors import ConfigError, RemoteError
 from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, RectLin
+from neondist.models import ConvnetDist
 from neondist.session import Hook, Watchdog
 
 
@@ -103,12 +105,22 @@ DIFFERENCES = {
         {"layers": lambda: [ConvLayerDist(3, 5, padding=1), FCLayerDist(4)]},
         r"rank 0 has 'conv1': ConvLayerDist .*rank 2 has 'conv1': ConvLayerDist",
     ),
+    "scheme": (
+        {"model": lambda layers, **more: ConvnetDist(layers, scheme="tower", **more)},
+        "rank 0 has 'conv1': scheme halo, rank 2 has 'conv1': scheme tower",
+    ),
+    "samples": (
+        {"dataset": lambda: Synthetic((13, 11, 2), classes=4, train=44, test=13)},
+        "rank 0 has 45 training samples, 13 test samples, rank 2 has 44",
+    ),
+    "checkpoint": ({"checkpoint": {"every_steps": 2}}, "rank 0 has .* rank 2 has .*every_steps=2"),
+    "grid": ({"grid": {"rows": 1}}, r"rank 0 has .*, rank 2 has "),
 }
 
 
-@pytest.mark.parametrize("name", ["seed", "batch_size", "layers", "grid"])
+@pytest.mark.parametrize("name", DIFFERENCES)
 def test_ranks_that_disagree(name):
-    fields, message = DIFFERENCES.get(name, ({"grid": {"rows": 1}}, r"rank 0 has .*, rank 2 has "))
+    fields, message = DIFFERENCES[name]
 
     def body(transport):
         made = experiment(1, **(fields if transport.rank == 2 else {}))
