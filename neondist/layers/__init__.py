@@ -4,7 +4,8 @@ from .activation import ActivationLayer, ActivationLayerDist
 from .avg_pooling import AvgPoolingLayer, AvgPoolingLayerDist
 from .base import Dist, Layer, Parameter
 from .batchnorm import BatchNormLayer, BatchNormLayerDist
-from .containers import Concat, Sequential, Sum
+from .branches import Branches, Concat, Sum
+from .containers import Sequential
 from .conv import ConvLayer, ConvLayerDist
 from .crop import CropLayer, CropLayerDist, PadLayer, PadLayerDist
 from .deconv import DeconvLayer, DeconvLayerDist
@@ -30,6 +31,7 @@ __all__ = [
     "AvgPoolingLayerDist",
     "BatchNormLayer",
     "BatchNormLayerDist",
+    "Branches",
     "Concat",
     "Context",
     "ConvLayer",

@@ -21,7 +21,7 @@ from ..initializers import Constant, Initializer
 from ..registry import Distributed, dist_class
 from ..schemes import Scheme, as_scheme
 from .functions import Activation
-from .node import Context, Node, Phase, Shape
+from .node import Context, Node, Phase, Shape, Taker
 from .sums import LayerSum
 
 
@@ -89,7 +89,7 @@ class Layer(Node):
     direct = False
     keeps_view = True
     preceding: Node | None = None
-    following: Node | None = None
+    following: Taker | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Take back what a base class said of a `forward` or `backward` that this class replaces."""
@@ -175,7 +175,7 @@ class Layer(Node):
         self.arrays: list[PaddedArray] = []
         self.adjust_for_dist()
 
-    def connect(self, preceding: Node | None, following: Node | None) -> None:
+    def connect(self, preceding: Node | None, following: Taker | None) -> None:
         """Remember the neighbours."""
         self.preceding, self.following = preceding, following
 

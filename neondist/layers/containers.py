@@ -1,16 +1,17 @@
-"""Containers, so that residual networks and U-Nets can be written: chains, sums and concatenations."""
+"""Containers of layers, and chains; branches.py has those whose layers all see the same input."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError
 from .base import Layer
-from .node import Context, Node, Phase, Shape
+from .node import Context, Node, Phase, Shape, Taker
+
+if TYPE_CHECKING:
+    from .branches import Branches
 
 
 class Container(Node):
@@ -42,6 +43,11 @@ class Container(Node):
         """Yield the chains of all that is inside."""
         for layer, shape in self.inputs(input_shape):
             yield from layer.chains(shape)
+
+    def joins(self, input_shape: Shape) -> Iterator[tuple[Branches, Shape]]:
+        """Yield those of all that is inside."""
+        for layer, shape in self.inputs(input_shape):
+            yield from layer.joins(shape)
 
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name the container, and what is inside with the container's name in front."""
@@ -87,12 +93,18 @@ class Sequential(Container):
             input_shape = layer.output_shape_for(input_shape)
         return input_shape
 
-    def connect(self, preceding: Node | None, following: Node | None) -> None:
+    def connect(self, preceding: Node | None, following: Taker | None) -> None:
         """Connect every layer with its neighbours."""
         self.following = following
         layers = [layer for layer in self.layers if not layer.transparent]
         for before, layer, after in zip([preceding, *layers], layers, [*layers[1:], following], strict=False):
             layer.connect(before, after)
+
+    @property
+    def writes_early(self) -> bool:
+        """Whether the last layer does."""
+        layers = [layer for layer in self.layers if not layer.transparent]
+        return bool(layers) and layers[-1].writes_early
 
     @property
     def transparent(self) -> bool:
@@ -119,79 +131,6 @@ class Sequential(Container):
         return dy
 
 
-class Branches(Container):
-    """Base of the containers whose layers all see the same input; a branch is a layer, or a list of layers."""
-
-    def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
-        """Yield every branch with the container's input."""
-        for layer in self.layers:
-            yield layer, input_shape
-
-    def connect(self, preceding: Node | None, following: Node | None) -> None:
-        """Connect every branch with nobody: the container hands round what comes in, and combines what goes out."""
-        for layer in self.layers:
-            layer.connect(None, None)
-
-    def _shapes(self, input_shape: Shape, compared: slice) -> list[Shape]:
-        """Return the branches' output shapes; ShapeError if they differ in the axes compared."""
-        shapes = [layer.output_shape_for(input_shape) for layer in self.layers]
-        for layer, shape in zip(self.layers, shapes, strict=True):
-            if shape[compared] != shapes[0][compared] or len(shape) != len(shapes[0]):
-                raise ShapeError(
-                    f"{type(self).__name__} '{self.name}': branch {_tell(self.layers[0])} gives {shapes[0]}, but branch"
-                    f" {_tell(layer)} gives {shape}; make them agree, with padding, stride or a Crop"
-                )
-        return shapes
-
-    def _back(self, gradients: Sequence[Any]) -> Any:
-        """Return the sum of what the branches send back."""
-        total: Any = None
-        for layer, dy in reversed(list(zip(self.layers, gradients, strict=True))):  # as `lifetimes` has it
-            layer.needs_input_gradient = self.needs_input_gradient
-            dx = layer.bprop(dy)
-            if dx is not None:
-                total = dx.copy() if total is None else np.add(total, dx, out=total)
-        return total
-
-
-class Sum(Branches):
-    """The sum of its branches; `Sum([[conv, conv], []])` is a residual block: an empty list is the identity."""
-
-    def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return the shape that all branches must give."""
-        return self._shapes(input_shape, slice(None))[0]
-
-    def fprop(self, x: Any, phase: Phase) -> Any:
-        """Return the sum of all branches."""
-        total = self.layers[0].fprop(x, phase).copy()
-        for layer in self.layers[1:]:
-            total += layer.fprop(x, phase)
-        return total
-
-    def bprop(self, dy: Any) -> Any:
-        """Give dy to every branch."""
-        return self._back([dy] * len(self.layers))
-
-
-class Concat(Branches):
-    """Its branches side by side along the channels, such as the skip connections of a U-Net."""
-
-    def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return the extent that all branches must give, and the sum of their channels."""
-        shapes = self._shapes(input_shape, slice(0, -1))
-        return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
-
-    def fprop(self, x: Any, phase: Phase) -> Any:
-        """Return all branches' channels."""
-        parts = [layer.fprop(x, phase) for layer in self.layers]
-        self.borders = np.cumsum([part.shape[-1] for part in parts])[:-1]
-        return np.concatenate(parts, axis=-1)
-
-    def bprop(self, dy: Any) -> Any:
-        """Give every branch the gradient of its channels."""
-        return self._back([np.ascontiguousarray(part) for part in np.split(dy, self.borders, axis=-1)])
-
-
 def as_node(layer: Any) -> Node:
     """Return the layer; a list of layers becomes a Sequential. ConfigError for what is no layer."""
     if isinstance(layer, (list, tuple)):
@@ -199,7 +138,3 @@ def as_node(layer: Any) -> Node:
     if not isinstance(layer, Node):
         raise ConfigError(f"layers: {layer!r} is no layer; give layers, containers and lists of them")
     return layer
-
-
-def _tell(node: Node) -> str:
-    return f"'{node.name}'" if node.leaves else f"'{node.name}' (the identity)"

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ..registry import Registered, serial_class
 
 if TYPE_CHECKING:
     from .base import Layer
+    from .branches import Branches
 
 Shape = tuple[int, ...]
 
@@ -30,6 +31,13 @@ class Context:
     dtype: np.dtype
     seed: int
     batch_size: int
+
+
+class Taker(Protocol):
+    """Who gets an output."""
+
+    def input_place(self, samples: int) -> Any | None:
+        """Return the array where it wants that, this rank's tile; None: it has no wish."""
 
 
 class Node(Registered, ABC):
@@ -66,7 +74,7 @@ class Node(Registered, ABC):
         return False
 
     @abstractmethod
-    def connect(self, preceding: Node | None, following: Node | None) -> None:
+    def connect(self, preceding: Node | None, following: Taker | None) -> None:
         """Learn whose output alone comes in, and who alone gets what goes out; None: a container, or nobody."""
 
     def input_place(self, samples: int) -> Any | None:
@@ -88,6 +96,15 @@ class Node(Registered, ABC):
     @abstractmethod
     def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield every chain inside: what is directly in it, with the shape of its input; outer chains first."""
+
+    def joins(self, input_shape: Shape) -> Iterator[tuple[Branches, Shape]]:
+        """Yield every container inside that writes outputs of its own, with the shape of its input; none in a layer."""
+        yield from ()
+
+    @property
+    def writes_early(self) -> bool:
+        """Whether it writes its output before the last layer inside has worked."""
+        return False
 
     @abstractmethod
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:

@@ -137,7 +137,7 @@ class Model(Registered):
         for layer in self.leaves:
             layer.regions = regions.get(id(layer), (None, None))
         self.chain.build(self.input_shape, context)
-        self.arena = arena_of(self.leaves, context)
+        self.arena = arena_of(self.leaves, [join for join, _ in self.chain.joins(self.input_shape)], context)
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         tiles = wide_tiles(regions, self.leaves)
         if tiles is not None:

@@ -69,8 +69,15 @@ def planned_memory(model: Model, plans: list[LayerPlan], batch_size: int, grid: 
     Arrays that never live at the same moment of a step share memory in it; kernels' scratch space is not counted.
     """
     samples = split(batch_size, grid.replicas, 0)[1]
-    tiles = ([plan.kept[t].size * plan.input_shape[-1] for plan in plans] for t in range(grid.tiles))
-    return max(pack(spans(model.leaves, numbers))[1] for numbers in tiles) * samples * model.dtype.itemsize
+    joins = list(model.chain.joins(plans[0].input_shape))
+    shapes = [join.shapes_for(shape) for join, shape in joins]
+
+    def held(tile: int) -> int:
+        numbers = [plan.kept[tile].size * plan.input_shape[-1] for plan in plans]
+        rooms = [[grid.partition(s[:-1]).box(tile).size * s[-1] for s in of_join] for of_join in shapes]
+        return pack(spans(model.leaves, [join for join, _ in joins], numbers, rooms))[1]
+
+    return max(map(held, range(grid.tiles))) * samples * model.dtype.itemsize
 
 
 def pretraining_bytes(
