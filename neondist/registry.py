@@ -21,6 +21,9 @@ class Registered:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         self = super().__new__(cls)
+        self._arguments = {}
+        if cls.__init__ is object.__init__:  # no arguments; its signature would be parsed from text
+            return self
         bound = inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs)
         bound.apply_defaults()
         values = dict(list(bound.arguments.items())[1:])

@@ -24,6 +24,7 @@ def lean_processes():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEONDIST_TESTS_HIDE", "torch matplotlib")
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "")  # each would compile neondist again
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "lean"), str(TESTS.parent)]), prepend=os.pathsep)
         yield
 

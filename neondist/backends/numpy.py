@@ -132,7 +132,7 @@ class NumpyBackend(Backend):
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum over everything but the channels, by GEMM: its blocked sums err less than a running sum."""
         cells, total = x.reshape(-1, x.shape[-1]), np.zeros(x.shape[-1:], x.dtype)
-        ones = np.ones((1, _SUMMED), x.dtype)
+        ones = np.ones((1, min(_SUMMED, len(cells))), x.dtype)
         for start in range(0, len(cells), _SUMMED):
             part = cells[start : start + _SUMMED]
             total += self.matmul(ones[:, : len(part)], part)[0]
@@ -142,7 +142,7 @@ class NumpyBackend(Backend):
         """Return each sample's sum over its cells, by GEMM as `channel_sum`."""
         cells, channels = prod(x.shape[1:-1]), x.shape[-1]
         rows, total = x.reshape(len(x), cells, channels), np.zeros((len(x), 1, channels), x.dtype)
-        ones = np.ones((1, _SUMMED), x.dtype)
+        ones = np.ones((1, min(_SUMMED, cells)), x.dtype)
         for start in range(0, cells, _SUMMED):
             part = rows[:, start : start + _SUMMED]
             total += self.matmul(ones[:, : part.shape[1]], part)

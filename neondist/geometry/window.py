@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
 from ..errors import ConfigError, ShapeError
 from ..registry import suggest
@@ -47,7 +47,7 @@ class Window:
         mode: str = "zeros",
         ndim: int | None = None,
     ) -> None:
-        lengths = {len(v) for v in (kernel, stride, padding, dilation) if isinstance(v, Sequence)}
+        lengths = {len(v) for v in (kernel, stride, padding, dilation) if _several(v)}
         if len(lengths) > 1 or (ndim is not None and lengths - {ndim}):
             raise ConfigError(
                 f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation}: the tuples differ in length"
@@ -139,16 +139,25 @@ def same_padding(
     return tuple((t // 2, t - t // 2) for t in total)
 
 
+def _several(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Tell whether a value is a sequence; a model makes thousands of windows, so the usual types come first."""
+    return isinstance(value, tuple) or (not isinstance(value, int) and isinstance(value, Sequence))
+
+
 def _per_axis(field: str, value: int | Sequence[int], axes: int, least: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
+    values: tuple[Any, ...] = tuple(value) if _several(value) else (value,) * axes
+    if all(type(v) is int and v >= least for v in values):
+        return values
     if any(isinstance(v, bool) or not isinstance(v, Integral) or v < least for v in values):
         raise ConfigError(f"{field} {value}: needs integers of at least {least}")
     return tuple(int(v) for v in values)
 
 
 def _per_side(value: int | Sequence[Any], axes: int) -> tuple[tuple[int, int], ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
-    sides = [tuple(v) if isinstance(v, Sequence) else (v, v) for v in values]
+    values = tuple(value) if _several(value) else (value,) * axes
+    sides = tuple(tuple(v) if _several(v) else (v, v) for v in values)
+    if all(len(side) == 2 and type(side[0]) is type(side[1]) is int for side in sides):
+        return sides
     if any(len(side) != 2 or any(not isinstance(p, Integral) for p in side) for side in sides):
         raise ConfigError(f"padding {value}: needs an integer, one per axis, or ((before, after), ...)")
     return tuple((int(before), int(after)) for before, after in sides)
