@@ -74,3 +74,8 @@ class Border:
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent."""
         return sum(exchange.runs * exchange.bytes_sent for _, exchange in self.booked)
+
+    def settle(self) -> None:
+        """Wait for all that is under way: nothing may arrive any more where a buffer has been."""
+        for _, exchange in self.booked:
+            exchange.finish()

@@ -239,8 +239,14 @@ class PaddedArray:
         return place
 
     def forget_frames(self) -> None:
-        """Make new buffers from now on, with the transport that `grid.tiles` is then; schemes begin anew."""
+        """Make new buffers, with the transport that `grid.tiles` is now; schemes keep their memory; collective."""
+        scheme = self.border.scheme
+        remembered = {key: scheme.remembered(way) for key, way in self.ways.items()}
+        self.border.settle()
         self._frames = {}
+        for key, arrays in remembered.items():
+            if arrays:
+                scheme.remember(self.way(*key), arrays)
 
     def _given(self, array: Any) -> Any:
         return array if self.reuse else array.copy()

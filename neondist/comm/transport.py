@@ -39,13 +39,15 @@ class Exchange(ABC):
         Of one run.
     runs : int
         How often they were sent.
+    under_way : bool
+        Whether they have been started and not finished.
     """
 
     def __init__(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.sends = [message for message in sends if message.nbytes]
         self.receives = [message for message in receives if message.nbytes]
         self.bytes_sent = sum(message.nbytes for message in self.sends)
-        self.runs = 0
+        self.runs, self.under_way = 0, False
 
     def run(self) -> None:
         """Send what the send boxes hold now, and fill the receive boxes."""
@@ -54,12 +56,14 @@ class Exchange(ABC):
 
     def start(self) -> None:
         """Send what the send boxes hold now; none of the arrays may be touched before `finish`."""
-        self.runs += 1
+        self.runs, self.under_way = self.runs + 1, True
         self._start()
 
     def finish(self) -> None:
-        """Wait until the receive boxes are filled and the send boxes free again."""
-        self._finish()
+        """Wait until the receive boxes are filled and the send boxes free again; at once, if nothing is under way."""
+        if self.under_way:
+            self._finish()
+            self.under_way = False
 
     @abstractmethod
     def _start(self) -> None: ...

@@ -227,6 +227,11 @@ class Layer(Node):
         for array in self.arrays:
             array.border.phase = phase
 
+    def settle(self) -> None:
+        """Wait for messages that a scheme has left under way; collective."""
+        for array in self.arrays:
+            array.border.settle()
+
     def walk(self, input_shape: Shape) -> Iterator[tuple[Layer, Shape]]:
         """Yield this layer."""
         yield self, input_shape

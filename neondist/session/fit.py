@@ -70,6 +70,8 @@ def proceed(
             if run.stop is None:
                 _close_epoch(run, evaluate(model, run.dataset.test, run.batch_size, metrics))
                 _call(hooks, lambda hook: hook.after_epoch(run))
+        for layer in model.leaves:
+            layer.settle()
         _call(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
     except BaseException as error:
         for hook in hooks:

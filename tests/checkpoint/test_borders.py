@@ -56,12 +56,28 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, scheme, repl
         for step in (2, 3, 4):
             resumed = begun(scheme, grid)
             restore(tmp_path / f"{step}.h5", resumed)
+            if step == 3:  # new buffers and messages
+                nd.DebugHalo().guard(resumed.model)
             assert resumed.notes == []
             assert train(resumed, SIZES[step:]) == losses[step:]
             for name, array in still.model.state().items():
                 np.testing.assert_array_equal(resumed.model.state()[name], array, err_msg=name)
 
     loopback.run(4, body, timeout=20)
+
+
+def test_nothing_is_under_way_when_a_run_is_over():
+    """What arrives later would be written to where a buffer has been."""
+
+    def body(world):
+        made = experiment("stale(steps=3)")
+        made.run(nd.ProcessGrid(world), hooks=[])
+        exchanges = [e for layer in made.model.leaves for array in layer.arrays for _, e in array.border.booked]
+        return len(exchanges), any(exchange.under_way for exchange in exchanges)
+
+    for count, under_way in loopback.run(4, body, timeout=20):
+        assert count
+        assert not under_way
 
 
 def test_pretraining_goes_on_too(tmp_path):

@@ -25,6 +25,7 @@ class ToyModel:
         self.slots = self.optimizer.slots(classes, self.dtype)
         self.output = SimpleNamespace(total=lambda array: array)
         self.seen, self.scales, self.targets_seen, self.training = [], [], [], []
+        self.leaves = []
 
     def begin_epoch(self, epoch, steps):
         pass
