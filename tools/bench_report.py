@@ -42,7 +42,7 @@ def commands(steps, threads):
     return {
         "ranks": (["step", LARGE, "-n", 2, *against, steps, "--roofline"], None),
         "serial": (["step", LARGE, *against, steps], threads),
-        "digits": (["step", DIGITS, "-n", 2, *against, 10 * steps], None),
+        "digits": (["step", DIGITS, "-n", 2, *against, 10 * steps, "--roofline"], None),
         "halo": (["halo", "-n", 2], None),
         "numpy": (["step", LARGE, "-n", 2, *against, max(2, steps // 2), "--set", "backend=numpy"], None),
         "four": (["step", LARGE, "-n", 4, "--steps", 2], None),
@@ -97,7 +97,8 @@ def page(found, threads):
         "| --- | --- | --- | --- |",
     ]
     lines += [f"| {name} | {value:.2f} | {bar:.2f} | {aim:.2f} |" for name, value, bar, aim in rows(found, threads)]
-    lines += ["", *timings(found), "", *roofline(found["ranks"]), "", *allocated(found["ranks"])]
+    lines += ["", *timings(found), "", *roofline("2048²", found["ranks"]), "", *allocated(found["ranks"])]
+    lines += ["", *roofline("MNIST", found["digits"])]
     return "\n".join(lines)
 
 
@@ -127,13 +128,14 @@ def milliseconds(made):
     return f"{1000 * made['seconds_per_step']:.4g} ms"
 
 
-def roofline(made):
+def roofline(name, made):
     """Return what limits each layer."""
     machine = made["machine"]
     lines = [
-        "Where the time of the 2048² step on 2 ranks goes, and what limits it: matrix products of both ranks reach"
+        f"Where the time of the {name} step on 2 ranks goes, and what limits it: matrix products of both ranks reach"
         f" {machine['flops_per_second'] / 1e9:.0f} Gflop/s, copies {machine['bytes_per_second'] / 1e9:.1f} GB/s;"
-        " the last column is the share of that limit which the layer's computing reaches.",
+        " the last column is the share of that limit which the layer's computing reaches (more than 100% where arrays"
+        " stay in caches).",
         "",
         "| Layer | forward | backward | exchange | wait | limit | reached |",
         "| --- | --- | --- | --- | --- | --- | --- |",
