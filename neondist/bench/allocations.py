@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 LARGE = 1 << 16
@@ -42,7 +45,7 @@ def allocations(call: Callable[[], object]) -> list[Allocated]:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     events = list(recorded.profiler.kineto_results.events())
     calls = [(event.start_ns(), event.end_ns(), event.name()) for event in events if event.name() != "[memory]"]
@@ -54,3 +57,17 @@ def allocations(call: Callable[[], object]) -> list[Allocated]:
             sizes[outer[2].removeprefix("aten::")].append(event.nbytes())
     found = [Allocated(name, len(blocks), max(blocks), sum(blocks)) for name, blocks in sizes.items()]
     return sorted(found, key=lambda one: -one.largest)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Let the profiler's library say nothing about itself: it writes to the process' standard error."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
