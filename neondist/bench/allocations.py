@@ -23,6 +23,7 @@ PURPOSES = {
     "contiguous": "a strip or weights in the order that a kernel wants",
     "max_pool2d_with_indices": "maxima of a strip; their places, kept until the way back",
     "max_pool2d_with_indices_backward": "outputs' gradient of a strip in a row, where it is a part of a larger array",
+    "addmm_": "a factor of a product in the order that BLAS wants",
     "zeros": "sums to be",
     "matmul": "products of a fully connected layer",
 }
