@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..geometry import Partition
+from .tables import markdown
 
 if TYPE_CHECKING:
     from ..comm import ProcessGrid
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 Profile = dict[str, list[float]]
 """'output' and 'gradient': relative differences, by distance to the nearest seam in cells."""
+Found = dict[str, dict[str, Profile]]
+"""By scheme and layer."""
+SHOWN = 6
 
 
 def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: int = 0) -> dict[str, Profile]:
@@ -101,7 +106,29 @@ def seam_distance(partition: Partition, tile: int) -> np.ndarray:
     return np.where(nearest == far, 0, nearest) if partition.tiles == 1 else nearest
 
 
-def plot(found: dict[str, dict[str, Profile]], file: Path) -> bool:
+def table(found: Found) -> str:
+    """Return the differences next to the seam and the first cells away from it, in Markdown."""
+    return markdown(
+        ["scheme", "layer", "kind", *(f"at {at}" for at in range(SHOWN))],
+        [
+            [f"`{scheme}`", layer, kind, *(f"{v:.1e}" for v in values[:SHOWN]), *[""] * (SHOWN - len(values))]
+            for scheme, layers in found.items()
+            for layer, profile in layers.items()
+            for kind, values in profile.items()
+        ],
+    )
+
+
+def write(folder: Path, found: Found) -> list[Path]:
+    """Write seams.json, seams.md and, if matplotlib is there, seams.png; return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values, page, picture = (folder / f"seams.{kind}" for kind in ("json", "md", "png"))
+    values.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    page.write_text(table(found) + "\n", encoding="utf-8")
+    return [values, page, *([picture] if plot(found, picture) else [])]
+
+
+def plot(found: Found, file: Path) -> bool:
     """Write the profiles of all schemes, a row for each, outputs left and gradients right; False without matplotlib."""
     import importlib.util
 

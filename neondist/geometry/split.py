@@ -51,6 +51,12 @@ class Partition:
         """Return the cells of one part of an axis."""
         return split(self.extent[axis], self.parts[axis], part)
 
+    @property
+    def largest(self) -> int:
+        """Number of cells of the largest tile."""
+        ranges = ([self.range(axis, part) for part in range(parts)] for axis, parts in enumerate(self.parts))
+        return prod(max(max(0, hi - lo) for lo, hi in axis) for axis in ranges) if self.extent else 1
+
     def boxes(self) -> list[Box]:
         """Return the cells of all tiles."""
         return [self.box(tile) for tile in range(self.tiles)]

@@ -48,7 +48,8 @@ def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, 
 def run_seconds(figures: Figures, run: Sequence[Placed], grid: GridShape, home: bool = True) -> list[float]:
     """Return the seconds that a training step spends on a run's exchange and on what it computes twice, by layer.
 
-    Those of the tile in the middle of the grid, which has all neighbours.
+    The exchange is that of the tile in the middle of the grid, which has all neighbours; what is computed twice, by how
+    much the most that a tile computes grows: all wait for that one.
 
     Parameters
     ----------
@@ -56,7 +57,7 @@ def run_seconds(figures: Figures, run: Sequence[Placed], grid: GridShape, home: 
         Whether the run's input needs a gradient.
     """
     tile, (first, shape, (inputs, outputs)) = _middle(grid, len(run[0].input_shape) - 1), run[0]
-    found = [_twice(figures, placed, grid, tile) for placed in run]
+    found = [_twice(figures, placed, grid) for placed in run]
     if inputs is None:
         for array, window in first.halos_for(shape, grid):
             plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
@@ -85,12 +86,12 @@ def can_follow(layer: Layer, input_shape: Shape) -> bool:
     return not layer.no_recompute and (window is None or window.mode != "wrap")
 
 
-def _twice(figures: Figures, placed: Placed, grid: GridShape, tile: int) -> float:
-    """Return the seconds of the cells that a layer computes beyond its own."""
+def _twice(figures: Figures, placed: Placed, grid: GridShape) -> float:
+    """Return the seconds of the cells that the fullest tile of a layer computes beyond its own."""
     layer, shape, (_, out) = placed
     if out is None:
         return 0.0
-    extra = out.box(tile).size - grid.partition(layer.output_shape_for(shape)[:-1]).box(tile).size
+    extra = out.largest - grid.partition(layer.output_shape_for(shape)[:-1]).largest
     each = figures.cell_seconds.get(str(layer.name), PASSES * _operations(layer, shape) / figures.speed)
     return extra * each * figures.samples
 

@@ -11,7 +11,7 @@ from neondist.bench.model import alone as ranks_alone
 from neondist.bench.model import calibrate, predict, workload
 from neondist.bench.model.alone import Alone
 from neondist.bench.model.solo import Notes, solo_grid
-from neondist.bench.model.table import prediction_table, schemes_table, words, write
+from neondist.bench.model.table import disturbed, prediction_table, schemes_table, words, write
 from neondist.cli.bench.model import span
 from neondist.comm import loopback
 from neondist.errors import ConfigError
@@ -167,6 +167,13 @@ def test_the_best_schemes_are_put_in_place_and_measured():
     assert row["seconds_per_step"] - row["seconds_with_schemes"] == pytest.approx(0.2, rel=1e-3)
     assert all(choice["saves"] > 0.05 for choice in row["schemes"])
     assert "conv1 to conv2 `overlap_tile`" in schemes_table([row])
+    assert "slower" not in schemes_table([row])
+    assert "(slower: leave it)" in schemes_table([row | {"seconds_with_schemes": 9.0}])
+
+
+def test_a_machine_that_became_slower_is_seen():
+    row = predict.row_of(GridShape(1, 1, 2), machine.Machine(2, NODE, NET), Alone(2.0))
+    assert predict.drift(row, experiment(), lambda made, shape, least: Alone(3.0 * (shape.cols == 2))) == 0.5
 
 
 def test_a_grid_that_is_given_is_kept():
@@ -183,17 +190,21 @@ def test_fullest():
 
 
 def test_calibrate(monkeypatch):
-    monkeypatch.setattr(calibrate, "REPEATS", 1)
+    monkeypatch.setattr(calibrate, "ROUNDS", 1)
     monkeypatch.setattr(calibrate, "TURN", 1e-3)
     monkeypatch.setattr(calibrate, "SIZES", (1 << 8, 1 << 16))
     monkeypatch.setattr(calibrate, "PIECES", (1e-4, 1e-3))
     monkeypatch.setattr(workload, "COPIED", 1 << 16)
     monkeypatch.setattr(workload.Convolving, "SHAPE", (8, 8, 2))
-    one = loopback.run(4, lambda transport: calibrate.calibrate(transport, 2))[0]
+    one, spread = loopback.run(4, lambda transport: calibrate.calibrate(transport, 2))[0]
+    assert spread == 0  # of one round
     assert (one.cores_per_node, one.nodes) == (2, 1)
     assert min(one.slowdown, one.memory_slowdown, one.shared_slowdown) >= 1
     assert min(one.node.latency, one.memory_bandwidth, one.speed) > 0
-    assert loopback.run(2, lambda transport: calibrate.calibrate(transport, 2))[0].shared_slowdown == 1
+    alone, _ = loopback.run(2, lambda transport: calibrate.calibrate(transport, 2))[0]
+    assert alone.shared_slowdown == 1
+    assert disturbed(0.5)
+    assert not disturbed(0.1)
 
 
 def test_span():

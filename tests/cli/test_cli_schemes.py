@@ -81,7 +81,10 @@ def test_seams(folder, capsys):
     assert main(["bench", "seams", "small.yaml", "--virtual", "4", "--schemes", "tower,halo_oneway"]) == 0
     found = json.loads((folder / "runs/small-seams/seams.json").read_text())
     assert found["tower"]["conv1"]["output"][0] > 0 == max(found["halo_oneway"]["conv1"]["output"])
-    assert "seams.json" in capsys.readouterr().out
+    told, page = capsys.readouterr().out, (folder / "runs/small-seams/seams.md").read_text()
+    assert "seams.json" in told
+    assert page in told
+    assert "| `tower` | conv1 | output | " in page
 
 
 def test_the_front():

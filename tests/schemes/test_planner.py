@@ -11,7 +11,9 @@ from test_runs import NETWORKS, passes
 
 import neondist as nd
 from neondist.errors import ConfigError
-from neondist.models.planner import best_cuts
+from neondist.machine import Figures
+from neondist.models.planner import best_cuts, run_seconds
+from neondist.models.runs import placed
 
 
 def runs(scheme, layers=5):
@@ -53,6 +55,15 @@ def test_a_layer_that_cannot_be_in_a_run_is_left_alone():
     layers = [nd.ConvLayerDist(2, 3), nd.LCNLayerDist(3), nd.ConvLayerDist(2, 3), nd.ConvLayerDist(2, 3)]
     plans = nd.ConvnetDist(layers, scheme=nd.Auto(latency=1.0)).plan((20, 20, 2), nd.GridShape(1, 2, 2))
     assert [plan.halo_cells[0] > 0 for plan in plans] == [True, True, True, False]
+
+
+def test_what_is_computed_twice_is_that_of_the_fullest_tile():
+    """7 pooled rows on 2 tiles, 4 and 3: the first computes 8 rows of the convolution instead of 7, the second none."""
+    layers = [nd.ConvLayerDist(2, 3, padding=1), nd.MaxPoolingLayerDist(2)]
+    model = nd.ConvnetDist(layers, scheme=nd.DeepHalo())
+    links, grid = list(model.chain.inputs((14, 14, 2))), nd.GridShape(1, 2, 1)
+    figures = Figures(bandwidth=1e30, latency=1e-30, samples=3, cell_seconds={"conv1": 1.0})
+    assert run_seconds(figures, placed(links, grid), grid) == pytest.approx([14 * 3, 0])
 
 
 def test_mistakes():

@@ -111,7 +111,7 @@ def row_of(shape: GridShape, machine: Machine, alone: Alone) -> Row:
     latency += sum(machine.steps(ranks) * machine.link(ranks).latency for ranks, _ in sums)
     return {
         "ranks": shape.size,
-        "grid": {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols},
+        "grid": {axis: count for axis, count in vars(shape).items() if axis != "planes" or count > 1},
         "compute_seconds": compute,
         "exchange_seconds": exchange,
         "sum_seconds": summing,
@@ -121,8 +121,16 @@ def row_of(shape: GridShape, machine: Machine, alone: Alone) -> Row:
         "bytes_sent": sum(sent for _, sent in exchanges),
         "bytes_summed": sum(count for _, count in sums),
         "bytes_held": alone.held,
+        "alone_seconds": alone.seconds,
         "spread": alone.spread,
     }
+
+
+def drift(row: Row, experiment: Any, alone: Measure = rank_alone) -> float:
+    """Return by how much the rank alone takes another time by now than when the row was predicted."""
+    shape = GridShape(**row["grid"])
+    both = row["alone_seconds"], alone(experiment, shape, QUICK).seconds
+    return max(both) / min(both) - 1
 
 
 def turning_point(rows: Sequence[Row]) -> int:

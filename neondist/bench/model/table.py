@@ -35,7 +35,7 @@ def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
                 str(row["ranks"]),
                 seconds_text(row["seconds_per_step"]),
                 ", ".join(_runs(row["schemes"])) or "`halo` everywhere",
-                seconds_text(row["seconds_with_schemes"]),
+                seconds_text(row["seconds_with_schemes"]) + _verdict(row),
             ]
             for row in found
         ],
@@ -58,9 +58,13 @@ def words(rows: Sequence[dict[str, Any]]) -> list[str]:
     else:
         found.append("the error is not known here: nothing was measured on the machine that was calibrated")
     spread = max(row["spread"] for row in rows)
-    if spread > DISTURBED:
-        found.append(f"timings of one step differed by {spread:.0%}: other programs disturb, so trust no figure")
-    return found
+    return found + disturbed(spread)
+
+
+def disturbed(spread: float) -> list[str]:
+    """Return a warning if turns of the same work took different times."""
+    told = f"turns of the same work differed by {spread:.0%}: other programs disturb, so trust no figure"
+    return [told] if spread > DISTURBED else []
 
 
 def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
@@ -79,6 +83,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
         *(seconds_text(row[name]) for name in TIMES),
         *(bytes_text(row[name]) for name in ("bytes_sent", "bytes_summed", "bytes_held")),
     ]
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    """Say so where what was computed with the schemes took more than they save."""
+    return " (slower: leave it)" if row["seconds_with_schemes"] > 1.02 * row["seconds_per_step"] else ""
 
 
 def _measured(row: dict[str, Any]) -> list[str]:

@@ -60,12 +60,13 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
     def work(world: Transport, _: None) -> int:
         from ...bench.model.calibrate import calibrate as measure
+        from ...bench.model.table import disturbed
         from ...machine import write
 
-        machine = measure(world, max(2, threads.cores(os.getppid())))
+        machine, spread = measure(world, max(2, threads.cores(os.getppid())))
         if world.rank == 0:
             write(Path(arguments.output), machine, f"measured by neondist bench model calibrate on {world.size} ranks")
-            print(Path(arguments.output).read_text(encoding="utf-8"), end="")
+            print(Path(arguments.output).read_text(encoding="utf-8"), *disturbed(spread), sep="\n")
         return 0
 
     return on_ranks(arguments, check, work)
@@ -96,6 +97,8 @@ def predict(arguments: argparse.Namespace) -> int:
     for row in rows:
         if row["ranks"] in measured:
             row["measured_seconds"] = _measure(arguments, row)
+            with threadpool_limits(1):
+                row["spread"] = max(row["spread"], model.drift(row, load(arguments)))
     print(table.prediction_table(rows))
     if any(row["schemes"] for row in rows):
         print(f"\n{table.schemes_table(rows)}")

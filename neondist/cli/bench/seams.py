@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ def seams(arguments: argparse.Namespace) -> int:
     """Compare every scheme with the exact exchange on one batch, with first weights."""
 
     def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
-        from ...bench.seams import plot, seam_error
+        from ...bench.seams import seam_error, table, write
 
         folder = options.folder(arguments, "seams")
         found = {}
@@ -51,14 +50,9 @@ def seams(arguments: argparse.Namespace) -> int:
             images = [dataset.train.images(b[lo:hi] % len(dataset.train), pair[0].model.dtype) for b in batches]
             found[text] = seam_error(pair[0].model, pair[1].model, images)
         if world.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "seams.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            plot(found, folder / "seams.png")
-            for text, layers in found.items():
-                for name, kinds in layers.items():
-                    told = "  ".join(f"{kind} {' '.join(f'{v:.1e}' for v in kinds[kind][:6])}" for kind in kinds)
-                    print(f"{text}  {name}  {told}")
-            print("written:", *(f"  {file}" for file in sorted(folder.glob("*"))), sep="\n")
+            files = write(folder, found)
+            print(table(found))
+            print("written:", *(f"  {file}" for file in files), sep="\n")
         return 0
 
     return on_ranks(arguments, partial(_prepare, arguments), work)
