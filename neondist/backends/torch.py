@@ -14,7 +14,7 @@ from . import torch_conv as conv
 from . import torch_pool as pool
 from .allocator import keep_freed_memory
 from .numpy import NumpyBackend
-from .strips import Sides
+from .strips import Sides, strips
 from .torch_arrays import tensor
 from .windows import out_extent
 
@@ -139,11 +139,13 @@ class TorchBackend(NumpyBackend):
     def max_pool_back_into(
         self, dx: np.ndarray, dy: np.ndarray, places: Sequence[Any], kernel: Ints, stride: Ints
     ) -> None:
-        """Write the gradient of x into dx: without a copy, where that is whole and all of its images go at once."""
-        whole = dx.flags.c_contiguous and len(stride) > 1 and len(places) == 1 and self._pools(dy, dy.shape[1:-1])
-        if not whole:
+        """Write the gradient of x into dx: without a copy, where that is whole and strips are of whole images."""
+        parts = list(strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip))
+        whole = dx.flags.c_contiguous and all(part.last and not part.rows.start for part in parts)
+        if not whole or len(stride) == 1 or not self._pools(dy, dy.shape[1:-1]):
             return super().max_pool_back_into(dx, dy, places, kernel, stride)
-        pool.max_backward_into(dx, dy, places[0], kernel, stride)
+        for part, place in zip(parts, places, strict=True):
+            pool.max_backward_into(dx[part.samples], dy[part.samples], place, kernel, stride)
 
     def window_sum(self, x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
         """Return the sum over every window: 1.2 to 3."""

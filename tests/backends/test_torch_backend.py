@@ -94,6 +94,14 @@ def test_windows(dtype, ndim, channels):
         dy = sliced(y.shape, dtype)
         found = fast.max_pool_backward(dy, place, extent, *how)
         agree(found, plain.max_pool_backward(dy, expected_place, extent, *how))
+        for into in np.empty_like(x, order="C"), sliced(x.shape, dtype):
+            for strip in 1, 2000, 1 << 20:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(fast, "strip", strip)
+                    places = fast.max_pool_into(y, x, *how)
+                    into[...] = np.nan
+                    fast.max_pool_back_into(into, dy, places, *how)
+                agree(into, found)
         agree(fast.window_sum(x, *how), plain.window_sum(x, *how))
         agree(fast.window_spread(dy, extent, *how), plain.window_spread(dy, extent, *how))
 
