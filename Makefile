@@ -1,4 +1,4 @@
-# `make demo`, `make test` and `make bench`. All set up everything inside this checkout (.venv).
+# `make demo`, `make test`, `make bench` and `make study`. All set up everything inside this checkout (.venv).
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 4
@@ -7,7 +7,7 @@ WORKERS ?= 2
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test bench lint types docs clean
+.PHONY: demo test bench study lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo
@@ -19,6 +19,10 @@ test: .venv/test
 # minutes on an otherwise idle machine; writes docs/performance.md
 bench: .venv/test
 	$(BIN)/python tools/bench_report.py
+
+# hours on one core, goes on where it stopped; writes docs/schemes.md; CIFAR10=FILE: the batches, without them digits alone
+study: .venv/test
+	$(BIN)/python tools/study.py $(if $(CIFAR10),--cifar10 $(CIFAR10))
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -82,6 +82,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--scheme", default="halo", help="how cells cross the seams, e.g. tower: docs/schemes.md")
     parser.add_argument("--output", default="unet.png")
     options = parser.parse_args()
     grid, size = nd.ProcessGrid(), options.size
@@ -90,7 +91,9 @@ def main():
     known = [np.pad(a[:, :BORDER], [(0, 0), (0, 511), (0, 0)][: a.ndim], mode="reflect") for a in (picture, truth)]
 
     layers = [*unet(8, 3), nd.ConvLayerDist(2, 1)]
-    model = nd.ConvnetDist(layers, cost=nd.SoftmaxCrossEntropy(), optimizer=nd.Adam(0.01), seed=1)
+    model = nd.ConvnetDist(
+        layers, cost=nd.SoftmaxCrossEntropy(), optimizer=nd.Adam(0.01), scheme=options.scheme, seed=1
+    )
     model.build((size, size, 3), batch_size=1, grid=grid)
     for step in range(options.steps):
         image, labels = crop(*known, size, step)
@@ -109,6 +112,7 @@ def main():
         draw(options.output, image[0], labels[0], whole[0].argmax(-1), grid)
         print(f"unseen part: IoU {hit / max(1, hit + extra + missed):.3f} (of saying nothing: 0), wrong cells"
               f" {(extra + missed) / cells:.2%} (of saying nothing: {(hit + missed) / cells:.2%})")  # fmt: skip
+        print(f"halos sent by rank 0: {model.bytes_sent / 1e6:.1f} MB")
         print(f"written: {options.output}")
 
 

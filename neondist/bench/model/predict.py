@@ -118,6 +118,7 @@ def row_of(shape: GridShape, machine: Machine, alone: Alone) -> Row:
         "waiting_seconds": waiting,
         "latency_seconds": latency,
         "seconds_per_step": compute + exchange + summing + waiting,
+        "messages": sum(messages for messages, _ in exchanges),
         "bytes_sent": sum(sent for _, sent in exchanges),
         "bytes_summed": sum(count for _, count in sums),
         "bytes_held": alone.held,

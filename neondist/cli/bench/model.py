@@ -91,7 +91,8 @@ def predict(arguments: argparse.Namespace) -> int:
         measured = [count for count in arguments.counts if here and count <= 2 * threads.cores()]
     folder = options.folder(arguments, "model")
     prepare(SingleTransport(), folder)
-    validated(arguments, SingleTransport(), 1)
+    for count in arguments.counts:  # a grid that the file fixes is for one of them
+        validated(arguments, SingleTransport(), count)
     with threadpool_limits(1):  # a rank for each core
         rows = model.predict(lambda: load(arguments), sorted({*arguments.counts, *measured}), machine)
     for row in rows:
