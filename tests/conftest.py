@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+LONG = "test_under_mpirun.py", "test_kill.py", "test_docs_pages.py", "test_unet.py"
 DRAWING = "curves", "tiles_picture", "stage_pictures"
 
 if "NEONDIST_MPI_TEST" not in os.environ:  # nothing is drawn on MPI's ranks, each of which would import it
@@ -14,6 +15,11 @@ if "NEONDIST_MPI_TEST" not in os.environ:  # nothing is drawn on MPI's ranks, ea
     # how long an example takes says nothing on a machine that others use too
     settings.register_profile("neondist", deadline=None)
     settings.load_profile("neondist")
+
+
+def pytest_collection_modifyitems(items):
+    """Put long tests first: of two workers, the one with a long test at the end would keep the other waiting."""
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.fixture(autouse=True, scope="session")
