@@ -181,6 +181,7 @@ def test_a_grid_that_is_given_is_kept():
     assert predict.grids(6, experiment(replicas=2)) == [GridShape(2, 3, 1), GridShape(2, 1, 3)]
     cuts = [GridShape(1, 3, 2), GridShape(1, 1, 6), GridShape(1, 6, 1)]
     assert set(predict.grids(6, experiment())) == {*cuts, GridShape(2, 3, 1), GridShape(3, 2, 1)}  # batches of 4
+    assert set(predict.grids(8, experiment(replicas=1))) == {GridShape(1, 4, 2)}  # the second layer gives 7 x 6 cells
 
 
 def test_fullest():

@@ -56,9 +56,10 @@ def grids(count: int, experiment: Any) -> list[GridShape]:
     default = grid_shape(count, **given)
     if {"rows", "cols"} & given.keys():
         return [default]
-    shapes = [default]
+    shapes, images = [default], [shape for _, shape in experiment.model.chain.walk(experiment.dataset.sample_shape)]
+    thinnest = min(n for shape in images if len(shape) > 2 for n in shape[-3:-1]) if len(images[0]) > 2 else 1
     for rows, cols in factorisations(default.rows * default.cols, 2):
-        if 1 in (rows, cols):
+        if 1 in (rows, cols) and max(rows, cols) <= thinnest:  # tiles without a cell help nobody
             shapes.append(GridShape(default.replicas, rows, cols, default.planes))
     if "replicas" not in given:
         many = [n for n in range(2, min(count, experiment.batch_size) + 1) if count % (n * default.planes) == 0]
