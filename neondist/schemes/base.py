@@ -33,6 +33,8 @@ class Scheme(Registered, ABC):
     statistics: str | None = "global"
     #: how exact gradients reach other tiles: 'scatter', or 'gather' or 'auto', which a convolution understands
     way_back = "scatter"
+    #: names of flat arrays (`way.joined`) in `way.memory` that later training steps need, for checkpoints
+    remembers: Sequence[str] = ()
     formula = "each way H = n c (2 O (h + w) + 4 O²) numbers"
 
     @abstractmethod
@@ -48,10 +50,11 @@ class Scheme(Registered, ABC):
 
         All ranks return as many.
         """
-        return []
+        return [way.memory[name] for name in self.remembers if name in way.memory]
 
     def remember(self, way: Way, arrays: Sequence[Any]) -> None:
         """Fill `way.memory` from what `remembered` returned, on the same grid; it may start messages."""
+        way.memory.update(zip(self.remembers, arrays, strict=True))
 
     def figures(self, ranks: int, samples: int | None = None) -> Figures | None:
         """Return the figures from which a planner chooses the runs; None: they are as long as `run`.

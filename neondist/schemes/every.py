@@ -37,11 +37,10 @@ class Every(Scheme):
             return
         if "courier" not in way.memory:
             way.memory["courier"], due = way.courier(), True
-        courier = way.memory["courier"]
         if due:
-            courier.start(way.outgoing())
-            courier.finish()
-        way.place(courier.arriving)
+            way.memory["courier"].start(way.outgoing())
+            way.memory["courier"].finish()
+        way.place(way.memory["courier"].arriving)
 
     backward = forward
 

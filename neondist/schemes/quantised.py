@@ -22,6 +22,7 @@ class Quantised(Scheme):
         What rounding took from a gradient is added to the next one (Seide et al. 2014).
     """
 
+    remembers = ("rest",)
     formula = "each way H bits / 8 bytes and 4 for each message, H = n c (2 O (h + w) + 4 O²) numbers"
 
     def __init__(self, bits: int = 16, feedback: bool = False) -> None:
@@ -31,27 +32,17 @@ class Quantised(Scheme):
 
     def forward(self, way: Way) -> None:
         """Send rounded cells or gradients, and keep what rounding took from gradients."""
-        numbers, memory = [cells.ravel() for cells in way.outgoing()], way.memory
+        numbers, memory = way.joined(way.outgoing()), way.memory
         if "courier" not in memory:
             memory["courier"] = way.courier(lambda shape: (self._bytes(int(np.prod(shape))),), np.uint8)
-        if "rest" in memory and way.training:
-            numbers = [new + rest for new, rest in zip(numbers, memory["rest"], strict=True)]
-        messages = [self._pack(each) for each in numbers]
+        numbers += memory.get("rest", 0) if way.training else 0
+        messages = [self._pack(cells.ravel()) for cells in way.parted(numbers, way.sends)]
         if self.feedback and way.training and way.direction == "backward":
-            memory["rest"] = [x - self._unpack(m, x.dtype) for x, m in zip(numbers, messages, strict=True)]
+            memory["rest"] = numbers - way.joined([self._unpack(message, numbers.dtype) for message in messages])
         memory["courier"].start(messages)
         way.place([self._unpack(message, way.frame.dtype) for message in memory["courier"].finish()])
 
     backward = forward
-
-    def remembered(self, way: Way) -> list[Any]:
-        """Return what rounding took."""
-        return [way.joined(way.memory["rest"])] if "rest" in way.memory else []
-
-    def remember(self, way: Way, arrays: Sequence[Any]) -> None:
-        """Add it to the next gradients."""
-        for rest in arrays:
-            way.memory["rest"] = [part.ravel() for part in way.parted(rest, way.sends)]
 
     def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
         """Return the bytes of integers and scales."""
