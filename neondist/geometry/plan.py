@@ -6,8 +6,10 @@ A plan names, for one tile, the cells that it owns, the cells that it needs, and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import product
 
 from .box import Box
@@ -87,7 +89,7 @@ class HaloPlan(TransferPlan):
             Which outputs each tile computes; default: the output is cut like the input.
         """
         outputs = _output(partition, window) if outputs is None else outputs
-        axes = [_Axis(partition, window, axis, outputs) for axis in range(len(partition.extent))]
+        axes = [_axis(partition, window, axis, outputs) for axis in range(len(partition.extent))]
         here = partition.coords(tile)
         received = (
             []
@@ -180,12 +182,18 @@ class _Axis:
 
     def pieces_from(self, owner: int) -> list[_AxisPiece]:
         """Return what any part needs of `owner`, by needer."""
-        return [
-            _AxisPiece(part, p.lo, p.hi, p.offset)
-            for part in range(self.parts)
-            for p in self.pieces(part)
-            if p.part == owner
-        ]
+        return self._by_owner.get(owner, [])
+
+    @cached_property
+    def _by_owner(self) -> dict[int, list[_AxisPiece]]:
+        found = defaultdict(list)
+        for part in range(self.parts):
+            for p in self.pieces(part):
+                found[p.part].append(_AxisPiece(part, p.lo, p.hi, p.offset))
+        return found
+
+
+_axis = lru_cache(maxsize=64)(_Axis)  # the plans of all tiles share them
 
 
 def sources_within(lo: int, hi: int, n: int, mode: str) -> tuple[int, int]:

@@ -15,6 +15,13 @@ def split(n: int, parts: int, i: int) -> tuple[int, int]:
     return lo, lo + base + (i < extra)
 
 
+def part_of(n: int, parts: int, cell: int) -> int:
+    """Return the part that holds a cell of [0, n)."""
+    base, extra = divmod(n, parts)
+    larger = extra * (base + 1)
+    return cell // (base + 1) if cell < larger else extra + (cell - larger) // base
+
+
 @dataclass(frozen=True)
 class Partition:
     """An image of `extent` cells, cut into parts[a] ranges on every axis a; tiles are numbered row-major.
@@ -64,9 +71,12 @@ class Partition:
     def owners(self, axis: int, lo: int, hi: int) -> list[tuple[int, int, int]]:
         """Return (part, lo, hi) of every part of the axis that holds cells of [lo, hi)."""
         n, parts = self.extent[axis], self.parts[axis]
-        ranges = ((part, *split(n, parts, part)) for part in range(parts))
-        cut = ((part, max(a, lo), min(b, hi)) for part, a, b in ranges)
-        return [(part, a, b) for part, a, b in cut if a < b]
+        lo, hi = max(lo, 0), min(hi, n)
+        if lo >= hi:
+            return []
+        holders = range(part_of(n, parts, lo), part_of(n, parts, hi - 1) + 1)
+        ranges = ((part, *split(n, parts, part)) for part in holders)
+        return [(part, max(a, lo), min(b, hi)) for part, a, b in ranges]
 
 
 def factorisations(n: int, axes: int) -> list[tuple[int, ...]]:

@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 from support import expected_view, slides
 
 from neondist.errors import ConfigError, GridError, ShapeError
-from neondist.geometry import Box, GridShape, HaloPlan, RepartitionPlan, Window, fold, grid_shape, same_padding, split
+from neondist.geometry import (
+    Box,
+    GridShape,
+    HaloPlan,
+    Partition,
+    RepartitionPlan,
+    Window,
+    fold,
+    grid_shape,
+    same_padding,
+    split,
+)
 
 parts_3d = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
 
@@ -21,6 +32,13 @@ def test_split_is_a_balanced_partition(n, parts):
     sizes = [hi - lo for lo, hi in ranges]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
+
+
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(-10, 70), st.integers(-10, 70))
+def test_owners_are_all_parts_that_hold_a_cell(n, parts, lo, hi):
+    cut = ((part, *split(n, parts, part)) for part in range(parts))
+    expected = [(part, max(a, lo), min(b, hi)) for part, a, b in cut if max(a, lo) < min(b, hi)]
+    assert Partition((n,), (parts,)).owners(0, lo, hi) == expected
 
 
 boxes = st.tuples(*[st.integers(-5, 5)] * 4).map(lambda v: Box((v[0], v[1]), (v[0] + v[2], v[1] + v[3])))
