@@ -104,8 +104,11 @@ class PaddedArray:
         """How many cells at both ends of each axis of the view are zeros around the image; None: they may be others."""
         if self.window is None or self.window.mode != "zeros" or self.window.fill != 0:
             return None
-        axes = zip(self.need.axes(), self.extent, strict=True)
-        return tuple((min(max(0, -lo), hi - lo), min(max(0, hi - n), hi - max(lo, 0))) for (lo, hi), n in axes)
+        sides = []
+        for (lo, hi), n in zip(self.need.axes(), self.extent, strict=True):
+            before = min(max(0, -lo), hi - lo)  # all of a view that sees nothing of the image
+            sides.append((before, min(max(0, hi - n), hi - lo - before)))
+        return tuple(sides)
 
     @property
     def tiled(self) -> bool:

@@ -40,6 +40,7 @@ HARD = {
     "reflect": ((9, 8), nd.Window(5, padding=4, mode="reflect"), (4, 2, 1)),
     "replicate": ((5, 4), nd.Window(5, padding=4, mode="replicate"), (3, 2, 1)),
     "wrap more than once": ((3, 2), nd.Window(3, padding=7, mode="wrap"), (2, 2, 1)),
+    "tiles that see nothing but padding": ((8, 4), nd.Window(3, padding=((1, 1), (6, 6))), (1, 7, 1)),
     "volume": ((4, 5, 6), nd.Window(3, padding=1, ndim=3), (2, 3, 2)),
     "one axis": ((9,), nd.Window(3, padding=1, ndim=1), (2, 2, 1)),
 }
@@ -65,6 +66,7 @@ def test_outside_counts_the_zeros_around_the_image(case):
             assert ga.outside is None
             return
         image = ga.get_fprop_view(np.ones(ga.local_shape, "float32")) != 0
+        assert all(min(sides) >= 0 and sum(sides) <= n for sides, n in zip(ga.outside, image.shape[1:-1], strict=True))
         inside = [slice(before, n - after) for (before, after), n in zip(ga.outside, image.shape[1:-1], strict=True)]
         assert image[(0, *inside)].all()
         assert image.sum() == image[(0, *inside)].size
