@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,25 @@ TESTS = Path(__file__).parent
 LONG = "test_under_mpirun.py", "test_kill.py", "test_docs_pages.py", "test_unet.py"
 DRAWING = "curves", "tiles_picture", "stage_pictures"
 
-if "NEONDIST_MPI_TEST" not in os.environ:  # nothing is drawn on MPI's ranks, each of which would import it
+INSIDE = "NEONDIST_MPI_TEST" in os.environ
+
+if not INSIDE:  # nothing is drawn on MPI's ranks, each of which would import it
     from hypothesis import settings
 
     # how long an example takes says nothing on a machine that others use too
     settings.register_profile("neondist", deadline=None)
     settings.load_profile("neondist")
+
+
+def _nothing(number, frame):
+    """Handle a signal as if it were ignored; unlike one that is ignored, no subprocess inherits that."""
+
+
+# a script's background jobs ignore SIGINT, those of nohup SIGHUP, and what they start would do so for ever
+for number in signal.valid_signals() - {signal.SIGPIPE, getattr(signal, "SIGXFSZ", None)}:  # Python gives these back
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, _nothing)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def pytest_collection_modifyitems(items):
@@ -23,7 +37,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def lean_processes():
+def lean_processes(out_of_any_job):
     """Subprocesses find this checkout, but neither PyTorch nor matplotlib, which take each of them seconds to import.
 
     One that needs them gets NEONDIST_TESTS_HIDE="".
@@ -32,6 +46,18 @@ def lean_processes():
         patch.setenv("NEONDIST_TESTS_HIDE", "torch matplotlib")
         patch.setenv("PYTHONDONTWRITEBYTECODE", "")  # each would compile neondist again
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "lean"), str(TESTS.parent)]), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def out_of_any_job():
+    """Nothing of the batch job or of the terminal that the tests are started in reaches them."""
+    job = () if INSIDE else ("NEONDIST_", "OMPI_COMM_", "PMI", "PRTE_", "SLURM_")
+    terminal = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(job) or name in terminal:
+                patch.delenv(name)
         yield
 
 

@@ -58,4 +58,4 @@ def noise(model, batch=3, seed=1):
 
 
 def on_ranks(ranks, job):
-    return loopback.run(ranks, job, timeout=20)
+    return loopback.run(ranks, job)

@@ -25,7 +25,7 @@ def test_under_mpirun(ranks):
         environment["OMPI_MCA_threads_pthreads_yield_strategy"] = "nanosleep"
     command = [*mpirun.command(ranks), sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", CASES]
     command += ["-k", "views or everything or unshared or weights" if ranks == 9 else ""]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480)
     said = done.stdout[-8000:] + done.stderr[-4000:]
     assert done.returncode == 0, said
     passed = re.findall(r"(\d+) passed", done.stdout)

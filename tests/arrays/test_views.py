@@ -19,7 +19,7 @@ def on_ranks(extent, window, parts):
     def job(comm):
         return check_views(nd.ProcessGrid(comm, rows=rows, cols=cols, planes=planes), extent, window)
 
-    return loopback.run(rows * cols * planes, job, timeout=20)
+    return loopback.run(rows * cols * planes, job)
 
 
 @given(windows(), st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2)))
@@ -71,7 +71,7 @@ def test_outside_counts_the_zeros_around_the_image(case):
         assert image[(0, *inside)].all()
         assert image.sum() == image[(0, *inside)].size
 
-    loopback.run(parts[0] * parts[1] * parts[2], check, timeout=20)
+    loopback.run(parts[0] * parts[1] * parts[2], check)
 
 
 def drop(keep):

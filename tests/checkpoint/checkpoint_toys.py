@@ -65,7 +65,7 @@ def load(path, ranks=1, grid=None, **fields):
         restore(path, run)
         return run, arrays(run)
 
-    found = loopback.run(ranks, body, timeout=10)
+    found = loopback.run(ranks, body)
     return found[0][0], [each for _, each in found]
 
 

@@ -63,7 +63,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, scheme, repl
             for name, array in still.model.state().items():
                 np.testing.assert_array_equal(resumed.model.state()[name], array, err_msg=name)
 
-    loopback.run(4, body, timeout=20)
+    loopback.run(4, body)
 
 
 def test_nothing_is_under_way_when_a_run_is_over():
@@ -75,7 +75,7 @@ def test_nothing_is_under_way_when_a_run_is_over():
         exchanges = [e for layer in made.model.leaves for array in layer.arrays for _, e in array.border.booked]
         return len(exchanges), any(exchange.under_way for exchange in exchanges)
 
-    for count, under_way in loopback.run(4, body, timeout=20):
+    for count, under_way in loopback.run(4, body):
         assert count
         assert not under_way
 
@@ -90,7 +90,7 @@ def test_pretraining_goes_on_too(tmp_path):
             history = made.run(nd.ProcessGrid(world), output=folder, resume=resume, hooks=hooks()).history
             return [(record["valid_loss"], record["bytes_sent"]) for record in history], model.state()
 
-        return loopback.run(2, body, timeout=20)[0]
+        return loopback.run(2, body)[0]
 
     expected, weights = run(None, list)
     run(tmp_path, lambda: [StopAfter(2)])
@@ -111,7 +111,7 @@ def written(tmp_path_factory):
             train(run, SIZES[:2])
             Checkpoint(folder / f"{scheme}.h5").save(run)
 
-        loopback.run(2, body, timeout=20)
+        loopback.run(2, body)
     return folder
 
 
@@ -121,7 +121,7 @@ def notes(path, ranks, scheme="stale"):
         restore(path, run)
         return run.notes
 
-    return loopback.run(ranks, body, timeout=20)[0]
+    return loopback.run(ranks, body)[0]
 
 
 def test_on_another_grid_they_begin_anew_and_say_so(written):

@@ -70,7 +70,7 @@ def test_parts_meet_on_rank_0_and_come_back(layout):
             np.testing.assert_array_equal(piece.array, array)
         return found, count
 
-    found, count = loopback.run(ranks, body, timeout=10)[0]
+    found, count = loopback.run(ranks, body)[0]
     np.testing.assert_array_equal(found["a"], whole)
     np.testing.assert_array_equal(found["b"], 2 * whole)
     assert all((each == 1).all() for each in count.values())
@@ -89,4 +89,4 @@ def test_a_reader_that_fails_keeps_nobody_waiting():
             return str(error)
         return None
 
-    assert loopback.run(4, body, timeout=5) == ["the disk is gone", None, None, None]
+    assert loopback.run(4, body) == ["the disk is gone", None, None, None]

@@ -1,12 +1,10 @@
-"""Bad input: one message on stderr, exit code 2, within 5 s, on one rank and on several."""
+"""Bad input: one message on stderr, exit code 2, on one rank and on several."""
 
 import re
 import sys
 
 import pytest
-from cli_runs import EXPERIMENT, call, mpirun_env, needs_mpirun, neondist, under_mpirun
-
-LIMIT = 15  # seconds; 5 on a machine with nothing else to do
+from cli_runs import EXPERIMENT, call, mpirun_env, needs_mpirun, neondist, own, under_mpirun
 
 
 @pytest.fixture
@@ -18,10 +16,9 @@ def folder(tmp_path):
 
 def once(result, pattern):
     """One line on stderr, of this pattern; nothing on stdout."""
-    code, out, err, seconds = result
+    code, out, err, _ = result
     assert (code, out) == (2, "")
-    assert re.fullmatch(rf"error: {pattern}\n", err), err
-    assert seconds < LIMIT
+    assert re.fullmatch(rf"error: {pattern}\n", own(err)), err
 
 
 # what is wrong → words, message
@@ -63,8 +60,7 @@ def test_under_mpirun(folder, name):
     """mpirun adds a notice of its own, between rules; ours comes once."""
     words, pattern = CASES[name]
     code, out, err, seconds = call(under_mpirun(3, "run", *words), folder, **mpirun_env())
-    own = re.sub(r"-{40,}\n.*?-{40,}\n|\[warn\] Epoll[^\n]*\n", "", err, flags=re.DOTALL)
-    once((code, out, own.rstrip() + "\n", seconds), pattern)
+    once((code, out, own(err).rstrip() + "\n", seconds), pattern)
 
 
 def test_serial_classes_on_two_ranks(folder):
@@ -144,10 +140,10 @@ class FailingSGD(nd.SGD):
 def test_one_rank_fails_in_the_middle(folder, user, code):
     (folder / "fail.py").write_text(FAIL.replace("{calls}", "2"))
     words = ["toy.yaml", "--import", "fail.py", "--set", f"model.optimizer=!FailingSGD {{user: {user}}}", "-n", 3]
-    got, _, err, seconds = call(neondist("run", *words), folder)
-    assert (got, seconds < LIMIT) == (code, True), err
+    got, _, err, _ = call(neondist("run", *words), folder)
+    assert got == code, err
     if user == "true":
-        assert err == "error: damaged; mend it\n"
+        assert own(err) == "error: damaged; mend it\n"
     else:
         assert err.count("Traceback") == err.count("ZeroDivisionError: a defect") == 1
         assert "-----" not in err

@@ -44,7 +44,7 @@ def alive(pid):
         return False
 
 
-def clean(pids, seconds=10.0):
+def clean(pids, seconds=60.0):
     """Wait until the processes are gone; return those that are not in time."""
     deadline = time.monotonic() + seconds
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from cli_runs import EXPERIMENT, call, losses, needs_mpirun, neondist, start
+from cli_runs import EXPERIMENT, call, losses, needs_mpirun, neondist, own, start
 
 from neondist.cli import main
 from neondist.cli.arguments import parser
@@ -71,8 +71,8 @@ def stop(folder, number, whom, *more):
             break
     pids = sorted((int(path.name[3:]) for path in folder.glob("pid*")), key=lambda pid: pid != process.pid)
     os.kill(pids[whom], number)
-    rest, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (75, "")
+    rest, err = process.communicate(timeout=60)
+    assert (process.returncode, own(err)) == (75, "")
     for path in folder.glob("pid*"):
         path.unlink()
     return out + rest

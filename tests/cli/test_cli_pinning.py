@@ -82,10 +82,10 @@ def test_all_threads_of_a_process_are_bound():
         "import os, threading, sys\n"
         "from neondist.cli import pinning\nfrom neondist.cli.job import Job\n"
         "stop, found = threading.Event(), []\n"
-        "thread = threading.Thread(target=lambda: (stop.wait(20), found.append(os.sched_getaffinity(0))))\n"
+        "thread = threading.Thread(target=lambda: (stop.wait(60), found.append(os.sched_getaffinity(0))))\n"
         "thread.start()\n"
         f"pinning.pin(Job(1, 0, 1), {{pinning.CPUS: '{OWN}'}})\n"
         "stop.set(); thread.join(); print(*found, os.sched_getaffinity(0))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == f"{{{OWN}}} {{{OWN}}}"

@@ -92,12 +92,12 @@ def test_interrupting_ends_all_ranks(folder, number, code):
     process.send_signal(number)
     begin = time.perf_counter()
     process.stdout.close()
-    assert process.wait(10) == code
+    assert process.wait(60) == code
     process.stderr.close()
     pids = [int(path.name[3:]) for path in folder.glob("pid*")]
     assert len(pids) == 3
     while any(alive(pid) for pid in pids):
-        assert time.perf_counter() - begin < 5
+        assert time.perf_counter() - begin < 60
         time.sleep(0.05)
 
 

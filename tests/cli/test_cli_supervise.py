@@ -19,7 +19,7 @@ def start(*command, **more):
     return subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True, **more)
 
 
-def gone(pid, seconds=3.0):
+def gone(pid, seconds=60.0):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -35,7 +35,7 @@ def gone(pid, seconds=3.0):
 
 @pytest.mark.parametrize(("text", "code"), [("exit 0", 0), ("exit 5", 5), ("kill -9 $$", 137)])
 def test_exit_code(text, code):
-    assert start("sh", "-c", text).wait(10) == code
+    assert start("sh", "-c", text).wait(60) == code
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_signals_are_forwarded(number, code):
     process = start("sh", "-c", text)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    assert process.wait(10) == code
+    assert process.wait(60) == code
 
 
 def test_a_job_that_ends_well_in_spite_of_a_signal_is_done():
     process = start("sh", "-c", "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done")
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 def test_asked_gently_at_first():
@@ -67,7 +67,7 @@ def test_asked_gently_at_first():
         assert process.stdout.readline() == "gently\n"
         if code != 75:
             process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == code
+        assert process.wait(60) == code
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
@@ -75,7 +75,7 @@ def test_the_child_dies_with_its_parent():
     process = start("sh", "-c", "echo $$; exec sleep 30")
     child = int(process.stdout.readline())
     process.kill()
-    process.wait(10)
+    process.wait(60)
     assert gone(child)
 
 
@@ -88,5 +88,5 @@ echo after >&2
 exit 1
 """
     process = start("sh", "-c", text, stderr=subprocess.PIPE)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (1, "before\nafter\n")

@@ -265,7 +265,7 @@ code = main(["data", "convert", *sys.argv[1:]])
 print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     words = [sys.executable, "-c", code, "x.npy", "y.npy", "--to", "out.h5"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     code, grown = done.stdout.splitlines()[-1].split()
     assert (int(code), int(grown) < 120_000) == (0, True), done.stdout

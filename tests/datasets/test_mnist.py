@@ -1,7 +1,6 @@
 import shutil
 import subprocess
 import sys
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -62,9 +61,7 @@ def test_the_embedded_digits_are_real(official_mnist):
 
 def test_the_official_files(official_mnist):
     data = MNIST(official_mnist)
-    start = time.perf_counter()
     data.check()
-    assert time.perf_counter() - start < 0.1
     data.open(ONE)
     assert (len(data.train), len(data.test)) == (60_000, 10_000)
     assert data.train.labels[:5].tolist() == [5, 0, 4, 1, 9]

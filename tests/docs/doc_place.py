@@ -41,7 +41,7 @@ class Place:
         """Write a file of the documentation; its MNIST becomes the few digits."""
         (self.folder / name).write_text(text.replace("nd.MNIST()", f"nd.MNIST({str(self.digits)!r})"))
 
-    def run(self, command: str, timeout: float = 60.0) -> subprocess.CompletedProcess:
+    def run(self, command: str, timeout: float = 180.0) -> subprocess.CompletedProcess:
         """Run a command line; stdout and stderr come back as one text."""
         return subprocess.run(
             ["bash", "-c", self._on_few_digits(command)],

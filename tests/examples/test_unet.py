@@ -22,7 +22,7 @@ def test_unet(tmp_path):
         command = [sys.executable, SCRIPT, "--size", "64", "--steps", "2", "--output", picture]
         environment = {**os.environ, **mpirun.environment(), "OMP_NUM_THREADS": "1", "NEONDIST_TESTS_HIDE": "torch"}
         done = subprocess.run(
-            [*mpirun.command(ranks), *command], env=environment, capture_output=True, text=True, timeout=180
+            [*mpirun.command(ranks), *command], env=environment, capture_output=True, text=True, timeout=480
         )
         assert done.returncode == 0, done.stdout + done.stderr
         losses[ranks] = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]

@@ -42,7 +42,7 @@ loopback.run(2, rank)
 def test_two_thousand_steps(tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("rank ")]
     assert len(lines) == 2, done.stdout

@@ -107,8 +107,8 @@ def test_an_error_of_one_rank_alone(path):
 
     done = set()
     with pytest.raises(ZeroDivisionError):
-        loopback.run(3, body, timeout=20)
-    end = time.monotonic() + 20
+        loopback.run(3, body)
+    end = time.monotonic() + 60
     while len(done) < 3 and time.monotonic() < end:  # the others learn of it where they wait
         time.sleep(0.001)
     nothing_is_left(path)

@@ -113,7 +113,7 @@ def outcomes(ranks, action):
             return error
         return None
 
-    return loopback.run(ranks, body, timeout=5)
+    return loopback.run(ranks, body)
 
 
 def test_every_rank_learns_that_nothing_can_be_written(tmp_path):

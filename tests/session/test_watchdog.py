@@ -21,12 +21,12 @@ class SleepsDist(ActivationLayerDist):
 
     def forward(self, view):
         if self.phase.step == 2 and self.where == "fprop" and self.context.grid.tile == 1:
-            self.woken.wait(20)
+            self.woken.wait(60)
         return super().forward(view)
 
     def backward(self, dy):
         if self.phase.step == 2 and self.where == "bprop" and self.context.grid.tile == 1:
-            self.woken.wait(20)
+            self.woken.wait(60)
         return super().backward(dy)
 
 
@@ -36,7 +36,7 @@ class SleepingHook(Hook):
 
     def after_step(self, run):
         if run.step == 2 and run.grid.rank == 1:
-            self.woken.wait(20)
+            self.woken.wait(60)
 
 
 def reports(where):
@@ -49,7 +49,7 @@ def reports(where):
         return [ConvLayerDist(2, 3, name="one"), sleeps, ConvLayerDist(2, 3, name="two"), FCLayerDist(4, name="out")]
 
     def end(world, patience):
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while len(told) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
         woken.set()
@@ -90,11 +90,11 @@ def test_asleep_between_steps():
 
 def test_a_run_that_goes_on_is_left_alone():
     told = []
-    experiment(2).run(hooks=[Watchdog(5.0, lambda *_: told.append("end"), told.append)])
+    experiment(2).run(hooks=[Watchdog(60.0, lambda *_: told.append("end"), told.append)])
     assert told == []
     for thread in threading.enumerate():
         if thread.name == "watchdog":
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -128,4 +128,4 @@ def test_ranks_that_disagree(name):
             made.run(made.open_grid(transport), hooks=[])
         return str(caught.value), caught.value.agreed
 
-    assert len(set(loopback.run(3, body, timeout=5))) == 1
+    assert len(set(loopback.run(3, body))) == 1
