@@ -8,6 +8,7 @@ from present import KERNELS, NAMES
 from present import kernels as kernels_of
 
 import neondist as nd
+from neondist.backends.strips import strips
 
 
 @st.composite
@@ -42,6 +43,19 @@ def test_strips_join_to_the_whole(name, numbers, case):
     np.testing.assert_allclose(found[0], by_weights, atol=1e-10)
     np.testing.assert_allclose(found[1], kernels.channel_sum(dz), atol=1e-10)
     np.testing.assert_allclose(dx, kernels.conv_backward_input(dz, weights, extent, *how), atol=1e-12)
+
+
+@given(convolutions(), st.integers(1, 200), st.tuples(st.integers(0, 4), st.integers(0, 4)))
+def test_a_strip_knows_which_of_its_rows_lie_outside(case, numbers, sides):
+    """Of so many rows at both ends of the view that are known to be zero."""
+    samples, extent, kernel, stride, dilation, _ = case
+    out = ((n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True))
+    x, y = np.zeros((samples, *extent, 2)), np.zeros((samples, *out, 3))
+    for strip in strips(x, y, kernel, stride, dilation, numbers):
+        rows = range(extent[0])[strip.seen]
+        before, after = strip.outside(sides, x)
+        assert min(before, len(rows)) == sum(row < sides[0] for row in rows)
+        assert min(after, len(rows)) == sum(row >= extent[0] - sides[1] for row in rows)
 
 
 class Doubled(nd.ConvLayer):

@@ -1,5 +1,8 @@
 """Pure geometry; if these fail, no distributed test can pass."""
 
+from fractions import Fraction
+from math import floor
+
 import numpy as np
 import pytest
 from drawn import windows
@@ -14,6 +17,7 @@ from neondist.geometry import (
     HaloPlan,
     Partition,
     RepartitionPlan,
+    Upsampling,
     Window,
     fold,
     grid_shape,
@@ -132,6 +136,23 @@ def test_window_fields_broadcast():
 def test_same_padding_gives_the_rounded_up_quotient(extent, stride, kernel):
     window = Window(kernel, stride, same_padding(extent, kernel, stride, (1, 1)))
     assert window.output_extent(extent) == tuple(-(-n // s) for n, s in zip(extent, stride, strict=True))
+
+
+def test_same_padding_puts_the_odd_cell_at_the_end():
+    """As TensorFlow, and PyTorch where it pads at all."""
+    assert same_padding((5, 6), (4, 3), (1, 2), (1, 1)) == ((1, 2), (0, 1))
+    assert same_padding((7,), (2,), (1,), (3,)) == ((1, 2),)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("factor", [1, 2, 3, 4, 5, 8])
+def test_an_enlarged_cell_looks_at_those_around_its_centre(factor, linear):
+    window = Upsampling((factor,), linear)
+    for lo in range(3 * factor):
+        for hi in range(lo + 1, 3 * factor + 1):
+            centres = [Fraction(2 * o + 1, 2 * factor) for o in range(lo, hi)]
+            first, last = (floor(c - Fraction(1, 2) if linear else c) for c in (centres[0], centres[-1]))
+            assert window.needs(Box((lo,), (hi,))) == Box((first,), (last + 1 + linear,))
 
 
 @pytest.mark.parametrize(

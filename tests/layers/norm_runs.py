@@ -18,7 +18,7 @@ def passes(make, shape, grid=None, batch=3, dtype="float64"):
     model.build(shape, batch, grid)
     rng = np.random.default_rng(4)
     model.load_state({name: array + rng.normal(size=array.shape) for name, array in model.state().items()})
-    x, dy = rng.normal(0.3, 1.5, size=(2, batch, *shape))
+    x, dy = (rng.normal(0.3, 1.5, size=(batch, *one)) for one in (shape, model.output_shape))
     for sign in (-1, 1):  # a second round finds what a reused buffer left behind
         y = model.gather(model.fprop(model.scatter(sign * x)))
         dx = model.gather_input(model.bprop(model.scatter_output(sign * dy)))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from norm_runs import check_grids, layer
 
 import neondist as nd
 
@@ -72,8 +73,32 @@ def test_transposed_convolution(ndim, stride, padding, extra, dilation, groups):
     compare(layer, (*EXTENT[ndim], 4), reference)
 
 
+@pytest.mark.parametrize("padding", [0, ((1, 0), (0, 2), (2, 1))])
+def test_output_padding_of_its_own_for_each_axis(padding):
+    """In front PyTorch cuts nothing off; it gives the whole, and its ends are cut here."""
+
+    def reference(x, p):
+        whole = F.conv_transpose3d(x, p["weights"].movedim((-2, -1), (0, 1)), p["bias"], (4, 3, 2), 0, (3, 1, 0))
+        ends = [(before, n - after) for (before, after), n in zip(sides, whole.shape[2:], strict=True)]
+        return whole[(..., *(slice(*end) for end in ends))]
+
+    sides = padding or ((0, 0),) * 3
+    compare(nd.DeconvLayer(2, 3, (4, 3, 2), padding, (3, 1, 0)), (2, 3, 4, 3), reference)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("ndim", [1, 2, 3])
-@pytest.mark.parametrize("factor", [1, 2, 3])
+@pytest.mark.parametrize("kernel", [2, 3, 4])
+def test_same_padding(ndim, kernel):
+    def reference(x, p):
+        return CONV[ndim](x, p["weights"].movedim((-1, -2), (0, 1)), p["bias"], padding="same", dilation=dilation)
+
+    dilation = (1, 2, 3)[:ndim]
+    compare(nd.ConvLayer(2, kernel, 1, "same", dilation), (*EXTENT[ndim], 3), reference)
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("factor", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])
 def test_upsampling(ndim, factor, mode):
     name = {1: "linear", 2: "bilinear", 3: "trilinear"}[ndim] if mode == "bilinear" else "nearest"
@@ -85,8 +110,16 @@ def test_upsampling(ndim, factor, mode):
 
 
 def test_upsampling_by_a_factor_per_axis():
-    reference = lambda x, p: F.interpolate(x, scale_factor=(3, 2), mode="bilinear")  # noqa: E731
-    compare(nd.UpsampleLayer((3, 2), "bilinear"), (5, 4, 2), reference)
+    for factor in (3, 2), (5, 8):
+        reference = lambda x, p, f=factor: F.interpolate(x, scale_factor=f, mode="bilinear")  # noqa: E731
+        compare(nd.UpsampleLayer(factor, "bilinear"), (5, 4, 2), reference)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("factor", [4, (5, 7)])
+def test_upsampling_by_large_factors_on_tiles(factor, mode):
+    """A tile begins anywhere inside of an enlarged cell, and may see a part of one cell alone."""
+    check_grids(layer("Upsample", factor, mode), (3, 2, 2), [(2, 1, 2, 1), (3, 1, 1, 1), (9, 1, 3, 1), (8, 1, 8, 1)])
 
 
 @pytest.mark.parametrize(
@@ -154,3 +187,27 @@ def test_containers():
         dy = np.random.default_rng(3).normal(size=y.shape)
         yt.backward(first(dy))
         np.testing.assert_allclose(model.bprop(dy), last(xt.grad), atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 3), (6,)])
+def test_batch_norm_goes_back_through_the_statistics_it_used(shape):
+    """Those of the batch, or, after a pass forward in evaluation, the running ones: these are constants."""
+    layer = nd.BatchNormLayer()
+    model = nd.Convnet([nd.ActivationLayer(nd.Identity()), layer], dtype="float64")
+    if len(shape) == 1:
+        model = nd.MLP([nd.ActivationLayer(nd.Identity()), layer], dtype="float64")
+    model.build(shape, batch_size=3)
+    rng = np.random.default_rng(5)
+    for array in (*layer.params.values(), *layer.state.values()):
+        array[...] = rng.uniform(0.5, 2, size=array.shape)
+    for training in (False, True):
+        x, dy = rng.normal(size=(2, 3, *shape))
+        p = {name: torch.tensor(array.copy(), requires_grad=True) for name, array in layer.params.items()}
+        mean, var = (torch.tensor(layer.state[name].copy()) for name in ("mean", "var"))
+        xt = first(x).requires_grad_()
+        yt = F.batch_norm(xt, mean, var, p["gamma"], p["beta"], training)
+        np.testing.assert_allclose(layer.fprop(x, nd.layers.Phase(training)), last(yt), atol=1e-12)
+        yt.backward(first(dy))
+        np.testing.assert_allclose(layer.bprop(dy), last(xt.grad), atol=1e-12)
+        for name, tensor in p.items():
+            np.testing.assert_allclose(layer.grads[name], tensor.grad.numpy(), atol=1e-12)

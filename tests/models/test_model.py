@@ -77,6 +77,26 @@ def test_float32_stays_float32():
     assert all(array.dtype == np.float32 for array in model.state().values())
 
 
+def test_every_layer_has_random_numbers_of_its_own():
+    """First weights are keyed by seed, layer and parameter, masks by seed, layer and step; names are all that count."""
+
+    def drawn(seed, *names, step=0):
+        layers = [nd.FCLayer(40, bias=False, name=names[0]), nd.FCLayer(40, bias=False, name=names[1])]
+        model = nd.MLP([*layers, *(nd.DropoutLayer(0.5, name=name) for name in names[2:])], seed=seed)
+        model.build((40,), batch_size=3)
+        for layer in model.layers[2:]:
+            layer.fprop(np.ones((3, 40), np.float32), nd.layers.Phase(True, step))
+        return [*(layer.params["weights"] for layer in layers), *(layer.mask for layer in model.layers[2:])]
+
+    one = drawn(1, "a", "b", "c", "d")
+    assert not np.array_equal(one[0], one[1])
+    assert not np.array_equal(one[2], one[3])
+    assert not any(map(np.array_equal, one, drawn(2, "a", "b", "c", "d")))
+    assert not any(map(np.array_equal, one[2:], drawn(1, "a", "b", "c", "d", step=1)[2:]))
+    for mine, other in zip(one, [drawn(1, "b", "a", "d", "c")[at] for at in (1, 0, 3, 2)], strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 def test_the_input_is_not_changed():
     x = np.random.default_rng(0).normal(size=(2, 5, 4, 1)).astype(np.float32)
     before = x.copy()

@@ -131,6 +131,66 @@ def test_a_skipped_step_changes_nothing_but_the_count(ranks, factors, spoil):
         assert all(np.array_equal(found[name], array) for name, array in expected.items())
 
 
+class Bottomless(nd.CrossEntropy):
+    """A cost that is infinite for the last cells of an image; its gradient is finite everywhere."""
+
+    def value(self, y, targets, total=None):
+        return np.inf if (targets == 4).any() else super().value(y, targets)
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+@pytest.mark.parametrize(("ranks", "factors"), GRIDS)
+def test_a_loss_that_is_infinite_on_one_rank_alone_is_heard_by_all(ranks, factors, nonfinite):
+    """No gradient tells of it."""
+
+    def body(transport):
+        layers = [nd.ConvLayerDist(5, 3, padding=1, name="one")]
+        model = nd.ConvnetDist(layers, Bottomless(), nd.SGD(0.1, 0.9), backend="numpy", dtype="float64")
+        model.build(SHAPE, BATCH, nd.ProcessGrid(transport, **factors))
+        model.nonfinite = nonfinite
+        labels = np.zeros((BATCH, *SHAPE[:-1]), int)
+        images, _ = batch(0)
+        assert np.isfinite(model.train_batch(model.scatter(images), labels))
+        before = {**model.state(), **model.optimizer_state()}
+        labels[-1, -1, -1] = 4
+        if nonfinite == "skip":
+            assert np.isnan(model.train_batch(model.scatter(images), labels))
+        else:
+            with pytest.raises(NonFiniteError, match="step 2: not finite: the cost"):
+                model.train_batch(model.scatter(images), labels)
+        for name, array in {**model.state(), **model.optimizer_state()}.items():
+            np.testing.assert_array_equal(before[name], array)
+        return model.trouble.where
+
+    assert len(set(loopback.run(ranks, body))) == 1
+
+
+@pytest.mark.parametrize(("ranks", "factors"), GRIDS)
+def test_a_gradient_of_one_tiles_own_weights_is_heard_by_all(ranks, factors):
+    """The loss is finite, and so is every gradient that is summed over all ranks."""
+
+    def body(transport):
+        layers = [
+            nd.LocalFilteringLayerDist(2, 2, activation=Explodes(), name="local"),
+            nd.ConvLayerDist(5, 3, padding=1, name="out"),
+        ]
+        model = nd.ConvnetDist(layers, backend="numpy", dtype="float64")
+        model.build(SHAPE, BATCH, nd.ProcessGrid(transport, **factors))
+        if model.grid.rank == model.grid.size - 1:
+            model.layers[0].activation.at = np.inf
+        images, _ = batch(0)
+        before = model.state()
+        with pytest.raises(NonFiniteError) as caught:
+            model.train_batch(model.scatter(images), np.zeros((BATCH, *model.output_shape[:-1]), int))
+        for name, array in model.state().items():
+            np.testing.assert_array_equal(before[name], array)
+        return str(caught.value)
+
+    found = loopback.run(ranks, body)
+    assert len(set(found)) == 1
+    assert "the gradients of the weights of layer 'local'" in found[0]
+
+
 def spoil_filters(stage, x):
     stage.layer.params["weights"].flat[0] = np.nan
     return "the weights of layer 'filters'"
