@@ -1,11 +1,13 @@
 """P virtual ranks inside one process, a thread each: plans, layers and schemes without mpirun.
 
-Everything is built from mailboxes, one for each ordered pair of ranks in a group; what is sent is copied.
+Everything is built from mailboxes, one for each ordered pair of ranks in a group. What is sent is copied, as it would
+be between processes: arrays of exchanges as they are, all other values by pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import time
 from collections import Counter, defaultdict
@@ -64,11 +66,18 @@ class LoopbackTransport(Transport):
         self._pairs: Counter[tuple[int, int]] = Counter()
 
     def send(self, peer: int, value: Any) -> None:
-        """Put a value into the mailbox of `peer`."""
-        self.world.box(self.group, self.rank, peer).put(value)
+        """Put a copy of a value into the mailbox of `peer`."""
+        self._put(peer, pickle.dumps(value))
 
     def receive(self, peer: int) -> Any:
         """Take the next value that `peer` sent."""
+        return pickle.loads(self._take(peer))
+
+    def _put(self, peer: int, value: Any) -> None:
+        """Put a value that nobody changes into the mailbox of `peer`."""
+        self.world.box(self.group, self.rank, peer).put(value)
+
+    def _take(self, peer: int) -> Any:
         return self.world.receive(self.world.box(self.group, peer, self.rank))
 
     def mailboxes(self, peers: Iterable[int], outgoing: bool) -> dict[int, SimpleQueue]:
@@ -96,22 +105,26 @@ class LoopbackTransport(Transport):
         array[...] = self._through_first(array.copy(), sum)
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order."""
-        return list(self._through_first(value, list))
-
-    def _through_first(self, value: Any, joined: Callable[[Iterator[Any]], Any]) -> Any:
-        """Return what rank 0 makes of all values: 2 P messages, where all to all would be P²."""
-        if self.rank:
-            self.send(0, value)
-            return self.receive(0)
-        result = joined(value if peer == 0 else self.receive(peer) for peer in range(self.size))
-        for peer in range(1, self.size):
-            self.send(peer, result)
-        return result
+        """Return copies of every rank's value, in rank order."""
+        return [pickle.loads(sent) for sent in self._through_first(pickle.dumps(value), list)]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Return the value of rank `root`."""
-        return self.allgather(value)[root]
+        """Return a copy of the value of rank `root`."""
+        mine = pickle.dumps(value) if self.rank == root else None
+        return pickle.loads(self._through_first(mine, lambda sent: list(sent)[root]))
+
+    def _through_first(self, value: Any, joined: Callable[[Iterator[Any]], Any]) -> Any:
+        """Return what rank 0 makes of all values: 2 P messages, where all to all would be P².
+
+        All ranks get the very same object, and none may change it, or the value that it gave.
+        """
+        if self.rank:
+            self._put(0, value)
+            return self._take(0)
+        result = joined(value if peer == 0 else self._take(peer) for peer in range(self.size))
+        for peer in range(1, self.size):
+            self._put(peer, result)
+        return result
 
     def abort(self, code: int) -> None:
         """End all virtual ranks."""

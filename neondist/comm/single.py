@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -37,12 +38,12 @@ class SingleTransport(Transport):
         """Leave the array as it is."""
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the value alone."""
-        return [value]
+        """Return a copy of the value alone."""
+        return [copy.deepcopy(value)]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Return the value."""
-        return value
+        """Return a copy of the value."""
+        return copy.deepcopy(value)
 
     def abort(self, code: int) -> None:
         """End the process."""

@@ -92,11 +92,11 @@ class Transport(ABC):
 
     @abstractmethod
     def allgather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order."""
+        """Return copies of every rank's value, in rank order; values are what `pickle` can copy."""
 
     @abstractmethod
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Return the value of rank `root`."""
+        """Return a copy of the value of rank `root`; what other ranks give does not matter."""
 
     @abstractmethod
     def abort(self, code: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import neondist as nd
 from neondist.comm import agree, loopback
+from neondist.comm.single import SingleTransport
 from neondist.errors import DataError, RemoteError
 
 
@@ -22,6 +23,27 @@ def test_collectives():
     assert [r[:3] for r in results] == [(10.0, [0, 1, 2, 3], 2)] * 4
     assert [r[3] for r in results] == [[2, 0], [3, 1], [2, 0], [3, 1]]
     assert [r[4] for r in results] == [1, 1, 0, 0]
+
+
+def test_what_one_rank_gives_is_copied_for_each():
+    """As between processes: nobody sees what a rank does later with its arrays, or with those that it got."""
+
+    def body(comm):
+        mine = np.full(3, float(comm.rank))
+        peer = comm.size - 1 - comm.rank
+        got = [comm.allgather(mine), comm.allgather({"a": [mine]}), comm.bcast(mine, comm.size - 1)]
+        if comm.size > 1:
+            comm.send(peer, mine)
+        mine[...] = -1
+        sent = comm.receive(peer)[0] if comm.size > 1 else 0
+        if comm.rank == 0:
+            got[0][-1] += 10
+        comm.allreduce(np.zeros(1))  # all have changed theirs
+        gathered, nested, last = got
+        return [a[0] for a in gathered], [d["a"][0][0] for d in nested], last[0], sent
+
+    assert loopback.run(2, body) == [([0, 11], [0, 1], 1, 1), ([0, 1], [0, 1], 1, 0)]
+    assert body(SingleTransport()) == ([10], [0], 0, 0)
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
