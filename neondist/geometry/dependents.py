@@ -26,6 +26,11 @@ class Dependents(Window):
         self._set("window", window)
         self._set("extent", tuple(extent))
 
+    @property
+    def pointwise(self) -> bool:
+        """True if the window is so."""
+        return self.window.pointwise
+
     def _fit(self, axis: int, n: int) -> int:
         return self.extent[axis]
 

@@ -24,6 +24,11 @@ class Upsampling(Window):
         self._set("factor", tuple(factor))
         self._set("linear", linear)
 
+    @property
+    def pointwise(self) -> bool:
+        """True if every output cell sees exactly the input cell at its own place: a tile's halo may hold its source."""
+        return super().pointwise and all(factor == 1 for factor in self.factor)
+
     def _fit(self, axis: int, n: int) -> int:
         return n * self.factor[axis]
 

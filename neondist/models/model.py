@@ -256,7 +256,7 @@ class Model(Registered):
 
     def local_targets(self, targets: Any, batch_size: int) -> Any:
         """Return the part of the whole batch's targets that belongs to this rank's outputs."""
-        return local_targets(targets, self.output, batch_size)
+        return local_targets(targets, self.output, batch_size, self.input)
 
     def total_over_output(self, array: Any) -> Any:
         """Sum an array in place over the ranks that hold distinct parts of the output, and return it; collective."""

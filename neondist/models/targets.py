@@ -8,7 +8,7 @@ from ..arrays import PaddedArray
 from ..errors import ShapeError
 
 
-def local_targets(targets: Any, output: PaddedArray, batch_size: int) -> Any:
+def local_targets(targets: Any, output: PaddedArray, batch_size: int, images: PaddedArray) -> Any:
     """Return this rank's part of the targets of a whole batch; what is local already is returned as it is.
 
     Parameters
@@ -18,6 +18,8 @@ def local_targets(targets: Any, output: PaddedArray, batch_size: int) -> Any:
         samples of this rank's replica.
     output : PaddedArray
         The layout of the output.
+    images : PaddedArray
+        That of the images. Maps of their extent may have been cut as they are, into tiles that overlap.
     """
     lo, hi = output.grid.sample_range(batch_size)
     if len(targets) == batch_size:
@@ -29,6 +31,10 @@ def local_targets(targets: Any, output: PaddedArray, batch_size: int) -> Any:
         return targets
     if spatial == output.extent:
         return targets[(slice(None), *output.own.slices)]
+    if spatial == images.own.shape and output.extent == images.extent:
+        starts = (max(0, lo - start) for lo, start in zip(output.own.lo, images.own.lo, strict=True))  # 0: it is empty
+        own = (slice(at, at + n) for at, n in zip(starts, output.own.shape, strict=True))
+        return targets[(slice(None), *own)]
     raise ShapeError(
         f"targets of spatial shape {spatial}: expected the whole output's {output.extent} or this tile's"
         f" {output.own.shape}"

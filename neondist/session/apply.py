@@ -57,7 +57,8 @@ def evaluate_checkpoint(
     model, dataset = experiment.model, experiment.dataset
     with together(grid.world):
         experiment.validate(grid.size)
-    dataset.open(grid)
+        reading = model.reading_grid(dataset.sample_shape, grid)
+    dataset.open(reading)
     with closing(dataset):
         with together(grid.world):
             model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)

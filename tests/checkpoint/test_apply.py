@@ -113,6 +113,32 @@ def test_evaluation_says_what_the_run_said(folder, ranks, grid):
     assert test["error"] == history[0]["valid_error"]
 
 
+def test_tiles_that_overlap(tmp_path):
+    """Maps as large as the image, which the data set cuts as it does the image: training, evaluation, predictions."""
+    x = np.random.default_rng(3).normal(size=(3, 7, 6, 2))
+    np.save(tmp_path / "x.npy", x)
+
+    def body(world, scheme):
+        def fresh():
+            found = made(segmentation, Cells)
+            found.model = nd.ConvnetDist(segmentation(), dtype="float64", backend="numpy", scheme=scheme)
+            return found
+
+        out, grid = tmp_path / scheme, ProcessGrid(world, rows=2)
+        history = fresh().run(grid, output=out, hooks=[]).history
+        told = evaluate_checkpoint(fresh(), out / "checkpoint.h5", grid)
+        predict(fresh(), out / "checkpoint.h5", tmp_path / "x.npy", tmp_path / f"{scheme}.npy", grid)
+        assert told["loss"] == pytest.approx(history[0]["valid_loss"], rel=1e-10)
+        assert told["error"] == history[0]["valid_error"]
+        return history[0]["train_loss"], history[0]["valid_loss"], told["error"]
+
+    names = "halo", "overlap_tile(statistics=global)"
+    expected, found = (loopback.run(4, lambda world, s=scheme: body(world, s))[0] for scheme in names)
+    assert found == pytest.approx(expected, rel=1e-10)
+    expected, found = (np.load(tmp_path / f"{scheme}.npy") for scheme in names)
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
 def array(*shape):
     return np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
 

@@ -13,6 +13,7 @@ from support import expected_view, slides
 from neondist.errors import ConfigError, GridError, ShapeError
 from neondist.geometry import (
     Box,
+    Dependents,
     GridShape,
     HaloPlan,
     Partition,
@@ -128,6 +129,14 @@ def test_window_fields_broadcast():
     assert Window(np.int64(2), padding=0).kernel == (2, 2)
     assert Window(1, padding=0).pointwise
     assert not Window(1).pointwise
+
+
+def test_nearest_upsampling_is_not_pointwise_although_each_cell_sees_one():
+    assert Upsampling((1, 1), linear=False).pointwise
+    assert not Upsampling((1, 2), linear=False).pointwise
+    assert not Upsampling((1, 1), linear=True).pointwise
+    assert Dependents(Window(1, padding=0), (5, 4)).pointwise
+    assert not Dependents(Window(3), (5, 4)).pointwise
 
 
 @pytest.mark.parametrize("extent", [(7, 8), (6, 5), (1, 2)])

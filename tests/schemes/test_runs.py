@@ -55,6 +55,10 @@ NETWORKS = {
             nd.FCLayerDist(5),
         ],
     ),
+    "enlarged": (  # an odd extent: what a tile enlarges may be another's
+        (7, 5, 2),
+        lambda: [nd.UpsampleLayerDist(2), conv(3, 1), nd.UpsampleLayerDist((1, 3)), nd.FCLayerDist(4)],
+    ),
     "branches": (
         (10, 9, 2),
         lambda: [
