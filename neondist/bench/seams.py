@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..geometry import Partition
+from ..models.wrapping import wrapped
 from .tables import markdown
 
 if TYPE_CHECKING:
     from ..comm import ProcessGrid
+    from ..layers import Layer
     from ..models import Model
 
 Profile = dict[str, list[float]]
@@ -21,6 +23,7 @@ Profile = dict[str, list[float]]
 Found = dict[str, dict[str, Profile]]
 """By scheme and layer."""
 SHOWN = 6
+KINDS = {"fprop": "output", "bprop": "gradient"}
 
 
 def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: int = 0) -> dict[str, Profile]:
@@ -53,31 +56,27 @@ def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: i
 def _traced(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, str], Any]:
     """Return copies of all outputs and input gradients of the last batch; no weight changes."""
     kept: dict[tuple[str, str], Any] = {}
-    for layer in model.leaves:
-        for method, kind in (("fprop", "output"), ("bprop", "gradient")):
-            setattr(layer, method, _keeping(getattr(layer, method), kept, (str(layer.name), kind)))
+
+    def keeping(layer: Layer, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            result = method(*args)
+            kept[str(layer.name), KINDS[name]] = None if result is None else result.copy()
+            return result
+
+        return call
+
     step = model.step
     try:
-        for number, x in enumerate(batches):
-            model.step = number
-            y = model.fprop(x)
-            rng = np.random.default_rng(seed)  # the same gradient of the output for both
-            whole = rng.normal(size=(model.batch_size, *model.output_shape)).astype(model.dtype)
-            model.bprop(model.scatter_output(whole)[: len(y)])
+        with wrapped(model.leaves, keeping):
+            for number, x in enumerate(batches):
+                model.step = number
+                y = model.fprop(x)
+                rng = np.random.default_rng(seed)  # the same gradient of the output for both
+                whole = rng.normal(size=(model.batch_size, *model.output_shape)).astype(model.dtype)
+                model.bprop(model.scatter_output(whole)[: len(y)])
     finally:
         model.step = step
-        for layer in model.leaves:
-            del layer.fprop, layer.bprop
     return kept
-
-
-def _keeping(method: Callable[..., Any], kept: dict, key: tuple[str, str]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        result = method(*args)
-        kept[key] = None if result is None else result.copy()
-        return result
-
-    return call
 
 
 def _profile(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, other: Any) -> list[float]:

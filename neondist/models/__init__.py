@@ -2,6 +2,7 @@
 
 model: the chain and its passes. parameters: all arrays in flat buffers. plan: shapes and halos from arithmetic. dist:
 the distributed models. distribute: from one to the other. gb, autoencoder, reconstruction: the sparse autoencoder.
+wrapping: what watches the passes of layers for a while.
 """
 
 from .autoencoder import Autoencoder

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from ..comm import Transport
 from ..errors import NonFiniteError
 from ..layers import Layer
+from .wrapping import wrapped
 
 if TYPE_CHECKING:
     from .autoencoder import Autoencoder
@@ -68,7 +68,7 @@ def locate(model: Model, x: Any, targets: Any, batch: int) -> str:
     def note(what: str, arrays: Iterable[Any]) -> None:
         notes.append((what, not all(finite(array) for array in arrays if array is not None)))
 
-    with np.errstate(all="ignore"), _watched(model.leaves, note):
+    with np.errstate(all="ignore"), wrapped(model.leaves, _noting(note)):
         note("the images", [x])
         y = model.fprop(x, training=True, batch_size=batch)
         local = model.local_targets(targets, batch)
@@ -87,7 +87,7 @@ def locate_in_stage(stage: Autoencoder, x: Any, batch: int) -> str:
         notes.append((what, not all(finite(array) for array in arrays)))
 
     name, weights = stage.name, stage.layer.params.values()
-    with np.errstate(all="ignore"), _watched(stage.before.leaves, note):
+    with np.errstate(all="ignore"), wrapped(stage.before.leaves, _noting(note)):
         note("the images", [x])
         y = stage.fprop(x, training=True)
         note(f"the weights of layer '{name}'", weights)
@@ -110,21 +110,12 @@ def first(world: Transport, notes: list[tuple[str, bool]]) -> str | None:
     return None
 
 
-@contextmanager
-def _watched(layers: list[Layer], note: Note) -> Iterator[None]:
-    """Look at what every layer returns; an attribute of the object hides the method of its class for a while."""
-    for layer in layers:
-        vars(layer).update(fprop=_forward(layer, note), bprop=_backward(layer, note))
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del vars(layer)["fprop"], vars(layer)["bprop"]
+def _noting(note: Note) -> Callable[[Layer, str, Any], Any]:
+    """Return what makes of a layer's pass one that notes what it returns."""
+    return lambda layer, name, method: (_forward if name == "fprop" else _backward)(layer, method, note)
 
 
-def _forward(layer: Layer, note: Note) -> Any:
-    fprop = layer.fprop
-
+def _forward(layer: Layer, fprop: Any, note: Note) -> Any:
     def watched(x: Any, phase: Any) -> Any:
         note(f"the weights of layer '{layer.name}'", layer.params.values())
         y = fprop(x, phase)
@@ -134,9 +125,7 @@ def _forward(layer: Layer, note: Note) -> Any:
     return watched
 
 
-def _backward(layer: Layer, note: Note) -> Any:
-    bprop = layer.bprop
-
+def _backward(layer: Layer, bprop: Any, note: Note) -> Any:
     def watched(dy: Any) -> Any:
         dx = bprop(dy)
         note(f"the gradients of the weights of layer '{layer.name}'", layer.grads.values())

@@ -233,6 +233,18 @@ def test_pretraining_names_the_place_and_keeps_the_weights(ranks, factors, spoil
     assert {told for told, _ in found} == {found[-1][1] + place}
 
 
+def test_the_search_leaves_what_others_put_before_a_pass():
+    model, calls = built(None, "skip"), []
+    for layer in model.leaves:
+        layer.bprop = lambda dy, bprop=layer.bprop, name=layer.name: (calls.append(name), bprop(dy))[1]
+    images, targets = batch(0)
+    for x in (images, images * np.nan, images):
+        calls.clear()
+        model.train_batch(model.scatter(x), targets)
+    assert calls == [layer.name for layer in reversed(model.leaves)]
+    assert not any("fprop" in vars(layer) for layer in model.leaves)
+
+
 def test_an_end_to_skipping():
     model = built(None, "skip")
     images, targets = batch(0)
