@@ -205,9 +205,12 @@ class Layer(Node):
     def fprop(self, x: Any, phase: Phase) -> Any:
         """Return this rank's tile of the output for its tile of the input."""
         self._enter(phase)
-        y = self.forward(self.input.get_fprop_view(x))
+        view = self.input.get_fprop_view(x)
+        y = self.forward(view)
         if self.activation is not None:
-            y = self.output = y if self.direct else self.activation.fprop(y)
+            if not self.direct:  # what the activation overwrites must not be the input of others
+                y = self.activation.fprop(y.copy() if np.may_share_memory(y, view) else y)
+            self.output = y
         return y
 
     def bprop(self, dy: Any) -> Any:

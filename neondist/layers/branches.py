@@ -29,14 +29,15 @@ class Branches(Container):
 
     Attributes
     ----------
-    rooms : sequence of Room
-        Where input, output, the input's gradient, and the output of each branch live; empty: in memory of their own.
+    rooms : sequence of (Room or None)
+        Where input, output, the input's gradient, and the output of each branch live; None, or no rooms: in memory of
+        their own.
     """
 
     INPUT, OUTPUT, GRADIENT, ENDS = range(4)
     """indices of `rooms`"""
     writes_early = True
-    rooms: Sequence[Room] = ()
+    rooms: Sequence[Room | None] = ()
     preceding: Node | None = None
     following: Taker | None = None
 
@@ -70,8 +71,9 @@ class Branches(Container):
             layer.connect(None, BranchEnd(self, branch))
 
     def place(self, which: int, samples: int) -> Any | None:
-        """Return the array (samples, *tile, C) of one of `rooms`; None if there are none."""
-        return self.rooms[which].array((samples, *self.local_shapes[which])) if self.rooms else None
+        """Return the array (samples, *tile, C) of one of `rooms`; None if there is none."""
+        room = self.rooms[which] if self.rooms else None
+        return None if room is None else room.array((samples, *self.local_shapes[which]))
 
     def input_place(self, samples: int) -> Any | None:
         """Return an array that lives as long as a branch may need its input."""

@@ -76,6 +76,8 @@ class Sequential(Container):
         A list among them stands for a Sequential.
     """
 
+    first: Taker | None = None
+
     def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every layer with what the one before gives."""
         for layer in self.layers:
@@ -94,9 +96,9 @@ class Sequential(Container):
         return input_shape
 
     def connect(self, preceding: Node | None, following: Taker | None) -> None:
-        """Connect every layer with its neighbours."""
-        self.following = following
+        """Connect every layer with its neighbours; what only gives on what comes in is passed over."""
         layers = [layer for layer in self.layers if not layer.transparent]
+        self.first = layers[0] if layers else following
         for before, layer, after in zip([preceding, *layers], layers, [*layers[1:], following], strict=False):
             layer.connect(before, after)
 
@@ -113,8 +115,7 @@ class Sequential(Container):
 
     def input_place(self, samples: int) -> Any | None:
         """Return what the first layer wants."""
-        first = self.layers[0] if self.layers else self.following
-        return first.input_place(samples) if first else None
+        return self.first.input_place(samples) if self.first else None
 
     def fprop(self, x: Any, phase: Phase) -> Any:
         """Pass x through all layers."""

@@ -38,7 +38,9 @@ def lifetimes(layers: Sequence[Layer]) -> list[Lifetimes]:
 
 
 def join_lifetimes(layers: Sequence[Layer], joins: Sequence[Branches]) -> list[list[tuple[int, int] | None]]:
-    """Return first and last moment of what lives in the rooms of containers with branches; None: nobody writes there.
+    """Return first and last moment of what lives in the rooms of containers with branches; None: it is not planned.
+
+    Nobody writes there, or what writes has no layers inside and so no moments: it makes memory of its own.
 
     All branches see the input, and their first layers may keep it. The output lives here only where nothing follows,
     and is then taken on at once, as what a branch gives is - but its last layer may look at it again on the way back.
@@ -102,6 +104,5 @@ def arena_of(layers: Sequence[Layer], joins: Sequence[Branches], context: Contex
     for at, (layer, view) in enumerate(zip(layers, views, strict=True)):
         layer.input.rooms = view, next(rooms) if at else None
     for join in joins:
-        mine = list(islice(rooms, len(join.local_shapes)))
-        join.rooms = mine if join.leaves else ()
+        join.rooms = [room if planned[room.span].numbers else None for room in islice(rooms, len(join.local_shapes))]
     return arena

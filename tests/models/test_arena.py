@@ -51,6 +51,18 @@ class Squarer(nd.Layer):
         return self.view
 
 
+class Passer(nd.Layer):
+    """A naive layer that returns what it got, with an activation that works in place."""
+
+    activation = nd.RectLin()
+
+    def forward(self, view):
+        return view
+
+    def backward(self, dy):
+        return dy
+
+
 def conv(**more):
     return nd.ConvLayer(3, 3, padding=1, activation=nd.RectLin(), **more)
 
@@ -72,6 +84,22 @@ def networks():
             [nd.Concat([[conv()], conv()])],
             nd.Sum([[nd.Sum([conv(), conv()])], [conv()]]),
         ],
+        "repeated shortcut": [
+            conv(),
+            nd.Sum([[nd.ConvLayer(6, 3, padding=1)], [nd.Concat([[], []])]]),
+            nd.ActivationLayer(nd.RectLin()),
+        ],
+        "containers of identities": [
+            conv(),
+            nd.Sum([[nd.ConvLayer(6, 3, padding=1)], [nd.Concat([[], []])]]),
+            nd.ActivationLayer(tanh),
+            nd.Concat([[nd.Sum([[], [[]]]), conv()], nd.Sum([[nd.Sum([[]])]]), []]),
+            nd.BatchNormLayer(),
+            nd.Concat([[nd.Concat([[], []]), Keeper()], [[], nd.ConvLayer(3, 1, activation=tanh)]]),
+            nd.Sum([[], [nd.Concat([[]])]]),
+        ],
+        "passers": [nd.Sum([Passer(), []]), conv(), nd.Concat([[], Passer(), [Passer(), Passer()]]), Passer()],
+        "empty lists first": [[], [[], conv(), [[[]], conv()]], nd.Sequential([nd.Sequential([]), Squarer()]), conv()],
         "branches first": [nd.Concat([conv(), [], [nd.Sum([conv(), conv()])]]), conv()],
         "skip": [conv(), nd.Concat([[pool(2), conv(), nd.UpsampleLayer(2)], [], conv()]), [conv()]],
         "normalised": [conv(), nd.BatchNormLayer(), nd.DropoutLayer(0.3), nd.L2PoolingLayer(2), nd.LCNLayer(3)],
@@ -145,6 +173,15 @@ def test_sharing_memory_changes_no_number(network, name):
         for ours, theirs in zip(found, expected, strict=True):
             for key in ours if isinstance(ours, dict) else [slice(None)]:
                 np.testing.assert_array_equal(ours[key], theirs[key])
+
+
+def test_an_activation_in_place_leaves_the_input_alone():
+    model = nd.Convnet([nd.Sum([Passer(), []])], dtype="float64")
+    model.build((5, 4, 1), 2)
+    x = np.random.default_rng(0).normal(size=(2, 5, 4, 1))
+    before = x.copy()
+    np.testing.assert_array_equal(model.fprop(x), before + np.maximum(before, 0))
+    np.testing.assert_array_equal(x, before)
 
 
 def test_lifetimes_of_a_chain():
