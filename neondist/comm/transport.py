@@ -82,6 +82,11 @@ class Transport(ABC):
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks that gave the same colour, ordered by key."""
 
+    def cut(self, tiles: int) -> tuple[Transport, Transport]:
+        """Return the group of `tiles` consecutive ranks that this one is in, and that of its place in all of them."""
+        replica, tile = divmod(self.rank, tiles)
+        return self.split(replica, tile), self.split(tile, replica)
+
     @abstractmethod
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange over fixed arrays; messages between two ranks match in the order listed."""
