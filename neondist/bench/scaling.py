@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..files import make_folder, write_figure, write_text
 from .tables import bytes_text, markdown, seconds_text
 
 
@@ -72,10 +73,10 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     """Write scaling.jsonl, scaling.md and, if matplotlib is there, scaling.png; return the files."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lines, table, picture = (folder / f"scaling.{kind}" for kind in ("jsonl", "md", "png"))
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    table.write_text(f"{title}\n\n{scaling_table(rows)}\n", encoding="utf-8")
+    write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))
+    write_text(table, f"{title}\n\n{scaling_table(rows)}\n")
     return [lines, table, *_draw(picture, rows, title)]
 
 
@@ -94,5 +95,5 @@ def _draw(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="samples per second, relative", title=title)
     axes.set_xticks(ranks, labels=map(str, ranks), minor=False)
     axes.legend()
-    figure.savefig(file, dpi=120)
+    write_figure(file, figure)
     return [file]

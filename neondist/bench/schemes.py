@@ -10,7 +10,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from ..config import dump
-from ..files import write_text
+from ..files import append, make_folder, write_text
 from .schemes_table import Row, markdown, summaries, tiles_of
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
         if row is None:
             row = {"key": key, "scheme": described.scheme, "seed": described.seed} | _run(experiment, world)
             if world.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                with (folder / RESULTS).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                make_folder(folder)
+                append(folder / RESULTS, json.dumps(row) + "\n")
         if world.rank == 0:
             error = f"valid error {100 * row['valid_error']:.2f} %"
             print(f"{row['scheme']}, {tiles_of(row)} tiles, seed {row['seed']}: {error}", flush=True)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files import write_figure
+
 
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> bool:
     """Write error (mean and deviation) over bytes sent a step, a panel for each number of tiles, the front as a line.
@@ -25,7 +27,7 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> bool:
     figure.supxlabel("halo bytes of a training step, all ranks, kB", fontsize=10)
     figure.supylabel("valid error, %", fontsize=10)
     figure.suptitle("Border schemes: exact (round), approximate (square), and the front", fontsize=11)
-    figure.savefig(file, dpi=90)
+    write_figure(file, figure, dpi=90)
     return True
 
 
@@ -62,5 +64,5 @@ def plot_tiles(rows: Sequence[dict[str, Any]], file: Path) -> bool:
     axes.set_xlabel("tiles")
     axes.set_ylabel("valid error, %")
     axes.legend(fontsize=8)
-    figure.savefig(file, dpi=90)
+    write_figure(file, figure, dpi=90)
     return True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..files import make_folder, write_figure, write_text
 from ..geometry import Partition
 from ..models.wrapping import wrapped
 from .tables import markdown
@@ -120,10 +121,10 @@ def table(found: Found) -> str:
 
 def write(folder: Path, found: Found) -> list[Path]:
     """Write seams.json, seams.md and, if matplotlib is there, seams.png; return the files."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     values, page, picture = (folder / f"seams.{kind}" for kind in ("json", "md", "png"))
-    values.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    page.write_text(table(found) + "\n", encoding="utf-8")
+    write_text(values, json.dumps(found, indent=1) + "\n")
+    write_text(page, table(found) + "\n")
     return [values, page, *([picture] if plot(found, picture) else [])]
 
 
@@ -145,5 +146,5 @@ def plot(found: Found, file: Path) -> bool:
             axes.set_title(f"{scheme}: |Δ {kind}|, relative", fontsize=9)
             axes.set_xlabel("cells to the nearest seam")
         row[0].legend(fontsize=7)
-    figure.savefig(file, dpi=120)
+    write_figure(file, figure)
     return True

@@ -7,19 +7,24 @@ import os
 import shutil
 from pathlib import Path
 
-from ..files import partial
+from ..files import Draft, partial, replacing
 
 
-def keep_copies(path: Path, keep: int, step: int) -> None:
-    """Give the finished partial file a second name with its step, and remove all such files but the last `keep`."""
+def keep_copies(draft: Draft, keep: int, step: int) -> None:
+    """Give a complete draft a second name with its step, and remove all such files but the last `keep`."""
+    path = draft.path
     name = path.with_name(f"{path.stem}-{step:08d}{path.suffix}")
     fresh = partial(name)
     fresh.unlink(missing_ok=True)
     try:
-        os.link(partial(path), fresh)  # the same bytes under two names
+        os.link(draft.part, fresh)  # the same bytes under two names
+        os.replace(fresh, name)
     except OSError:
-        shutil.copyfile(partial(path), fresh)
-    os.replace(fresh, name)
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        with replacing(name) as copy:
+            draft.file.seek(0)
+            shutil.copyfileobj(draft.file, copy)
     for old in kept_files(path)[keep:]:
         with contextlib.suppress(OSError):
             old.unlink()

@@ -5,10 +5,9 @@ A file is looked at by HDF5 only once its checksum is right: HDF5 itself may cra
 
 from __future__ import annotations
 
-import os
 import zlib
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from ..errors import DataError
 
@@ -18,14 +17,11 @@ TITLE = "neondist checkpoint"
 FORMAT = 3
 
 
-def seal(path: Path) -> None:
-    """Write the length and the CRC-32 of all that follows into the file's first block; then flush it to the disk."""
-    with path.open("rb+") as file:
-        header = _header(*_measure(file))
-        file.seek(0)
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
+def seal(file: BinaryIO) -> None:
+    """Write the length and the CRC-32 of all that follows into the first block of an open file."""
+    header = _header(*_measure(file))
+    file.seek(0)
+    file.write(header)
 
 
 def check(path: Path) -> None:
@@ -56,7 +52,7 @@ def _header(size: int, crc: int) -> bytes:
     return f"{TITLE} {FORMAT}\nbytes {size}\ncrc32 {crc:08x}\n".encode().ljust(BLOCK, b"\0")
 
 
-def _measure(file: IO[bytes]) -> tuple[int, int]:
+def _measure(file: BinaryIO) -> tuple[int, int]:
     """Return the length and the CRC-32 of what follows the first block."""
     size, crc = 0, 0
     file.seek(BLOCK)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -14,7 +12,7 @@ import numpy as np
 
 from ..comm import Transport, agree
 from ..errors import OutputError
-from ..files import finish, partial
+from ..files import Draft, reason
 from ..hdf5 import SturdyFile
 from .keep import keep_copies
 from .pieces import Piece, Slices
@@ -48,27 +46,24 @@ def write(
             file = _File(path, pieces, texts)
         except Exception as problem:
             error = problem
-    for piece, place, values in collect(world, pieces):
-        if error is None and file is not None:
+    try:
+        for piece, place, values in collect(world, pieces):
+            if error is None and file is not None:
+                try:
+                    file.put(piece, place, values)
+                except Exception as problem:  # the others go on sending; it is raised when all are through
+                    error = problem
+        if file is not None:
             try:
-                file.put(piece, place, values)
-            except Exception as problem:  # the others go on sending; it is raised when all are through
-                error = problem
-    if file is not None:
-        try:
-            file.close()
-            if error is None:
-                seal(partial(path))
-                if keep > 1:
-                    keep_copies(path, keep, step)
-                finish(path)
-        except Exception as problem:
-            error = error or problem
-    if error is not None:
-        with contextlib.suppress(OSError):
-            partial(path).unlink()
-        error = _told(path, error)
-    agree(world, error)
+                file.close()
+                if error is None:
+                    file.finish(keep, step)
+            except Exception as problem:
+                error = error or problem
+    finally:
+        if file is not None:
+            file.draft.discard()
+    agree(world, error and _told(path, error))
 
 
 class _File:
@@ -79,7 +74,15 @@ class _File:
         needed += SPARE + sum(map(len, texts.values()))
         if (free := shutil.disk_usage(path.parent).free) < needed:
             raise OutputError(_message(path, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB"))
-        self.file = SturdyFile(partial(path), userblock_size=BLOCK)
+        self.draft = Draft(path)
+        try:
+            self.file = SturdyFile(self.draft.file, userblock_size=BLOCK)
+            self._make(pieces, texts)
+        except BaseException:
+            self.draft.discard()
+            raise
+
+    def _make(self, pieces: Sequence[Piece], texts: Mapping[str, str]) -> None:
         try:
             for name, text in texts.items():
                 self.file.hdf5[name] = np.bytes_(text.encode())
@@ -98,13 +101,20 @@ class _File:
         """Write what HDF5 still holds."""
         self.file.close()
 
+    def finish(self, keep: int, step: int) -> None:
+        """Seal the closed file and give it its name."""
+        seal(self.draft.file)
+        self.draft.file.flush()
+        if keep > 1:
+            keep_copies(self.draft, keep, step)
+        self.draft.finish()
+
 
 def _told(path: Path, error: Exception) -> Exception:
     """Return an error of the file system, or of HDF5 about it, as one that the user can read."""
     if not isinstance(error, OSError | RuntimeError):
         return error
-    number = getattr(error, "errno", None)
-    return OutputError(_message(path, os.strerror(number) if number else str(error).split("\n")[0]))
+    return OutputError(_message(path, reason(error)))
 
 
 def _message(path: Path, reason: str) -> str:

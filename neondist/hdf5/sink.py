@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 class Sink:
-    """A file for h5py to write to, which keeps a failure to itself until it is asked for.
+    """What h5py writes to instead of a new file, which keeps a failure to itself until it is asked for.
 
     libhdf5 cannot close a file that the disk has refused a part of: the file stays open, its room stays taken, and the
     process ends in a segmentation fault (libhdf5 2.0). So it is told that all is well, and nothing more is written.
@@ -18,9 +18,9 @@ class Sink:
     error : the first failure, or None
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.error: OSError | None = None
-        self._file = path.open("wb+", buffering=0)
+        self._file = open(os.dup(file.fileno()), "rb+", buffering=0)  # noqa: SIM115
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Move to a place."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .sink import Sink
 
@@ -13,7 +12,8 @@ class SturdyFile:
 
     Parameters
     ----------
-    path : what is there is replaced
+    file : binary file
+        New, open for reading and writing; it stays open.
     options : of `h5py.File`
 
     Attributes
@@ -21,10 +21,10 @@ class SturdyFile:
     hdf5 : h5py.File
     """
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, file: BinaryIO, **options: Any) -> None:
         import h5py
 
-        self._sink = Sink(path)
+        self._sink = Sink(file)
         try:
             self.hdf5: Any = h5py.File(self._sink, "w", **options)
         except BaseException:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..files import finish
+from ..files import Draft
 from .sturdy import SturdyFile
 
 VERSION = ("v110", "v110")
@@ -39,11 +38,16 @@ class NewFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
     def __enter__(self) -> NewFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._open = SturdyFile(self.part, libver=VERSION)
+        # a name of its own: several processes may write such a file at the same time
+        self._draft = Draft(self.path, self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp"))
+        try:
+            self._open = SturdyFile(self._draft.file, libver=VERSION)
+        except BaseException:
+            self._draft.discard()
+            raise
         self.file: Any = self._open.hdf5
         return self
 
@@ -55,8 +59,6 @@ class NewFile:
         try:
             self._open.close()
             if error is None:
-                finish(self.path, self.part)
+                self._draft.finish()
         finally:
-            # gone already if it was renamed; left over only by a failure
-            with suppress(OSError):
-                self.part.unlink()
+            self._draft.discard()

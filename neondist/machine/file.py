@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError
+from ..files import write_text
 from .machine import Link, Machine
 
 _REMEDY = "docs/performance.md has two examples"
@@ -38,7 +39,7 @@ def read(path: Path) -> Machine:
 def write(path: Path, machine: Machine, comment: str) -> None:
     """Write a machine as YAML."""
     text = yaml.safe_dump(asdict(machine), sort_keys=False)
-    path.write_text(f"# {comment}\n# seconds, bytes per second\n{text}", encoding="utf-8")
+    write_text(path, f"# {comment}\n# seconds, bytes per second\n{text}")
 
 
 def _checked(path: Path, where: str, found: Any, known: list[str]) -> dict[str, Any]:

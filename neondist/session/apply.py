@@ -124,14 +124,17 @@ def predict(
     dtype = np.min_scalar_type(model.output_shape[-1] - 1) if classes else model.dtype
     with closing(images):
         sink = Predictions(Path(target), shape, dtype, world)
-        for first in range(0, len(images), batch):
-            samples = range(first, min(first + batch, len(images)))
-            with together(world):
-                x = _tiles(images, samples, model)
-            y = model.fprop(normalised(x, factor, offset, model.dtype), training=False, batch_size=len(samples))
-            for _, place, values in collect(world, [_piece(model, y, len(samples), classes)]):
-                sink.put((slice(first + place[0].start, first + place[0].stop), *place[1:]), values)
-        sink.close()
+        try:
+            for first in range(0, len(images), batch):
+                samples = range(first, min(first + batch, len(images)))
+                with together(world):
+                    x = _tiles(images, samples, model)
+                y = model.fprop(normalised(x, factor, offset, model.dtype), training=False, batch_size=len(samples))
+                for _, place, values in collect(world, [_piece(model, y, len(samples), classes)]):
+                    sink.put((slice(first + place[0].start, first + place[0].stop), *place[1:]), values)
+            sink.close()
+        finally:
+            sink.discard()
     return shape
 
 

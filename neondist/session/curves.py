@@ -7,8 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..files import write_figure
 from .hooks import Hook
 from .run import Record, Run
+from .together import together
 
 
 def can_draw() -> bool:
@@ -24,8 +26,8 @@ class Curves(Hook):
 
     def after_run(self, run: Run) -> None:
         """Draw."""
-        if run.first_rank and run.history and can_draw():
-            draw_curves(run.history, self.path)
+        with together(run.grid.world):
+            self._draw(run)
 
     def on_stop(self, run: Run) -> None:
         """Draw what there is."""
@@ -33,7 +35,11 @@ class Curves(Hook):
 
     def on_error(self, run: Run, error: BaseException) -> None:
         """Draw what there is."""
-        self.after_run(run)
+        self._draw(run)
+
+    def _draw(self, run: Run) -> None:
+        if run.first_rank and run.history and can_draw():
+            draw_curves(run.history, self.path)
 
 
 def draw_curves(history: Sequence[Record], path: Path) -> None:
@@ -55,7 +61,7 @@ def draw_curves(history: Sequence[Record], path: Path) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure)
 
 
 def _line(

@@ -7,10 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..files import write_text
+from ..errors import DataError
+from ..files import append, reason, write_text
 from ..models.ledger import Ledger
 from .hooks import Hook
 from .run import Run
+from .together import together
 
 Key: TypeAlias = tuple[str, str, str, int | str]
 
@@ -36,9 +38,10 @@ class LedgerLog(Hook):
     def before_run(self, run: Run) -> None:
         """Begin the file anew, with the lines of the epochs that the run continues from."""
         self.before = self.trained = run.model.ledger()
-        if run.first_rank:
-            lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() and run.epoch else []
-            write_text(self.path, "".join(f"{line}\n" for line in lines if _epoch(line) <= run.epoch))
+        with together(run.grid.world):
+            if run.first_rank:
+                lines = _lines(self.path) if run.epoch else []
+                write_text(self.path, "".join(f"{line}\n" for line in lines if _epoch(line) <= run.epoch))
 
     def after_step(self, run: Run) -> None:
         """Close the books of the training before the evaluation begins."""
@@ -51,11 +54,10 @@ class LedgerLog(Hook):
         mine = [*_entries("training", self.trained - self.before), *_entries("evaluation", now - self.trained)]
         self.before = now
         everyone = run.grid.world.allgather(mine)
-        if run.first_rank:
-            with self.path.open("a", encoding="utf-8") as file:
-                for rank, entries in enumerate(everyone):
-                    for entry in entries:
-                        file.write(json.dumps({"epoch": run.epoch, "rank": rank, **entry}) + "\n")
+        with together(run.grid.world):
+            if run.first_rank:
+                told = ({"epoch": run.epoch, "rank": at, **one} for at, each in enumerate(everyone) for one in each)
+                append(self.path, "".join(json.dumps(entry) + "\n" for entry in told))
 
 
 def _entries(during: str, ledger: Ledger) -> list[dict[str, Any]]:
@@ -70,6 +72,16 @@ def _entries(during: str, ledger: Ledger) -> list[dict[str, Any]]:
         | {"messages": count, "bytes": sent[key]}
         for key, count in messages.items()
     ]
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of the earlier run; DataError if the file is there and cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({reason(error)}); check its permissions, or remove it") from error
 
 
 def _epoch(line: str) -> float:

@@ -6,9 +6,10 @@ import json
 import math
 from pathlib import Path
 
-from ..files import write_text
+from ..files import append, write_text
 from .hooks import Hook
 from .run import Record, Run
+from .together import together
 
 
 class MetricsLog(Hook):
@@ -24,14 +25,15 @@ class MetricsLog(Hook):
 
     def before_run(self, run: Run) -> None:
         """Begin the file anew, with the epochs that the run continues from: an unfinished line must not stay."""
-        if run.first_rank:
-            write_text(self.path, "".join(map(line, run.history)))
+        with together(run.grid.world):
+            if run.first_rank:
+                write_text(self.path, "".join(map(line, run.history)))
 
     def after_epoch(self, run: Run) -> None:
         """Append the epoch's line; it is in the file when this returns."""
-        if run.first_rank:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line(run.history[-1]))
+        with together(run.grid.world):
+            if run.first_rank:
+                append(self.path, line(run.history[-1]))
 
 
 def line(record: Record) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from ..comm import Transport
 from ..errors import OutputError, UserError
-from ..files import finish, partial
+from ..files import REMEDY, Draft, reason
 from ..hdf5 import SturdyFile
 from .together import together
 
@@ -27,7 +28,8 @@ class Predictions:
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any, world: Transport) -> None:
         self.path, self.world = path, world
-        self.file: Any = None
+        self.draft: Draft | None = None
+        self.file: SturdyFile | None = None
         self.error: Exception | None = None
         with together(world):
             if path.suffix not in (".npy", ".h5", ".hdf5"):
@@ -40,7 +42,7 @@ class Predictions:
     def put(self, place: tuple[slice, ...], values: np.ndarray) -> None:
         """Write one block, on rank 0; an error is told by `close`, since the other ranks go on sending."""
         if self.error is None:
-            self._attempt(lambda: self.cells.__setitem__(place, values))
+            self._attempt(lambda: self._put(place, values))
 
     def close(self) -> None:
         """Give the file its name; collective."""
@@ -51,14 +53,26 @@ class Predictions:
                 if self.error is not None:
                     raise self.error
 
+    def discard(self) -> None:
+        """Leave nothing behind, unless it is complete."""
+        if self.file is not None:
+            with suppress(OSError, RuntimeError):
+                self.file.close()
+        if self.draft is not None:
+            self.draft.discard()
+
+    def _put(self, place: tuple[slice, ...], values: np.ndarray) -> None:
+        self.cells[place] = values
+        if self.file is not None:
+            self.file.check()
+
     def _make(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.draft = Draft(self.path)
         if self.path.suffix == ".npy":
-            self.cells: Any = np.lib.format.open_memmap(partial(self.path), "w+", dtype, shape)
-            with partial(self.path).open("rb+") as file:  # a mapped file that finds no room would end the process
-                os.posix_fallocate(file.fileno(), 0, max(1, os.fstat(file.fileno()).st_size))
+            self.cells: Any = _mapped(self.draft.file, shape, dtype)
         else:
-            self.file = SturdyFile(partial(self.path))
+            self.file = SturdyFile(self.draft.file)
             self.cells = self.file.hdf5.create_dataset("predictions", shape, dtype)
 
     def _finish(self) -> None:
@@ -66,7 +80,8 @@ class Predictions:
             self.file.close()
         else:
             self.cells.flush()
-        finish(self.path)
+        if self.draft is not None:
+            self.draft.finish()
 
     def _attempt(self, action: Any) -> None:
         try:
@@ -74,8 +89,17 @@ class Predictions:
         except UserError as problem:
             self.error = problem
         except (OSError, RuntimeError) as problem:
-            number = getattr(problem, "errno", None)
-            reason = os.strerror(number) if number else str(problem).split("\n")[0]
-            self.error = OutputError(f"{self.path}: cannot be written ({reason}); choose a place that has room")
-            with suppress(OSError):
-                partial(self.path).unlink()
+            self.error = OutputError(f"{self.path}: cannot be written ({reason(problem)}); {REMEDY}")
+            self.discard()
+
+
+def _mapped(file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Write the head of a .npy file and return its cells, mapped."""
+    head = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, head)
+    file.flush()
+    begin, size = file.tell(), dtype.itemsize * prod(shape)
+    if not size:  # nothing can be mapped
+        return np.empty(shape, dtype)
+    os.posix_fallocate(file.fileno(), 0, begin + size)  # a mapped file that finds no room would end the process
+    return np.memmap(file, dtype, "r+", begin, shape)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..files import write_figure
+
 SEAM = 1.0  # the white between pictures
 
 
@@ -58,4 +60,4 @@ def _write(path: Path, pixels: np.ndarray, title: str) -> None:
     axes.imshow(pixels, interpolation="nearest")
     axes.set_title(title, fontsize=11)
     axes.set_axis_off()
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure)

@@ -16,6 +16,7 @@ from .curves import can_draw
 from .hooks import Hook
 from .run import Run
 from .stage_drawing import draw_blocks, draw_rows
+from .together import together
 
 if TYPE_CHECKING:
     from ..datasets import Split
@@ -49,8 +50,9 @@ class StagePictures(Hook):
         test, shape = run.dataset.test, run.dataset.sample_shape
         for stage in run.model.stages if len(shape) == 3 and len(test) else ():
             pictures, cells, found = reconstructions(stage, test), filters(stage), stimuli(stage, test)
-            if run.first_rank and can_draw():
-                self._draw(stage, pictures, cells, list(found.reshape(3, -1, *found.shape[1:])))
+            with together(run.grid.world):
+                if run.first_rank and can_draw():
+                    self._draw(stage, pictures, cells, list(found.reshape(3, -1, *found.shape[1:])))
 
     def _draw(self, stage: Autoencoder, pictures: Rows, cells: Blocks, found: Rows) -> None:
         name, number = stage.name, stage.number

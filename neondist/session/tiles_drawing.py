@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files import write_figure
 from ..geometry import Box
 
 HALO, PADDING, SEAM = "tab:orange", "0.85", "tab:red"
@@ -54,7 +55,7 @@ def draw_tiles(
     if rows:
         _draw_views(right.subplots(rows, cols, squeeze=False), pixels, extent, tiles, views, cells)
     _legend(figure)
-    figure.savefig(path, dpi=110)
+    write_figure(path, figure, dpi=110)
 
 
 def framed(tile: Box, view: Box) -> Box:

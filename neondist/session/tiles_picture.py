@@ -14,6 +14,7 @@ from .curves import can_draw
 from .hooks import Hook
 from .run import Run
 from .tiles_drawing import draw_tiles
+from .together import together
 
 if TYPE_CHECKING:
     from ..datasets import Dataset
@@ -37,13 +38,14 @@ class TilesPicture(Hook):
         if len(shape) != 3 or not len(run.dataset.test):
             return
         image = collect(run.dataset, grid, run.model.dtype, run.model.input.own)
-        if run.first_rank and can_draw():
-            layer = first_window(run.model.plan(shape, grid.shape, run.model.batch_size))
-            partition = grid.partition(shape[:2])
-            tiles = partition.boxes()
-            views = tiles if layer is None else layer.views
-            title = _title(shape, partition.parts, grid.replicas, layer)
-            draw_tiles(self.path, image, shape[:2], partition.parts, tiles, views, title)
+        with together(grid.world):
+            if run.first_rank and can_draw():
+                layer = first_window(run.model.plan(shape, grid.shape, run.model.batch_size))
+                partition = grid.partition(shape[:2])
+                tiles = partition.boxes()
+                views = tiles if layer is None else layer.views
+                title = _title(shape, partition.parts, grid.replicas, layer)
+                draw_tiles(self.path, image, shape[:2], partition.parts, tiles, views, title)
 
 
 def first_window(plans: list[LayerPlan]) -> LayerPlan | None:

@@ -77,5 +77,6 @@ def forged(path, change):
     shutil.copy(path, other)
     with h5py.File(other, "r+") as file:
         change(file)
-    seal(other)
+    with other.open("rb+") as file:
+        seal(file)
     return other

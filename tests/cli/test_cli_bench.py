@@ -91,7 +91,7 @@ def test_mistakes(file, tmp_path, monkeypatch, capsys):
 
 def test_a_json_file_that_cannot_be_written(file, tmp_path, capsys):
     assert main(["bench", "step", str(file), "--steps", "1", "--json", str(tmp_path)]) == 2
-    assert "give a file that can be written" in capsys.readouterr().err
+    assert "cannot be written (Is a directory)" in capsys.readouterr().err
 
 
 def test_halo_sizes(monkeypatch, capsys):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...files import write_figure
+
 
 def draw(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     """Draw seconds over ranks; return the file, or nothing where there is no matplotlib."""
@@ -29,5 +31,5 @@ def draw(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     axes.set_xticks(ranks, labels=map(str, ranks), minor=False)
     axes.tick_params(axis="x", labelrotation=45)
     axes.legend()
-    figure.savefig(file, dpi=120)
+    write_figure(file, figure)
     return [file]

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ...files import write_text
 from ..tables import bytes_text, markdown, seconds_text
 from .drawing import draw
 from .predict import error, latency_wins, turning_point
@@ -70,9 +71,9 @@ def disturbed(spread: float) -> list[str]:
 def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     """Write model.jsonl, model.md and, if matplotlib is there, model.png; return the files."""
     lines, page, picture = (folder / f"model.{kind}" for kind in ("jsonl", "md", "png"))
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))
     parts = [title, prediction_table(rows), schemes_table(rows), *words(rows)]
-    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_text(page, "\n\n".join(parts) + "\n")
     return [lines, page, *draw(picture, rows, title)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError
+from ...files import write_text
 
 if TYPE_CHECKING:
     from ...comm import Transport
@@ -27,7 +27,4 @@ def tell(world: Transport, made: dict[str, Any], table: Callable[[dict[str, Any]
 
     Console(soft_wrap=True).print(table(made))
     if file is not None:
-        try:
-            Path(file).write_text(json.dumps(made, indent=2, default=str) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json {file}: {error.strerror}; give a file that can be written") from error
+        write_text(Path(file), json.dumps(made, indent=2, default=str) + "\n")
