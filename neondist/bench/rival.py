@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import safe_path
 from ..errors import LaunchError
 from .network import Network, write
 
@@ -41,7 +41,7 @@ class Rival:
         self.folder = TemporaryDirectory(prefix="neondist-bench-")
         write(Path(self.folder.name), network, (np.ascontiguousarray(x), targets))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "neondist.bench.torch_twin", self.folder.name],
+            safe_path.command("neondist.bench.torch_twin", self.folder.name),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

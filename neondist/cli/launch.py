@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from .. import safe_path
 from ..errors import LaunchError
 from . import guards, pinning
 from .job import LAUNCHED
@@ -23,7 +24,7 @@ from .threads import VARIABLES, share
 def launch(arguments: argparse.Namespace) -> int:
     """Start `arguments.ranks` ranks of the same command under mpirun; return the job's exit code."""
     mpirun = ready(os.environ)
-    command = [*mpirun.command(arguments.ranks), sys.executable, "-m", "neondist", *words(arguments)]
+    command = [*mpirun.command(arguments.ranks), *safe_path.command("neondist", *words(arguments))]
     env = environment(mpirun, arguments.ranks, os.environ)
     with swept(mpirun, env) as job:
         return supervise(command, {**env, **job.environment}, inherited=job.held, gently=True)

@@ -8,23 +8,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import safe_path
 from .mpirun import Mpirun
 
-_MPI = """
-import json
-from neondist.comm import segments
-try:
-    with segments.tidy_start():
-        from mpi4py import MPI
-    segments.forget_names(MPI)
-    print(json.dumps({"library": MPI.Get_library_version().splitlines()[0].split(", package")[0].strip(" ,\\x00")}))
-except Exception as error:
-    print(json.dumps({"error": str(error).splitlines()[0]}))
-"""
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
 
 
@@ -49,7 +38,7 @@ def version(name: str) -> str | None:
 def probe_mpi(timeout: float = 20) -> MPI:
     """Start MPI in a process of its own."""
     env = {"OMPI_MCA_btl": "^ofi", **os.environ, "OMPI_MCA_osc": "^ucx"}
-    text = _output([sys.executable, "-c", _MPI], timeout, env)
+    text = _output(safe_path.command("neondist.cli.tell_mpi"), timeout, env)
     try:
         return MPI(**json.loads(text.splitlines()[-1]))
     except (IndexError, ValueError):

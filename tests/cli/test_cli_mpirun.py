@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from neondist import safe_path
 from neondist.cli import launch, mpirun, threads
 from neondist.cli.arguments import parser
 from neondist.errors import LaunchError
@@ -95,4 +96,4 @@ def test_launch_starts_the_same_command(monkeypatch):
     monkeypatch.setattr(launch, "supervise", lambda command, *_, **__: called.append(command) or 7)
     assert launch.launch(parser().parse_args(["run", "e.yaml", "-n", "2", "--resume"])) == 7
     (command,) = called
-    assert command[7:] == [sys.executable, "-m", "neondist", "run", "e.yaml", "--resume"]
+    assert command[7:] == [sys.executable, safe_path.__file__, "neondist", "run", "e.yaml", "--resume"]

