@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import neondist as nd
 from neondist import rng
 
 
@@ -12,3 +13,29 @@ def test_the_bits_choose_as_the_numbers_do(rate, shape):
     index = np.arange(np.prod(shape, dtype=int), dtype=np.uint64).reshape(shape) * np.uint64(7)
     for stream in 0, 12345, 2**64 - 1:
         np.testing.assert_array_equal(rng.at_least(rate, stream, index), rng.uniform(stream, index) >= rate)
+
+
+def test_normal_numbers_are_normal():
+    x = rng.normal(rng.key(1, "a"), np.arange(200_000, dtype=np.uint64))
+    for power, moment in enumerate([0, 1, 0, 3, 0, 15], start=1):
+        assert abs(np.mean(x**power) - moment) < 0.03 * 3 ** (power / 2)
+    for limit, share in (0.5, 0.3829), (1, 0.6827), (2, 0.9545):
+        assert abs(np.mean(np.abs(x) < limit) - share) < 0.005
+
+
+@pytest.mark.parametrize(
+    ("rule", "variance", "largest"),
+    [
+        (nd.Constant(2.5), 0, 2.5),
+        (nd.Gaussian(0.3), 0.09, np.inf),
+        (nd.Uniform(-0.2, 0.4), 0.6**2 / 12, 0.4),
+        (nd.FanInNormal(2**0.5), 2 / 50, np.inf),
+        (nd.FanInUniform(), 1 / 150, 50**-0.5),
+        (nd.GlorotUniform(), 2 / 80, (6 / 80) ** 0.5),
+    ],
+)
+def test_first_weights_have_the_variance_of_their_rule(rule, variance, largest):
+    values = rule.values(rng.key(3, "weights"), np.arange(50_000, dtype=np.uint64), fan_in=50, fan_out=30)
+    assert values.var() == pytest.approx(variance, rel=0.03)
+    assert values.max() <= largest
+    assert largest == np.inf or values.max() > 0.99 * largest

@@ -62,7 +62,37 @@ def compare_convolution(backend, extent, kernel, stride, dilation, groups, inner
     assert all(array.flags.c_contiguous for array in (y, dx))
 
 
-@pytest.mark.parametrize(("kernel", "stride"), [((2, 2), (2, 2)), ((3, 3), (2, 1)), ((2, 3), (3, 4)), ((7, 8), (1, 1))])
+@pytest.mark.parametrize("block", [1, 300, 2000])
+def test_blocks_of_rows_join_to_the_whole(monkeypatch, block):
+    """What does not fit into the cache is computed a few rows at a time."""
+    from neondist.backends.torch_gemm import weights_by_gemm
+
+    x, plain = rng.normal(size=(3, 11, 8, 4)), kernels("numpy")
+    how = (2, 1), (2, 1), 2
+    w, w_own = rng.normal(size=(3, 2, 2, 6)), rng.normal(size=(5, 7, 3, 2, 4, 6))
+
+    def everything():
+        y, z = plain.conv_forward(x, w, *how), plain.local_forward(x, w_own, (2, 1))
+        return [
+            y,
+            plain.conv_backward_input(y, w, (11, 8), *how),
+            plain.conv_backward_weights(x, y, (3, 2), *how),
+            weights_by_gemm(x, y, (3, 2), *how[:2]),
+            z,
+            plain.local_backward_input(z, w_own, (11, 8), (2, 1)),
+            plain.local_backward_weights(x, z, w_own, (2, 1)),
+        ]
+
+    expected = everything()
+    for module in "numpy_conv", "numpy_local", "torch_gemm":
+        monkeypatch.setattr(f"neondist.backends.{module}._BLOCK", block)
+    for found, wanted in zip(everything(), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride"), [((2, 2), (2, 2)), ((3, 3), (2, 1)), ((3, 2), (2, 1)), ((2, 3), (3, 4)), ((7, 8), (1, 1))]
+)
 @pytest.mark.parametrize("channels", [1, 3, 8])
 def test_pooling(backend, kernel, stride, channels):
     x = rng.normal(size=(2, 9, 11, channels))
@@ -81,6 +111,14 @@ def test_pooling(backend, kernel, stride, channels):
     np.testing.assert_allclose(backend.window_sum(x, kernel, stride), channels_last(yt), rtol=0, atol=1e-12)
     spread = backend.window_spread(dy, (9, 11), kernel, stride)
     np.testing.assert_allclose(spread, channels_last(xt.grad), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cells", [1, 8192, 8193, 20000])
+def test_sums_of_any_number_of_cells(backend, cells):
+    """They are added in pieces."""
+    x = rng.normal(size=(2, cells, 3))
+    np.testing.assert_allclose(backend.channel_sum(x), x.sum(axis=(0, 1)), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(backend.sample_sum(x), x.sum(axis=1), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("channels", [1, 8])

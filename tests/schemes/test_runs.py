@@ -59,6 +59,17 @@ NETWORKS = {
         (7, 5, 2),
         lambda: [nd.UpsampleLayerDist(2), conv(3, 1), nd.UpsampleLayerDist((1, 3)), nd.FCLayerDist(4)],
     ),
+    "narrowing": (  # statistics count cells that no later layer of the run sees
+        (14, 13, 2),
+        lambda: [
+            conv(4, 3, padding=1),
+            nd.BatchNormLayerDist(),
+            nd.CropLayerDist(((4, 0), (1, 3))),
+            conv(2, 2, stride=3),
+            nd.GroupNormLayerDist(2),
+            nd.PadLayerDist(1),
+        ],
+    ),
     "branches": (
         (10, 9, 2),
         lambda: [
