@@ -64,6 +64,9 @@ def convert(arguments: argparse.Namespace) -> int:
     target = Path(arguments.to).expanduser()
     with _bars() as progress:
         shapes = convert(parts, target, arguments.compress, progress)
+    for part in parts.values():
+        for note in part.notes:
+            print(note)
     for name, shape in shapes.items():
         print(f"{name}: {shape[0]} samples of {' x '.join(map(str, shape[1:]))}")
     print(f"use it with dataset: !HDF5Dataset {{path: {arguments.to}}}")

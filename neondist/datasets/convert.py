@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from .. import hdf5
-from ..errors import DataError, OutputError
+from ..errors import ConfigError, DataError, OutputError
+from ..memory import free_memory, words
 from .chunks import chunk_shape
+from .class_labels import ClassLabels
 from .from_arrays import npy_parts, npz_parts
 from .from_images import image_parts
 from .from_official import cifar_parts, idx_folder, idx_parts, magic
@@ -19,6 +21,7 @@ from .image_loader import Loader
 from .part import Part
 
 Progress = Callable[[str, int, int], None]
+_COPIES = 3  # of a sample: as it was read, as it is written, and HDF5's
 _FEW = 1 << 17  # cells whose 64-bit copies stay in cache
 _TOP = {"u1": 255.0, "u2": 65535.0}
 
@@ -34,29 +37,46 @@ def parts_of(
         It is nothing that is known here, or damaged.
     """
     paths = [Path(os.path.expanduser(source)) for source in sources]
-    for path in paths:
-        if not path.exists():
-            raise DataError(f"{path}: no such file or folder; check the path")
+    for path in (*paths, *(beside for beside in (labels, maps) if beside is not None)):
+        if not os.path.exists(path):  # and not Path.exists, which raises where a permission is missing
+            raise DataError(f"{path}: no such file or folder; check the path and its permissions")
+    if labels is not None and maps is not None:
+        raise ConfigError("--labels and --maps: give one of them, a class for each image or for each of its pixels")
+    try:
+        return _known(paths, loader, labels, maps)
+    except OSError as error:
+        raise DataError(f"{error.filename or paths[0]}: cannot be read ({error.strerror or error})") from error
+
+
+def _known(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | None) -> dict[str, Part]:
     first = paths[0]
     if first.is_dir() and len(paths) == 1:
         if labels is None and maps is None:
             if any((folder / "test_batch.bin").is_file() for folder in (first, first / "cifar-10-batches-bin")):
-                return cifar_parts(first)
+                return _without_options(cifar_parts(first), loader)
             if official := idx_folder(first):
-                return idx_parts(official)
+                return _without_options(idx_parts(official), loader)
         return image_parts(first, loader, labels, maps)
+    if labels is not None or maps is not None:
+        raise ConfigError(f"--labels and --maps belong to a folder of images; {first} is none, or there is more")
     if all(path.suffix == ".npy" for path in paths):
-        return npy_parts(paths)
+        return _without_options(npy_parts(paths), loader)
     if first.suffix == ".npz" and len(paths) == 1:
-        return npz_parts(first)
+        return _without_options(npz_parts(first), loader)
     if first.name.endswith((".tar.gz", ".tgz")) and len(paths) == 1:
-        return cifar_parts(first)
+        return _without_options(cifar_parts(first), loader)
     if all(path.is_file() and magic(path) for path in paths):
-        return idx_parts(paths)
+        return _without_options(idx_parts(paths), loader)
     raise DataError(
         f"{first}: is not known; give a folder of images, IMAGES.npy LABELS.npy, a .npz, IDX files or their folder, or"
         " CIFAR-10 in binary form"
     )
+
+
+def _without_options(parts: dict[str, Part], loader: Loader) -> dict[str, Part]:
+    if loader != Loader():
+        raise ConfigError("--size and --mode are for folders of images; numbers are written as they are: leave it out")
+    return parts
 
 
 def convert(
@@ -83,6 +103,8 @@ def convert(
     if len({part.shape for part in parts.values()}) > 1:
         shapes = ", ".join(f"{name} {part.shape}" for name, part in parts.items())
         raise DataError(f"samples for training and testing differ in shape: {shapes}; scale them with --size")
+    for name, part in parts.items():
+        _check_room(name, part)
     try:
         with hdf5.NewFile(target) as new:
             for name, part in parts.items():
@@ -97,6 +119,17 @@ def convert(
     return {name: (part.count, *part.shape) for name, part in parts.items()}
 
 
+def _check_room(name: str, part: Part) -> None:
+    """Refuse samples of which this machine cannot hold one, before anything of that size is asked for."""
+    sample = int(np.prod(part.shape, dtype=object)) * part.dtype.itemsize
+    room = free_memory()
+    if room is not None and _COPIES * sample > room:
+        raise DataError(
+            f"{name}: a sample of {' x '.join(map(str, part.shape))} is {words(sample)}, there are {words(room)} of"
+            " memory; cut it into pieces first"
+        )
+
+
 def _write(new: hdf5.NewFile, group: Any, name: str, part: Part, compress: bool, progress: Progress) -> None:
     packing = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress else {}
     chunks = chunk_shape(part.shape[:-1], part.shape[-1], part.dtype.itemsize)
@@ -108,16 +141,20 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: Part, compress: bool,
         "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunks(part), **packing
     )
     scale = _TOP.get(part.dtype.str[1:], 1.0)
-    done, top, sums = 0, 0, np.zeros((2, part.shape[-1]))
+    classes = ClassLabels(name) if _are_classes(part) else None
+    done, sums = 0, np.zeros((2, part.shape[-1]))
     progress(name, 0, part.count)
     for x, y in part.blocks():
+        if classes is not None:
+            classes.add(y)
         images[done : done + len(x)] = x
         labels[done : done + len(y)] = y
         new.check()
-        done += len(x)
-        top = max(top, int(y.max())) if y.dtype.kind in "iu" and y.size else top
-        for image in x:
+        for at, image in enumerate(x, start=done):
             _add(sums, image.reshape(-1, part.shape[-1]), scale)
+            if not np.isfinite(sums).all():
+                raise DataError(f"{name}: sample {at} has cells that are not finite, or too large; correct them")
+        done += len(x)
         progress(name, done, part.count)
     if done != part.count:
         raise DataError(f"{name}: {done} samples came, {part.count} were promised; the source has changed")
@@ -125,17 +162,23 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: Part, compress: bool,
     std = np.sqrt(np.maximum(square - mean**2, 0.0))
     images.attrs["scale"], images.attrs["mean"] = scale, mean
     images.attrs["std"] = np.where(std > 0, std, 1.0)
-    if part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1):
-        labels.attrs["classes"] = max(top + 1, len(part.names))
+    if classes is not None:
+        labels.attrs["classes"] = max(classes.top + 1, len(part.names))
     if part.names:
-        labels.attrs["names"] = np.array([label.encode() for label in part.names])
+        labels.attrs["names"] = np.array([os.fsencode(label) for label in part.names])
+
+
+def _are_classes(part: Part) -> bool:
+    """Tell whether the labels are one class for each sample, or for each cell."""
+    return part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1)
 
 
 def _add(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
     """Add the cells (n, C) and their squares to the sums (2, C), a few at a time."""
-    for at in range(0, len(cells), _FEW):
-        some = cells[at : at + _FEW] / scale
-        sums += some.sum(axis=0), np.einsum("ij,ij->j", some, some)
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at the sums
+        for at in range(0, len(cells), _FEW):
+            some = cells[at : at + _FEW].astype(np.float64) / scale
+            sums += some.sum(axis=0), np.einsum("ij,ij->j", some, some)
 
 
 def _label_chunks(part: Part) -> tuple[int, ...]:

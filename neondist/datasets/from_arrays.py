@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import lzma
+import os
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tokenize import TokenError
 from typing import IO, Any
@@ -16,9 +18,15 @@ import numpy as np
 from ..errors import DataError, UserError
 from .part import Block, Part, per_block, with_channels
 
-_PACKED = (zipfile.BadZipFile, zlib.error)
-_SETS = {"train": ("x_train", "train_images", "x", "images", "data"), "test": ("x_test", "test_images")}
-_LABELS = {"train": ("y_train", "train_labels", "y", "labels", "targets"), "test": ("y_test", "test_labels")}
+_PACKED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+_SETS = {
+    "train": ("x_train", "train_images", "x", "images", "data"),
+    "test": ("x_test", "test_images", "x_val", "val_images"),
+}
+_LABELS = {
+    "train": ("y_train", "train_labels", "y", "labels", "targets"),
+    "test": ("y_test", "test_labels", "y_val", "val_labels"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,11 +52,23 @@ class ArrayFile:
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran, dtype = read(stream)
-            if dtype.kind not in "biuf":
-                raise DataError(f"{self.title}: has cells of type {dtype}; give numbers")
+            if dtype.kind not in "biuf" or dtype.itemsize > 8:
+                raise DataError(f"{self.title}: has cells of type {dtype}; give real numbers of at most 64 bits")
             if fortran and len(shape) > 1:
                 raise DataError(f"{self.title}: is in Fortran order; save numpy.ascontiguousarray of it")
+            promised = int(np.prod(shape, dtype=object)) * dtype.itemsize
+            if self._bytes(stream) < promised:
+                raise DataError(
+                    f"{self.title}: cut short: its shape is {shape}, which is {promised} bytes; save it again"
+                )
             yield shape, dtype, stream
+
+    def _bytes(self, stream: Any) -> int:
+        """Return the bytes that follow in an open file, or those that the archive says a member has."""
+        if self.member is None:
+            return os.fstat(stream.fileno()).st_size - stream.tell()
+        with zipfile.ZipFile(self.path) as archive:
+            return archive.getinfo(self.member).file_size
 
     def facts(self) -> tuple[tuple[int, ...], np.dtype]:
         """Return shape and dtype."""
@@ -75,13 +95,14 @@ def npz_parts(path: Path) -> dict[str, Part]:
     for part, names in _SETS.items():
         images, labels = (next((n for n in wanted if n in members), None) for wanted in (names, _LABELS[part]))
         if images is not None and labels is not None:
-            found[part] = array_part(ArrayFile(path, members[images]), ArrayFile(path, members[labels]))
+            found[part] = array_part(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
     if "train" not in found:
         raise DataError(
             f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name them x_train, y_train (and x_test, y_test),"
             " or images and labels"
         )
-    return found
+    notes = tuple(f"left out: the array {name}" for name in sorted(members))
+    return found | {"train": replace(found["train"], notes=notes)}
 
 
 def npy_parts(paths: list[Path]) -> dict[str, Part]:

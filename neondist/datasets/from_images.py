@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,15 @@ import numpy as np
 
 from ..errors import DataError
 from .image_loader import Loader
+from .image_tree import SUFFIXES, files, images, sets_of, subfolders
 from .part import Block, Part, per_block
 
-SUFFIXES = (".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".gif", ".webp")
-_TESTS = ("test", "val", "valid", "validation")
 _CLASS = np.dtype("i8")
+_MOST = 10  # digits of a label
 
 
 def image_parts(folder: Path, loader: Loader, table: Path | None = None, maps: Path | None = None) -> dict[str, Part]:
-    """Return the parts of a folder.
+    """Return the parts of a folder; the notes of the first say what is left out.
 
     Subfolders are classes, in the order of their names. Where they are called train and test (or val), these are the
     parts, and their subfolders the classes. `table` is a CSV file of FILE,LABEL; `maps` a folder with a map of classes
@@ -32,40 +33,44 @@ def image_parts(folder: Path, loader: Loader, table: Path | None = None, maps: P
         There are no images, no labels, or they do not fit together.
     """
     if table is not None:
-        return {"train": _part(_listed(folder, table), loader)}
-    parts = {"train": folder / "train" if (folder / "train").is_dir() else folder}
-    tests = [folder / name for name in _TESTS if (folder / name).is_dir()]
-    if tests and parts["train"] != folder:
-        parts["test"] = tests[0]
+        found = {"train": _listed(folder, table)}
+        return _parts(found, loader, _left_out(folder, found, table))
+    sets, others = sets_of(folder)
     if maps is not None:
-        inside = {name: maps / path.relative_to(folder) for name, path in parts.items()}
-        return {name: _part(_mapped(path, inside[name]), loader) for name, path in parts.items()}
-    names = tuple(sorted(path.name for path in parts["train"].iterdir() if path.is_dir() and _images(path)))
+        found = {name: _mapped(path, maps / path.relative_to(folder)) for name, path in sets.items()}
+        return _parts(found, loader, _left_out(folder, found, maps))
+    classes = [path for path in subfolders(sets["train"]) if path not in others]
+    names = tuple(path.name for path in classes if images(path))
     if not names:
         raise DataError(
-            f"{parts['train']}: has no folder of images for each class; make one, or give --labels FILE.csv, or"
+            f"{sets['train']}: has no folder of images for each class; make one, or give --labels FILE.csv, or"
             " --maps FOLDER"
         )
-    return {name: replace(_part(_sorted(path, names), loader), names=names) for name, path in parts.items()}
-
-
-def _images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    found = {name: _sorted(path, names) for name, path in sets.items()}
+    empty = tuple(f"left out: {path} has no images, so it is no class" for path in classes if path.name not in names)
+    parts = _parts(found, loader, empty + _left_out(folder, found))
+    return {name: replace(part, names=names) for name, part in parts.items()}
 
 
 def _sorted(folder: Path, names: tuple[str, ...]) -> list[tuple[Path, Any]]:
-    strange = sorted({path.name for path in folder.iterdir() if path.is_dir() and _images(path)} - set(names))
+    strange = sorted({path.name for path in subfolders(folder) if images(path)} - set(names))
     if strange:
         raise DataError(f"{folder}: the class '{strange[0]}' is not among those for training ({', '.join(names)})")
-    return [(path, label) for label, name in enumerate(names) for path in _images(folder / name)]
+    there = {path.name for path in subfolders(folder)}
+    return [(path, label) for label, name in enumerate(names) if name in there for path in images(folder / name)]
 
 
 def _mapped(folder: Path, maps: Path) -> list[tuple[Path, Any]]:
     if not maps.is_dir():
         raise DataError(f"{maps}: no such folder; it shall hold a map for each image of {folder}")
-    there = {path.relative_to(maps).with_suffix(""): path for path in _images(maps)}
+    there: dict[Path, Path] = {}
+    for path in images(maps):
+        name = path.relative_to(maps).with_suffix("")
+        if name in there:
+            raise DataError(f"{path}: and {there[name].name} are maps of one name; keep the right one")
+        there[name] = path
     found = []
-    for path in _images(folder):
+    for path in images(folder):
         if path.is_relative_to(maps):
             continue
         name = path.relative_to(folder).with_suffix("")
@@ -77,29 +82,62 @@ def _mapped(folder: Path, maps: Path) -> list[tuple[Path, Any]]:
 
 def _listed(folder: Path, table: Path) -> list[tuple[Path, Any]]:
     try:
-        rows = [row for row in csv.reader(table.read_text(encoding="utf-8-sig").splitlines()) if any(row)]
+        lines = csv.reader(table.read_text(encoding="utf-8-sig").splitlines())
+        rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{table}: cannot be read ({error}); give a CSV file of FILE,LABEL") from error
-    if rows and len(rows[0]) >= 2 and not (folder / rows[0][0]).is_file():
+    if rows and len(rows[0][1]) >= 2 and not rows[0][1][1].isdecimal() and not _is_file(folder, rows[0][1][0]):
         rows = rows[1:]  # the head
-    found: list[tuple[Path, Any]] = []
-    for number, row in enumerate(rows, start=1):
-        if len(row) < 2 or not row[1].strip().isdecimal():
-            raise DataError(f"{table}: line {number} of the rows is {row}; write FILE,LABEL with a number from 0")
-        path = folder / row[0].strip()
-        if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
-            raise DataError(f"{table}: {folder} has no file {row[0]!r}; correct the table")
-        found.append((path, int(row[1])))
-    return found
+    found: dict[Path, int] = {}
+    for line, row in rows:
+        if len(row) < 2 or any(row[2:]) or not row[1].isdecimal() or len(row[1]) > _MOST:
+            shown = ",".join(row)
+            shown = shown if len(shown) < 80 else shown[:77] + "..."
+            raise DataError(f"{table}: line {line} is {shown!r}; write FILE,LABEL with a number from 0")
+        path = folder / row[0]
+        if not _is_file(folder, row[0]):
+            raise DataError(f"{table}: line {line}: {folder} has no file {row[0]!r}; correct the table")
+        if found.setdefault(path, int(row[1])) != int(row[1]):
+            raise DataError(f"{table}: line {line}: {row[0]!r} has label {found[path]} in a line before; keep one")
+    return list(found.items())
 
 
-def _part(files: list[tuple[Path, Any]], loader: Loader) -> Part:
-    if not files:
-        raise DataError("no images found; suffixes that count are " + " ".join(SUFFIXES))
-    first, label = files[0]
+def _is_file(folder: Path, name: str) -> bool:
+    """Tell whether a name of the table is that of a file inside the folder."""
+    try:
+        path = folder / name
+        return path.resolve().is_relative_to(folder.resolve()) and path.is_file()
+    except (OSError, ValueError, RuntimeError):  # too long, a null character, a link to itself
+        return False
+
+
+def _left_out(folder: Path, found: dict[str, list[tuple[Path, Any]]], *beside: Path) -> tuple[str, ...]:
+    """Return a line for each folder or kind of files below `folder` that is neither taken nor `beside` it."""
+    taken = {path for pairs in found.values() for path, _ in pairs}
+    skipped: Counter[str] = Counter()
+    for path in files(folder):
+        if path in taken or path.name.startswith(".") or any(path.is_relative_to(other) for other in beside):
+            continue
+        inside = path.relative_to(folder).parts
+        if path.suffix.lower() not in SUFFIXES:
+            skipped[f"files called *{path.suffix}"] += 1
+        else:
+            skipped["images in " + str(folder / inside[0] if len(inside) > 1 else folder)] += 1
+    return tuple(f"left out: {count} {what}" for what, count in sorted(skipped.items()))
+
+
+def _parts(found: dict[str, list[tuple[Path, Any]]], loader: Loader, notes: tuple[str, ...]) -> dict[str, Part]:
+    parts = {name: _part(name, pairs, loader) for name, pairs in found.items()}
+    return parts | {"train": replace(parts["train"], notes=notes)}
+
+
+def _part(name: str, pairs: list[tuple[Path, Any]], loader: Loader) -> Part:
+    if not pairs:
+        raise DataError(f"{name}: no images found; suffixes that count are " + " ".join(SUFFIXES))
+    first, label = pairs[0]
     sample = loader.load(first)
     target = loader.labels(label) if isinstance(label, Path) else np.zeros((), _CLASS)
-    part = Part(len(files), sample.shape, sample.dtype, target.shape, target.dtype, lambda: iter(()))
+    part = Part(len(pairs), sample.shape, sample.dtype, target.shape, target.dtype, lambda: iter(()))
 
     def checked(path: Path, array: np.ndarray, like: np.ndarray, origin: Path) -> np.ndarray:
         if (array.shape, array.dtype) != (like.shape, like.dtype):
@@ -111,8 +149,8 @@ def _part(files: list[tuple[Path, Any]], loader: Loader) -> Part:
 
     def blocks() -> Iterator[Block]:
         count = per_block(sample.shape, sample.dtype)
-        for at in range(0, len(files), count):
-            some = files[at : at + count]
+        for at in range(0, len(pairs), count):
+            some = pairs[at : at + count]
             x = np.stack([checked(path, loader.load(path), sample, first) for path, _ in some])
             if target.ndim:
                 y = np.stack([checked(path, loader.labels(path), target, label) for _, path in some])

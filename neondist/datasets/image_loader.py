@@ -1,16 +1,32 @@
-"""One image file to an array, by Pillow."""
+"""One image file to an array, by Pillow: as it is in the file, or as it was asked for, and never less without a word.
+
+Pillow turns many kinds of pixels into its few: 16 bits of colour into 8, numbers above 255 into 255, a palette of 4
+classes into shades of grey. Whatever would lose numbers is refused here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError, DataError, UserError
+from ..memory import free_memory, words
+
+_BYTE_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+_WIDE_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
+_KEPT = ("L", "LA", "RGB", "RGBA", *_WIDE_MODES)
+_WITH_ALPHA = {"L": "LA", "P": "RGBA", "PA": "RGBA", "RGB": "RGBA"}
+_ORIENTATION, _SAMPLE_FORMAT, _BITS = 274, 339, 258  # tags of EXIF and TIFF
+_ON_ITS_SIDE = (5, 6, 7, 8)
+_UNSIGNED, _SIGNED = 1, 2
+_COPIES = 3  # of an image while it is decoded, turned into an array, and written
+_SURELY_FITS = 1 << 26  # bytes for which nobody needs to ask the machine
 
 
 @dataclass(frozen=True)
@@ -19,7 +35,7 @@ class Loader:
 
     Attributes
     ----------
-    mode : 'L', 'RGB', 'RGBA', or None: as the first image is
+    mode : 'L', 'RGB', 'RGBA', or None: as the image is
     size : (H, W) that images are scaled to, or None: all have one size
     """
 
@@ -32,50 +48,153 @@ class Loader:
         Raises
         ------
         DataError
-            It is damaged or no image.
+            It is damaged or no image, too large for this machine, or would lose numbers.
         """
-        from PIL import Image, ImageSequence
+        from PIL import ImageSequence
 
-        with _faults(path), Image.open(path) as image:
-            if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
-                return np.stack([self._array(page) for page in ImageSequence.Iterator(image)])
-            return self._array(image)
-
-    def _array(self, image: Any) -> np.ndarray:
-        mode = self.mode or {"P": "RGB", "1": "L", "CMYK": "RGB", "YCbCr": "RGB", "LA": "L"}.get(image.mode)
-        seen = image if mode is None or mode == image.mode else image.convert(mode)
-        if self.size is not None and seen.size != self.size[::-1]:
-            seen = seen.resize(self.size[::-1])
-        array = np.asarray(seen)
-        return array if array.ndim == 3 else array[..., None]
+        with _opened(path, self.size) as image:
+            pages = getattr(image, "n_frames", 1)
+            if image.format == "TIFF" and pages > 1:
+                _check_room(path, image.size if self.size is None else self.size, pages, pages)
+                return np.stack([_array(self._picture(path, page)) for page in ImageSequence.Iterator(image)])
+            return _array(self._picture(path, image))
 
     def labels(self, path: Path) -> np.ndarray:
         """Return a map of classes (H, W): the numbers that the file holds, of a palette its indices."""
         from PIL import Image
 
-        with _faults(path), Image.open(path) as image:
+        with _opened(path, self.size) as image:
+            if image.mode not in ("1", "L", "P", *_WIDE_MODES):
+                raise DataError(f"{path}: a map of classes has one channel, this is {image.mode}; save the numbers")
+            raw = _raw_mode(image)
+            if image.format == "PPM" and image.tile[0].codec_name != "raw":
+                raise DataError(f"{path}: its numbers are scaled to the largest one of its head; save it as PNG")
+            if image.mode == "L" and ";" in raw:  # 'L;4', 'L;I': shades of grey, which Pillow stretches or turns round
+                raise DataError(f"{path}: its numbers are shades of grey ({raw}); save the map with 8 bits a pixel")
+            image = _upright(image, path)
             size = image.size if self.size is None else self.size[::-1]
             array = np.asarray(image if image.size == size else image.resize(size, Image.Resampling.NEAREST))
-        if array.ndim != 2:
-            raise DataError(f"{path}: a map of classes has one channel, this has {array.shape[-1]}; save the numbers")
-        return array.astype(np.uint8) if array.dtype == bool else array
+        return array.astype(np.uint8) if array.dtype == bool else array.astype(array.dtype.newbyteorder("="))
+
+    def picture(self, path: Path) -> Any:
+        """Return an image as Pillow's, in memory; DataError as of `load`, or if it has several pages."""
+        with _opened(path, self.size) as image:
+            if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
+                raise DataError(f"{path}: has several pages; save each as an image")
+            return self._picture(path, image).copy()
+
+    def extents(self, path: Path) -> tuple[int, int]:
+        """Return (H, W) of an image before it is scaled, without decoding it; DataError if it cannot be decoded."""
+        with _opened(path, self.size) as image:
+            # of TIFF, Pillow tells the extents as they will be
+            turned = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+            return image.size if turned else image.size[::-1]
+
+    def _picture(self, path: Path, image: Any) -> Any:
+        _check_depth(path, image)
+        image = _upright(image, path)
+        mode, transparent = image.mode, image.has_transparency_data
+        if self.mode is None:
+            wanted = _WITH_ALPHA.get(mode, mode) if transparent else {"1": "L", "P": "RGB"}.get(mode, mode)
+            if wanted not in _KEPT:
+                raise DataError(f"{path}: has {mode} pixels; give --mode RGB to convert them, or save them as RGB")
+        else:
+            wanted = self.mode
+            if mode in _WIDE_MODES:
+                raise DataError(
+                    f"{path}: has {mode} pixels, numbers beyond the 8 bits of --mode {self.mode}; leave --mode out, or"
+                    " scale them to 0 ... 255 yourself"
+                )
+            if transparent and wanted != "RGBA":
+                image = image.convert("RGBA")
+                if image.getextrema()[-1][0] < 255:
+                    raise DataError(
+                        f"{path}: is transparent in places, which --mode {wanted} would lose; give --mode RGBA, or lay"
+                        " it on a background yourself"
+                    )
+        image = image if image.mode == wanted else image.convert(wanted)
+        if self.size is not None and image.size != self.size[::-1]:
+            image = image.resize(self.size[::-1])
+        return image
+
+
+def _array(image: Any) -> np.ndarray:
+    array = np.asarray(image)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return array if array.ndim == 3 else array[..., None]
+
+
+def _raw_mode(image: Any) -> str:
+    """Return how pixels lie in the file, in Pillow's words; '' if it does not say."""
+    arguments = image.tile[0].args if image.tile else ""
+    first = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
+    return first if isinstance(first, str) else ""
+
+
+def _check_depth(path: Path, image: Any) -> None:
+    """Refuse pixels of which Pillow keeps only a part; look before it decodes them."""
+    raw, tags = _raw_mode(image), getattr(image, "tag_v2", {})
+    arguments = image.tile[0].args if image.tile else ()
+    most = arguments[1] if image.format == "PPM" and isinstance(arguments, tuple) and len(arguments) > 1 else 0
+    if image.mode in _BYTE_MODES and ((";16" in raw and raw != "BGR;16") or most > 255):  # that has 5 or 6 bits each
+        raise DataError(f"{path}: has 16 bits a colour, of which 8 would be kept; save it as .npy, or with 8 bits")
+    if ";64" in raw:
+        raise DataError(f"{path}: has numbers of 64 bits, of which 32 would be kept; save it as .npy")
+    if raw in ("I;32", "I;32N", "I;32B") and tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _UNSIGNED:
+        if image.getextrema()[0] < 0:
+            raise DataError(f"{path}: has numbers above 2147483647, which would turn negative; save it as .npy")
+    elif tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _SIGNED and tags.get(_BITS, (16,))[0] <= 8:
+        raise DataError(f"{path}: has signed numbers of 8 bits, which would lose their sign; save it as .npy")
+    if image.format == "TIFF" and raw.endswith("X"):
+        raise DataError(f"{path}: has {raw} channels, of which those called X would be lost; save it as .npy")
+
+
+def _upright(image: Any, path: Path) -> Any:
+    """Return the image as it is to be seen: cameras note how they were held."""
+    from PIL import ImageOps
+
+    image.load()
+    return ImageOps.exif_transpose(image) if image.getexif().get(_ORIENTATION, 1) != 1 else image
+
+
+def _check_room(path: Path, size: tuple[int, ...], channels: int, pages: int = 1) -> None:
+    """Refuse what cannot be decoded here, from its extents alone."""
+    needed = prod(size) * channels * pages * _COPIES
+    room = free_memory() if needed > _SURELY_FITS else None
+    if room is not None and needed > room:
+        extents = " x ".join(map(str, size)) + (f" x {pages} pages" if pages > 1 else "")
+        raise DataError(
+            f"{path}: {extents} pixels need {words(needed)} of memory, there are {words(room)}; cut it into pieces, or"
+            " use a machine with more"
+        )
 
 
 @contextmanager
-def _faults(path: Path) -> Iterator[None]:
-    """Let images be as large as they are, and tell what is wrong with one."""
+def _opened(path: Path, size: tuple[int, int] | None) -> Iterator[Any]:
+    """Open an image of which one frame, or pages, can be decoded here; tell what is wrong with it."""
     try:
         from PIL import Image
     except ImportError:
         raise ConfigError("images need Pillow; install it with: pip install pillow (or neondist[images])") from None
     limit = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = None  # they are the user's own
+    Image.MAX_IMAGE_PIXELS = None  # how large they may be is told by the machine's memory
     try:
-        yield
+        # by its name, Pillow would map the file: a shorter one then ends the process, a turned one comes out scrambled
+        with open(path, "rb") as file, Image.open(file) as image:
+            for extents in (image.size, size or ()):
+                if extents:
+                    _check_room(path, extents, 1 if image.mode in ("1", "L") else 4)
+            frames = 1 if image.format in ("TIFF", "MPO") else getattr(image, "n_frames", 1)
+            if frames > 1:
+                raise DataError(f"{path}: has {frames} frames, of which one would be kept; save each as an image")
+            yield image
     except UserError:
         raise
-    except (OSError, ValueError, SyntaxError, TypeError, EOFError, OverflowError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
+    except MemoryError as error:
+        raise DataError(f"{path}: there is no memory to decode it; cut it into pieces") from error
+    except (OSError, ValueError, SyntaxError, TypeError, EOFError, LookupError, ArithmeticError, RuntimeError,
+            AttributeError) as error:  # fmt: skip
+        reason = " ".join(str(error).partition("<")[0].split()) or type(error).__name__
         raise DataError(f"{path}: cannot be read as an image ({reason}); replace or remove it") from error
     finally:
         Image.MAX_IMAGE_PIXELS = limit

@@ -27,6 +27,7 @@ class Part:
     label_dtype : of the labels
     blocks : called once; yields images (n, *spatial, C) and labels (n, ...)
     names : of the classes, where they have names
+    notes : lines to tell, such as what of a source is left out
     """
 
     count: int
@@ -36,6 +37,7 @@ class Part:
     label_dtype: np.dtype
     blocks: Callable[[], Iterator[Block]]
     names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def per_block(self) -> int:

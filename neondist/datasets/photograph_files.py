@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DataError
+from .image_loader import Loader
 
 SHIPPED = {
     "skimage": ("data", "astronaut.png brick.png camera.png chelsea.png coffee.png grass.png gravel.png"),
@@ -28,7 +29,12 @@ def find_photographs(folder: Path | None) -> list[Path]:
     if find_spec("PIL") is None:
         raise DataError(f"photographs need Pillow, scikit-image and scikit-learn; {_INSTALL}")
     if folder is not None:
-        found = sorted(path for path in folder.glob("*") if path.suffix.lower() in _KINDS)
+        try:
+            found = sorted(path for path in folder.iterdir() if path.suffix.lower() in _KINDS)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: has no pictures: {error.strerror}; name a folder that has, or no path"
+            ) from error
         if not found:
             raise DataError(f"{folder}: has no pictures ({', '.join(_KINDS)}); give a folder that has, or no path")
         return found
@@ -51,22 +57,10 @@ def _shipped(package: str) -> list[Path]:
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    """Return (height, width); DataError if it is no picture."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as picture:
-            return picture.height, picture.width
-    except OSError as error:
-        raise DataError(f"{path}: is no picture that Pillow can read ({error}); remove it from the folder") from error
+    """Return (height, width); DataError if it is no picture, or too large for this machine."""
+    return Loader().extents(path)
 
 
 def read_grey(path: Path) -> np.ndarray:
-    """Return a picture's luminance (H, W) in [0, 1] as float32; DataError if it is no picture."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as picture:
-            return np.asarray(picture.convert("RGB").convert("F"), np.float32) / 255
-    except OSError as error:
-        raise DataError(f"{path}: is no picture that Pillow can read ({error}); remove it from the folder") from error
+    """Return a picture's luminance (H, W) in [0, 1] as float32; DataError if it is no picture, or of 16 bits."""
+    return np.asarray(Loader("RGB").picture(path).convert("F"), np.float32) / 255

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..datasets.image_loader import Loader
 from ..errors import DataError
 from ..hdf5 import faults, open_file
 
@@ -150,15 +151,5 @@ class _Pictures:
 
     @staticmethod
     def _decode(file: Path) -> np.ndarray:
-        """Return a picture's cells (H, W) or (H, W, C)."""
-        try:
-            from PIL import Image, UnidentifiedImageError
-        except ImportError:
-            raise DataError(f"{file}: pictures need Pillow; pip install pillow, or give .npy or .h5") from None
-        try:
-            with Image.open(file) as picture:
-                return np.asarray(picture.convert("RGB") if picture.mode in ("P", "CMYK", "YCbCr") else picture)
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as problem:
-            raise DataError(f"{file}: cannot be decoded ({problem}); give another picture") from None
+        """Return a picture's cells (H, W, C), as `neondist data convert` reads them."""
+        return Loader().load(file)

@@ -83,7 +83,7 @@ def test_mistakes(folder, make, error, words):
 
 def test_a_file_that_is_no_picture_is_named(folder):
     (folder / "c.png").write_bytes(b"not a picture")
-    with pytest.raises(DataError, match=r"c\.png: is no picture"):
+    with pytest.raises(DataError, match=r"c\.png: cannot be read as an image"):
         opened(folder)
 
 

@@ -1,0 +1,75 @@
+"""The images of a folder, and what lies beside them: nothing is left out without a word, no link followed out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import DataError
+
+SUFFIXES = (".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".gif", ".webp")
+_TRAINS = ("train", "training")
+_TESTS = ("test", "testing", "val", "valid", "validation")
+
+
+def images(folder: Path) -> list[Path]:
+    """Return the images in a folder and in all below it, in the order of their names."""
+    return sorted(path for path in files(folder) if path.suffix.lower() in SUFFIXES)
+
+
+def files(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and in all below it.
+
+    Raises
+    ------
+    DataError
+        A folder cannot be read, or is a link: what it leads to need not be the user's to give away.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from error
+
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        for name in folders:
+            if os.path.islink(os.path.join(place, name)):
+                _check_link(folder, Path(place, name))
+        yield from (path for name in names if (path := Path(place, name)).is_file())
+
+
+def subfolders(folder: Path) -> list[Path]:
+    """Return the folders in a folder, in the order of their names; DataError as of `files`."""
+    try:
+        found = sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read ({error.strerror}); check its permissions") from error
+    for path in found:
+        if path.is_symlink():
+            _check_link(folder, path)
+    return found
+
+
+def _check_link(root: Path, path: Path) -> None:
+    raise DataError(f"{path}: is a link to a folder, and links out of {root} are not followed; put the folder there")
+
+
+def sets_of(folder: Path) -> tuple[dict[str, Path], list[Path]]:
+    """Return the folders of the two sets, 'train' (which may be the folder itself) and 'test', and those left out."""
+    there = subfolders(folder)
+    trains, tests = (_called(names, there) for names in (_TRAINS, _TESTS))
+    if not trains:
+        if tests:
+            raise DataError(
+                f"{folder}: has a folder '{tests[0].name}', but none for training; name that 'train', or"
+                f" '{tests[0].name}' otherwise if it is a class"
+            )
+        return {"train": folder}, []
+    if len(trains) > 1 or len({path.name.lower() for path in tests}) < len(tests):
+        raise DataError(f"{folder}: has several folders of one set: {', '.join(p.name for p in (*trains, *tests))}")
+    found = {"train": trains[0]} | ({"test": tests[0]} if tests else {})
+    return found, [path for path in there if path not in found.values()]
+
+
+def _called(names: tuple[str, ...], folders: list[Path]) -> list[Path]:
+    """Return the folders of these names, in the order of the names."""
+    return sorted((f for f in folders if f.name.lower() in names), key=lambda f: names.index(f.name.lower()))
