@@ -3,6 +3,7 @@
 Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 """
 
+from . import at_start  # noqa: F401
 from .arrays import GlobalArray, PaddedArray
 from .backends import available, get_backend
 from .comm import ProcessGrid, loopback

@@ -12,20 +12,47 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import UserError
+from ..signals import INTERRUPTED, Signals, listening
+from . import orphan
 from .arguments import parser, spread
+from .job import mark
 from .report import report
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 2 the input is wrong, 130 interrupted, 141 nobody reads on.
+    """Run one command and return its exit code.
 
-    Anything else is a defect: its traceback, and exit code 1.
+    0 done, 2 the input is wrong, 75 stopped with a checkpoint, 130 interrupted, 141 nobody reads on. Anything else is a
+    defect: its traceback, and exit code 1. Without `argv`, the process is the command: it takes the words from there,
+    and hears signals until it has ended.
     """
+    if argv is not None:
+        signals = Signals().listen()
+        try:
+            return _flushed(argv, signals)
+        finally:
+            signals.restore()
+    signals = listening() or Signals(whole_process=True).listen()
+    orphan.die_with_launcher(os.environ)
+    mark(os.environ, "listens")
+    try:
+        code = _flushed(sys.argv[1:], signals)
+    except BaseException:  # an interruption may have become something else on its way
+        if not signals.interrupted:
+            raise
+    signals.end()
+    mark(os.environ, "done")
+    if signals.interrupted:
+        os._exit(INTERRUPTED)  # threads may still be at work
+    return code
+
+
+def _flushed(argv: Sequence[str], signals: Signals) -> int:
     try:
         try:
-            return _run(sys.argv[1:] if argv is None else argv)
+            return _command(argv, signals)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -34,15 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _run(argv: Sequence[str]) -> int:
+def _command(argv: Sequence[str], signals: Signals) -> int:
     arguments = parser().parse_args(spread(argv))
+    arguments.signals = signals
+    if not arguments.stops:
+        signals.give_up()
+        signals.cleans_up = True
     try:
         return arguments.command(arguments)
     except UserError as error:
         report(error)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def _send_nowhere() -> None:

@@ -33,6 +33,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Return the parser; `arguments.command(arguments)` runs what was asked for."""
     top = _Parser(prog="neondist", description="Train convolutional networks whose samples are split over MPI ranks.")
+    top.set_defaults(stops=False)  # whether SIGTERM and SIGUSR1 ask it to stop, instead of ending it
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     one = commands.add_parser("run", help="train what a YAML file describes", allow_abbrev=False)
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
     one.add_argument("--init-from", metavar="FILE", help="a checkpoint whose weights are the first ones, by name")
     guards.add(one)
-    one.set_defaults(command=run)
+    one.set_defaults(command=run, stops=True)
 
     one = commands.add_parser("check", help="validate a YAML file and print every layer's plan", allow_abbrev=False)
     options.experiment(one, "ranks to plan for (default 1); nothing is started")

@@ -37,7 +37,7 @@ def hooks(arguments: argparse.Namespace) -> list[Hook]:
     """Return the hooks of a run."""
     from ..session import DebugHalo, ProgressBar, StopOnSignal, TimeLimit, Watchdog
 
-    found: list[Hook] = [ProgressBar(), StopOnSignal(), Watchdog(arguments.stall_timeout or 600.0)]
+    found: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), Watchdog(arguments.stall_timeout or 600.0)]
     if arguments.time_limit is not None:
         found.append(TimeLimit(arguments.time_limit, float(os.environ.get(STARTED, time.time()))))
     if arguments.debug_halo:

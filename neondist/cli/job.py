@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 LAUNCHED = "NEONDIST_LAUNCHED"
 """Set by `neondist run -n N` for the ranks that it starts."""
+
+MARKS = "NEONDIST_MARKS"
+"""A folder of the job, in which its ranks leave marks for `neondist run -n N`."""
 
 # size, rank, ranks on this node: Open MPI; MPICH and Intel MPI; srun
 _FAMILIES = (
@@ -49,6 +54,19 @@ def detect(env: Mapping[str, str]) -> Job | None:
     if launched or ("PMIX_RANK" in env and "SLURM_STEP_ID" not in env):
         return Job(launched, _number(env, "PMIX_RANK"), launched)
     return None
+
+
+def mark(env: Mapping[str, str], what: str) -> None:
+    """Let a rank tell `neondist run -n N`, if that has started it, what it has come to."""
+    job = detect(env) if MARKS in env else None
+    if job is not None:
+        with suppress(OSError):
+            Path(env[MARKS], f"{what}-{job.rank}").touch()
+
+
+def marks(folder: Path, what: str) -> set[int]:
+    """Return the ranks that have told so."""
+    return {int(path.name.rpartition("-")[2]) for path in folder.glob(f"{what}-[0-9]*")}
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:

@@ -9,25 +9,36 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .. import safe_path
 from ..errors import LaunchError
 from . import guards, pinning
-from .job import LAUNCHED
+from .job import LAUNCHED, marks
 from .leftovers import swept
 from .mpirun import REMEDY, Mpirun, find_mpirun
 from .supervise import supervise
 from .threads import VARIABLES, share
 
 
-def launch(arguments: argparse.Namespace) -> int:
-    """Start `arguments.ranks` ranks of the same command under mpirun; return the job's exit code."""
+def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> int:
+    """Start `arguments.ranks` ranks of the same command under mpirun; return the job's exit code.
+
+    `heard` are the names of signals that came before.
+    """
     mpirun = ready(os.environ)
     command = [*mpirun.command(arguments.ranks), *safe_path.command("neondist", *words(arguments))]
     env = environment(mpirun, arguments.ranks, os.environ)
+    ranks = arguments.ranks
     with swept(mpirun, env) as job:
-        return supervise(command, {**env, **job.environment}, inherited=job.held, gently=True)
+
+        def listen() -> bool:
+            return job.marks is None or len(marks(job.marks, "listens")) == ranks
+
+        if arguments.stops and heard:
+            print(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
+        code = supervise(command, {**env, **job.environment}, job.held, arguments.stops, listen, heard)
+    return code
 
 
 def ready(env: Mapping[str, str]) -> Mpirun:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .job import MARKS
 from .mpirun import Mpirun
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -30,10 +31,12 @@ class Swept:
     ----------
     environment : variables to add
     held : file descriptors that mpirun must inherit
+    marks : where ranks leave marks
     """
 
     environment: dict[str, str] = field(default_factory=dict)
     held: tuple[int, ...] = ()
+    marks: Path | None = None
 
 
 @contextmanager
@@ -48,7 +51,7 @@ def swept(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[Swept]:
         yield Swept()
         return
     folders = [tempfile.mkdtemp(prefix=PREFIX)]
-    new = {"TMPDIR": folders[0], USERS: env.get("TMPDIR", "")}
+    new = {"TMPDIR": folders[0], MARKS: folders[0], USERS: env.get("TMPDIR", "")}
     if BACKING not in env and os.access(SHARED_MEMORY, os.W_OK):
         folders.append(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
         new[BACKING] = folders[-1]
@@ -65,7 +68,7 @@ def swept(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[Swept]:
     finally:
         os.close(end)
     try:
-        yield Swept(new, (held,))
+        yield Swept(new, (held,), Path(folders[0]))
     finally:
         os.close(held)
         with suppress(subprocess.TimeoutExpired):

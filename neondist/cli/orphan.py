@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 import threading
 import time
+from collections.abc import Mapping
+
+from .job import LAUNCHED
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher(env: Mapping[str, str]) -> None:
+    """Let a rank that `neondist run -n N` has started be killed with its mpirun, while MPI starts too (Linux)."""
+    if LAUNCHED in env and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it died in between
+            os._exit(1)
 
 
 def end_with_parent(seconds: float = 1.0) -> None:

@@ -46,7 +46,7 @@ def on_ranks(
         from ..comm import SingleTransport
 
         prepare(SingleTransport(), arguments.ranks)
-        return launch(arguments)
+        return launch(arguments, arguments.signals.heard)
     return body(_join(job))
 
 

@@ -21,10 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     def work(world: Transport, experiment: Any) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from}
-        # signals and hung processes are no matter of threads
-        hooks = guards.hooks(arguments) if arguments.virtual is None else None
         places = {"output": output(arguments), "resolved": dump(experiment)}
-        result = experiment.run(experiment.open_grid(world), **places, hooks=hooks, **start)
+        result = experiment.run(experiment.open_grid(world), **places, hooks=guards.hooks(arguments), **start)
         if world.rank == 0:
             print("written:")
             for file in result.files:

@@ -9,69 +9,107 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from ..signals import STOPPED
 from .quiet import copy_without_notices
 
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ENDING = (signal.SIGINT, signal.SIGTERM)
-STOPPED = 75
-"""Exit code of a run that has stopped with a checkpoint."""
 _PR_SET_PDEATHSIG = 1
 
 
 def supervise(
-    command: Sequence[str], env: Mapping[str, str], inherited: Sequence[int] = (), gently: bool = False
+    command: Sequence[str],
+    env: Mapping[str, str],
+    inherited: Sequence[int] = (),
+    gently: bool = False,
+    ready: Callable[[], bool] = lambda: True,
+    heard: Sequence[str] = (),
 ) -> int:
     """Run a command to its end and return its exit code, 128 + n if signal n ended it.
 
-    It inherits the file descriptors `inherited`. With `gently`, the first SIGTERM is passed on as SIGUSR1, which asks
-    the ranks to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint.
+    It inherits the file descriptors `inherited`. With `gently`, SIGTERM is passed on as SIGUSR1, which asks the ranks
+    to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint. Both wait until the
+    ranks are `ready`: who does not listen yet would be killed. `heard` are names of signals that came before.
     """
-    received: list[int] = []
-    process: subprocess.Popen[bytes] | None = None
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if process is not None:
-            process.send_signal(as_sent(number))
-
-    def as_sent(number: int) -> int:
-        first = received.count(signal.SIGTERM) == 1
-        return signal.SIGUSR1 if gently and number == signal.SIGTERM and first else _as_sent(number)
-
-    before = _handle(forward)  # before the start, so that no signal ends this process and leaves the other
-    process = subprocess.Popen(
-        command,
-        env=dict(env),
-        pass_fds=inherited,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches it once, through us
-        preexec_fn=_die_with_parent(),
-    )
-    for number in received:
-        process.send_signal(as_sent(number))
-    assert process.stderr is not None
-    copier = threading.Thread(
-        target=copy_without_notices, args=(process.stderr.fileno(), sys.stderr.fileno()), daemon=True
-    )
-    copier.start()
+    job = _Job(gently)
+    before = _handle(job.forward)  # before the start, so that no signal ends this process and leaves the other
     try:
+        for name in heard:
+            job.forward(getattr(signal, name))
+        if job.asked:
+            return STOPPED
+        job.process = process = subprocess.Popen(
+            command,
+            env=dict(env),
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches it once, through us
+            preexec_fn=_die_with_parent(),
+        )
+        assert process.stderr is not None
+        copier = threading.Thread(
+            target=copy_without_notices, args=(process.stderr.fileno(), sys.stderr.fileno()), daemon=True
+        )
+        copier.start()
+        job.send(job.waiting)
+        while process.poll() is None and not ready():
+            _wait(process, 0.1)
+        job.ready = True
+        job.send(job.asked)
         code = process.wait()
         copier.join(timeout=1)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    ended = [number for number in received if number in ENDING]
+    ended = [number for number in job.received if number in ENDING]
     if ended and code not in (0, STOPPED):
         return 128 + ended[0]
     return 128 - code if code < 0 else code
 
 
-def _as_sent(number: int) -> int:
-    return signal.SIGTERM if number == signal.SIGHUP else number
+class _Job:
+    """A command under way, and the signals for it."""
+
+    def __init__(self, gently: bool) -> None:
+        self.gently, self.ready = gently, False
+        self.process: subprocess.Popen[bytes] | None = None
+        self.received: list[int] = []  # all that came
+        self.waiting: list[int] = []  # to be sent as soon as the command is there
+        self.asked: list[int] = []  # to be sent as soon as the ranks listen
+
+    def forward(self, number: int, frame: FrameType | None = None) -> None:
+        """Take a signal, and pass it on if the command is there for it."""
+        self.received.append(number)
+        sent = _as_sent(number, self.gently)
+        (self.asked if self.gently and sent == signal.SIGUSR1 else self.waiting).append(sent)
+        self.send(self.waiting)
+        if self.ready:
+            self.send(self.asked)
+
+    def send(self, numbers: list[int]) -> None:
+        """Pass on what waits in a list, while more may come into it."""
+        while numbers and self.process is not None:
+            with suppress(IndexError):
+                self.process.send_signal(numbers.pop(0))
+
+
+def _as_sent(number: int, gently: bool) -> int:
+    if number in (signal.SIGTERM, signal.SIGHUP):
+        return signal.SIGUSR1 if gently and number == signal.SIGTERM else signal.SIGTERM
+    return number
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for a process no longer than that."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
 
 
 def _handle(forward: Callable[[int, FrameType | None], None]) -> dict[int, Any]:

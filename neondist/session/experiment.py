@@ -13,7 +13,7 @@ from ..metrics import Metric
 from ..models import Model
 from ..optim.ranges import choice, flag, integer
 from ..registry import Registered
-from .hooks import Hook
+from .hooks import Hook, opened
 from .progress import ProgressBar
 from .schedule import CheckpointSchedule
 from .settings import all_metrics, grid_factors, require, settle
@@ -137,4 +137,6 @@ class FitExperiment(Registered):
             raise ConfigError("init_from: a run that is resumed has its weights; leave out --resume or --init-from")
         grid = self.open_grid() if grid is None else grid
         folder = None if output is None else Path(output)
-        return train(self, grid, folder, resume, init_from, resolved, [ProgressBar()] if hooks is None else hooks)
+        hooks = [ProgressBar()] if hooks is None else list(hooks)
+        with opened(hooks):
+            return train(self, grid, folder, resume, init_from, resolved, hooks)

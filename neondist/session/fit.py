@@ -12,7 +12,7 @@ import numpy as np
 
 from ..metrics import Metric, Misclassification
 from .evaluate import evaluate
-from .hooks import Hook
+from .hooks import Hook, opened
 from .run import Record, Run, Totals
 
 if TYPE_CHECKING:
@@ -51,8 +51,9 @@ def fit(
     epoch, history
         What is complete already, to continue an earlier run.
     """
-    run = Run(model, dataset, epochs, batch_size, epoch, history=list(history))
-    proceed(run, hooks, metrics, seed)
+    run, hooks = Run(model, dataset, epochs, batch_size, epoch, history=list(history)), list(hooks)
+    with opened(hooks):
+        proceed(run, hooks, metrics, seed)
     return run.history
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
 from .run import Run
 
 
@@ -17,6 +20,12 @@ class Hook:
     """
 
     joins_pretraining = False
+
+    def open(self) -> None:
+        """Nothing has been loaded. Called once, on every hook before any other call."""
+
+    def close(self) -> None:
+        """All is over, well or not, and all files are closed."""
 
     def before_run(self, run: Run) -> None:
         """Model and data are ready, nothing has been trained."""
@@ -35,3 +44,13 @@ class Hook:
 
     def after_run(self, run: Run) -> None:
         """All epochs are complete."""
+
+
+@contextmanager
+def opened(hooks: Sequence[Hook]) -> Iterator[None]:
+    """Open hooks, and close them when the block is left."""
+    with ExitStack() as stack:
+        for hook in hooks:
+            hook.open()
+            stack.callback(hook.close)
+        yield

@@ -10,7 +10,7 @@ from ..comm import Transport
 from .checkpoint import Checkpoint, restore
 from .evaluate import evaluate
 from .fit import proceed
-from .hooks import Hook
+from .hooks import Hook, opened
 from .metrics_log import MetricsLog
 from .reconstruction_error import ReconstructionError
 from .run import Record, Run, Stop
@@ -44,10 +44,12 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
         sample, 'reconstruction_error' the share of the input's variance that the reconstruction misses.
     """
     history: list[Record] = []
-    for stage in model.stages if model.num_pretrain_epochs else ():
-        run = Run(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
-        _train(run, list(hooks), None)
-        history = run.history
+    hooks = list(hooks)
+    with opened(hooks):
+        for stage in model.stages if model.num_pretrain_epochs else ():
+            run = Run(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
+            _train(run, hooks, None)
+            history = run.history
     return history
 
 

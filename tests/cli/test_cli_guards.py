@@ -83,3 +83,49 @@ def test_signals_stop_all_ranks_with_a_checkpoint(folder):
     """SIGTERM to the launcher, which mpirun alone would make a SIGKILL; then SIGUSR1 to a rank."""
     assert " came; --resume goes on from here" in stop(folder, signal.SIGTERM, 0)
     assert "SIGUSR1 came" in stop(folder, signal.SIGUSR1, 2, "--resume")
+
+
+KILL = "import os, signal\nos.kill(os.getpid(), signal.{})\n"
+
+
+@pytest.mark.parametrize("words", [(), ("--virtual", 2), ("-n", 2)])
+def test_a_signal_while_the_command_starts(folder, words):
+    """Code of the user's is imported before anything is loaded: with -n, mpirun is not started at all."""
+    if "-n" in words:
+        pytest.importorskip("mpi4py")
+    (folder / "kill.py").write_text(KILL.format("SIGUSR1"))
+    code, out, err, _ = call(neondist("run", "toy.yaml", *LONG, "--import", "kill.py", *words), folder)
+    assert (code, err) == (75, "")
+    assert "SIGUSR1 came" in out
+
+
+@needs_mpirun
+def test_a_signal_while_the_ranks_start(folder):
+    text = "import os, signal\nif 'OMPI_COMM_WORLD_RANK' in os.environ:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+    (folder / "kill.py").write_text(text)
+    code, out, err, _ = call(neondist("run", "toy.yaml", *LONG, "--import", "kill.py", "-n", 2), folder)
+    assert (code, err) == (75, "")
+    assert "stopped at step 0: SIGTERM came" in out
+
+
+def test_virtual_ranks_stop(folder):
+    process = start(neondist("run", "toy.yaml", *LONG, "--virtual", 2), folder)
+    assert "2 ranks" in process.stdout.readline()
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (75, "")
+    assert "SIGTERM came" in out
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_before_anything_is_imported(folder, name):
+    """Ctrl-C ends the command without a traceback, and SIGTERM one that has nothing to write."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        pytest.skip("Ctrl-C is ignored here, and so by whatever is started from here")
+    early = KILL.format(name) + "import sys; sys.path.pop(0); del sys.modules['numpy']; import numpy\n"
+    (folder / "early").mkdir()
+    (folder / "early" / "numpy.py").write_text(early)
+    path = os.pathsep.join([str(folder / "early"), os.environ["PYTHONPATH"]])
+    code, out, err, _ = call(neondist("check", "toy.yaml"), folder / "early", PYTHONPATH=path)
+    assert (code, out, err) == (130 if name == "SIGINT" else -15, "", "")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cli_runs import EXPERIMENT, mpirun_env, needs_mpirun, neondist, start
 
+from neondist.cli.job import MARKS
 from neondist.cli.leftovers import USERS, restore, swept
 from neondist.cli.mpirun import Mpirun
 from neondist.comm.segments import BACKING
@@ -123,8 +124,8 @@ def test_ranks_get_the_users_temporary_folder_and_the_users_choice_stays(tmp_pat
         env = {**user, **job.environment}
         assert Path(env["TMPDIR"]).parent == tmp_path
         restore(env)
-        assert env == user
-        nothing = {**job.environment, USERS: ""}
+        assert env == {**user, MARKS: str(job.marks)}
+        nothing = {"TMPDIR": "/x", USERS: ""}
         restore(nothing)
         assert nothing == {}
     assert not list(tmp_path.iterdir())
