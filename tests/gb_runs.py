@@ -53,7 +53,7 @@ def pretrain_steps(kind, grid=None, batch=6, steps=3):
     model, x = built(kind, grid, batch)
     found = {}
     for stage in model.stages:
-        stage.begin_epoch(0, steps)
+        stage.begin_epoch(0)
         found[f"{stage.name} cost"] = np.array([stage.train_batch(x, None, batch) for _ in range(steps)])
         y = stage.fprop(x)
         found[f"{stage.name} reconstruction"] = stage.output.gather(y.residual + y.x)
@@ -62,7 +62,7 @@ def pretrain_steps(kind, grid=None, batch=6, steps=3):
     labels = np.arange(batch) % 4
     losses = []
     for epoch in range(3):
-        model.begin_epoch(epoch, 2)
+        model.begin_epoch(epoch)
         losses += [model.train_batch(x, labels, batch) for _ in range(2)]
     return found | {"loss": np.array(losses)} | {f"state {name}": array for name, array in model.state().items()}
 

@@ -223,6 +223,17 @@ class PaddedArray:
         frame = self.frame(samples)
         return frame.fetch if frame.fetch.direction == direction else frame.home
 
+    def remembered(self) -> dict[tuple[int, str], list[Any]]:
+        """Return copies of what the scheme remembers of earlier steps, by number of samples and direction."""
+        scheme = self.border.scheme
+        return {key: [array.copy() for array in scheme.remembered(way)] for key, way in self.ways.items()}
+
+    def remember(self, memory: dict[tuple[int, str], list[Any]]) -> None:
+        """Let the scheme remember what `remembered` returned, and nothing else; collective."""
+        self.border.settle()
+        for key, way in self.ways.items():
+            self.border.scheme.remember(way, memory.get(key, []))
+
     def _plain(self, which: int, samples: int) -> Any | None:
         """Return the array in the place of a view, or of its gradient, that is the tile itself."""
         room = self.rooms[which]
@@ -243,13 +254,12 @@ class PaddedArray:
 
     def forget_frames(self) -> None:
         """Make new buffers, with the transport that `grid.tiles` is now; schemes keep their memory; collective."""
-        scheme = self.border.scheme
-        remembered = {key: scheme.remembered(way) for key, way in self.ways.items()}
+        memory = self.remembered()
         self.border.settle()
         self._frames = {}
-        for key, arrays in remembered.items():
+        for key, arrays in memory.items():
             if arrays:
-                scheme.remember(self.way(*key), arrays)
+                self.border.scheme.remember(self.way(*key), arrays)
 
     def _given(self, array: Any) -> Any:
         return array if self.reuse else array.copy()

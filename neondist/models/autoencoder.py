@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from ..layers import Layer, LocalFilteringLayer, Phase, Sequential
-from .nonfinite import finite, locate_in_stage
+from .nonfinite import SchemeMemory, finite, locate_in_stage
 from .notices import Notice
 from .parameters import gather, load
 from .reconstruction import Reconstruction, ReconstructionCost
@@ -45,18 +45,22 @@ class Autoencoder:
         self.cost = ReconstructionCost(model.sparsity, model.epsilon)
         self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
-        self.learning_rate_scale, self.step, self.passes = 1.0, 0, 0
+        self.learning_rate_scale, self.step, self.uncounted, self.passes = 1.0, 0, 0, 0
         self.slots: dict[str, Any] = {}
 
     def __str__(self) -> str:
         return f"Autoencoder of '{self.name}'"
 
-    def begin_epoch(self, epoch: int, steps: int) -> None:
+    def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Make the optimiser's slots, if the stage is new."""
         if not self.slots:
             self.slots = self.optimizer.slots(self._weights.size, self.dtype)
         if self.model.orthonormal and not self.step:
             self.layer.orthonormalise()
+
+    def uncounted_by(self, history: Sequence[Mapping[str, Any]]) -> int:
+        """Return 0: the optimiser counts all steps that are not skipped."""
+        return 0
 
     def close(self) -> None:
         """Give the memory of the optimiser's slots back."""
@@ -103,6 +107,7 @@ class Autoencoder:
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
         """Run one step and return the mean cost over the global batch; as Model.train_batch, but for the targets."""
         batch = batch_size or len(x) * self.grid.replicas
+        memory = SchemeMemory(self.leaves, self.model.nonfinite == "skip")
         y = self.fprop(x, training=True)
         value = self.cost.value(y)
         self.bprop(y, 1.0 / batch)
@@ -110,12 +115,17 @@ class Autoencoder:
         cost = self.total_over_output(np.array([value, *self.notices.mine]))
         self.notices.heard[...] = cost[1:]
         good = np.isfinite(cost[0]) and not self.notices.heard[Notice.NON_FINITE]
-        self.trouble.after_step(self.step, self.model.nonfinite, None if good else locate_in_stage(self, x, batch))
+        where = None
         if not good:
-            self.step += 1
+            memory.put_back()
+            where = locate_in_stage(self, x, batch)
+            memory.put_back()
+        self.trouble.after_step(self.step, self.model.nonfinite, where)
+        if not good:
+            self.step, self.uncounted = self.step + 1, self.uncounted + 1
             return float("nan")
         flat = self._weights.reshape(-1), self.layer.grads["weights"].reshape(-1)
-        self.optimizer.update(*flat, self.slots, self.step, scale=self.learning_rate_scale)
+        self.optimizer.update(*flat, self.slots, self.step - self.uncounted, scale=self.learning_rate_scale)
         if self.model.orthonormal:
             self.layer.orthonormalise()
         self.step += 1
@@ -170,7 +180,7 @@ class Autoencoder:
         return self.layer.params["weights"]
 
     def _slots(self) -> list[Any]:
-        self.begin_epoch(0, 0)
+        self.begin_epoch(0)
         shape = self._weights.shape
         return [(self.entry.slot(name), slot.reshape(shape)) for name, slot in self.slots.items()]
 

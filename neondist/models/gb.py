@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..comm import ProcessGrid
@@ -95,7 +95,7 @@ class GB(Convnet):
         self.stages = [Autoencoder(self, number) for number in range(1, len(self.starts) + 1)]
         inside = self.top.leaves
         self.top_part = Part(self._built(), lambda layer, _: layer in inside)
-        self.top_alone, self._phase_start = False, 0
+        self.top_alone = False
 
     def pretraining_words(self, plans: Sequence[LayerPlan]) -> dict[str, list[int]]:
         """Return, for each stage, the numbers that each tile sends for a sample in a step of pretraining."""
@@ -106,13 +106,18 @@ class GB(Convnet):
             found[name] = words_sent(plans, [plan.name for plan in plans].index(name), pooled)
         return found
 
-    def begin_epoch(self, epoch: int, steps: int) -> None:
+    def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Find out what the epoch trains; the optimiser starts anew when that changes."""
         self.top_alone = epoch < self.num_initial_epochs
-        self._phase_start = 0 if self.top_alone else self.num_initial_epochs * steps
-        if self.step == self._phase_start:
+        if not seen and epoch == self.num_initial_epochs > 0:
+            self.uncounted = self.step
             for slot in self.slots.values():
                 slot[...] = 0
+
+    def uncounted_by(self, history: Sequence[Mapping[str, Any]]) -> int:
+        """Return the steps that trained the top alone, if those are over."""
+        ends = [record["step"] for record in history if record["epoch"] == self.num_initial_epochs]
+        return int(ends[-1]) if ends else 0
 
     def fill_gradients(self, dy: Any) -> None:
         """Go back no further than to what is trained."""
@@ -124,10 +129,9 @@ class GB(Convnet):
             super().fill_gradients(dy)
 
     def update(self) -> None:
-        """Change what is trained; the optimiser counts its steps from where that began."""
-        step, scale = self.step - self._phase_start, self.learning_rate_scale
+        """Change what is trained."""
         if self.top_alone:
-            self.top_part.update(self.optimizer, self.slots, step, scale)
+            count, scale = self.step - self.uncounted, self.learning_rate_scale
+            self.top_part.update(self.optimizer, self.slots, count, scale)
         else:
-            parameters = self._built()
-            self.optimizer.update(parameters.values, parameters.grads, self.slots, step, scale=scale)
+            super().update()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..schemes import Scheme, as_scheme
 from .entry import Entry
 from .ledger import Ledger, accounts, ledger
 from .lifetimes import arena_of
-from .nonfinite import Trouble, locate
+from .nonfinite import SchemeMemory, Trouble, locate
 from .notices import Notice, Notices
 from .parameters import Parameters, gather, load
 from .plan import LayerPlan, plan_layers, share
@@ -57,6 +57,10 @@ class Model(Registered):
         Bytes of halos that this rank has sent since `build`.
     bytes_summed : int
         Bytes that it has given into sums over ranks.
+    step : int
+        Training steps so far.
+    uncounted : int
+        How many of them the optimiser does not count: skipped ones, and all before it began anew.
     passes : int
         Batches that have come by, in training or not.
     nonfinite : {'stop', 'skip'}
@@ -91,7 +95,7 @@ class Model(Registered):
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = seed, backend, np.dtype(dtype)
-        self.learning_rate_scale, self.step, self.passes = 1.0, 0, 0
+        self.learning_rate_scale, self.step, self.uncounted, self.passes = 1.0, 0, 0, 0
         self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
         self._pending: dict[str, Any] | None = None
@@ -188,10 +192,11 @@ class Model(Registered):
         ------
         NonFiniteError
             On every rank, if the loss or a gradient is not finite on one. With `nonfinite` set to 'skip': weights,
-            state and the optimiser's slots stay as they are, the step is counted, and NaN returned.
+            state, the optimiser's slots and count, and what border schemes remember stay as they are; `step` goes on,
+            and NaN is returned.
         """
         batch, parameters = self._batch(x, batch_size), self._built()
-        kept = parameters.kept_values.copy()
+        kept, memory = parameters.kept_values.copy(), SchemeMemory(self.leaves, self.nonfinite == "skip")
         self.chain.needs_input_gradient = False
         try:
             y = self.fprop(x, training=True, batch_size=batch)
@@ -203,13 +208,16 @@ class Model(Registered):
             if good := parameters.finite():
                 self.update()
             else:
+                memory.put_back()
                 where = locate(self, x, targets, batch)
+                memory.put_back()
                 parameters.kept_values[...] = kept
         finally:
             self.chain.needs_input_gradient = True
         self.trouble.after_step(self.step, self.nonfinite, None if good else where)
         self.step += 1
         if not good:
+            self.uncounted += 1
             return float("nan")
         return float(loss[0] * scale)
 
@@ -217,8 +225,12 @@ class Model(Registered):
         """Return, for each of `stages`, the numbers that each tile sends for a sample in a step of pretraining."""
         return {}
 
-    def begin_epoch(self, epoch: int, steps: int) -> None:
-        """Take note that an epoch of so many steps begins, or goes on after a resume; `epoch` counts from 0."""
+    def begin_epoch(self, epoch: int, seen: int = 0) -> None:
+        """Take note that an epoch begins or, if samples of it have been `seen`, goes on; `epoch` counts from 0."""
+
+    def uncounted_by(self, history: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many steps of a run the optimiser does not count, if none was skipped, by its epochs' records."""
+        return 0
 
     def fill_gradients(self, dy: Any) -> None:
         """Fill the gradients of what is trained at present, given that of this rank's part of the output."""
@@ -228,7 +240,7 @@ class Model(Registered):
         """Change what is trained at present by its gradients."""
         parameters = self._built()
         self.optimizer.update(
-            parameters.values, parameters.grads, self.slots, self.step, scale=self.learning_rate_scale
+            parameters.values, parameters.grads, self.slots, self.step - self.uncounted, self.learning_rate_scale
         )
 
     # Whole arrays and this rank's parts.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,26 @@ def finite(array: Any) -> bool:
     """Tell whether all numbers of an array are finite; one pass over it, if they are."""
     with np.errstate(all="ignore"):
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())  # a sum of finite ones may overflow
+
+
+class SchemeMemory:
+    """What border schemes remember before a step, to be put back where the step is skipped.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+    kept : bool
+        False: nothing is kept, and nothing put back.
+    """
+
+    def __init__(self, layers: Sequence[Layer], kept: bool) -> None:
+        arrays = [array for layer in layers for array in layer.arrays] if kept else []
+        self.arrays = [(array, array.remembered()) for array in arrays]
+
+    def put_back(self) -> None:
+        """Let the schemes forget everything since; collective."""
+        for array, memory in self.arrays:
+            array.remember(memory)
 
 
 def locate(model: Model, x: Any, targets: Any, batch: int) -> str:

@@ -46,15 +46,21 @@ class Scheme(Registered, ABC):
         """Carry gradients over the border."""
 
     def remembered(self, way: Way) -> list[Any]:
-        """Return what later training steps need of `way.memory`, for a checkpoint: flat arrays of the cells' dtype.
+        """Return what later training steps need of `way.memory`: flat arrays of the cells' dtype.
 
-        All ranks return as many.
+        They go into checkpoints, and are put back where a step is skipped. All ranks return as many.
         """
         return [way.memory[name] for name in self.remembers if name in way.memory]
 
     def remember(self, way: Way, arrays: Sequence[Any]) -> None:
-        """Fill `way.memory` from what `remembered` returned, on the same grid; it may start messages."""
-        way.memory.update(zip(self.remembers, arrays, strict=True))
+        """Make `way.memory` what it was when `remembered` returned this, on the same grid; it may start messages.
+
+        Nothing is under way then. Without arrays there was nothing to remember.
+        """
+        for name in self.remembers:
+            way.memory.pop(name, None)
+        if arrays:
+            way.memory.update(zip(self.remembers, arrays, strict=True))
 
     def figures(self, ranks: int, samples: int | None = None) -> Figures | None:
         """Return the figures from which a planner chooses the runs; None: they are as long as `run`.

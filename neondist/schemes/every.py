@@ -35,12 +35,11 @@ class Every(Scheme):
         if not way.training or self.between != "reuse":
             way.exchange() if due else way.fill(self.between)
             return
-        if "courier" not in way.memory:
-            way.memory["courier"], due = way.courier(), True
+        due |= "courier" not in way.memory
+        courier = way.memory["courier"] = way.memory.get("courier") or way.courier()
         if due:
-            way.memory["courier"].start(way.outgoing())
-            way.memory["courier"].finish()
-        way.place(way.memory["courier"].arriving)
+            courier.start(way.outgoing())
+        way.place(courier.finish())
 
     backward = forward
 
@@ -49,9 +48,10 @@ class Every(Scheme):
         return [way.joined(way.memory["courier"].arriving)] if "courier" in way.memory else []
 
     def remember(self, way: Way, arrays: Sequence[Any]) -> None:
-        """Let them be what has arrived last."""
+        """Let them be what has arrived last; without them nothing has."""
+        courier = way.memory.pop("courier", None)
         for cells in arrays:
-            way.memory["courier"] = way.courier()
+            way.memory["courier"] = courier or way.courier()
             for place, arrived in zip(way.memory["courier"].arriving, way.parted(cells, way.receives), strict=True):
                 place[...] = arrived
 

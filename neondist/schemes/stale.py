@@ -36,10 +36,7 @@ class Stale(Scheme):
         waiting = len(travelling) == self.steps
         courier = travelling.popleft() if waiting else way.courier()
         outgoing = [cells.copy() for cells in way.outgoing()]
-        if waiting:
-            way.place(courier.finish())
-        else:
-            way.exchange()
+        way.place(courier.finish()) if waiting else way.exchange()
         courier.start(outgoing)
         travelling.append(courier)
 
@@ -51,7 +48,8 @@ class Stale(Scheme):
 
     def remember(self, way: Way, arrays: Sequence[Any]) -> None:
         """Send them once more."""
-        way.memory["travelling"] = deque(way.courier() for _ in arrays)
+        couriers = [*way.memory.get("travelling", ())][: len(arrays)]
+        way.memory["travelling"] = deque(couriers + [way.courier() for _ in arrays[len(couriers) :]])
         for courier, cells in zip(way.memory["travelling"], arrays, strict=True):
             courier.start(way.parted(cells, way.sends))
 

@@ -90,7 +90,7 @@ def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
     """Train what is left of the epoch, or until a hook sets `run.stop`."""
     model, split = run.model, run.dataset.train
     samples = order(len(split), seed, run.epoch)
-    model.begin_epoch(run.epoch, -(-len(split) // run.batch_size))
+    model.begin_epoch(run.epoch, run.seen)
     totals, start = run.totals, time.perf_counter() - run.totals.seconds
     sent, summed = model.bytes_sent - totals.sent, model.bytes_summed - totals.summed
     batches = [samples[first : first + run.batch_size] for first in range(run.seen, len(split), run.batch_size)]

@@ -22,6 +22,7 @@ class Position:
     seed : of the order of the samples and of all random numbers
     totals : sums over the present epoch; `sent_before` and `summed_before` count all ranks' bytes
     history : one record per complete epoch
+    uncounted : updates that the optimiser does not count; None in the files of version 0.1
     """
 
     epoch: int = 0
@@ -31,6 +32,7 @@ class Position:
     seed: int = 0
     totals: Totals = field(default_factory=Totals)
     history: list[Record] = field(default_factory=list)
+    uncounted: int | None = None
 
     @classmethod
     def of(cls, run: Run) -> Position:
@@ -38,8 +40,8 @@ class Position:
         totals = run.totals
         sent, summed = totals.moved(run.grid)
         sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
-        samples = len(run.dataset.train)
-        return cls(run.epoch, run.step, run.seen, samples, run.model.seed, sums, list(run.history))
+        samples, model = len(run.dataset.train), run.model
+        return cls(run.epoch, run.step, run.seen, samples, model.seed, sums, list(run.history), model.uncounted)
 
     def put(self, run: Run) -> None:
         """Let `run` go on from here.
@@ -60,7 +62,8 @@ class Position:
                 f" {len(run.dataset.train)}; resume with the same data"
             )
         run.epoch, run.seen, run.model.step = self.epoch, self.seen, self.step
-        run.totals, run.history = replace(self.totals), list(self.history)  # virtual ranks share the position
+        run.totals, run.history = replace(self.totals), list(self.history)
+        run.model.uncounted = run.model.uncounted_by(self.history) if self.uncounted is None else self.uncounted
 
     def to_json(self) -> str:
         """Return this as text; floats keep every bit."""

@@ -96,7 +96,7 @@ def last_stage(world: Transport, folder: Path) -> int:
 def _train(run: Run, hooks: list[Hook], checkpoint: Path | None) -> None:
     """Train a stage from its beginning, or from a checkpoint."""
     stage: Any = run.model
-    stage.begin_epoch(0, 0)
+    stage.begin_epoch(0)
     if checkpoint is not None:
         restore(checkpoint, run)
     metrics: list[Any] = [ReconstructionError(stage, run.dataset.train, run.batch_size)]

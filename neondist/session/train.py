@@ -74,7 +74,7 @@ def train(
     same_on_all_ranks(grid.world, samples(dataset))
     with together(grid.world), room_for("model", "fewer or smaller layers"):
         model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
-    model.step = 0
+    model.step = model.uncounted = 0
     run = Run(model, dataset, experiment.epochs, experiment.batch_size)
     begun = start(run, folder, resume, init_from)
     writers: list[Hook] = []

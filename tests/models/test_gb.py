@@ -95,7 +95,7 @@ def test_a_step_sends_what_the_formula_says_and_no_weights(kind):
             group.allreduce = lambda a, add=group.allreduce: (sums.append(a.size), add(a))
         for stage in own.stages:
             before = own.bytes_sent
-            stage.begin_epoch(0, 1)
+            stage.begin_epoch(0)
             stage.train_batch(x, None, batch)
             sent[stage.name] = own.bytes_sent - before
         return sent, sums, own.layers[0].params["weights"].size
@@ -125,13 +125,13 @@ def test_initial_epochs_train_the_top_alone():
     model, x = built("unshared", num_initial_epochs=1)
     labels = np.arange(6) % 4
     first = model.state()
-    model.begin_epoch(0, 2)
+    model.begin_epoch(0)
     for _ in range(2):
         model.train_batch(x, labels)
     then = model.state()
     changed = {name.split("/")[0] for name in first if not np.array_equal(first[name], then[name])}
     assert changed == {"fc1", "fc2"}
-    model.begin_epoch(1, 2)
+    model.begin_epoch(1)
     assert all(np.all(slot == 0) for slot in model.slots.values())
     model.train_batch(x, labels)
     last = model.state()

@@ -131,6 +131,73 @@ def test_a_skipped_step_changes_nothing_but_the_count(ranks, factors, spoil):
         assert all(np.array_equal(found[name], array) for name, array in expected.items())
 
 
+@pytest.mark.parametrize("bad", [0, 1, 4])
+@pytest.mark.parametrize("scheme", ["stale", "stale(steps=2)", "every(j=4)", "quantised(bits=8, feedback=true)"])
+def test_border_schemes_remember_nothing_of_a_skipped_step(scheme, bad):
+    """The steps around it are those of a model that never sees it; `every` exchanges in steps 0 and 4."""
+
+    def body(transport):
+        models = []
+        for _ in range(2):
+            layers = [nd.ConvLayerDist(3, 3, padding=1), nd.LCNLayerDist(3), nd.ConvLayerDist(5, 3, padding=1)]
+            models.append(nd.ConvnetDist(layers, dtype="float64", backend="numpy", scheme=scheme))
+            models[-1].build(SHAPE, BATCH, nd.ProcessGrid(transport, rows=2, cols=1))
+            models[-1].nonfinite = "skip"
+        model, other = models
+        for number in range(7):
+            images, labels = batch(number)[0], np.full((BATCH, *SHAPE[:-1]), number % 5)
+            count = BATCH - (number == 3)  # another number of samples has a memory of its own
+            if number == bad:
+                images[0, 4] = np.nan  # next to the seam
+                assert np.isnan(model.train_batch(model.scatter(images), labels))
+                other.step += 1
+                continue
+            x = model.scatter(images[:count])
+            assert model.train_batch(x, labels[:count], count) == other.train_batch(x, labels[:count], count)
+        assert model.trouble.in_a_row == 0
+
+    loopback.run(2, body)
+
+
+@pytest.mark.parametrize("scheme", ["stale", "quantised(bits=8, feedback=true)"])
+def test_border_schemes_remember_nothing_of_a_skipped_step_of_pretraining(scheme):
+    def body(transport):
+        layers = [nd.LocalFilteringLayerDist(2, 3, name="filters"), nd.L2PoolingLayerDist(2, 1), nd.FCLayerDist(3)]
+        costs = []
+        for bad in (1, None):
+            model = nd.GBDist(layers, backend="numpy", dtype="float64", scheme=scheme)
+            model.build(SHAPE, BATCH, nd.ProcessGrid(transport, rows=2, cols=1))
+            model.nonfinite, stage = "skip", model.stages[0]
+            stage.begin_epoch(0)
+            for number in range(5):
+                x = model.scatter(batch(number)[0])
+                if number == 1:
+                    if bad is None:
+                        continue
+                    x[0] = np.nan
+                costs.append(stage.train_batch(x, None, BATCH))
+        assert np.isnan(costs.pop(1))
+        assert costs[:4] == costs[4:]
+
+    loopback.run(2, body)
+
+
+@pytest.mark.parametrize("skipped", [1, 20])
+def test_adam_counts_no_skipped_step(skipped):
+    """Its first step has the length of the learning rate."""
+    model = nd.Convnet([nd.FCLayer(5)], optimizer=nd.Adam(0.01), dtype="float64", backend="numpy")
+    model.build(SHAPE, BATCH)
+    model.nonfinite = "skip"
+    images, labels = batch(0)
+    for _ in range(skipped):
+        model.train_batch(images * np.nan, labels)
+    before = model.state()["fc1/weights"]
+    model.train_batch(images, labels)
+    moved = np.abs(model.state()["fc1/weights"] - before).max()
+    assert moved == pytest.approx(0.01, rel=1e-3)
+    assert (model.step, model.uncounted) == (skipped + 1, skipped)
+
+
 class Bottomless(nd.CrossEntropy):
     """A cost that is infinite for the last cells of an image; its gradient is finite everywhere."""
 
@@ -219,7 +286,7 @@ def test_pretraining_names_the_place_and_keeps_the_weights(ranks, factors, spoil
         model.build(SHAPE, BATCH, grid)
         model.nonfinite = "skip"
         stage, x = model.stages[0], model.scatter(np.ones((BATCH, *SHAPE)))
-        stage.begin_epoch(0, 1)
+        stage.begin_epoch(0)
         assert np.isfinite(stage.train_batch(x, None, BATCH))
         where = spoil(stage, x) if grid.rank == grid.size - 1 else ""
         before = model.state()

@@ -27,7 +27,7 @@ class ToyModel:
         self.seen, self.scales, self.targets_seen, self.training = [], [], [], []
         self.leaves = []
 
-    def begin_epoch(self, epoch, steps):
+    def begin_epoch(self, epoch, seen=0):
         pass
 
     def __str__(self):
