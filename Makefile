@@ -1,4 +1,4 @@
-# `make demo`, `make test`, `make bench` and `make study`. All set up everything inside this checkout (.venv).
+# `make demo`, `make test`, `make mutate`, `make bench` and `make study`. All set up everything inside this checkout (.venv).
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 4
@@ -7,7 +7,7 @@ WORKERS ?= 2
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test bench study lint types docs clean
+.PHONY: demo test mutate bench study lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo
@@ -15,6 +15,10 @@ demo: .venv/demo
 test: .venv/test
 	$(MAKE) --jobs=2 types lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# a quarter of an hour: would the tests notice small mistakes? See tools/mutations.yaml
+mutate: .venv/test
+	$(BIN)/python tools/mutate.py --jobs $(WORKERS)
 
 # minutes on an otherwise idle machine; writes docs/performance.md
 bench: .venv/test

@@ -126,9 +126,9 @@ def test_training(seed, backend, ours, theirs):
     trained = {k: t for k, t in tensors.items() if not k.endswith(("/mean", "/var"))}
     optimizer = theirs(list(trained.values()))
     rng = np.random.default_rng(seed)
-    for _ in range(5):
-        x = rng.normal(size=(4, 13, 12, 2))
-        labels = rng.integers(0, model.output_shape[-1], (4, *model.output_shape[:-1]))
+    for samples in 4, 4, 2, 4, 3:  # an epoch's last batch may be smaller
+        x = rng.normal(size=(samples, 13, 12, 2))
+        labels = rng.integers(0, model.output_shape[-1], (samples, *model.output_shape[:-1]))
         optimizer.zero_grad()
         loss = F.cross_entropy(network(torch.tensor(np.moveaxis(x, -1, 1).copy())), torch.tensor(labels))
         loss.backward()

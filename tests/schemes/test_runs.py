@@ -198,3 +198,10 @@ def test_another_scheme_ends_a_run():
     layers = [conv(1, 3), conv(1, 3), nd.LCNLayerDist(3, scheme="halo"), conv(1, 3), conv(1, 3)]
     plans = nd.ConvnetDist(layers, scheme="deep_halo(layers=5)").plan((20, 20, 1), nd.GridShape(1, 2, 2))
     assert [plan.halo_cells[0] > 0 for plan in plans] == [True, False, True, True, False]
+
+
+def test_a_run_has_as_many_layers_as_asked_for():
+    for layers, expected in (2, [True, False, True, False, True]), (3, [True, False, False, True, False]):
+        model = nd.ConvnetDist([conv(1, 3) for _ in range(5)], scheme=f"deep_halo(layers={layers})")
+        plans = model.plan((20, 20, 1), nd.GridShape(1, 2, 2))
+        assert [plan.halo_cells[0] > 0 for plan in plans] == expected

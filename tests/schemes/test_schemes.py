@@ -174,6 +174,25 @@ def test_evaluation_is_exact(scheme):
             np.testing.assert_array_equal(one[0], other[0])
 
 
+@pytest.mark.parametrize("scheme", ["stale", "stale(steps=2)", "every(j=3)", "quantised(bits=8, feedback=true)"])
+def test_an_evaluation_between_steps_changes_none_of_them(scheme):
+    """Its cells are no earlier step's."""
+
+    def job(comm, evaluates):
+        shape, layers = LAYERS["conv"]
+        model, found = build(comm, layers(), shape, scheme=scheme), []
+        for number in range(5):
+            found += step(model, number, *noise(model, seed=number))
+            if evaluates:
+                model.fprop(model.scatter(noise(model, seed=9)[0]), training=False)
+        return found
+
+    wanted = on_ranks(4, lambda comm: job(comm, False))[0]
+    for found in on_ranks(4, lambda comm: job(comm, True)):
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(("bits", "error"), [(16, 4.0 / 2**16), (8, 4.0 / 2**8)])
 def test_quantised_cells_are_off_by_half_a_unit_at_most(bits, error):
     largest = 0
@@ -197,6 +216,20 @@ def test_feedback_returns_what_rounding_took():
 
     with_it, without = (max(on_ranks(4, lambda comm, f=f: job(comm, f))) for f in (True, False))
     assert with_it < without / 10
+
+
+def test_feedback_is_for_gradients():
+    """Cells of the next batch have nothing to do with those of this one."""
+    x, dy = (np.random.default_rng(2).normal(size=(3, 9, 8, n)) for n in (2, 1))
+
+    def job(comm):
+        layers = [nd.ConvLayerDist(1, 3, padding=1)]
+        model = build(comm, layers, (9, 8, 2), scheme="quantised(bits=8, feedback=true)")
+        return [step(model, number, x, dy) for number in range(2)]
+
+    for one, other in on_ranks(2, job):
+        np.testing.assert_array_equal(one[0], other[0])
+        assert not np.array_equal(one[1], other[1])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,0 +1,96 @@
+"""The script that tries mutations tells a mistake that a test sees from one that none does."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+CODE = """\
+def half(n):
+    return n // 2
+
+
+def next_even(n):
+    while n % 2:
+        n += 1
+    return n
+"""
+TESTS = """\
+from code_under_test import half, next_even
+
+
+def test_half():
+    assert half(4) == 2
+
+
+def test_next_even():
+    assert next_even(3) == 4
+"""
+LIST = """\
+- {name: seen, file: code_under_test.py, old: n // 2, new: n // 3, tests: test_it.py}
+- {name: not seen, file: code_under_test.py, old: n // 2, new: -(-n // 2), tests: 'test_it.py::test_half'}
+- {name: endless, file: code_under_test.py, old: n += 1, new: n += 2, tests: test_it.py}
+- {name: twice, file: code_under_test.py, old: return n, new: return 0, tests: test_it.py}
+- {name: gone, file: code_under_test.py, old: n // 5, new: n, tests: test_it.py}
+- {name: no file, file: other.py, old: n, new: n, tests: test_it.py}
+- {name: no test, file: code_under_test.py, old: n // 2, new: n, tests: test_other.py}
+- {name: no such test, file: code_under_test.py, old: n // 2, new: n, tests: 'test_it.py::test_other'}
+"""
+
+
+@pytest.fixture
+def mutate(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    import mutate
+
+    yield mutate
+    del sys.modules["mutate"]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name, text in ("code_under_test.py", CODE), ("test_it.py", TESTS), ("list.yaml", LIST):
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_what_becomes_of_a_mutation(mutate, tree, monkeypatch):
+    told = []
+    mutations = {one.name: one for one in mutate.read(tree / "list.yaml")}
+    endless = mutations.pop("endless")
+    left = mutate.try_all(list(mutations.values()), tree, 120, 1, told.append)
+    assert [one.name for one in left] == [name for name in mutations if name != "seen"]
+    for name, found in {
+        "seen": "killed  ",
+        "not seen": "SURVIVED",
+        "twice": "stale: its text is found 2 times",
+        "gone": "stale: its text is found 0 times",
+        "no file": "stale: no such file",
+        "no test": "stale: no test_other.py",
+        "no such test": "broken: pytest ends with 4",
+    }.items():
+        assert found in next(line for line in told if line.startswith(f"{name}  "))
+    assert mutate.try_all([endless], tree, 2, 1, told.append) == []
+    assert "killed (hang)" in told[-1]
+    assert (tree / "code_under_test.py").read_text() == CODE  # only copies were changed
+
+
+def test_without_a_mutation_the_tests_must_pass(mutate, tree, capsys):
+    mutations = mutate.read(tree / "list.yaml")[:1]
+    assert mutate.sound(mutations, tree, 120)
+    (tree / "code_under_test.py").write_text(CODE.replace("n // 2", "n // 3"))
+    assert not mutate.sound(mutations, tree, 120)
+    assert "assert 1 == 2" in capsys.readouterr().out
+
+
+def test_words_choose(mutate, tree):
+    mutations = mutate.read(tree / "list.yaml")
+    assert [one.name for one in mutate.chosen(mutations, ["ENDLESS", "other.py"])] == ["endless", "no file", "no test"]
+    assert mutate.chosen(mutations, []) == mutations
+
+
+def test_names_must_differ(mutate, tree):
+    (tree / "list.yaml").write_text(LIST.replace("name: gone", "name: seen"))
+    with pytest.raises(SystemExit, match="seen: given twice"):
+        mutate.read(tree / "list.yaml")
