@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test mutate bench study lint types docs clean
 
 demo: .venv/demo
-	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo
+	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
 
 test: .venv/test
 	$(MAKE) --jobs=2 types lint docs

@@ -23,4 +23,4 @@ model = nd.ConvnetDist(
     seed=1,
 )
 experiment = nd.FitExperiment(dataset, model, batch_size=128, epochs=6)
-experiment.run(output="runs/mnist_script")
+experiment.run(output="runs/mnist_script", overwrite=True)

@@ -40,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
     options.experiment(one)
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE)")
     virtual.option(one)
-    one.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output directory")
+    one.add_argument(
+        "--resume", nargs="?", default=False, const=True, type=_resume, metavar="auto",
+        help="continue from the checkpoint in the output directory; with auto, or begin where there is none",
+    )  # fmt: skip
+    one.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
     one.add_argument("--init-from", metavar="FILE", help="a checkpoint whose weights are the first ones, by name")
     guards.add(one)
     one.set_defaults(command=run, stops=True)
@@ -59,11 +63,24 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _resume(text: str) -> bool | str:
+    if text not in ("yes", "auto"):
+        raise argparse.ArgumentTypeError(f"'{text}' cannot be used; give --resume or --resume auto")
+    return text == "yes" or text
+
+
 def spread(argv: Sequence[str]) -> list[str]:
-    """Return the words with `--set a=1 b=2` written as `--set a=1 --set b=2`; argparse would take the file as well."""
+    """Return the words as argparse needs them, which would take the file as the value of an option in front of it.
+
+    `--set a=1 b=2` becomes `--set a=1 --set b=2`, `--resume auto` `--resume=auto`, and `--resume` `--resume=yes`.
+    """
     words: list[str] = []
     after = 0  # how many words ago the last --set was
-    for word in argv:
+    for at, word in enumerate(argv):
+        if word == "--resume":
+            word = f"--resume={'auto' if argv[at + 1 : at + 2] == ['auto'] else 'yes'}"
+        elif word == "auto" and argv[max(0, at - 1)] == "--resume":
+            continue
         if after > 1 and re.match(r"[\w.-]+=", word) and not word.startswith("-"):
             words.append("--set")
         elif after > 1:

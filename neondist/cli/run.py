@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train in this process, on virtual ranks, in the MPI job that this process is in, or under mpirun."""
 
     def work(world: Transport, experiment: Any) -> int:
-        start = {"resume": arguments.resume, "init_from": arguments.init_from}
+        start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
         places = {"output": output(arguments), "resolved": dump(experiment)}
         result = experiment.run(experiment.open_grid(world), **places, hooks=guards.hooks(arguments), **start)
         if world.rank == 0:
@@ -37,7 +37,7 @@ def prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     from ..session.output import prepare as prepare_output
 
     experiment = validated(arguments, world, ranks)
-    prepare_output(world, output(arguments))
+    prepare_output(world, output(arguments), arguments.resume, arguments.overwrite)
     return experiment
 
 

@@ -101,10 +101,11 @@ class FitExperiment(Registered):
         self,
         grid: ProcessGrid | None = None,
         output: str | Path | None = None,
-        resume: bool = False,
+        resume: bool | str = False,
         init_from: str | Path | None = None,
         resolved: str | None = None,
         hooks: Iterable[Hook] | None = None,
+        overwrite: bool = False,
     ) -> RunResult:
         """Train; collective, every rank gets the same result.
 
@@ -114,10 +115,10 @@ class FitExperiment(Registered):
             Default `open_grid()`.
         output : path, optional
             Folder for experiment.yaml, environment.json, metrics.jsonl, ledger.jsonl, checkpoint.h5, curves.png and
-            tiles.png.
-            The files of an earlier run are replaced. Default: nothing is written.
-        resume : bool
-            Continue from checkpoint.h5 in `output`, which any number of ranks may have written.
+            tiles.png, which no other run may write to meanwhile. Default: nothing is written.
+        resume : bool or 'auto'
+            Continue from checkpoint.h5 in `output`, which any number of ranks may have written; 'auto': or begin, where
+            there is no run yet.
         init_from : path, optional
             A checkpoint whose weights (and running statistics) are the first ones, for arrays of the same name and
             shape; a note says what was missing and left over.
@@ -125,18 +126,25 @@ class FitExperiment(Registered):
             Text of experiment.yaml.
         hooks : iterable of Hook, optional
             Called beside those that write the files; default a ProgressBar.
+        overwrite : bool
+            The files of an earlier run in `output` are replaced; without it, that is an error.
 
         Raises
         ------
         UserError
-            As `validate`; ConfigError if nothing can be written to `output`; DataError if there is nothing to resume.
+            As `validate`; OutputError if nothing can be written to `output`; ConfigError if an earlier run would be
+            lost; DataError if there is nothing to resume.
         """
         if resume and output is None:
             raise ConfigError("resume: needs the folder of the run to continue; give output")
-        if resume and init_from is not None:
+        if resume not in (False, True, "auto"):
+            raise ConfigError(f"resume: {resume!r} cannot be used; give True, False or 'auto'")
+        if resume and overwrite:
+            raise ConfigError("overwrite: a run cannot be both resumed and replaced; leave out --resume or --overwrite")
+        if resume is True and init_from is not None:
             raise ConfigError("init_from: a run that is resumed has its weights; leave out --resume or --init-from")
         grid = self.open_grid() if grid is None else grid
         folder = None if output is None else Path(output)
         hooks = [ProgressBar()] if hooks is None else list(hooks)
         with opened(hooks):
-            return train(self, grid, folder, resume, init_from, resolved, hooks)
+            return train(self, grid, folder, resume, overwrite, init_from, resolved, hooks)

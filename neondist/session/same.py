@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .experiment import FitExperiment
 
 
-def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool = False) -> list[str]:
+def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool | str = False) -> list[str]:
     """Return what all ranks must agree on, a fact a line: the plan, the weights' layout, how to train."""
     model, dataset = experiment.model, experiment.dataset
     shape = tuple(dataset.sample_shape)

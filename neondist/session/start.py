@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint import kept_files, opened, take
+from ..checkpoint import opened, take
+from ..comm import Transport
 from .checkpoint import restore
-from .output import CHECKPOINT
+from .output import CHECKPOINT, has_run, is_new
 from .pretrain import last_stage
 from .run import Run
+from .together import together
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Start:
     pretrained: bool = False
 
 
-def start(run: Run, folder: Path | None, resume: bool, init_from: str | Path | None) -> Start:
+def start(run: Run, folder: Path | None, resume: bool | str, init_from: str | Path | None) -> Start:
     """Give `run` the weights, and the position, that it begins with; collective.
 
     Raises
@@ -36,24 +38,24 @@ def start(run: Run, folder: Path | None, resume: bool, init_from: str | Path | N
     DataError
         On every rank: a file is missing, damaged or does not fit.
     """
+    if resume and folder is not None:
+        stage = last_stage(run.grid.world, folder) if run.model.num_pretrain_epochs else 0
+        if stage:
+            return Start(True, stage)
+        if not _nothing_yet(run.grid.world, folder, resume):
+            restore(folder / CHECKPOINT, run)
+            return Start(True, pretrained=True)
+        run.notes.append("no earlier run has come to its first checkpoint: this one begins anew")
     if init_from is not None:
         with opened(Path(init_from), run.grid.world) as file:
             run.notes.append(f"weights from {init_from}: {take(file, run.model.kept_arrays()['model'])}")
-    if not resume or folder is None:
-        return Start()
-    stage = last_stage(run.grid.world, folder) if run.model.num_pretrain_epochs else 0
-    if stage:
-        return Start(True, stage)
-    if _ended_before_its_first_checkpoint(run, folder):
-        run.notes.append("the earlier run ended before its first checkpoint: it begins anew")
-        return Start()
-    restore(folder / CHECKPOINT, run)
-    return Start(True, pretrained=True)
+    return Start()
 
 
-def _ended_before_its_first_checkpoint(run: Run, folder: Path) -> bool:
-    """Tell whether the folder shows the beginning of a run, and no more; collective."""
-    log = folder / "metrics.jsonl"
-    begun = (folder / "environment.json").exists() and not (log.exists() and log.stat().st_size)
-    files = (folder / CHECKPOINT).exists() or kept_files(folder / CHECKPOINT)
-    return bool(run.grid.world.bcast(begun and not files))
+def _nothing_yet(world: Transport, folder: Path, resume: bool | str) -> bool:
+    """Tell whether a run that resumes begins anew; collective."""
+    new = False
+    with together(world):
+        if world.rank == 0:
+            new = not has_run(folder) if resume == "auto" else is_new(folder)
+    return bool(world.bcast(new))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +50,8 @@ def train(
     experiment: FitExperiment,
     grid: ProcessGrid,
     folder: Path | None,
-    resume: bool,
+    resume: bool | str,
+    overwrite: bool,
     init_from: str | Path | None,
     resolved: str | None,
     hooks: Iterable[Hook],
@@ -59,14 +60,25 @@ def train(
 
     Whatever can be wrong is found, on every rank, before a file of an earlier run is touched.
     """
-    model, dataset = experiment.model, experiment.dataset
     with together(grid.world):
         experiment.validate(grid.size)
         lines = outline(experiment, grid, resume)
     same_on_all_ranks(grid.world, lines)
-    hooks = list(hooks)
-    if folder is not None:
-        output.prepare(grid.world, folder)
+    with output.held(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
+        return _train(experiment, grid, folder, resume, init_from, resolved, list(hooks))
+
+
+def _train(
+    experiment: FitExperiment,
+    grid: ProcessGrid,
+    folder: Path | None,
+    resume: bool | str,
+    init_from: str | Path | None,
+    resolved: str | None,
+    hooks: list[Hook],
+) -> RunResult:
+    """Run an experiment that is right on every rank, in a folder that is its own."""
+    model, dataset = experiment.model, experiment.dataset
     with together(grid.world):
         dataset.check()
         reading = model.reading_grid(dataset.sample_shape, grid)
@@ -92,18 +104,22 @@ def train(
 
 
 def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, resolved: str | None) -> None:
-    """Put the folder in order and write what is known before training."""
+    """Put the folder in order and write what is known before training.
+
+    The files of an earlier run go once these are on the disk: if there is no room, it stays.
+    """
     from .environment import environment, to_json  # it imports much that `import neondist` can do without
 
     model = experiment.model
     facts = environment(grid, backend=get_backend(model.backend).name, dtype=str(model.dtype), seed=model.seed)
     with together(grid.world):
         if grid.rank == 0:
+            output.tidy(folder)
+            texts = {"environment.json": to_json(facts)} | ({} if resolved is None else {"experiment.yaml": resolved})
+            for name, text in texts.items():
+                write_text(folder / name, text)
             if not resume:
-                output.clear(folder)
-            if resolved is not None:
-                write_text(folder / "experiment.yaml", resolved)
-            write_text(folder / "environment.json", to_json(facts))
+                output.clear(folder, keep=texts)
 
 
 def _writers(folder: Path, checkpoint: Checkpoint) -> list[Hook]:

@@ -8,6 +8,8 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import ConfigError, DataError
 
+ANEW = "no earlier run has come to its first checkpoint: this one begins anew"
+
 
 class First(nd.Hook):
     """Keeps the state and the notes at the start, and stops there."""
@@ -69,7 +71,7 @@ def test_nothing_to_take_is_an_error(tmp_path):
 
 def test_init_from_the_checkpoint_that_the_run_will_replace(tmp_path):
     experiment(1).run(output=tmp_path, hooks=[])
-    (hook,) = first(output=tmp_path, init_from=tmp_path / "checkpoint.h5")
+    (hook,) = first(output=tmp_path, overwrite=True, init_from=tmp_path / "checkpoint.h5")
     assert "10 arrays taken" in hook.notes[0]
 
 
@@ -83,7 +85,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path):
     for name in ("checkpoint.h5", "metrics.jsonl"):
         (tmp_path / name).unlink()
     (hook,) = first(output=tmp_path, resume=True)
-    assert (hook.step, hook.notes) == (0, ["the earlier run ended before its first checkpoint: it begins anew"])
+    assert (hook.step, hook.notes) == (0, [ANEW])
 
 
 def test_a_lost_checkpoint_of_a_run_that_went_on_is_an_error(tmp_path):

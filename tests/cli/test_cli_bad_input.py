@@ -40,8 +40,8 @@ CASES = {
         r"(--set batch_size=1: batch_size|toy\.yaml:1|--set grid.replicas=2): .*",
     ),
     "missing data": (["toy.yaml", "--set", "dataset=!MNIST {path: nowhere}"], r".*dataset.*nowhere.*"),
-    "output is a file": (["toy.yaml", "--output", "file"], r"output: cannot write to file \(.*\); choose another .*"),
-    "output below a file": (["toy.yaml", "--output", "file/x"], r"output: cannot write to file/x \(.*\); choose .*"),
+    "output is a file": (["toy.yaml", "--output", "file"], r"file: the folder cannot be made \(.*\); .*"),
+    "output below a file": (["toy.yaml", "--output", "file/x"], r"file/x: the folder cannot be made \(.*\); .*"),
     "import fails": (["toy.yaml", "--import", "nowhere.py"], r"--import nowhere\.py: no such file; .*"),
     "unknown backend": (["toy.yaml", "--set", "backend=numpi"], r".*backend.*numpi.*did you mean 'numpy'\?.*"),
 }
@@ -151,5 +151,12 @@ def test_one_rank_fails_in_the_middle(folder, user, code):
 
 @needs_mpirun
 def test_nothing_to_resume(folder):
+    once(call(neondist("run", "toy.yaml", "-n", 2, "--resume"), folder), r"runs/toy: there is no run to resume; .*")
+
+
+@needs_mpirun
+def test_a_lost_checkpoint(folder):
     """Found by rank 0 after MPI has started; the other ranks learn it."""
+    (folder / "runs" / "toy").mkdir(parents=True)
+    (folder / "runs" / "toy" / "metrics.jsonl").write_text("{}\n")
     once(call(neondist("run", "toy.yaml", "-n", 2, "--resume"), folder), r"runs/toy/checkpoint\.h5: no such file; .*")

@@ -49,8 +49,8 @@ def test_files_that_lie_there_are_not_imported(folder, monkeypatch):
 
 @needs_mpirun
 def test_every_number_of_ranks_prints_the_same_losses(folder):
-    outs = [call(neondist("run", "toy.yaml", *ranks), folder)[1] for ranks in ([], ["-n", 3])]
-    joined = call(under_mpirun(2, "run", "toy.yaml"), folder, **mpirun_env())[1]
+    outs = [call(neondist("run", "toy.yaml", *words), folder)[1] for words in ([], ["-n", 3, "--overwrite"])]
+    joined = call(under_mpirun(2, "run", "toy.yaml", "--overwrite"), folder, **mpirun_env())[1]
     found = [losses(out) for out in (*outs, joined)]
     assert len(found[0]) == 2
     assert all(one == found[0] for one in found)
@@ -71,7 +71,8 @@ def test_what_ran_can_be_run_again(folder):
 
 
 def test_the_serial_twins_give_the_same(folder):
-    both = [call(neondist("run", "toy.yaml", "--set", f"dist_flag={flag}"), folder)[1] for flag in ("true", "false")]
+    words = ["run", "toy.yaml", "--overwrite", "--set"]
+    both = [call(neondist(*words, f"dist_flag={flag}"), folder)[1] for flag in ("true", "false")]
     assert losses(both[0]) == losses(both[1]) != []
     assert "ConvnetDist on" in both[0]
     assert "Convnet on" in both[1]

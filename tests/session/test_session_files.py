@@ -66,7 +66,7 @@ def test_no_output_writes_nothing(tmp_path, monkeypatch):
 def test_an_earlier_runs_files_are_replaced_and_others_stay(tmp_path):
     experiment(2).run(output=tmp_path, resolved="first", hooks=[])
     (tmp_path / "mine.txt").write_text("keep")
-    experiment(1).run(output=tmp_path, hooks=[])
+    experiment(1).run(output=tmp_path, hooks=[], overwrite=True)
     assert [record["epoch"] for record in lines(tmp_path)] == [1]
     assert not (tmp_path / "experiment.yaml").exists()  # it was of the earlier run
     assert (tmp_path / "mine.txt").read_text() == "keep"

@@ -9,7 +9,7 @@ from session_toys import Recorder, experiment
 from neondist.comm import ProcessGrid, loopback
 from neondist.costs import SumSquared
 from neondist.datasets import Synthetic
-from neondist.errors import ConfigError, DataError, OutputError
+from neondist.errors import DataError, OutputError
 from neondist.layers import AvgPoolingLayerDist, ConvLayerDist, FCLayerDist
 from neondist.metrics import LogLoss, TopK
 from neondist.models import ConvnetDist
@@ -119,12 +119,12 @@ def outcomes(ranks, action):
 def test_every_rank_learns_that_nothing_can_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     errors = outcomes(3, lambda t: experiment(1).run(ProcessGrid(t), tmp_path / "file" / "out", hooks=[]))
-    assert [type(error) for error in errors] == [ConfigError] * 3
-    assert "output: cannot write to" in str(errors[2])
+    assert [type(error) for error in errors] == [OutputError] * 3
+    assert "out: the folder cannot be made (Not a directory)" in str(errors[2])
 
 
 def test_every_rank_learns_that_there_is_nothing_to_resume(tmp_path):
-    errors = outcomes(3, lambda t: experiment(1).run(ProcessGrid(t), tmp_path, resume=True, hooks=[]))
+    errors = outcomes(3, lambda t: experiment(1).run(ProcessGrid(t), tmp_path / "none", resume=True, hooks=[]))
     assert [type(error) for error in errors] == [DataError] * 3
 
 
