@@ -13,7 +13,7 @@ from ..errors import ConfigError
 
 
 def import_module(name: str) -> None:
-    """Import a module by its dotted name, or a .py file by its path.
+    """Import a module by its dotted name, or a .py file by its path; what has been imported is left as it is.
 
     Raises
     ------
@@ -40,8 +40,11 @@ def import_module(name: str) -> None:
 
 
 def _import_file(path: Path) -> None:
+    known = sys.modules.get(path.stem)
+    if getattr(known, "__file__", None) == str(path.absolute()):
+        return  # a second time it would make other classes of the same names
     _reach(path.resolve().parent)  # as for a script: files next to it can be imported
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

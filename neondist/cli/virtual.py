@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import LaunchError
 from . import options, threads
 from .job import detect
+from .modules import import_module
 
 if TYPE_CHECKING:
     from ..comm import Transport
@@ -40,5 +41,7 @@ def on_virtual_ranks(arguments: argparse.Namespace, body: Callable[[Transport], 
         raise LaunchError("--virtual inside an MPI job: leave it out, or run the command without mpirun")
     from ..comm import loopback
 
+    for module in getattr(arguments, "modules", ()):
+        import_module(module)  # now, and not in every thread
     threads.limit(arguments.virtual)
     return max(loopback.run(arguments.virtual, body, timeout=PATIENCE, at_once=threads.cores()))

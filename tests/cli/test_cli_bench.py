@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_runs import EXPERIMENT, call, needs_mpirun, neondist
 
@@ -128,6 +129,35 @@ def test_scaling_mistakes(file, monkeypatch, capsys):
     assert main(["bench", "scaling", str(file), "--ranks", "1,2", "--set", "dist_flag=false"]) == 2
     with pytest.raises(SystemExit):
         main(["bench", "scaling", str(file), "--ranks", "1,x"])
+
+
+OWN = """\
+import neondist as nd
+
+class Seen(nd.Synthetic):
+    def __init__(self):
+        super().__init__((12, 10, 1), classes=3, train=24, test=12)
+        del self.sample_shape, self.classes
+
+    def check(self):
+        self.sample_shape, self.classes = (12, 10, 1), 3
+"""
+
+
+@pytest.mark.parametrize("dataset", ["!HDF5Dataset {path: data.h5}", "!Seen {}"])
+def test_predict_with_data_that_has_to_be_looked_at(file, tmp_path, capsys, monkeypatch, dataset):
+    import h5py
+
+    monkeypatch.setattr("neondist.bench.model.predict.QUICK", 1e-3)
+    monkeypatch.setattr("neondist.bench.model.predict.LONG", 1e-3)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_data.py").write_text(OWN)
+    with h5py.File("data.h5", "w") as data:
+        for split in "train", "test":
+            data[f"{split}/images"], data[f"{split}/labels"] = np.zeros((8, 12, 10, 1)), np.arange(8) % 3
+    machine = Path(__file__).parents[2] / "yaml/machines/cpu_cluster.yaml"
+    words = ["--machine", str(machine), "--ranks", "1,2", "--import", "own_data.py", "--set", f"dataset={dataset}"]
+    assert main(["bench", "model", "predict", str(file), *words, "--measure", "none"]) == 0, capsys.readouterr().err
 
 
 def test_predict(file, tmp_path, capsys, monkeypatch):

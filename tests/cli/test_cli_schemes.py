@@ -100,6 +100,26 @@ def test_the_front():
     }  # fmt: skip
 
 
+OWN = """\
+import neondist as nd
+
+print("imported")
+
+
+class OddHalo(nd.Halo):
+    pass
+"""
+
+
+def test_a_scheme_of_ones_own_on_virtual_ranks(folder, capsys):
+    """Its file is imported once: classes of the same name, one for each thread, would not be the same."""
+    (folder / "odd_halo.py").write_text(OWN)
+    words = ["--import", "odd_halo.py", "--set", "model.scheme=odd_halo", "--virtual", "3", "--output", "out"]
+    assert main(["run", "small.yaml", *words]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.count("imported") == 1
+    assert main(["evaluate", "small.yaml", *words[:-4], "--checkpoint", "out/checkpoint.h5"]) == 0
+
+
 def test_virtual_ranks_train_like_one_process(folder):
     for name, words in {"one": [], "many": ["--virtual", "6"]}.items():
         assert main(["run", "small.yaml", "--set", "dtype=float64", *words, "--output", name]) == 0

@@ -94,12 +94,12 @@ def predict(arguments: argparse.Namespace) -> int:
     for count in arguments.counts:  # a grid that the file fixes is for one of them
         validated(arguments, SingleTransport(), count)
     with threadpool_limits(1):  # a rank for each core
-        rows = model.predict(lambda: load(arguments), sorted({*arguments.counts, *measured}), machine)
+        rows = model.predict(lambda: _looked_at(arguments), sorted({*arguments.counts, *measured}), machine)
     for row in rows:
         if row["ranks"] in measured:
             row["measured_seconds"] = _measure(arguments, row)
             with threadpool_limits(1):
-                row["spread"] = max(row["spread"], model.drift(row, load(arguments)))
+                row["spread"] = max(row["spread"], model.drift(row, _looked_at(arguments)))
     print(table.prediction_table(rows))
     if any(row["schemes"] for row in rows):
         print(f"\n{table.schemes_table(rows)}")
@@ -108,6 +108,13 @@ def predict(arguments: argparse.Namespace) -> int:
     for file in table.write(folder, rows, f"{Path(arguments.file).name} on {Path(arguments.machine).name}"):
         print(f"  {file}")
     return 0
+
+
+def _looked_at(arguments: argparse.Namespace) -> Any:
+    """Return the experiment, whose data set knows the shape of its samples."""
+    experiment = load(arguments)
+    experiment.dataset.check()
+    return experiment
 
 
 def _measure(arguments: argparse.Namespace, row: dict[str, Any]) -> float:
