@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import hdf5
 from ..errors import ConfigError, DataError, OutputError
+from ..hdf5 import ChecksumTable
 from ..memory import free_memory, words
 from .chunks import chunk_shape
 from .class_labels import ClassLabels
@@ -141,6 +142,8 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: Part, compress: bool,
         "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunks(part), **packing
     )
     scale = _TOP.get(part.dtype.str[1:], 1.0)
+    tables = ChecksumTable(images.shape, images.chunks), ChecksumTable(labels.shape, labels.chunks)
+    few: list[np.ndarray] = []  # labels that are not maps: a block of them has more samples than a block of images
     classes = ClassLabels(name) if _are_classes(part) else None
     done, sums = 0, np.zeros((2, part.shape[-1]))
     progress(name, 0, part.count)
@@ -149,15 +152,25 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: Part, compress: bool,
             classes.add(y)
         images[done : done + len(x)] = x
         labels[done : done + len(y)] = y
+        tables[0].add(x, done)
+        if labels.chunks[0] == 1:
+            tables[1].add(y, done)
+        else:
+            few.append(y)
         new.check()
-        for at, image in enumerate(x, start=done):
+        for image in x:
             _add(sums, image.reshape(-1, part.shape[-1]), scale)
-            if not np.isfinite(sums).all():
-                raise DataError(f"{name}: sample {at} has cells that are not finite, or too large; correct them")
+        if not np.isfinite(sums).all():
+            at = next((n for n, image in enumerate(x) if not np.isfinite(image).all()), 0)
+            raise DataError(f"{name}: sample {done + at} has cells that are not finite, or too large; correct them")
         done += len(x)
         progress(name, done, part.count)
     if done != part.count:
         raise DataError(f"{name}: {done} samples came, {part.count} were promised; the source has changed")
+    if few:
+        tables[1].add(np.concatenate(few), 0)
+    for table, array in zip(tables, (images, labels), strict=True):
+        table.write(new.file, array.name.strip("/"))
     mean, square = sums / max(1, part.count * int(np.prod(part.shape[:-1])))
     std = np.sqrt(np.maximum(square - mean**2, 0.0))
     images.attrs["scale"], images.attrs["mean"] = scale, mean

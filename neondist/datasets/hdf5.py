@@ -12,10 +12,12 @@ import numpy as np
 from .. import rng
 from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError
+from ..hdf5 import state
 from .base import Dataset, Split
 from .hdf5_source import ArrayFacts, GroupFacts, look
 from .hdf5_tiles import HDF5Tiles, StreamedSplit
 
+_MOST = 2**31  # classes
 _TOP = {"u1": 255.0, "u2": 65535.0}
 
 
@@ -106,6 +108,7 @@ class HDF5Dataset(Dataset):
         return train, test
 
     def _groups(self) -> dict[str, GroupFacts]:
+        self._state = state(self.file)
         groups = look(self.file, [self.train_group, self.test_group], self.images, self.labels)
         if self.train_group not in groups:
             raise DataError(f"{self.file}: has no group '{self.train_group}'; name yours with train: ('/' is the file)")
@@ -127,7 +130,12 @@ class HDF5Dataset(Dataset):
     def _count(self, groups: dict[str, GroupFacts]) -> int | None:
         """Return the number of classes; DataError if a label is none of them."""
         told = groups[self.train_group].labels.attributes.get("classes")
-        count = self._classes or (int(told) if told is not None and told.size == 1 else None)
+        if told is not None and (told.size != 1 or not 1 <= told.item() <= _MOST or told.item() != int(told.item())):
+            raise DataError(
+                f"{self.file}: attribute 'classes' of {groups[self.train_group].labels.name} is"
+                f" {told.ravel()[:3].tolist()}, no number of classes; correct it, or give classes"
+            )
+        count = self._classes or (None if told is None else int(told.item()))
         for group in groups.values():
             values = group.values
             if values is None or values.ndim != 1 or values.dtype.kind not in "iu":
@@ -146,7 +154,7 @@ class HDF5Dataset(Dataset):
 
     def _tiles(self, grid: ProcessGrid, array: ArrayFacts, numbers: np.ndarray) -> HDF5Tiles:
         cut = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
-        return HDF5Tiles(self.file, array.name, array.shape, array.dtype, cut, numbers)
+        return HDF5Tiles(self.file, array.name, array.shape, array.dtype, cut, numbers, self._state)
 
     def _normalisation(self, images: ArrayFacts) -> dict[str, Any]:
         defaults = {"mean": 0.0, "std": 1.0, "scale": _TOP.get(images.dtype.str[1:], 1.0)}

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..hdf5 import faults, open_file, plain
+from ..hdf5 import faults, find, open_file, plain, read_whole
+from ..memory import free_memory, words
 
 LARGEST_CHUNK = 1 << 30  # bytes that one read may ask for beside its own; files in use have chunks of a few MiB
 _MOST_PACKED = 1032  # deflate cannot pack more bytes into one
@@ -55,7 +56,7 @@ def look(path: Path, groups: list[str], images: str, labels: str) -> dict[str, G
         The file is missing, damaged, or an array is missing or of another kind.
     """
     with open_file(path) as file, faults(path):
-        return {name: _group(path, file, name, images, labels) for name in groups if name == "/" or name in file}
+        return {name: _group(path, file, name, images, labels) for name in groups if find(file, name) is not None}
 
 
 def _group(path: Path, file: Any, group: str, images: str, labels: str) -> GroupFacts:
@@ -74,18 +75,21 @@ def _group(path: Path, file: Any, group: str, images: str, labels: str) -> Group
         return GroupFacts(x, y, None)
     if len(y.shape) > 2:
         raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {spatial} spatial axes")
-    if file[y.name].nbytes > max(_MOST_PACKED * path.stat().st_size, 1 << 20):
+    if find(file, y.name).nbytes > max(_MOST_PACKED * path.stat().st_size, 1 << 20):
         raise DataError(f"{path}: {y.name} promises {y.shape[0]} labels, more than the file can hold; it is damaged")
-    return GroupFacts(x, y, np.asarray(file[y.name][()]))
+    room = free_memory()
+    if room is not None and 2 * find(file, y.name).nbytes > room:
+        raise DataError(f"{path}: {y.name} has {y.shape[0]} labels, for which there are {words(room)} of memory")
+    return GroupFacts(x, y, read_whole(file, y.name))
 
 
 def _array(path: Path, file: Any, group: str, name: str) -> ArrayFacts:
     import h5py
 
     full = f"{group.strip('/')}/{name}".lstrip("/")
-    if full not in file:
+    array = find(file, full)
+    if array is None:
         raise DataError(f"{path}: has no array '{full}'; it has {', '.join(_names(file)) or 'none'}: name yours")
-    array = file[full]
     if not isinstance(array, h5py.Dataset) or not plain(array):
         raise DataError(f"{path}: '{full}' is no array of numbers")
     if 0 in array.shape or not array.shape:

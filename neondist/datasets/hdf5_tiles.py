@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ..hdf5 import faults, open_file
+from ..errors import DataError
+from ..hdf5 import CheckedArray, faults, open_file, state
 from .ahead import Ahead, AllAhead
 from .base import Split
 
@@ -27,16 +28,24 @@ class HDF5Tiles:
     tile : slices of the cells in a sample; axes after them are whole
     numbers : array
         Places of the samples in the array.
+    state : of the file, as `hdf5.state` told it before the array was looked at
     """
 
     def __init__(
-        self, path: Path, name: str, shape: Sequence[int], dtype: np.dtype, tile: tuple[slice, ...], numbers: np.ndarray
+        self,
+        path: Path,
+        name: str,
+        shape: Sequence[int],
+        dtype: np.dtype,
+        tile: tuple[slice, ...],
+        numbers: np.ndarray,
+        state: tuple[int, int],
     ) -> None:
         self.path, self.name, self.dtype, self.tile, self.numbers = path, name, dtype, tile, numbers
-        self._expected = (tuple(shape), dtype)
+        self._expected, self._state = (tuple(shape), dtype), state
         self.shape = (len(numbers), *(cut.stop - cut.start for cut in tile), *shape[1 + len(tile) :])
         self._file: Any = None
-        self._array: Any = None
+        self._array: CheckedArray | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -48,7 +57,10 @@ class HDF5Tiles:
             with faults(self.path):
                 array = self._open()
                 for at, first, count in runs(places):
-                    array.read_direct(out, (slice(first, first + count), *self.tile), np.s_[at : at + count])
+                    array.read(first, out[at : at + count])
+            # afterwards: of a file that is shorter by now, HDF5 reads zeros
+            if state(self.path) != self._state:
+                raise DataError(f"{self.path}: {self.name} has changed since the run began; start anew")
         return out
 
     def close(self) -> None:
@@ -57,12 +69,12 @@ class HDF5Tiles:
         if file is not None:
             file.close()
 
-    def _open(self) -> Any:
+    def _open(self) -> CheckedArray:
         if self._array is None:
             self._file = open_file(self.path)
-            array = self._file[self.name]
+            array = CheckedArray(self._file, self.name, self.tile)
             if (array.shape, array.dtype) != self._expected:
-                raise ValueError(f"{self.name} has changed since the run began")
+                raise DataError(f"{self.path}: {self.name} has changed since the run began; start anew")
             self._array = array
         return self._array
 

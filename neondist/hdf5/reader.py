@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,8 @@ def open_file(path: Path) -> Any:
     """
     import h5py
 
-    if not path.is_file():
-        what = "is a folder; name the HDF5 file in it" if path.is_dir() else "no such file; check the path"
+    if not os.path.isfile(path):  # and not Path.is_file, which raises where a permission is missing
+        what = "is a folder; name the HDF5 file in it" if os.path.isdir(path) else "no such file; check the path"
         raise DataError(f"{path}: {what}")
     with faults(path):
         with open(path, "rb") as file:
@@ -34,6 +35,15 @@ def open_file(path: Path) -> Any:
             if "unable to lock" not in str(error):
                 raise
             return h5py.File(path, "r", locking=False)  # some shared file systems know no locks
+
+
+def state(path: Path) -> tuple[int, int]:
+    """Return what changes when a file is written to: its size, and when it was written last (ns); 0 if it is gone."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 @contextmanager

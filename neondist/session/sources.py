@@ -11,7 +11,7 @@ import numpy as np
 
 from ..datasets.image_loader import Loader
 from ..errors import DataError
-from ..hdf5 import faults, open_file
+from ..hdf5 import CheckedArray, faults, find, open_file, state
 
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 KINDS = f".npy, .h5, {', '.join(PICTURES)} or a folder of pictures"
@@ -107,22 +107,32 @@ def _hdf5(path: Path, name: str) -> Cells:
         names = [key for key in file if isinstance(file.get(key, getlink=True), h5py.HardLink)]
         names = [key for key in names if isinstance(file[key], h5py.Dataset)]
         name = name or ("images" if "images" in names else names[0] if len(names) == 1 else "")
-        found = file.get(name) if name else None
+        found = find(file, name) if name else None
         if not isinstance(found, h5py.Dataset):
             choices = ", ".join(f"{path}:{key}" for key in names) or "it has none"
             raise DataError(f"{path}: which data set? {choices}")
-        return _numbers(f"{path}:{name}", _HDF5Cells(path, found))
+        return _numbers(f"{path}:{name}", _HDF5Cells(path, name.strip("/"), found))
 
 
 class _HDF5Cells:
     """An array in an open file, whose faults are told in one message."""
 
-    def __init__(self, path: Path, array: Any) -> None:
-        self.path, self.array, self.shape, self.dtype = path, array, array.shape, array.dtype
+    def __init__(self, path: Path, name: str, array: Any) -> None:
+        self.path, self.name, self.array, self.shape, self.dtype = path, name, array, array.shape, array.dtype
+        self._state = state(path)
+        self._checked: CheckedArray | None = None
 
-    def __getitem__(self, index: Any) -> np.ndarray:
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return the cells, compared with the checksums that the file has; what the first axis is does not matter."""
+        first, tile = index[0], (*index[1:], *(slice(0, n) for n in self.shape[len(index) :]))
+        out = np.empty([cut.stop - cut.start for cut in (first, *tile)], self.dtype)
         with faults(self.path):
-            return self.array[index]
+            if self._checked is None or self._checked.tile != tile:
+                self._checked = CheckedArray(self.array.file, self.name, tile)
+            self._checked.read(first.start, out)
+        if state(self.path) != self._state:
+            raise DataError(f"{self.path}: {self.name} has changed since it was opened; start anew")
+        return out
 
 
 class _Pictures:
