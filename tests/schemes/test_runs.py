@@ -70,6 +70,7 @@ NETWORKS = {
             nd.PadLayerDist(1),
         ],
     ),
+    "cropped": ((9, 8, 2), lambda: [conv(3, 1), nd.CropLayerDist(((3, 0), (1, 2))), nd.FCLayerDist(4)]),
     "branches": (
         (10, 9, 2),
         lambda: [
