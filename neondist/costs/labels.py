@@ -44,6 +44,14 @@ def labels_of(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return targets.argmax(axis=-1) if is_dense(y, targets) else targets
 
 
+def tells_classes(y: np.ndarray, targets: np.ndarray) -> bool:
+    """Return whether `targets` are labels, one-hot vectors or probabilities, and not numbers to be met (regression)."""
+    if not is_dense(y, targets):
+        return True
+    sums = targets.sum(axis=-1, dtype=np.float64)
+    return bool(targets.min(initial=0) >= 0 and np.allclose(sums, 1, rtol=0, atol=1e-3))
+
+
 def pick(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return from every cell of `values` the entry of its label, with the last axis kept (length 1)."""
     return np.take_along_axis(values, labels[..., None].astype(np.intp, copy=False), axis=-1)

@@ -19,8 +19,9 @@ class Metric(Registered, ABC):
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the sum over the local samples and cells, and their number.
 
-        `y` is (n, C) or (n, *spatial, C); `targets` are integer labels (n,) or (n, *spatial), or one-hot vectors of the
-        shape of `y`. The metric is the sum over the count, each added over all ranks and batches. Arrays may be empty.
+        `y` is (n, C) or (n, *spatial, C); `targets` are integer labels (n,) or (n, *spatial), or arrays of the shape of
+        `y`: one-hot vectors, or numbers to be met. The metric is the sum over the count, each added over all ranks and
+        batches; a sum of NaN says that it does not suit the targets. Arrays may be empty.
         """
 
     def check(self, classes: int | None) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
-from ..costs.labels import labels_of, pick
+from ..costs.labels import labels_of, pick, tells_classes
 from ..errors import ConfigError
 from ..optim.ranges import integer
 from .base import Metric
@@ -12,6 +14,8 @@ from .base import Metric
 
 class TopK(Metric):
     """Share of samples (or cells) whose label is not among the `k` largest outputs; ties go to the lower classes.
+
+    NaN where targets are real numbers, which have no classes.
 
     Parameters
     ----------
@@ -25,6 +29,8 @@ class TopK(Metric):
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the number of misses and the number of answers."""
+        if not tells_classes(y, targets):
+            return np.nan, prod(y.shape[:-1])
         labels = labels_of(y, targets)
         mine = pick(y, labels)
         lower_class = np.arange(y.shape[-1]) < labels[..., None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ def evaluate_checkpoint(
     Returns
     -------
     dict
-        'samples', 'loss' and the metrics by their names ('error' is the misclassification); equal on every rank.
+        'samples', 'loss' and the metrics by their names ('error' is the misclassification), None where a metric does
+        not suit the targets; equal on every rank.
 
     Raises
     ------
@@ -66,12 +68,9 @@ def evaluate_checkpoint(
             take(file, model.kept_arrays()["model"], strict=True)
         samples = getattr(dataset, split)
         found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
-    return {
-        "samples": len(samples),
-        "loss": found.pop("loss"),
-        "error": found.pop(Misclassification.name, None),
-        **found,
-    }
+    loss = found.pop("loss")
+    told = {name: None if isnan(value) else value for name, value in found.items()}
+    return {"samples": len(samples), "loss": loss, "error": told.pop(Misclassification.name, None), **told}
 
 
 def predict(

@@ -43,20 +43,22 @@ class Curves(Hook):
 
 
 def draw_curves(history: Sequence[Record], path: Path) -> None:
-    """Write a picture of the losses and the error of `history`."""
+    """Write a picture of the losses of `history`, and of the error, if there is one."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    loss, error = figure.subplots(1, 2)
+    last = history[-1].get("valid_error")
+    classes = last is not None
+    figure = Figure(figsize=(10 if classes else 5, 4), layout="constrained")
+    loss, *others = figure.subplots(1, 1 + classes, squeeze=False)[0]
     _line(loss, history, "train_loss", "training", "tab:blue", "o")
     _line(loss, history, "valid_loss", "test", "tab:orange", "s")
     loss.set(title="Loss", ylabel="mean loss per sample")
     loss.legend()
-    _line(error, history, "valid_error", "test", "tab:orange", "s", factor=100)
-    last = history[-1].get("valid_error")
-    ending = "" if last is None else f": {100 * last:.2f} % after epoch {history[-1]['epoch']}"
-    error.set(title=f"Test error{ending}", ylabel="wrong answers (%)")
-    for axes in (loss, error):
+    for error in others:
+        _line(error, history, "valid_error", "test", "tab:orange", "s", factor=100)
+        title = f"Test error: {100 * history[-1]['valid_error']:.2f} % after epoch {history[-1]['epoch']}"
+        error.set(title=title, ylabel="wrong answers (%)")
+    for axes in (loss, *others):
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylim(bottom=0)

@@ -45,7 +45,8 @@ def fit(
         Samples per update, over all replicas; an epoch's last batch may be smaller.
     hooks : iterable of Hook
     metrics : sequence of Metric, optional
-        Measured on the test split after every epoch; 'valid_error' is the misclassification. Default: that alone.
+        Measured on the test split after every epoch. Default: the misclassification alone, which is 'valid_error', and
+        None where the targets are no classes.
     seed : int, optional
         Seed of the order of the samples, default the model's.
     epoch, history
@@ -116,14 +117,14 @@ def _close_epoch(run: Run, valid: dict[str, float]) -> None:
     totals, seen = run.totals, run.seen
     sent, summed = totals.moved(run.grid)
     run.epoch, run.seen, run.totals = run.epoch + 1, 0, Totals()
-    loss, error = valid.pop("loss"), valid.pop(Misclassification.name, None)
+    loss, error = valid.pop("loss"), valid.pop(Misclassification.name, math.nan)
     run.history.append(
         {
             "epoch": run.epoch,
             "step": run.step,
             "train_loss": totals.loss / (seen - totals.skipped) if seen > totals.skipped else math.nan,
             "valid_loss": loss,
-            "valid_error": error,
+            "valid_error": None if math.isnan(error) else error,
             "seconds": totals.seconds,
             "samples_per_second": seen / max(totals.seconds, 1e-9),
             "bytes_sent": sent,

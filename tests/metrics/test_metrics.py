@@ -31,6 +31,23 @@ def test_misclassification_is_top_1(shape):
     assert Misclassification().measure(y, y.argmax(-1)) == (0.0, y[..., 0].size)
 
 
+@pytest.mark.parametrize("metric", [Misclassification(), TopK(2)])
+@pytest.mark.parametrize("shape", [(40, 6), (3, 5, 4, 6)])
+def test_numbers_to_be_met_have_no_error(metric, shape):
+    """Their largest is no class; one-hot vectors and probabilities are classes in other words."""
+    y, labels = data(shape)
+    hot = np.eye(shape[-1])[labels]
+    expected = metric.measure(y, labels)
+    for dense in (hot, hot.astype("float32") * 0.9 + np.float32(0.1 / shape[-1]), hot.astype("uint8")):
+        assert metric.measure(y, dense) == expected
+    for numbers in (y, hot * 2, hot - 0.5, np.zeros(shape)):
+        total, count = metric.measure(y, numbers)
+        assert np.isnan(total)
+        assert count == expected[1]
+    assert metric.measure(y[:0], y[:0]) == (0, 0)
+    assert np.isnan(metric.measure(y[..., :1], y[..., :1] + 0.5)[0])  # one output would never be wrong
+
+
 def test_log_loss_is_the_mean_cross_entropy():
     y, labels = data((4, 5, 6))
     total, count = LogLoss().measure(y, labels)
