@@ -18,6 +18,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -119,7 +120,7 @@ def outcome(mutation, tree, limit):
     return OUTCOMES.get(code) or f"broken: pytest ends with {code}: {text.strip().splitlines()[-1:]}"
 
 
-def try_all(mutations, root, limit, jobs, tell=print):
+def try_all(mutations, root, limit, jobs, tell=partial(print, flush=True)):
     """Print a line for each mutation; return those that are not killed."""
     trees = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="neondist-mutations-") as folder:
@@ -132,7 +133,7 @@ def try_all(mutations, root, limit, jobs, tell=print):
                 found = outcome(mutation, tree, limit)
             finally:
                 trees.put(tree)
-            tell(f"{mutation.name:<72.72} {' '.join(mutation.tests):<60} {found:<14} {time.monotonic() - start:5.1f} s")
+            tell(f"{found:<14} {time.monotonic() - start:6.1f} s  {mutation.name}  ({' '.join(mutation.tests)})")
             return found
 
         with ThreadPoolExecutor(jobs) as pool:

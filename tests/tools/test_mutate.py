@@ -62,7 +62,7 @@ def test_what_becomes_of_a_mutation(mutate, tree, monkeypatch):
     left = mutate.try_all(list(mutations.values()), tree, 120, 1, told.append)
     assert [one.name for one in left] == [name for name in mutations if name != "seen"]
     for name, found in {
-        "seen": "killed  ",
+        "seen": "killed ",
         "not seen": "SURVIVED",
         "twice": "stale: its text is found 2 times",
         "gone": "stale: its text is found 0 times",
@@ -70,7 +70,7 @@ def test_what_becomes_of_a_mutation(mutate, tree, monkeypatch):
         "no test": "stale: no test_other.py",
         "no such test": "broken: pytest ends with 4",
     }.items():
-        assert found in next(line for line in told if line.startswith(f"{name}  "))
+        assert next(line for line in told if f" s  {name}  (test_" in line).startswith(found)
     assert mutate.try_all([endless], tree, 2, 1, told.append) == []
     assert "killed (hang)" in told[-1]
     assert (tree / "code_under_test.py").read_text() == CODE  # only copies were changed
