@@ -18,7 +18,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import yaml
@@ -120,8 +119,8 @@ def outcome(mutation, tree, limit):
     return OUTCOMES.get(code) or f"broken: pytest ends with {code}: {text.strip().splitlines()[-1:]}"
 
 
-def try_all(mutations, root, limit, jobs, tell=partial(print, flush=True)):
-    """Print a line for each mutation; return those that are not killed."""
+def try_all(mutations, root, limit, jobs, tell):
+    """Tell a line for each mutation; return those that are not killed."""
     trees = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="neondist-mutations-") as folder:
         for job in range(jobs):
@@ -152,6 +151,11 @@ def sound(mutations, root, limit):
     return code == 0
 
 
+def tell(line):
+    """Print a line at once, also where nobody sits at a terminal."""
+    print(line, flush=True)
+
+
 def main():
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -168,7 +172,7 @@ def main():
     left = list(stale)
     if not given.check:
         whole = [one for one in mutations if one not in stale]
-        left += try_all(whole, ROOT, given.limit, given.jobs) if sound(whole, ROOT, 10 * given.limit) else whole
+        left += try_all(whole, ROOT, given.limit, given.jobs, tell) if sound(whole, ROOT, 10 * given.limit) else whole
     print(f"{len(mutations)} mutations, {len(mutations) - len(left)} {'usable' if given.check else 'killed'}")
     sys.exit(bool(left))
 
