@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 
 _RULE = b"-" * 60
 # mpirun closing pipes of, or answering, ranks that are gone
@@ -21,6 +22,12 @@ def copy_without_notices(source: int, target: int) -> None:
     while chunk := os.read(source, 1 << 16):
         _write(target, notices.feed(chunk))
     _write(target, notices.flush())
+
+
+def copy(source: int, target: int) -> None:
+    """Copy one file descriptor to another until it ends."""
+    while chunk := os.read(source, 1 << 16):
+        _write(target, chunk)
 
 
 class _Filter:
@@ -75,5 +82,7 @@ class _Filter:
 
 
 def _write(target: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(target, data) :]
+    """Write all; where nobody reads on, or the disk is full, nothing: the job must not wait, or end, for that."""
+    with suppress(OSError):
+        while data:
+            data = data[os.write(target, data) :]

@@ -7,6 +7,7 @@ import sys
 import time
 
 from ..config import place
+from ..console import say
 from ..errors import UserError
 from .job import detect
 
@@ -29,5 +30,4 @@ def speaks() -> bool:
 def show(error: UserError) -> None:
     """Print the message to stderr; a character that cannot be seen, as a file may have, is shown by its number."""
     text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(place(error)))
-    sys.stderr.write(f"error: {text}\n")  # in one piece: another rank may end this one at any time
-    sys.stderr.flush()
+    say(f"error: {text}\n", sys.stderr, end="")  # in one piece: another rank may end this one at any time

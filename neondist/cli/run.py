@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import dump
+from ..console import say
 from . import guards, options
 from .experiment import validated
 from .ranks import on_ranks
@@ -24,9 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         places = {"output": output(arguments), "resolved": dump(experiment)}
         result = experiment.run(experiment.open_grid(world), **places, hooks=guards.hooks(arguments), **start)
         if world.rank == 0:
-            print("written:")
-            for file in result.files:
-                print(f"  {file}")
+            say("\n  ".join(["written:", *map(str, result.files)]))
         return result.stop.code if result.stop else 0
 
     return on_ranks(arguments, partial(prepare, arguments), work)

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from ..signals import STOPPED
-from .quiet import copy_without_notices
+from .quiet import copy, copy_without_notices
 
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -47,22 +47,21 @@ def supervise(
             env=dict(env),
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,
+            stdout=None if os.isatty(1) else subprocess.PIPE,  # mpirun ends the job where nobody reads on
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches it once, through us
             preexec_fn=_die_with_parent(),
         )
-        assert process.stderr is not None
-        copier = threading.Thread(
-            target=copy_without_notices, args=(process.stderr.fileno(), sys.stderr.fileno()), daemon=True
-        )
-        copier.start()
+        copiers = [_copier(copy_without_notices, process.stderr, sys.stderr.fileno())]
+        copiers += [_copier(copy, process.stdout, 1)] if process.stdout is not None else []
         job.send(job.waiting)
         while process.poll() is None and not ready():
             _wait(process, 0.1)
         job.ready = True
         job.send(job.asked)
         code = process.wait()
-        copier.join(timeout=1)
+        for copier in copiers:
+            copier.join(timeout=10)  # whoever reads us may be slow
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -70,6 +69,14 @@ def supervise(
     if ended and code not in (0, STOPPED):
         return 128 + ended[0]
     return 128 - code if code < 0 else code
+
+
+def _copier(how: Callable[[int, int], None], source: IO[bytes] | None, target: int) -> threading.Thread:
+    """Copy what comes from a pipe as long as it comes."""
+    assert source is not None
+    thread = threading.Thread(target=how, args=(source.fileno(), target), daemon=True)
+    thread.start()
+    return thread
 
 
 class _Job:

@@ -26,7 +26,7 @@ def environment(grid: ProcessGrid, **extra: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "ranks": grid.size,
-        "grid": {"replicas": grid.replicas, "rows": grid.rows, "cols": grid.cols},
+        "grid": {"replicas": grid.replicas, "planes": grid.planes, "rows": grid.rows, "cols": grid.cols},
         "hosts": dict(hosts),
         "cores": os.cpu_count(),
         "threads": {name: os.environ[name] for name in THREADS if name in os.environ} | {"pools": _pools()},

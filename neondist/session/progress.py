@@ -8,6 +8,7 @@ import sys
 import time
 from typing import IO, Any
 
+from ..console import say
 from .hooks import Hook
 from .reconstruction_error import ReconstructionError
 from .run import Record, Run
@@ -98,7 +99,7 @@ class ProgressBar(Hook):
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
-            print(text, file=self.file, flush=True)
+            say(text, self.file)
 
 
 def terminal(file: IO[str] | None = None) -> Any:
@@ -116,7 +117,8 @@ def terminal(file: IO[str] | None = None) -> Any:
 def headline(run: Run) -> str:
     """Return one line that says what is trained on what."""
     grid = run.grid
-    ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {grid.rows} x {grid.cols})"
+    tiles = f"{grid.planes} x " * (grid.planes > 1) + f"{grid.rows} x {grid.cols}"
+    ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {tiles})"
     done = f", from epoch {run.epoch}" if run.epoch else ""
     done += f", {run.seen} samples into the next" if run.seen else ""
     return (

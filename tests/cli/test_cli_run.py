@@ -1,7 +1,9 @@
 """neondist run and check, as users call them."""
 
 import json
+import os
 import signal
+import subprocess
 import time
 from importlib import import_module
 
@@ -121,3 +123,28 @@ def alive(pid):
             return file.read().split()[2] != "Z"
     except OSError:
         return False
+
+
+def read_one_line(words, folder, **env):
+    """Run with an output that nobody reads on after the first line; return the exit code and stderr."""
+    process = start(words, folder, **env)
+    assert process.stdout.readline()
+    process.stdout.close()
+    said = process.stderr.read()
+    return process.wait(60), said
+
+
+@pytest.mark.parametrize("ranks", [[], pytest.param(["-n", 2], marks=needs_mpirun)])
+def test_a_run_goes_on_where_nobody_reads_on(folder, ranks):
+    """As with `| head -1`: mpirun would end the job with SIGPIPE."""
+    words = neondist("run", "toy.yaml", *ranks, "--set", "epochs=30")
+    code, said = read_one_line(words, folder)
+    assert (code, said) == (0, "")
+    assert len((folder / "runs" / "toy" / "metrics.jsonl").read_text().splitlines()) == 30
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_run_goes_on_where_its_output_finds_no_room(folder):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(neondist("run", "toy.yaml"), cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

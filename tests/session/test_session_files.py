@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from session_toys import Recorder, ToyData, ToyModel, experiment
 
+from neondist.comm import loopback
+from neondist.datasets import Synthetic
 from neondist.errors import ConfigError
 from neondist.layers import ConvLayerDist, FCLayerDist
 from neondist.optim import SGD, Adam
@@ -49,10 +51,26 @@ def test_files_of_a_run(tmp_path):
     assert (folder / "experiment.yaml").read_text() == "!FitExperiment {}\n"
     facts = json.loads((folder / "environment.json").read_text())
     assert facts["ranks"] == 1
-    assert facts["grid"] == {"replicas": 1, "rows": 1, "cols": 1}
+    assert facts["grid"] == {"replicas": 1, "planes": 1, "rows": 1, "cols": 1}
     assert {"versions", "hosts", "threads", "backend", "dtype"} <= facts.keys()
     assert [list(record) for record in lines(folder)] == [KEYS]
     assert sorted(result.files) == sorted(folder.iterdir())  # nothing partial is left
+
+
+def test_planes_are_named(tmp_path, capsys):
+    def body(world):
+        made = experiment(
+            1,
+            lambda: [ConvLayerDist(2, 3, padding=1), FCLayerDist(4)],
+            dataset=lambda: Synthetic((8, 5, 5, 1), classes=4, train=4, test=2),
+            grid={"planes": 4},
+        )
+        made.run(made.open_grid(world), output=tmp_path)
+
+    loopback.run(4, body)
+    assert "on 4 ranks (1 x 4 x 1 x 1)" in capsys.readouterr().out
+    facts = json.loads((tmp_path / "environment.json").read_text())
+    assert facts["grid"] == {"replicas": 1, "planes": 4, "rows": 1, "cols": 1}
 
 
 def test_no_output_writes_nothing(tmp_path, monkeypatch):
