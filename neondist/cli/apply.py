@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
     options.experiment(one)
     _checkpoint(one)
     one.add_argument("--split", choices=["test", "train"], default="test", help="which samples (default test)")
-    one.set_defaults(command=evaluate)
+    one.set_defaults(command=evaluate, watched=True)
 
     one = commands.add_parser("predict", help="write a checkpoint's outputs for new images", allow_abbrev=False)
     options.experiment(one)
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     one.add_argument("--output", metavar="Y", required=True, help="where to write: .npy, or .h5")
     one.add_argument("--classes", action="store_true", help="write the number of the largest output, not all outputs")
-    one.set_defaults(command=predict)
+    one.set_defaults(command=predict, watched=True)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -77,6 +77,8 @@ def _on_ranks(
     """Work on the experiment that `find` returns, here or on ranks that mpirun starts."""
 
     def do(world: Transport, experiment: Any) -> int:
+        if arguments.watchdog is not None:
+            arguments.watchdog.passes = lambda: experiment.model.passes
         work(experiment, experiment.open_grid(world))
         return 0
 

@@ -6,10 +6,15 @@ import argparse
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from . import options
+from .job import Job
+
 if TYPE_CHECKING:
-    from ..session import Hook
+    from ..session import Hook, Watchdog
 
 STARTED = "NEONDIST_STARTED"
 """When the job was started, as time.time() tells; set by `neondist run -n N` for its ranks."""
@@ -33,11 +38,36 @@ def add(one: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def watchdog(arguments: argparse.Namespace, job: Job | None = None, whole_process: bool = False) -> Watchdog:
+    """Return who watches over this process, or over a virtual rank."""
+    from ..session import Watchdog
+
+    rank, size = (job.rank or 0, job.size or 1) if job is not None else (0, 1)
+    folder = options.folder(arguments) if arguments.stops else None
+    timeout = getattr(arguments, "stall_timeout", None) or 600.0
+    return Watchdog(timeout, whole_process=whole_process, rank=rank, size=size, folder=folder)
+
+
+@contextmanager
+def watched(arguments: argparse.Namespace) -> Iterator[None]:
+    """Watch over this process as long as the block lasts, if the command must not hang."""
+    if not arguments.watched:
+        yield
+        return
+    watches = watchdog(arguments, whole_process=True)
+    watches.open()
+    try:
+        yield
+    finally:
+        watches.stop()
+
+
 def hooks(arguments: argparse.Namespace) -> list[Hook]:
     """Return the hooks of a run."""
-    from ..session import DebugHalo, ProgressBar, StopOnSignal, TimeLimit, Watchdog
+    from ..session import DebugHalo, ProgressBar, StopOnSignal, TimeLimit
 
-    found: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), Watchdog(arguments.stall_timeout or 600.0)]
+    watches = arguments.watchdog or watchdog(arguments)
+    found: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), watches]
     if arguments.time_limit is not None:
         found.append(TimeLimit(arguments.time_limit, float(os.environ.get(STARTED, time.time()))))
     if arguments.debug_halo:

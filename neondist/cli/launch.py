@@ -38,6 +38,14 @@ def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> int:
         if arguments.stops and heard:
             print(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
         code = supervise(command, {**env, **job.environment}, job.held, arguments.stops, listen, heard)
+        done = None if job.marks is None else marks(job.marks, "done")
+    if code == 0 and done is not None and len(done) < ranks:
+        gone = ", ".join(str(rank) for rank in range(ranks) if rank not in done)
+        print(
+            f"error: rank {gone} ended before the command did, without a word: os._exit in code of your own?",
+            file=sys.stderr,
+        )
+        return 1
     return code
 
 

@@ -16,12 +16,20 @@ _NOTICES = (
 )
 
 
-def copy_without_notices(source: int, target: int) -> None:
-    """Copy one file descriptor to another until it ends, without mpirun's notices about exit codes."""
-    notices = _Filter()
+def copy_without_notices(source: int, target: int, left_out: list[bytes]) -> None:
+    """Copy one file descriptor to another until it ends, without mpirun's notices about exit codes.
+
+    They are put into `left_out`, if nothing but them has come.
+    """
+    notices, spoken = _Filter(), False
     while chunk := os.read(source, 1 << 16):
-        _write(target, notices.feed(chunk))
-    _write(target, notices.flush())
+        out = notices.feed(chunk)
+        spoken |= bool(out.strip())
+        _write(target, out)
+    out = notices.flush()
+    _write(target, out)
+    if not (spoken or out.strip()):
+        left_out.append(notices.left_out)
 
 
 def copy(source: int, target: int) -> None:
@@ -34,6 +42,7 @@ class _Filter:
     """Holds back what may become a notice: lines from one rule of dashes to the next."""
 
     def __init__(self) -> None:
+        self.left_out = b""
         self.line = b""
         self.block: list[bytes] = []
         self.dropped = False
@@ -78,6 +87,7 @@ class _Filter:
             return b""
         block, self.block = b"".join(self.block), []
         self.dropped = any(notice in block for notice in _NOTICES)
+        self.left_out += block if self.dropped else b""
         return b"" if self.dropped else block
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
-from . import leftovers, pinning, threads
+from . import guards, leftovers, pinning, threads
 from .attend import Prepared, attend
 from .job import Job, detect
 from .launch import launch, ready
+from .limited import limited
 from .orphan import end_with_parent
 from .virtual import on_virtual_ranks
 
 if TYPE_CHECKING:
     from ..comm import Transport
+    from ..session import Watchdog
 
 
 def on_ranks(
@@ -41,13 +45,22 @@ def on_ranks(
 
     if getattr(arguments, "virtual", None) is not None:
         return on_virtual_ranks(arguments, body)
+    from ..comm import SingleTransport, mpi
+
     job = job_of(arguments)
     if _must_launch(arguments, job):
-        from ..comm import SingleTransport
-
-        prepare(SingleTransport(), arguments.ranks)
+        with guards.watched(arguments):
+            prepare(SingleTransport(), arguments.ranks)
         return launch(arguments, arguments.signals.heard)
-    return body(_join(job))
+    if arguments.watched:
+        arguments.watchdog = guards.watchdog(arguments, job, whole_process=True)
+        arguments.watchdog.open()
+    if job is None:
+        return body(SingleTransport())
+    code = body(_join(job, arguments.watchdog))
+    with _patient(job, arguments.watchdog, "the end of MPI"):
+        mpi.finish()
+    return code
 
 
 def job_of(arguments: argparse.Namespace) -> Job | None:
@@ -66,21 +79,34 @@ def _must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     return True
 
 
-def _join(job: Job | None) -> Transport:
-    """Return the ranks of the job; outside of one, this process alone and no MPI."""
-    from ..comm import SingleTransport, mpi
+def _join(job: Job, watchdog: Watchdog | None) -> Transport:
+    """Return the ranks of the job, once MPI has started; the watchdog learns who they are."""
+    from ..comm import mpi
 
-    if job is None:
-        return SingleTransport()
     leftovers.restore(os.environ)
     end_with_parent()
     pinning.pin(job, os.environ)
     if job.local_size:
         threads.limit(job.local_size)
-    world = mpi.world()
+    with _patient(job, watchdog, "the start of MPI"):
+        world = mpi.world()
     if (job.size or 1) > 1 and world.size == 1:
         raise LaunchError(
             f"mpirun has started {job.size} ranks, but mpi4py sees one: they belong to different MPI libraries;"
             " use the mpirun of the library that `neondist doctor` shows, or install mpi4py again for yours"
         )
+    if watchdog is not None:
+        host = platform.node()
+        watchdog.join(world, world.allgather((host, os.getpid())), host)
     return world
+
+
+def _patient(job: Job, watchdog: Watchdog | None, place: str) -> AbstractContextManager[None]:
+    """Limit a block in which MPI waits for all ranks and lets no other thread run."""
+    if watchdog is None:
+        return nullcontext()
+    return limited(
+        watchdog.timeout,
+        f"rank {job.rank} of {job.size}: no progress for {watchdog.timeout:g} s (--stall-timeout): waits in {place} for"
+        " a rank that does not come to it",
+    )

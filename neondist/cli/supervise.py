@@ -52,7 +52,8 @@ def supervise(
             start_new_session=True,  # Ctrl-C reaches it once, through us
             preexec_fn=_die_with_parent(),
         )
-        copiers = [_copier(copy_without_notices, process.stderr, sys.stderr.fileno())]
+        left_out: list[bytes] = []
+        copiers = [_copier(copy_without_notices, process.stderr, sys.stderr.fileno(), left_out)]
         copiers += [_copier(copy, process.stdout, 1)] if process.stdout is not None else []
         job.send(job.waiting)
         while process.poll() is None and not ready():
@@ -68,13 +69,15 @@ def supervise(
     ended = [number for number in job.received if number in ENDING]
     if ended and code not in (0, STOPPED):
         return 128 + ended[0]
+    if code not in (0, STOPPED):  # if no rank has said why, mpirun's notice names the one
+        sys.stderr.write(b"".join(left_out).decode(errors="replace"))
     return 128 - code if code < 0 else code
 
 
-def _copier(how: Callable[[int, int], None], source: IO[bytes] | None, target: int) -> threading.Thread:
+def _copier(how: Callable[..., None], source: IO[bytes] | None, target: int, *more: object) -> threading.Thread:
     """Copy what comes from a pipe as long as it comes."""
     assert source is not None
-    thread = threading.Thread(target=how, args=(source.fileno(), target), daemon=True)
+    thread = threading.Thread(target=how, args=(source.fileno(), target, *more), daemon=True)
     thread.start()
     return thread
 

@@ -39,6 +39,14 @@ def _started() -> Any:
     return MPI
 
 
+def finish() -> None:
+    """End MPI, if it has been started; collective."""
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
 class MPITransport(Transport):
     """An mpi4py communicator."""
 

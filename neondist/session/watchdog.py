@@ -6,43 +6,53 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .hooks import Hook
+from .io_counts import is_stopped, moved, written
 from .run import Run
 from .whereabouts import whereabouts
 
 if TYPE_CHECKING:
-    from ..comm import Transport
+    from ..comm import ProcessGrid, Transport
 
 
-def end(world: Transport, patience: float) -> None:
+def end(world: Transport | None, patience: float) -> None:
     """End the job from a thread, after a while in which the other ranks may say where they are."""
     time.sleep(min(30.0, max(2.0, patience)))
     last = threading.Timer(5, os._exit, [1])  # should MPI itself not answer
     last.daemon = True
     last.start()
-    if world.size > 1:
+    if world is not None and world.size > 1:
         world.abort(1)
     os._exit(1)
 
 
 class Watchdog(Hook):
-    """End the job where no batch has passed this rank for too long, instead of hanging.
+    """End the job where a rank makes no progress for too long, instead of hanging.
 
-    A thread looks now and then at how many batches have passed; a step pays nothing for it. Where the rank is - in
-    which layer's exchange, in which sum, or in whose code - it reads from the stack of the thread that trains.
+    Progress is a batch that passes, bytes that a rank of this machine reads or writes, files that grow in the run's
+    folder, and outside of runs another place in the code: a slow checkpoint is none that hangs. A thread looks now and
+    then; a step pays nothing for it. Where the rank is - in which layer's exchange, in which sum, or in whose code - it
+    reads from the stack of the thread that trains. Time in which the process was stopped does not count.
 
     Parameters
     ----------
     timeout : float
         Seconds.
     end : callable
-        What to do after the report, given the ranks and some seconds for others to report; default to end the job with
-        exit code 1.
+        What to do after the report, given the ranks (None: MPI has not started) and some seconds for others to report;
+        default to end the job with exit code 1.
     report : callable
         Takes the text; default writes to stderr.
+    whole_process : bool
+        Watch from the first `open` to the end of the process, instead of from the first step to the last file.
+    rank, size : int
+        Of this process, as long as no run says it.
+    folder : path, optional
+        Where the run writes.
     """
 
     joins_pretraining = True
@@ -50,45 +60,101 @@ class Watchdog(Hook):
     def __init__(
         self,
         timeout: float = 600.0,
-        end: Callable[[Transport, float], None] = end,
+        end: Callable[[Transport | None, float], None] = end,
         report: Callable[[str], None] | None = None,
+        whole_process: bool = False,
+        rank: int = 0,
+        size: int = 1,
+        folder: Path | None = None,
     ) -> None:
         self.timeout, self.end = timeout, end
         self.report = report or _to_stderr
-        self.done = threading.Event()
+        self.whole_process, self.rank, self.size, self.folder = whole_process, rank, size, folder
+        self.done: threading.Event | None = None
         self.watched = 0
+        self.world: Transport | None = None
+        self.grid: ProcessGrid | None = None
+        self.peers: dict[int, int] = {}
+        self.passes: Callable[[], int] = int
+        self.run: Run | None = None
+
+    def open(self) -> None:
+        """Begin to watch the thread that calls, if the whole process is to be watched."""
+        if self.whole_process:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self.done is None:
+            self.done, self.watched = threading.Event(), threading.get_ident()
+            threading.Thread(target=self._watch, args=(self.done,), name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no longer, unless the whole process is to be watched."""
+        if not self.whole_process:
+            self.stop()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self.done is not None:
+            self.done.set()
+            self.done = None
+
+    def join(self, world: Transport, peers: Sequence[tuple[str, int]], host: str) -> None:
+        """Take note of the ranks: of the machine and process number of each, and of this machine's name."""
+        self.world, self.rank, self.size = world, world.rank, world.size
+        self.peers = {rank: pid for rank, (name, pid) in enumerate(peers) if name == host and rank != world.rank}
 
     def before_run(self, run: Run) -> None:
-        """Begin to watch the thread that calls."""
-        self.done, self.watched = threading.Event(), threading.get_ident()
-        threading.Thread(target=self._watch, args=(run, self.done), name="watchdog", daemon=True).start()
+        """Take note of the run."""
+        self.run, self.grid, self.world = run, run.grid, run.grid.world
+        self.rank, self.size, self.passes = run.grid.rank, run.grid.size, lambda: run.model.passes
+        self._begin()
 
     def after_run(self, run: Run) -> None:
-        """Watch no longer."""
-        self.done.set()
+        """No step is to come."""
+        self.run = None
 
     def on_stop(self, run: Run) -> None:
-        """Watch no longer."""
-        self.done.set()
+        """No step is to come."""
+        self.run = None
 
-    def on_error(self, run: Run, error: BaseException) -> None:
-        """Watch no longer."""
-        self.done.set()
-
-    def _watch(self, run: Run, done: threading.Event) -> None:
-        passed, since = -1, time.monotonic()
-        while not done.wait(min(5.0, self.timeout / 10)):
+    def _watch(self, done: threading.Event) -> None:
+        tick = min(5.0, self.timeout / 10)
+        seen: object = None
+        idle, last = 0.0, time.monotonic()
+        while not done.wait(tick):
             now = time.monotonic()
-            if passed != run.model.passes:
-                passed, since = run.model.passes, now
-            elif now - since > self.timeout:
-                frame = sys._current_frames().get(self.watched)
-                grid = run.grid
-                self.report(
-                    f"rank {grid.rank} of {grid.size}: no progress for {self.timeout:g} s (--stall-timeout),"
-                    f" step {run.step + 1}: {whereabouts(frame, grid)}\n"
-                )
-                return self.end(grid.world, self.timeout / 4)
+            idle, last = idle + min(now - last, 2 * tick), now
+            bytes_moved = moved([os.getpid(), *self.peers.values()])
+            found = (self._position(), self.passes(), bytes_moved, written(self.folder))
+            if found != seen:
+                seen, idle = found, 0.0
+            elif idle > self.timeout:
+                self.report(self._text())
+                return self.end(self.world, self.timeout / 4)
+
+    def _position(self) -> list[tuple[object, int]]:
+        """Return where the code is; in a run, whose batches pass, only that there is one."""
+        frame = None if self.run is not None else sys._current_frames().get(self.watched)
+        found: list[tuple[object, int]] = []
+        while frame is not None:
+            found.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        return found
+
+    def _text(self) -> str:
+        frame = sys._current_frames().get(self.watched)
+        place = "outside of steps" if self.run is None else f"step {self.run.step + 1}"
+        lines = [
+            f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {place}:"
+            f" {whereabouts(frame, self.grid)}"
+        ]
+        lines += [
+            f"rank {rank} of {self.size}: is stopped (process {pid}, by SIGSTOP, a debugger or a terminal)"
+            for rank, pid in self.peers.items()
+            if is_stopped(pid)
+        ]
+        return "".join(line + "\n" for line in lines)
 
 
 def _to_stderr(text: str) -> None:

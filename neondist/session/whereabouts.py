@@ -15,7 +15,7 @@ PACKAGE = str(Path(__file__).parents[1])
 COMM = str(Path(__file__).parents[1] / "comm")
 
 
-def whereabouts(frame: FrameType | None, grid: ProcessGrid) -> str:
+def whereabouts(frame: FrameType | None, grid: ProcessGrid | None) -> str:
     """Return in words what the thread of a stack is doing: what it waits for, or which code it is in, and the layer."""
     frames: list[FrameType] = []
     while frame is not None:
@@ -30,20 +30,20 @@ def whereabouts(frame: FrameType | None, grid: ProcessGrid) -> str:
     return doing
 
 
-def _doing(frames: list[FrameType], grid: ProcessGrid) -> str:
+def _doing(frames: list[FrameType], grid: ProcessGrid | None) -> str:
     """Return what the innermost frame of neondist's communication waits for, else where the code is."""
     waiting, inside = "", 0
     while inside < len(frames) and frames[inside].f_code.co_filename.startswith(COMM):
         frame, inside = frames[inside], inside + 1
         owner: Any = frame.f_locals.get("self")
         if hasattr(owner, "receives"):
-            first = grid.rank - grid.tile  # of this replica
+            first = grid.rank - grid.tile if grid is not None else 0  # of this replica
             peers = sorted({first + message.peer for message in (*owner.receives, *owner.sends)})
             waiting = f"waits in its halo exchange for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))}"
         elif hasattr(owner, "allreduce"):
-            waiting = f"waits in {frame.f_code.co_name} over {owner.size} ranks, {_place(frames[inside])}"
+            waiting = f"waits in {frame.f_code.co_name} over {owner.size} ranks, "
     if waiting:
-        return waiting
+        return waiting + (_place(frames[inside]) if waiting.endswith(", ") else "")
     own = next((f for f in frames if not _is_library(f.f_code.co_filename)), frames[0] if frames else None)
     return "is gone" if own is None else f"waits for nobody, {_place(own)}"
 

@@ -72,3 +72,36 @@ def test_files_that_differ_by_rank(folder):
     assert code == 2
     assert err.count("error: the ranks disagree: rank 0 has 'conv1': ConvLayerDist") == 1
     assert "start all ranks with the same files" in err
+
+
+FAULT = "import os, signal\nif os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n    {}\n"
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def job_with(folder, fault, early=False):
+    """Run a job of two ranks, one of which does `fault` in code of the user's, or before anything is imported."""
+    (folder / ("sitecustomize.py" if early else "fault.py")).write_text(FAULT.format(fault))
+    more = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"} if early else {}
+    words = [] if early else ["--import", "fault.py"]
+    code, _, err, _ = call(neondist("run", "toy.yaml", "-n", 2, "--stall-timeout", "3s", *words), folder, **more)
+    assert code == 1
+    return err
+
+
+def test_a_rank_that_is_stopped_before_it_starts_mpi(folder):
+    assert "rank 0 of 2: no progress for 3 s (--stall-timeout): waits in the start of MPI" in job_with(
+        folder, STOP, True
+    )
+
+
+def test_a_rank_that_is_stopped_in_code_of_the_users(folder):
+    err = job_with(folder, STOP)
+    assert re.search(
+        r"^rank 0 of 2: no progress for 3 s .*: waits in (allgather over 2 ranks, in |the start)", err, re.M
+    )
+    assert "allgather" not in err or "rank 1 of 2: is stopped (process " in err
+
+
+def test_a_rank_that_leaves_without_a_word(folder):
+    """Its exit code is 0; mpirun's notice says which rank it was."""
+    assert "prterun has exited due to process rank 1" in job_with(folder, "os._exit(0)")

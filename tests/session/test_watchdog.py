@@ -98,6 +98,27 @@ def test_a_run_that_goes_on_is_left_alone():
             assert not thread.is_alive()
 
 
+class SlowDisk(Hook):
+    """Writes for longer than the watchdog's patience, a few bytes at a time."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def after_step(self, run):
+        if run.step == 2:
+            with self.path.open("w") as file:
+                for _ in range(12):
+                    time.sleep(0.25)
+                    print("bytes", file=file, flush=True)
+
+
+def test_a_slow_checkpoint_is_left_alone(tmp_path):
+    told = []
+    hooks = [Watchdog(2.0, lambda *_: told.append("end"), told.append, folder=tmp_path), SlowDisk(tmp_path / "slow")]
+    experiment(1).run(hooks=hooks)
+    assert told == []
+
+
 DIFFERENCES = {
     "seed": ({"seed": 3}, "rank 0 has seed: 0.*, rank 2 has seed: 3"),
     "batch_size": ({"batch_size": 9}, "rank 0 has batch_size: 10.*, rank 2 has batch_size: 9"),
