@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from ..comm import ProcessGrid, agree
 from ..errors import DataError, ShapeError
+from ..hdf5 import checksum
 from ..registry import Registered
 
 
@@ -63,6 +64,13 @@ class Split:
         """Return this rank's tile of the samples `indices`, local shape (n, *tile, C), normalised and contiguous."""
         return normalised(self.tiles[_sample_numbers(indices)], *self.normalisation, dtype)
 
+    def fingerprint(self) -> str:
+        """Return what of this split is the same on all ranks, as text: its size, scale, and labels that are no maps."""
+        whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
+        labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
+        factor, offset = self.normalisation
+        return f"{len(self)} samples, times {factor} minus {offset}{labels}"
+
     @property
     def normalisation(self) -> tuple[list[float], list[float]]:
         """Factor and offset, one or one per channel: `images` returns raw values times factor minus offset."""
@@ -97,7 +105,12 @@ class Dataset(Registered, ABC):
         Number of classes; known after `check`. None where the targets are not classes, or it is not known.
     train, test : Split
         Known after `open`.
+    content : str
+        Set by `load`: a hash of what the samples are made of, the same on ranks that have the same data, whichever
+        tile they keep. Ranks are compared before training; '' (the default) compares labels alone.
     """
+
+    content: str = ""
 
     sample_shape: tuple[int, ...]
     classes: int | None
@@ -130,6 +143,11 @@ class Dataset(Registered, ABC):
         except Exception as problem:
             error = problem
         agree(grid.world, error)
+
+    def fingerprint(self) -> list[str]:
+        """Return what all ranks must have alike once the data set is open, a fact a line."""
+        lines = [f"training set: {self.train.fingerprint()}", f"test set: {self.test.fingerprint()}"]
+        return [*lines, *([f"data of hash {self.content}"] if self.content else [])]
 
     def close(self) -> None:
         """Let go of the open files of both splits; what is read later opens them again."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ..comm import ProcessGrid
 from ..errors import DataError
 from .unpack import PIECE
 
-FORMAT = 2
+FORMAT = 3
 Arrays = dict[str, np.ndarray]
 
 
@@ -44,10 +45,9 @@ def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
     Raises
     ------
     DataError
-        If the file cannot be written, or is no regular file.
+        If the file cannot be written, is no regular file, or another user's.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would block, and a device be replaced
-        raise DataError(f"serialized_path: {path} is there and is no regular file, so it is not used; choose another")
+    _check_owner(path)
     arrays = read(path, stamp)
     if arrays is None:
         arrays = build()
@@ -55,13 +55,34 @@ def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
     return arrays
 
 
+def _check_owner(path: Path) -> None:
+    """Refuse a file whose content somebody else has chosen: its fingerprint is no secret."""
+    try:
+        found = os.stat(path)
+    except OSError:  # it is not there; or reading and writing tell what is wrong
+        return
+    if stat.S_ISDIR(found.st_mode):
+        return
+    if not stat.S_ISREG(found.st_mode):  # a pipe would block, and a device be replaced
+        raise DataError(f"serialized_path: {path} is there and is no regular file, so it is not used; choose another")
+    if os.name == "posix" and found.st_uid not in (os.geteuid(), 0):
+        raise DataError(
+            f"serialized_path: {path} is another user's (number {found.st_uid}), so it is not used; choose a folder of"
+            " your own, for instance ~/.cache/neondist"
+        )
+
+
+def _writable_by_others(file: IO[bytes]) -> bool:
+    return bool(os.fstat(file.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
 def read(path: Path, stamp: str) -> Arrays | None:
-    """Return the arrays in `path`, or None if it is missing, has another fingerprint or is damaged in any way."""
+    """Return the arrays in `path`; None if it is missing, damaged, of another fingerprint, or open to other writers."""
     import h5py
 
     try:
-        with h5py.File(path, "r") as file:
-            if hdf5.get_text(file.attrs, "stamp") != stamp:
+        with open(path, "rb") as opened, h5py.File(opened, "r") as file:
+            if _writable_by_others(opened) or hdf5.get_text(file.attrs, "stamp") != stamp:
                 return None
             sums: dict[str, str] = json.loads(hdf5.get_text(file.attrs, "checksums"))
             arrays = {name: np.asarray(file[name][()]) for name in sums if hdf5.plain(file[name])}
@@ -78,7 +99,7 @@ def write(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
             f"serialized_path: {path} is there and is no cache of neondist, so it is not replaced; choose another name"
         )
     try:
-        with hdf5.NewFile(path) as new:
+        with hdf5.NewFile(path, private=True) as new:
             for name, array in arrays.items():
                 new.file[name] = array
             hdf5.put_text(new.file.attrs, "stamp", stamp)

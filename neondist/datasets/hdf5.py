@@ -14,7 +14,7 @@ from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError
 from ..hdf5 import state
 from .base import Dataset, Split
-from .hdf5_source import ArrayFacts, GroupFacts, look
+from .hdf5_source import ArrayFacts, GroupFacts, content, look
 from .hdf5_tiles import HDF5Tiles, StreamedSplit
 
 _MOST = 2**31  # classes
@@ -97,6 +97,7 @@ class HDF5Dataset(Dataset):
         """Return the splits; their tiles stay in the file."""
         groups = self._groups()
         first = groups[self.train_group]
+        self.content = content(self.file, [array.name for g in groups.values() for array in (g.images, g.labels)])
         if self.test_group in groups:
             train, test = (self._split(grid, g, first, np.arange(g.images.shape[0])) for g in groups.values())
             return train, test

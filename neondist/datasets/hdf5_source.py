@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..hdf5 import faults, find, open_file, plain, read_whole
+from ..hdf5 import faults, find, open_file, plain, probe, read_whole
 from ..memory import free_memory, words
 
 LARGEST_CHUNK = 1 << 30  # bytes that one read may ask for beside its own; files in use have chunks of a few MiB
@@ -57,6 +57,12 @@ def look(path: Path, groups: list[str], images: str, labels: str) -> dict[str, G
     """
     with open_file(path) as file, faults(path):
         return {name: _group(path, file, name, images, labels) for name in groups if find(file, name) is not None}
+
+
+def content(path: Path, names: list[str]) -> str:
+    """Return a hash of some of the cells, or of their checksums, of arrays of a file."""
+    with open_file(path) as file, faults(path):
+        return " ".join(f"{probe(file, name):08x}" for name in names)
 
 
 def _group(path: Path, file: Any, group: str, images: str, labels: str) -> GroupFacts:

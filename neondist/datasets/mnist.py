@@ -78,6 +78,7 @@ class MNIST(Dataset):
             sources = [file.find(self.folder) for file in ALL]
             stamp = fingerprint("MNIST", sources, grid, self.sample_shape[:-1])
             arrays = cached(path, stamp, lambda: self._decode(grid))
+        self.content = arrays["content"].tobytes().hex()
         train, test = (
             Split(arrays[f"{name}/images"], arrays[f"{name}/targets"], mean=0.1307, std=0.3081) for name in _PAIRS
         )
@@ -85,14 +86,19 @@ class MNIST(Dataset):
 
     def _decode(self, grid: ProcessGrid) -> Arrays:
         arrays: Arrays = {}
-        tile = tile_slices(grid, self.sample_shape)
+        tile, digests = tile_slices(grid, self.sample_shape), []
         for name, pair in _PAIRS.items():
-            arrays[f"{name}/images"], arrays[f"{name}/targets"] = _read_pair(pair, self.folder, tile)
+            arrays[f"{name}/images"], arrays[f"{name}/targets"], digest = _read_pair(pair, self.folder, tile)
+            digests.append(digest)
+        arrays["content"] = np.frombuffer(b"".join(digests), np.uint8)
         return arrays
 
 
-def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return this rank's tile of all images (N, h, w, 1) uint8 and all labels (N,) int64; every byte is checked."""
+def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray, bytes]:
+    """Return this rank's tile of all images (N, h, w, 1) uint8, all labels (N,) int64, and the md5 of the whole images.
+
+    Every byte is checked.
+    """
     images, labels = (file.find(folder) for file in (pair.images, pair.labels))
     with open_idx(images, pair.images.magic) as pixels, open_idx(labels, pair.labels.magic) as digits:
         _check_headers(images, labels, pixels.header, digits.header)
@@ -106,7 +112,7 @@ def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[
     if wrong.size:
         at = wrong[0]
         raise DataError(f"{labels}: label {targets[at]} of sample {at} is not a digit (0 to 9); {REMEDY}")
-    return np.concatenate(tiles), targets
+    return np.concatenate(tiles), targets, bytes.fromhex(pixels.md5)
 
 
 def _check_headers(images: Path, labels: Path, pixels: Header, digits: Header) -> None:

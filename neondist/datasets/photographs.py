@@ -12,6 +12,7 @@ import numpy as np
 from .. import rng
 from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError
+from ..hdf5 import checksum
 from .base import Dataset, Split, tile_slices
 from .photograph_files import find_photographs, read_grey, read_size
 from .synthetic import _integer
@@ -70,7 +71,9 @@ class Photographs(Dataset):
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits that cut this rank's tile on demand."""
-        photographs = [whiten(read_grey(file)) for file in self.files]
+        pictures = [read_grey(file) for file in self.files]
+        self.content = " ".join(f"{checksum(picture):08x}" for picture in pictures)
+        photographs = [whiten(picture) for picture in pictures]
         box = tile_slices(grid, self.sample_shape)
         crops = {
             name: Crops(photographs, self.sample_shape, box, n, (self.seed, name)) for name, n in self.counts.items()

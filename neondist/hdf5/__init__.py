@@ -9,7 +9,7 @@ the cells of arrays written with `fletcher32=True`, which finds all but zeros. T
 wrong byte there makes libhdf5 2.0 search for ever: it is neither written nor read here.
 """
 
-from .checksums import CheckedArray, ChecksumTable, read_whole
+from .checksums import CheckedArray, ChecksumTable, checksum, probe, read_whole
 from .inside import find
 from .reader import faults, open_file, state
 from .sturdy import SturdyFile
@@ -17,6 +17,6 @@ from .text import SIGNATURE, get_text, plain, put_text
 from .writer import VERSION, NewFile
 
 __all__ = [
-    "SIGNATURE", "VERSION", "CheckedArray", "ChecksumTable", "NewFile", "SturdyFile", "faults", "find", "get_text",
-    "open_file", "plain", "put_text", "read_whole", "state",
+    "SIGNATURE", "VERSION", "CheckedArray", "ChecksumTable", "NewFile", "SturdyFile", "checksum", "faults", "find",
+    "get_text", "open_file", "plain", "probe", "put_text", "read_whole", "state",
 ]  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +26,8 @@ class NewFile:
     ----------
     path : Path
         Its folder is made if missing.
+    private : bool
+        Whether nobody else may read or write the file.
 
     Attributes
     ----------
@@ -36,13 +40,16 @@ class NewFile:
         When the block ends or in `check`: if the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, private: bool = False) -> None:
+        self.path, self.private = path, private
 
     def __enter__(self) -> NewFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # a name of its own: several processes may write such a file at the same time
         self._draft = Draft(self.path, self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp"))
+        if self.private:
+            with suppress(OSError):  # some file systems have no permissions
+                os.chmod(self._draft.part, 0o600)
         try:
             self._open = SturdyFile(self._draft.file, libver=VERSION)
         except BaseException:

@@ -18,6 +18,7 @@ from ..geometry import split as share
 from ..metrics import Misclassification
 from .evaluate import evaluate
 from .predictions import Predictions
+from .same import outline, same_data_on_all_ranks, same_on_all_ranks
 from .sources import Source, open_source
 from .together import together
 from .validate import grid_shape_of
@@ -60,8 +61,11 @@ def evaluate_checkpoint(
     with together(grid.world):
         experiment.validate(grid.size)
         reading = model.reading_grid(dataset.sample_shape, grid)
+        lines = outline(experiment, grid)
+    same_on_all_ranks(grid.world, lines)
     dataset.open(reading)
     with closing(dataset):
+        same_data_on_all_ranks(grid, dataset)
         with together(grid.world):
             model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
         with opened(Path(checkpoint), grid.world) as file:

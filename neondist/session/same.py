@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..comm import ProcessGrid, Transport
 from ..errors import ConfigError
+from ..hdf5 import checksum
 from ..models.plan import LayerPlan
 from ..schemes import scheme_text
 from ..version import __version__
@@ -14,6 +18,8 @@ from ..version import __version__
 if TYPE_CHECKING:
     from ..datasets import Dataset
     from .experiment import FitExperiment
+
+_FEW = 10  # numbers that are told one by one
 
 
 def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool | str = False) -> list[str]:
@@ -23,7 +29,7 @@ def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool | str = F
     return [
         f"neondist {__version__}",
         f"{grid.shape}",
-        f"dataset: {type(dataset).__name__} {shape}",
+        f"dataset: {type(dataset).__name__} {shape} {_plain(_without_places(dataset.arguments()))}",
         f"batch_size: {experiment.batch_size}, epochs: {experiment.epochs}, resume: {resume}",
         f"{experiment.checkpoint}, nonfinite: {model.nonfinite}",
         f"seed: {model.seed}, dtype: {model.dtype}, model: {model}",
@@ -39,9 +45,23 @@ def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool | str = F
     ]
 
 
-def samples(dataset: Dataset) -> list[str]:
-    """Return what all ranks must agree on of an opened data set: files may differ from machine to machine."""
-    return [f"{len(dataset.train)} training samples, {len(dataset.test)} test samples"]
+def same_data_on_all_ranks(grid: ProcessGrid, dataset: Dataset) -> None:
+    """Compare what an opened data set holds, since files may differ from machine to machine; collective.
+
+    Raises
+    ------
+    ConfigError
+        On every rank, if the samples are not the same, or two replicas have other cells in one tile.
+    """
+    same_on_all_ranks(grid.world, dataset.fingerprint())
+    if grid.replicas > 1:
+        kept = [split.tiles for split in (dataset.train, dataset.test)]
+        sums = [f"{checksum(tiles):08x}" if isinstance(tiles, np.ndarray) else "" for tiles in kept]
+        told = grid.world.allgather(f"{sums}")
+        tiles = grid.shape.tiles
+        same_on_all_ranks(
+            grid.world, [f"tile {n}: cells of hash {told[grid.replica * tiles + n]}" for n in range(tiles)]
+        )
 
 
 def same_on_all_ranks(world: Transport, lines: list[str]) -> None:
@@ -73,10 +93,28 @@ def _layer(plan: LayerPlan) -> str:
     return f"'{plan.name}': {plan.cls} {plan.input_shape} -> {plan.output_shape}, {plan.window}, tiles {cut}"
 
 
+def _without_places(arguments: dict[str, object]) -> dict[str, object]:
+    """Return arguments without paths: the same data may lie in another place on each machine."""
+    return {k: v for k, v in arguments.items() if not (k.endswith("path") or isinstance(v, os.PathLike))}
+
+
 def _plain(arguments: dict[str, object]) -> str:
     """Return arguments as text; objects by their class, since their addresses differ."""
-    plain = (bool, int, float, str, type(None))
-    return ", ".join(f"{k}: {v if isinstance(v, plain) else type(v).__name__}" for k, v in arguments.items())
+    return ", ".join(f"{name}: {_text(value)}" for name, value in arguments.items())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{_plain(value)}}}"
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        return (
+            _text(value.tolist()) if value.size < _FEW else f"{value.shape} of hash {checksum(np.asarray(value)):08x}"
+        )
+    return type(value).__name__
 
 
 def _digest(lines: list[str]) -> str:

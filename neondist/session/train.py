@@ -21,7 +21,7 @@ from .metrics_log import MetricsLog
 from .pretrain import pretrain_stages
 from .room import room_for
 from .run import Record, Run, Stop
-from .same import outline, same_on_all_ranks, samples
+from .same import outline, same_data_on_all_ranks, same_on_all_ranks
 from .start import start
 from .tiles_picture import TilesPicture
 from .together import together
@@ -83,7 +83,7 @@ def _train(
         dataset.check()
         reading = model.reading_grid(dataset.sample_shape, grid)
     dataset.open(reading)
-    same_on_all_ranks(grid.world, samples(dataset))
+    same_data_on_all_ranks(grid, dataset)
     with together(grid.world), room_for("model", "fewer or smaller layers"):
         model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
     model.step = model.uncounted = 0

@@ -312,3 +312,36 @@ def test_the_embedded_digits_can_be_cached(tmp_path):
     data.open(ONE)
     assert (tmp_path / "x.h5").stat().st_size > 9_000_000
     assert data.folder == mnist.EMBEDDED
+
+
+def test_a_cache_of_another_user_is_refused(data, monkeypatch):
+    """Its fingerprint is no secret: anybody can write a file that has it."""
+    data.load()
+    if os.geteuid() == 0:
+        os.chown(data.file(), 54321, 54321)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(
+        DataError, match=r"is another user's \(number \d+\), so it is not used; choose a folder of your own"
+    ):
+        data.load()
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o606])
+def test_a_cache_that_others_may_write_to_is_made_again(data, mode):
+    data.load()
+    assert data.file().stat().st_mode & 0o777 == 0o600
+    data.file().chmod(mode)
+    before = data.file().stat().st_ino
+    data.load()
+    assert data.file().stat().st_ino != before
+    assert data.file().stat().st_mode & 0o777 == 0o600
+
+
+def test_zeros_in_a_cache_are_found(data):
+    data.load()
+    raw = bytearray(data.file().read_bytes())
+    at = len(raw) // 2
+    raw[at : at + 4096] = bytes(4096)
+    data.file().write_bytes(raw)
+    assert data.load(), "zeros were believed"
