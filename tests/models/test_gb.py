@@ -142,6 +142,42 @@ def test_initial_epochs_train_the_top_alone():
     assert model.bprop(np.ones((6, 4))).shape == x.shape  # what was cut off for the top is whole again
 
 
+def test_the_schedule_holds_in_pretraining():
+    """From the second epoch on the rate is as good as zero; each stage begins at the whole rate."""
+    data = nd.Synthetic((12, 10, 1), classes=4, train=16, test=4)
+    data.open(nd.ProcessGrid.serial())
+    found = []
+    for epochs in (0, 1, 3):
+        optimizer = nd.SGD(1e-3, schedule=nd.StepDecay(1, 1e-30))
+        model = gb_of("unshared", dist=False, num_pretrain_epochs=epochs, pretrain_optimizer=optimizer)
+        model.build(data.sample_shape, 8)
+        nd.pretrain(model, data, 8)
+        found.append([layer.params["weights"].copy() for layer in model.leaves if layer.autoencodes])
+    for first, one, three in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, three)
+        assert not np.array_equal(first, one)
+
+
+def test_the_input_of_a_stage_is_what_inference_sees():
+    """Dropout passes everything on, and running statistics are used, and stay."""
+    layers = [
+        nd.BatchNormLayer(name="norm"),
+        nd.DropoutLayer(0.5),
+        nd.LocalFilteringLayer(2, 3),
+        nd.L2PoolingLayer(2, 1),
+        nd.FCLayer(3),
+    ]
+    model = nd.GB(layers, backend="numpy", dtype="float64")
+    model.build(SHAPE, 4)
+    model.load_state(model.state() | {"norm/mean": np.array([1.0, -2.0]), "norm/var": np.array([4.0, 0.25])})
+    x, stage = np.random.default_rng(0).normal(size=(4, *SHAPE)), model.stages[0]
+    stage.begin_epoch(0)
+    stage.train_batch(x)
+    y = stage.fprop(x, training=True)
+    np.testing.assert_allclose(y.x, (x - [1.0, -2.0]) * [0.5, 2.0], rtol=1e-4)
+    np.testing.assert_array_equal(model.state()["norm/mean"], [1.0, -2.0])
+
+
 def test_orthonormal_filters():
     model, _ = built("orthonormal")
     layer = model.layers[0]
