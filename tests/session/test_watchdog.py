@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from session_toys import experiment
@@ -96,6 +97,33 @@ def test_a_run_that_goes_on_is_left_alone():
         if thread.name == "watchdog":
             thread.join(60)
             assert not thread.is_alive()
+
+
+class Ticks:
+    """A clock that waiting moves on, for so many looks at it."""
+
+    def __init__(self, looks):
+        self.now, self.looks = 0.0, looks
+
+    def monotonic(self):
+        return self.now
+
+    def wait(self, seconds):
+        self.now, self.looks = self.now + seconds, self.looks - 1
+        return self.looks < 0
+
+
+@pytest.mark.parametrize(("every", "end"), [(8, None), (13, 12), (1000, 12)])
+def test_patience_begins_anew_with_all_progress(monkeypatch, every, end):
+    """A batch passes every so many seconds; after more than 10 without one, the end comes."""
+    ticks, told = Ticks(looks=300), []
+    for name, value in ("time", ticks), ("moved", lambda peers: 0), ("written", lambda folder: 0):
+        monkeypatch.setattr(f"neondist.session.watchdog.{name}", value)
+    dog = Watchdog(10.0, lambda *_: told.append(ticks.now), told.append)
+    dog.run, dog.passes = SimpleNamespace(step=6), lambda: int(ticks.now // every)
+    dog._watch(ticks)
+    assert told[1:] == ([] if end is None else [pytest.approx(end)])
+    assert [text.partition("(")[0] for text in told[:1]] == ["rank 0 of 1: no progress for 10 s "] * (end is not None)
 
 
 class SlowDisk(Hook):
