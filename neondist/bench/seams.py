@@ -47,9 +47,11 @@ def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: i
         name = str(layer.name)
         shapes = {"output": layer.output_shape, "gradient": layer.input_shape}
         found[name] = {
-            kind: _profile(exact.grid, shape[:-1], one[name, kind], other[name, kind])
+            kind: _profile(exact.grid, shape[:-1], *(_own(layer, kind, kept[name, kind]) for kept in (one, other)))
             for kind, shape in shapes.items()
             if len(shape) > 1 and one.get((name, kind)) is not None
+            # where tiles of the input overlap, each has a share of its gradient
+            if not (kind == "gradient" and layer.input.tiles.overlaps)
         }
     return {name: profile for name, profile in found.items() if profile}
 
@@ -78,6 +80,14 @@ def _traced(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, 
     finally:
         model.step = step
     return kept
+
+
+def _own(layer: Layer, kind: str, array: Any) -> Any:
+    """Return the part of an output that no other rank has too; gradients are such."""
+    if kind == "gradient":
+        return array
+    own = layer.context.grid.tile_box(layer.output_shape[:-1])
+    return array[(slice(None), *own.relative_to(layer.tile).slices)]
 
 
 def _profile(grid: ProcessGrid, extent: tuple[int, ...], exact: Any, other: Any) -> list[float]:

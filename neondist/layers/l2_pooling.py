@@ -26,12 +26,22 @@ class L2PoolingLayer(PoolingLayer):
         return self._spread(ratio)
 
     def squares(self, x: Any) -> Any:
-        """Return the sums without the root for this rank's tile of the input; collective over the tiles."""
-        return self._sums(self.input.get_fprop_view(x))
+        """Return the sums without the root for this rank's tile of the input; collective over the tiles.
+
+        They are those of own cells alone, also where a run of layers computes others too.
+        """
+        return self._sums(self.input.get_fprop_view(x))[self._own_outputs]
 
     def squares_backward(self, dsums: Any) -> Any:
         """Return the gradient of the tile that `squares` got, given that of the sums; collective over the tiles."""
-        return self.input.get_bprop_view(self._spread(2 * dsums))
+        by_cell = np.zeros((len(dsums), *self.ofmshape), dsums.dtype)
+        by_cell[self._own_outputs] = 2 * dsums
+        return self.input.get_bprop_view(self._spread(by_cell))
+
+    @property
+    def _own_outputs(self) -> tuple[slice, ...]:
+        own = self.context.grid.tile_box(self.output_shape[:-1])
+        return slice(None), *own.relative_to(self.tile).slices
 
     def _sums(self, view: Any) -> Any:
         self.view = view

@@ -170,10 +170,17 @@ class Model(Registered):
             This rank's part of the output's gradient (`scatter_output`).
         """
         dx = self.chain.bprop(dy if dy.dtype == self.dtype else dy.astype(self.dtype))
-        if self.input.tiles.overlaps and dx is not None:
-            dx = whole_gradient(self.input, dx)
+        if dx is not None:
+            dx = self.whole_input_gradient(dx)
         self._built().sum_gradients()
         return self._lasting(dx)
+
+    def whole_input_gradient(self, dx: Any) -> Any:
+        """Return the gradient of this rank's tile of the input, given its share in it; collective.
+
+        It is the same, but where tiles of the image overlap.
+        """
+        return whole_gradient(self.input, dx) if self.input.tiles.overlaps else dx
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:

@@ -42,9 +42,10 @@ def optimal_stimulus(
     """
     chain, grid = Chain(model.layers[: layer + 1]), model.grid
     extent = chain.output_shape_for(model.input_shape)[:-1]
-    own = grid.tile_box(extent)
-    # what a tile's rank does not hold is empty here; a vector is whole on every rank
-    here = [own.relative_to(own).intersect(_cell(unit).relative_to(own)) for unit in units]
+    node, own = model.layers[layer], grid.tile_box(extent)
+    tile = node.leaves[0].tile if node.leaves == [node] else own  # in a run of layers it has cells of other ranks too
+    # what a tile's rank does not own is empty here; a vector is whole on every rank
+    here = [own.intersect(_cell(unit)).relative_to(tile) for unit in units]
     places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(here, units, strict=True)) if box.size]
     index = tuple(np.array(places, int).reshape(-1, len(extent) + 2).T)
 
@@ -61,7 +62,7 @@ def optimal_stimulus(
     for _ in range(steps):
         dy = np.zeros_like(y)
         dy[index] = 1
-        gradient = _scaled(model, chain.bprop(dy), norm)
+        gradient = _scaled(model, model.whole_input_gradient(chain.bprop(dy)), norm)
         moved = _scaled(model, x + _each(length, x) * gradient, norm)
         _, found = evaluate(moved)
         better = found > values
@@ -84,7 +85,8 @@ def _noise(model: Model, count: int) -> Any:
 
 def _scaled(model: Model, x: Any, norm: float) -> Any:
     """Return each sample with the norm asked for, taken over all tiles; what is 0 stays so."""
-    squares = np.asarray(np.sum(x * x, axis=tuple(range(1, x.ndim)), dtype=np.float64))
+    own = model.leaves[0].counted(x)
+    squares = np.asarray(np.sum(own * own, axis=tuple(range(1, x.ndim)), dtype=np.float64))
     model.grid.tiles.allreduce(squares)
     return x * _each(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)
 

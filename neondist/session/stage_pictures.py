@@ -104,7 +104,8 @@ def stimuli(stage: Autoencoder, test: Split) -> np.ndarray:
     cells = [np.unravel_index(i * prod(extent) // UNITS, extent) for i in range(UNITS)]
     units = [(*map(int, cell), i % channels) for i, cell in enumerate(cells)]
     images = test.images(np.arange(min(SAMPLES, len(test))), stage.dtype)
-    squares = np.array([np.sum(images * images, dtype=np.float64)])
+    own = model.leaves[0].counted(images)
+    squares = np.array([np.sum(own * own, dtype=np.float64)])
     model.grid.tiles.allreduce(squares)
     tiles, _ = optimal_stimulus(model, stage.end - 1, units, norm=float(np.sqrt(squares[0] / len(images))))
     return _whole(model.grid, tiles, model.input.own.lo, model.input_shape)

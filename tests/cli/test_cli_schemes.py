@@ -100,6 +100,19 @@ def test_the_front():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("scheme", ["deep_halo", "overlap_tile"])
+def test_seams_of_a_network_with_a_run_of_layers(folder, capsys, monkeypatch, scheme):
+    """In a run layers have cells of other tiles, which are not counted."""
+    monkeypatch.setattr("neondist.bench.seams.plot", lambda found, file: False)
+    layers = "!ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, scheme: " + scheme + "}"
+    text = FILE.replace("  layers:\n", f"  layers:\n    - {layers}\n    - {layers}\n")
+    (folder / "small.yaml").write_text(text)
+    assert main(["bench", "seams", "small.yaml", "--virtual", "4", "--schemes", "tower"]) == 0, capsys.readouterr().err
+    found = json.loads((folder / "runs/small-seams/seams.json").read_text())["tower"]
+    assert list(found) == ["conv1", "conv2", "conv3", "max_pooling1", "fc1"]
+    assert max(found["conv1"]["output"]) < 1e-5 < found["conv3"]["output"][0]
+
+
 OWN = """\
 import neondist as nd
 

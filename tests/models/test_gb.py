@@ -178,6 +178,39 @@ def test_the_input_of_a_stage_is_what_inference_sees():
     np.testing.assert_array_equal(model.state()["norm/mean"], [1.0, -2.0])
 
 
+@pytest.mark.parametrize("name", ["overlapping tiles", "a run behind", "a run across"])
+def test_runs_of_layers_around_a_stage(name):
+    """A run before the stage may read the image wide; one behind pools cells of other tiles too, which count once."""
+
+    def layers(scheme):
+        before, stage, pool = [], nd.LocalFilteringLayerDist(2, 3), nd.L2PoolingLayerDist(2, 1)
+        behind = [nd.FCLayerDist(4)]
+        if name == "overlapping tiles":
+            before = [nd.ConvLayerDist(2, 3, padding=1, activation=nd.Tanh(), scheme=scheme) for _ in range(2)]
+        else:
+            pool = nd.L2PoolingLayerDist(2, 1, scheme=scheme)
+            behind = [nd.ConvLayerDist(2, 3, padding=1, scheme=scheme), *behind]
+        if name == "a run behind":
+            behind.insert(0, nd.MaxPoolingLayerDist(2, 1, scheme=scheme))
+        return [*before, stage, pool, *behind]
+
+    def job(comm, scheme):
+        data, grid = nd.Synthetic((11, 10, 1), classes=4, train=16, test=8), nd.ProcessGrid(comm)
+        model = nd.GBDist(layers(scheme), dtype="float64", backend="numpy", seed=2)
+        data.open(model.reading_grid(data.sample_shape, grid))
+        model.build(data.sample_shape, 8, grid)
+        losses = [record["valid_loss"] for record in nd.pretrain(model, data, 8)]
+        losses += [record["valid_loss"] for record in nd.fit(model, data, epochs=2, batch_size=8)]
+        found, values = nd.models.optimal_stimulus(model, model.stages[0].end - 1, [(1, 1, 0), (5, 4, 1)], steps=3)
+        return np.array(losses), values, model.gather_input(found)
+
+    (expected,) = loopback.run(1, lambda comm: job(comm, "halo"))
+    scheme = "overlap_tile" if name == "overlapping tiles" else "deep_halo(layers=3)"
+    for found in loopback.run(4, lambda comm: job(comm, scheme)):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
 def test_orthonormal_filters():
     model, _ = built("orthonormal")
     layer = model.layers[0]
