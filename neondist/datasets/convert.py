@@ -12,7 +12,6 @@ import numpy as np
 from .. import hdf5
 from ..errors import ConfigError, DataError, OutputError
 from ..hdf5 import ChecksumTable
-from ..memory import free_memory, words
 from .chunks import chunk_shape
 from .class_labels import ClassLabels
 from .from_arrays import npy_parts, npz_parts
@@ -20,6 +19,7 @@ from .from_images import image_parts
 from .from_official import cifar_parts, idx_folder, idx_parts, magic
 from .image_loader import Loader
 from .part import Part
+from .room import require_room
 
 Progress = Callable[[str, int, int], None]
 _COPIES = 3  # of a sample: as it was read, as it is written, and HDF5's
@@ -123,12 +123,8 @@ def convert(
 def _check_room(name: str, part: Part) -> None:
     """Refuse samples of which this machine cannot hold one, before anything of that size is asked for."""
     sample = int(np.prod(part.shape, dtype=object)) * part.dtype.itemsize
-    room = free_memory()
-    if room is not None and _COPIES * sample > room:
-        raise DataError(
-            f"{name}: a sample of {' x '.join(map(str, part.shape))} is {words(sample)}, there are {words(room)} of"
-            " memory; cut it into pieces first"
-        )
+    what = f"{name}: a sample of {' x '.join(map(str, part.shape))}"
+    require_room(_COPIES * sample, what, "cut it into pieces first")
 
 
 def _write(new: hdf5.NewFile, group: Any, name: str, part: Part, compress: bool, progress: Progress) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..hdf5 import faults, find, open_file, plain, probe, read_whole
-from ..memory import free_memory, words
+from .room import require_room
 
 LARGEST_CHUNK = 1 << 30  # bytes that one read may ask for beside its own; files in use have chunks of a few MiB
 _MOST_PACKED = 1032  # deflate cannot pack more bytes into one
@@ -83,9 +83,7 @@ def _group(path: Path, file: Any, group: str, images: str, labels: str) -> Group
         raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {spatial} spatial axes")
     if find(file, y.name).nbytes > max(_MOST_PACKED * path.stat().st_size, 1 << 20):
         raise DataError(f"{path}: {y.name} promises {y.shape[0]} labels, more than the file can hold; it is damaged")
-    room = free_memory()
-    if room is not None and 2 * find(file, y.name).nbytes > room:
-        raise DataError(f"{path}: {y.name} has {y.shape[0]} labels, for which there are {words(room)} of memory")
+    require_room(2 * find(file, y.name).nbytes, f"{path}: {y.name}", "use a machine with more")
     return GroupFacts(x, y, read_whole(file, y.name))
 
 

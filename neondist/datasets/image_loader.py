@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, DataError, UserError
-from ..memory import free_memory, words
+from .room import require_room
 
 _BYTE_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _WIDE_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
@@ -26,7 +26,6 @@ _ORIENTATION, _SAMPLE_FORMAT, _BITS = 274, 339, 258  # tags of EXIF and TIFF
 _ON_ITS_SIDE = (5, 6, 7, 8)
 _UNSIGNED, _SIGNED = 1, 2
 _COPIES = 3  # of an image while it is decoded, turned into an array, and written
-_SURELY_FITS = 1 << 26  # bytes for which nobody needs to ask the machine
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Loader:
         with _opened(path, self.size) as image:
             pages = getattr(image, "n_frames", 1)
             if image.format == "TIFF" and pages > 1:
-                _check_room(path, image.size if self.size is None else self.size, pages, pages)
+                _check_room(path, image.size if self.size is None else self.size, 4, pages)
                 return np.stack([_array(self._picture(path, page)) for page in ImageSequence.Iterator(image)])
             return _array(self._picture(path, image))
 
@@ -159,14 +158,9 @@ def _upright(image: Any, path: Path) -> Any:
 
 def _check_room(path: Path, size: tuple[int, ...], channels: int, pages: int = 1) -> None:
     """Refuse what cannot be decoded here, from its extents alone."""
+    extents = " x ".join(map(str, size)) + (f" x {pages} pages" if pages > 1 else "")
     needed = prod(size) * channels * pages * _COPIES
-    room = free_memory() if needed > _SURELY_FITS else None
-    if room is not None and needed > room:
-        extents = " x ".join(map(str, size)) + (f" x {pages} pages" if pages > 1 else "")
-        raise DataError(
-            f"{path}: {extents} pixels need {words(needed)} of memory, there are {words(room)}; cut it into pieces, or"
-            " use a machine with more"
-        )
+    require_room(needed, f"{path}: an image of {extents}", "cut it into pieces, or use a machine with more")
 
 
 @contextmanager

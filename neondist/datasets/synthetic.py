@@ -9,8 +9,11 @@ from ..comm import ProcessGrid
 from ..errors import ConfigError
 from .base import Dataset, Split, tile_slices
 from .gratings import Gratings
+from .room import require_room
 
 _MOST = 1 << 48  # beyond it, products of extents leave what NumPy can index
+
+_KEPT = 40  # bytes of a sample: its label and phase, its place in the order
 
 
 class Synthetic(Dataset):
@@ -59,7 +62,9 @@ class Synthetic(Dataset):
         self.seed, self.noise = _integer("seed", seed, 0), float(noise)
 
     def check(self) -> None:
-        """Nothing to look at: the constructor has checked the arguments."""
+        """Check that there is memory for what is kept of each sample; the constructor has checked the arguments."""
+        count = sum(self.counts.values())
+        require_room(_KEPT * count, f"what is kept of {count} samples", "give fewer for train and test")
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits that make this rank's tile on demand."""

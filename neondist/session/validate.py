@@ -7,13 +7,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..backends import get_backend
+from ..datasets.room import require_room
 from ..errors import ConfigError, GridError, UserError
-from ..geometry import GridShape, grid_shape
+from ..geometry import GridShape, grid_shape, split
 from ..registry import Distributed
 
 if TYPE_CHECKING:
+    from ..datasets import Dataset
+    from ..models import Model
     from ..models.plan import LayerPlan
     from .experiment import FitExperiment
+
+_BATCHES = 3  # of the samples: the one that trains, the next, and the first layer's view
 
 
 def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, list[LayerPlan]]:
@@ -32,12 +37,33 @@ def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, list[Lay
     with about(model):
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         get_backend(model.backend)
+        _check_room_for_layers(model, plan, split(experiment.batch_size, shape.replicas, 0)[1])
+    with about(dataset):
+        _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
     with about(model.layers[-1] if model.layers else model):
         model.cost.check(plan[-1].output_shape, dataset.classes)
     for metric in experiment.metrics:
         with about(metric):
             metric.check(dataset.classes)
     return shape, plan
+
+
+def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int, itemsize: int) -> None:
+    """Refuse batches whose tiles no rank could hold on a machine like this one."""
+    extent, channels = dataset.sample_shape[:-1], dataset.sample_shape[-1]
+    samples = split(batch_size, shape.replicas, 0)[1]
+    cells = shape.partition(extent).box(0).size * channels  # the first tile is the fullest
+    needed = _BATCHES * samples * cells * itemsize
+    require_room(needed, f"a rank's tile of {samples} samples", "use more ranks, or smaller batches")
+
+
+def _check_room_for_layers(model: Model, plans: list[LayerPlan], samples: int) -> None:
+    """Refuse a layer whose view, or whose parameters, no rank could hold alone on a machine like this one."""
+    size = model.dtype.itemsize
+    per_value = size * (2 + len(model.optimizer.slots(0, model.dtype)))
+    for plan in plans:
+        needed = max(box.size for box in plan.kept) * plan.input_shape[-1] * size * samples + max(plan.held) * per_value
+        require_room(needed, f"layer '{plan.name}'", "use more ranks, smaller batches, or fewer outputs")
 
 
 @contextmanager

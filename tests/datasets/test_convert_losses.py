@@ -10,7 +10,7 @@ import pytest
 from hdf5_toys import image_folder
 from test_convert import PIL, convert, converted
 
-from neondist.datasets import image_loader
+from neondist.datasets import room
 from neondist.datasets.image_loader import Loader
 from neondist.errors import DataError
 from neondist.session.sources import open_source
@@ -257,9 +257,9 @@ def test_arrays_that_cannot_be_trained_on(tmp_path):
 
 
 def test_what_cannot_fit_is_refused_from_the_header(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_loader, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(room, "free_memory", lambda: 10**9)
     put(tmp_path / "in", picture(BYTES))
-    assert "100000 x 100000 pixels need 30 GB" in convert(tmp_path, tmp_path / "in", "--size", "100000", "100000")
+    assert "an image of 100000 x 100000 needs 30 GB" in convert(tmp_path, tmp_path / "in", "--size", "100000", "100000")
     bomb = io.BytesIO()
     picture(BYTES).save(bomb, "PNG")
     raw = bytearray(bomb.getvalue())
@@ -267,14 +267,16 @@ def test_what_cannot_fit_is_refused_from_the_header(tmp_path, monkeypatch):
     raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
     (tmp_path / "bomb.png").write_bytes(raw)
     for call in (Loader().load, Loader().labels, Loader().extents, Loader("RGB").picture):
-        with pytest.raises(DataError, match="50000 x 40000 pixels need 6 GB of memory, there are 1 GB"):
+        with pytest.raises(DataError, match="an image of 50000 x 40000 needs 6 GB of memory, there are 1 GB"):
             call(tmp_path / "bomb.png")
     with open(tmp_path / "x.npy", "wb") as file:
         header = {"descr": "|u1", "fortran_order": False, "shape": (2, 1 << 20, 1 << 20, 1)}
         np.lib.format.write_array_header_1_0(file, header)
         file.truncate(file.tell() + (1 << 41))  # a hole: it takes no room
     np.save(tmp_path / "y.npy", np.zeros(2, int))
-    assert "is 1.1 TB, there are" in convert(tmp_path, tmp_path / "x.npy", tmp_path / "y.npy")
+    assert "a sample of 1048576 x 1048576 x 1 needs 3.299 TB of memory, there are 1 GB" in convert(
+        tmp_path, tmp_path / "x.npy", tmp_path / "y.npy"
+    )
 
 
 def test_folders_that_cannot_be_read(tmp_path, monkeypatch):

@@ -137,3 +137,17 @@ def test_a_real_network_learns():
     history = experiment(6, dtype="float32").run(hooks=[]).history
     assert history[-1]["train_loss"] < 0.5 * history[0]["train_loss"]
     assert history[-1]["valid_error"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("dataset", "layer", "says"),
+    [
+        (Synthetic([1 << 20, 1 << 20, 3]), FCLayerDist(4), "layer '.*' needs .* TB of memory, there are"),
+        (Synthetic([1 << 17, 1 << 17, 300]), ConvLayerDist(4, 3), "layer '.*' needs .* TB of memory"),
+        (Synthetic([8, 8, 1]), FCLayerDist(10**12), "layer '.*' needs .* TB of memory"),
+        (Synthetic([8, 8, 1], train=10**13), FCLayerDist(4), "what is kept of 10000000000064 samples needs 400 TB"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_anything_is_allocated(dataset, layer, says):
+    with pytest.raises(DataError, match=says):
+        FitExperiment(dataset, ConvnetDist([layer], backend="numpy"), batch_size=4).validate()
