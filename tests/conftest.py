@@ -2,6 +2,7 @@
 
 import os
 import signal
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ LONG = "test_under_mpirun.py", "test_kill.py", "test_docs_pages.py", "test_unet.
 DRAWING = "curves", "tiles_picture", "stage_pictures"
 
 INSIDE = "NEONDIST_MPI_TEST" in os.environ
+
+# generated networks are others every day; whoever saw one fail sets what was printed
+os.environ.setdefault("NEONDIST_SEED", f"{date.today():%Y%m%d}")
 
 if not INSIDE:  # nothing is drawn on MPI's ranks, each of which would import it
     from hypothesis import settings
@@ -34,6 +38,13 @@ signal.pthread_sigmask(signal.SIG_SETMASK, ())
 def pytest_collection_modifyitems(items):
     """Put long tests first: of two workers, the one with a long test at the end would keep the other waiting."""
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+def pytest_sessionstart(session):
+    """Say which networks are generated; pytest's own header is not shown with -q."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and not INSIDE:
+        reporter.write_line(f"NEONDIST_SEED={os.environ['NEONDIST_SEED']}")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,26 @@
+"""What `neondist check` tells of a training step: the bytes that ranks send and sum."""
+
+from __future__ import annotations
+
+from neondist.session.costing import layer_costs
+from neondist.session.summing import sums_of_step
+
+from .build import grid_shape, model
+from .case import Case, Grid
+
+
+class Told:
+    """A case on a grid."""
+
+    def __init__(self, case: Case, grid: Grid) -> None:
+        self.model, self.shape = model(case, dist=True), grid_shape(grid)
+        self.plans = self.model.plan(case.shape, self.shape, case.batch)
+
+    def sent(self, samples: int) -> dict[str, int]:
+        """Return the bytes of halos that all ranks send together, by layer."""
+        costs = layer_costs(self.model, self.plans, samples, self.shape)
+        return {plan.name: cost.sent_all for plan, cost in zip(self.plans, costs, strict=True)}
+
+    def summed(self, samples: int, rank: int) -> int:
+        """Return the bytes that a rank gives into sums."""
+        return sum(sums_of_step(self.model, self.plans, samples, self.shape, rank).values())
