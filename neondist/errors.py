@@ -36,6 +36,10 @@ class DataError(UserError):
     """A data file is missing, damaged or not what its name promises."""
 
 
+class NotReadyError(UserError, AttributeError):
+    """Something is used before it is ready, such as a data set before it is open."""
+
+
 class OutputError(UserError):
     """A file cannot be written: no room, or no permission."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, grid_shape, split
 from . import mpi
 from .abort import abort_on_error
@@ -83,6 +84,8 @@ class WideGrid(ProcessGrid):
 def _transport(comm: Any) -> Transport:
     if isinstance(comm, Transport):
         return comm
+    if not (comm is None or callable(getattr(comm, "Get_rank", None))):
+        raise ConfigError(f"comm: expected an mpi4py communicator, a Transport or None, got {comm!r}")
     transport = mpi.world() if comm is None else mpi.MPITransport(comm)
     abort_on_error(transport)  # a script that fails on one rank must not leave the others waiting
     return transport

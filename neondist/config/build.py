@@ -6,11 +6,11 @@ from typing import Any
 
 from ..errors import ConfigError, UserError
 from ..registry import Distributed, dist_class, registered, serial_class, suggest
-from .fields import Field, fields
+from ..registry.fields import Field, fields
+from ..registry.words import bases, words
 from .fit import fit
 from .source import Source, locate, mark, place
 from .tree import Node, fault, join
-from .words import bases, words
 
 
 def find_class(node: Node, path: str, hint: Any = Any) -> type:

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 from ..registry import registered, suggest
+from ..registry.words import bare, bases, members, words
 from .tree import Node, fault, join
-from .words import bare, bases, members, words
 
 Build: TypeAlias = Callable[[Node, str, Any], Any]
 

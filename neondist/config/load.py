@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import suggest
+from ..registry.fields import fields
 from .build import Builder, find_class
-from .fields import fields
 from .fit import fit
 from .overrides import override
 from .parse import parse

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from ..errors import ConfigError
 from ..registry import registered, suggest
+from ..registry.fields import fields
 from .build import unknown_field
-from .fields import fields
 from .parse import parse
 from .tree import Node, fault, join, shorten
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..comm import ProcessGrid, agree
-from ..errors import DataError, ShapeError
+from ..errors import DataError, NotReadyError, ShapeError
 from ..hdf5 import checksum
 from ..registry import Registered
 
@@ -116,6 +116,13 @@ class Dataset(Registered, ABC):
     classes: int | None
     train: Split
     test: Split
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what is missing where the data are used before they have been looked at or loaded."""
+        if name in ("train", "test", "sample_shape", "classes"):
+            call = "open(grid)" if name in ("train", "test") else "check()"
+            raise NotReadyError(f"dataset: {type(self).__name__} has no '{name}' yet; call its {call} first")
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     @abstractmethod
     def check(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from math import inf, sqrt
 
 import numpy as np
 
 from .. import rng
+from ..errors import ConfigError
+from ..registry.ranges import real
 from .base import Initializer
 
 
@@ -14,7 +16,7 @@ class Constant(Initializer):
     """The same value everywhere."""
 
     def __init__(self, value: float = 0.0) -> None:
-        self.value = value
+        self.value = real("value", value, -inf, open_low=True)
 
     def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return the constant."""
@@ -25,7 +27,7 @@ class Gaussian(Initializer):
     """Normal values of standard deviation `scale`."""
 
     def __init__(self, scale: float = 0.01) -> None:
-        self.scale = scale
+        self.scale = real("scale", scale, 0.0)
 
     def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return normal values."""
@@ -36,7 +38,9 @@ class Uniform(Initializer):
     """Uniform values in [low, high)."""
 
     def __init__(self, low: float = -0.1, high: float = 0.1) -> None:
-        self.low, self.high = low, high
+        self.low, self.high = real("low", low, -inf, open_low=True), real("high", high, -inf, open_low=True)
+        if self.low > self.high:
+            raise ConfigError(f"low {low} is above high {high}; exchange them")
 
     def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return uniform values."""
@@ -47,7 +51,7 @@ class FanInNormal(Initializer):
     """Normal values of standard deviation gain / sqrt(fan_in) (He et al. 2015: gain sqrt(2) for rectifiers)."""
 
     def __init__(self, gain: float = 1.0) -> None:
-        self.gain = gain
+        self.gain = real("gain", gain, 0.0)
 
     def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return scaled normal values."""

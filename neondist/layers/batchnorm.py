@@ -30,7 +30,7 @@ class BatchNormLayer(Layer):
 
     def __init__(self, momentum: float = 0.1, eps: float = 1e-5, name: str | None = None) -> None:
         super().__init__(name)
-        if not 0 <= momentum <= 1 or eps <= 0:
+        if not (0 <= momentum <= 1 and 0 < eps < np.inf):
             raise ConfigError(f"momentum {momentum} must be in [0, 1] and eps {eps} positive")
         self.momentum, self.eps = momentum, eps
 

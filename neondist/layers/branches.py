@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Room
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
 from .containers import Container
 from .node import Context, Node, Phase, Shape, Taker
 
@@ -40,6 +40,11 @@ class Branches(Container):
     rooms: Sequence[Room | None] = ()
     preceding: Node | None = None
     following: Taker | None = None
+
+    def __init__(self, layers: Sequence[Any], name: str | None = None) -> None:
+        super().__init__(layers, name)
+        if not self.layers:
+            raise ConfigError(f"layers: {type(self).__name__} has no branch; give one, [] for the identity")
 
     def build(self, input_shape: Shape, context: Context) -> None:
         """Build every layer inside."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..registry.arguments import expected
 from .base import Layer
 from .node import Context, Node, Phase, Shape, Taker
 
@@ -137,5 +138,5 @@ def as_node(layer: Any) -> Node:
     if isinstance(layer, (list, tuple)):
         return Sequential(layer)
     if not isinstance(layer, Node):
-        raise ConfigError(f"layers: {layer!r} is no layer; give layers, containers and lists of them")
+        raise ConfigError(f"layers: {expected(layer, Node)}")
     return layer

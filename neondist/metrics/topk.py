@@ -8,7 +8,7 @@ import numpy as np
 
 from ..costs.labels import labels_of, pick, tells_classes
 from ..errors import ConfigError
-from ..optim.ranges import integer
+from ..registry.ranges import integer
 from .base import Metric
 
 

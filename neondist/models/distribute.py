@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..registry import dist_class
+from ..registry.arguments import checked
 from .model import Model
 
 
+@checked
 def distribute(model: Model) -> Model:
     """Return the distributed twin of a serial model, layer by layer; trained weights come along.
 

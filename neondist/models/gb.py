@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..backends import Backend
 from ..comm import ProcessGrid
 from ..costs import Cost
 from ..errors import ConfigError
 from ..layers import Node
 from ..layers import Sequential as Chain
 from ..optim import Adam, Optimizer
-from ..optim.ranges import flag, integer, real
+from ..registry.ranges import flag, integer, real
 from ..schemes import Scheme
 from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
@@ -59,11 +60,11 @@ class GB(Convnet):
 
     def __init__(
         self,
-        layers: Sequence[Node],
+        layers: Sequence[Node | Sequence[Any]],
         cost: Cost | None = None,
         optimizer: Optimizer | None = None,
         seed: int = 0,
-        backend: str = "auto",
+        backend: str | Backend = "auto",
         dtype: str = "float32",
         scheme: Scheme | str = "halo",
         num_pretrain_epochs: int = 1,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import GlobalArray
-from ..backends import get_backend
+from ..backends import Backend, get_backend
 from ..comm import ProcessGrid, WideGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, ShapeError
@@ -16,6 +16,7 @@ from ..geometry import GridShape
 from ..layers import Context, Layer, Node, Phase, Sequential
 from ..optim import SGD, Optimizer
 from ..registry import Registered
+from ..registry.ranges import integer, shape_of
 from ..schemes import Scheme, as_scheme
 from .entry import Entry
 from .ledger import Ledger, accounts, ledger
@@ -78,11 +79,11 @@ class Model(Registered):
 
     def __init__(
         self,
-        layers: Sequence[Node],
+        layers: Sequence[Node | Sequence[Any]],
         cost: Cost | None = None,
         optimizer: Optimizer | None = None,
         seed: int = 0,
-        backend: str = "auto",
+        backend: str | Backend = "auto",
         dtype: str = "float32",
         scheme: Scheme | str = "halo",
     ) -> None:
@@ -94,7 +95,7 @@ class Model(Registered):
         self.layers = self.chain.layers
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
-        self.seed, self.backend, self.dtype = seed, backend, np.dtype(dtype)
+        self.seed, self.backend, self.dtype = integer("seed", seed, 0), backend, np.dtype(dtype)
         self.learning_rate_scale, self.step, self.uncounted, self.passes = 1.0, 0, 0, 0
         self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
@@ -132,8 +133,8 @@ class Model(Registered):
             Default: all ranks (distributed models), or this process alone (serial ones).
         """
         self.grid = grid or self.default_grid()
+        self.input_shape, self.batch_size = shape_of("input_shape", input_shape), integer("batch_size", batch_size, 1)
         self._check_grid(batch_size)
-        self.input_shape, self.batch_size = tuple(input_shape), batch_size
         self.plan(self.input_shape)  # names the layer if something does not fit
         self.output_shape = self.chain.output_shape_for(self.input_shape)
         context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
@@ -169,6 +170,7 @@ class Model(Registered):
         dy : array
             This rank's part of the output's gradient (`scatter_output`).
         """
+        self._built()
         dx = self.chain.bprop(dy if dy.dtype == self.dtype else dy.astype(self.dtype))
         if dx is not None:
             dx = self.whole_input_gradient(dx)
@@ -315,6 +317,7 @@ class Model(Registered):
     @property
     def bytes_sent(self) -> int:
         """Bytes of halos that this rank has sent since `build`."""
+        self._built()
         return sum(layer.bytes_sent for layer in self.leaves)
 
     @property

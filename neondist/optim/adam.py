@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..registry.ranges import real
 from .base import Optimizer
-from .ranges import real
 from .schedule import Schedule
 
 

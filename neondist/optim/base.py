@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from ..registry import Registered
-from .ranges import real
+from ..registry.ranges import real
 from .schedule import Schedule
 
 BLOCK = 1 << 15  # cells per block: parameters, gradients, slots and scratch of one block stay in the cache

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 
 from ..registry import Registered
-from .ranges import integer, real
+from ..registry.ranges import integer, real
 
 
 class Schedule(Registered, ABC):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import ConfigError
+from ..registry.ranges import flag, real
 from .base import Optimizer
-from .ranges import flag, real
 from .schedule import Schedule
 
 

@@ -11,8 +11,8 @@ from ..datasets import Dataset
 from ..errors import ConfigError
 from ..metrics import Metric
 from ..models import Model
-from ..optim.ranges import choice, flag, integer
 from ..registry import Registered
+from ..registry.ranges import choice, flag, integer
 from .hooks import Hook, opened
 from .progress import ProgressBar
 from .schedule import CheckpointSchedule

@@ -6,20 +6,19 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..datasets import Dataset
 from ..metrics import Metric, Misclassification
+from ..models import Model
+from ..registry.arguments import checked
 from .evaluate import evaluate
 from .hooks import Hook, opened
 from .run import Record, Run, Totals
 
-if TYPE_CHECKING:
-    from ..datasets import Dataset
-    from ..models import Model
 
-
+@checked
 def fit(
     model: Model,
     dataset: Dataset,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..comm import Transport
+from ..datasets import Dataset
+from ..models import Model
+from ..registry.arguments import checked
 from .checkpoint import Checkpoint, restore
 from .evaluate import evaluate
 from .fit import proceed
@@ -17,11 +20,8 @@ from .run import Record, Run, Stop
 from .schedule import CheckpointSchedule
 from .stage_pictures import StagePictures
 
-if TYPE_CHECKING:
-    from ..datasets import Dataset
-    from ..models import Model
 
-
+@checked
 def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Iterable[Hook] = ()) -> list[Record]:
     """Train every stage of a model for its `num_pretrain_epochs`; collective, every rank gets the same records.
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..optim.ranges import integer, real
 from ..registry import suggest
+from ..registry.ranges import integer, real
 
 KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")
 

@@ -10,8 +10,8 @@ import numpy as np
 from ..errors import ConfigError
 from ..metrics import Metric, Misclassification
 from ..models import Model
-from ..optim.ranges import integer
 from ..registry import suggest
+from ..registry.ranges import integer
 
 GRID_KEYS = ("replicas", "rows", "cols", "planes")
 

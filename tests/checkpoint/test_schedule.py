@@ -54,9 +54,9 @@ def test_minutes(monkeypatch, tmp_path):
     [
         ({"every_steps": 0}, "checkpoint: every_steps: 0 cannot be used"),
         ({"every_minutes": 0}, "checkpoint: every_minutes: 0 cannot be used"),
-        ({"keep": "all"}, "checkpoint: keep: 'all' cannot be used"),
+        ({"keep": "all"}, "checkpoint.keep: expected a number, an integer or null, got the text 'all'"),
         ({"every_step": 5}, "unknown key 'every_step'; did you mean 'every_steps'"),
-        ("always", "checkpoint: 'always' cannot be used"),
+        ("always", "checkpoint: expected a mapping"),
     ],
 )
 def test_mistakes(fields, message):

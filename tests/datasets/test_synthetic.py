@@ -107,19 +107,19 @@ def test_a_linear_model_learns_it(shape, classes):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"shape": 5}, "shape: 5 is not a list of extents"),
+        ({"shape": 5}, "shape: expected a list .*, got 5"),
         ({"shape": [8]}, "shape: .* is not a list of extents"),
-        ({"shape": "88"}, "shape: '88' is not a list of extents"),
+        ({"shape": "88"}, "shape: expected a list .*, got the text '88'"),
         ({"shape": (8, 0, 1)}, "shape: 0 is not a whole number from 1"),
-        ({"shape": (8, 2.5, 1)}, "shape: 2.5 is not"),
+        ({"shape": (8, 2.5, 1)}, "shape.1: expected an integer, got 2.5"),
         ({"classes": 1}, "classes: 1 is not a whole number from 2"),
         ({"train": 0}, "train: 0 is not a whole number from 1"),
-        ({"test": "many"}, "test: 'many' is not"),
+        ({"test": "many"}, "test: expected an integer, got the text 'many'"),
         ({"seed": -1}, "seed: -1 is not"),
-        ({"seed": True}, "seed: True is not"),
+        ({"seed": True}, "seed: expected an integer, got True"),
         ({"noise": -1}, "noise: -1 is not"),
         ({"noise": float("nan")}, "noise: nan is not"),
-        ({"noise": "loud"}, "noise: 'loud' is not"),
+        ({"noise": "loud"}, "noise: expected a number, got the text 'loud'"),
     ],
 )
 def test_arguments_out_of_range(arguments, says):

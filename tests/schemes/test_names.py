@@ -38,10 +38,10 @@ MISTAKES = {
     "towr": "scheme 'towr' is unknown; did you mean 'tower'",
     "tower(fil=zeros)": "tower has no argument 'fil'; did you mean 'fill'",
     "halo(x=1)": "halo has no argument 'x'",
-    "tower(fill=mirror)": "fill 'mirror' is unknown; choose from reflect, replicate, zeros",
+    "tower(fill=mirror)": "fill: expected .*got the text 'mirror'",
     "every(j=0)": "j 0: needs an integer of at least 1",
-    "every(between=never)": "between 'never' is unknown",
-    "stale(steps=none)": "steps 'none': needs an integer",
+    "every(between=never)": "between: expected 'reuse' or",
+    "stale(steps=none)": "steps: expected an integer",
     "quantised(bits=4)": "bits 4: choose from 16, 8",
 }
 

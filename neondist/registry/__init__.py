@@ -1,4 +1,4 @@
-"""Names for YAML: every subclass of `Registered` can be a tag, under its class name.
+"""Names for YAML: every subclass of `Registered` can be a tag, under its class name, and its arguments are checked.
 
 The classes themselves are the table (Python keeps a list of subclasses), so that subclassing is all that a user has to
 do, and nothing has to be filled in at import time.
@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 
 class Registered:
@@ -24,7 +24,11 @@ class Registered:
         self._arguments = {}
         if cls.__init__ is object.__init__:  # no arguments; its signature would be parsed from text
             return self
+        from .arguments import check_arguments  # which asks for the classes that there are
+
         bound = inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs)
+        given = dict(list(bound.arguments.items())[1:])
+        check_arguments(cls, given | given.pop("kwargs", {}))
         bound.apply_defaults()
         values = dict(list(bound.arguments.items())[1:])
         values.update(values.pop("kwargs", {}))

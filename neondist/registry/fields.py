@@ -7,8 +7,13 @@ import sys
 import typing
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+#: what was found out of a class, as long as there is the class
+_known: WeakKeyDictionary[type, dict[str, Field]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,14 @@ class Field:
 
 def fields(cls: type) -> dict[str, Field]:
     """Return the constructor's arguments by name; **kwargs stands for those of the next class in line."""
-    found: dict[str, Field] = {}
+    if cls in _known:
+        return _known[cls]
+    found = _known[cls] = {}
     for base in cls.__mro__:
         init = vars(base).get("__init__")
         if init is None or base is object:
             continue
-        hints = _hints(init)
+        hints = hints_of(init)
         parameters = list(inspect.signature(init).parameters.values())[1:]
         for parameter in parameters:
             if parameter.kind in _NAMED:
@@ -41,7 +48,7 @@ def fields(cls: type) -> dict[str, Field]:
     return found
 
 
-def _hints(init: Any) -> dict[str, Any]:
+def hints_of(init: Any) -> dict[str, Any]:
     """Return the type hints; one that cannot be evaluated (a name imported for type checkers only) is Any."""
     try:
         return typing.get_type_hints(init)

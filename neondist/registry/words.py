@@ -8,7 +8,7 @@ import typing
 from pathlib import PurePath
 from typing import Any
 
-from ..registry import Registered, registered
+from . import Registered, registered
 
 _PLAIN: dict[Any, str] = {
     int: "an integer",
@@ -46,30 +46,30 @@ def bases(hint: Any) -> list[type]:
     return [member for member in members(hint) if isinstance(member, type) and issubclass(member, Registered)]
 
 
-def words(hint: Any) -> str:
-    """Return 'an integer, text or null' for `int | str | None`."""
-    parts = list(dict.fromkeys(_one(member) for member in members(hint)))
+def words(hint: Any, tag: str = "!") -> str:
+    """Return 'an integer, text or null' for `int | str | None`; `tag` stands before the names of classes."""
+    parts = list(dict.fromkeys(_one(member, tag) for member in members(hint)))
     return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
-def _one(hint: Any) -> str:
+def _one(hint: Any, tag: str) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(repr(arg) for arg in args)
     if origin is tuple and args and args[-1] is not Ellipsis:
-        return f"a list [{', '.join(words(arg) for arg in args)}]"
+        return f"a list [{', '.join(words(arg, tag) for arg in args)}]"
     if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
-        return f"a list (each {words(args[0])})" if args else "a list"
+        return f"a list (each {words(args[0], tag)})" if args and args[0] is not Any else "a list"
     if isinstance(hint, type) and issubclass(hint, Registered):
-        return f"an object ({examples(hint)})"
+        return f"an object ({examples(hint, tag)})"
     if isinstance(hint, type) and issubclass(hint, PurePath):
         return "text"
     return _PLAIN.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def examples(base: type, most: int = 6) -> str:
+def examples(base: type, tag: str = "!", most: int = 6) -> str:
     """Return '!Adam, !SGD, ...': the classes below `base` (itself too) that a file can name."""
-    names = [f"!{name}" for name, cls in sorted(registered().items()) if issubclass(cls, base)]
+    names = [f"{tag}{name}" for name, cls in sorted(registered().items()) if issubclass(cls, base)]
     return ", ".join(names[:most] + ["..."] * (len(names) > most)) or base.__name__

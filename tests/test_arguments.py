@@ -1,0 +1,237 @@
+"""Constructors called with what cannot work: one message that names the field, as for a YAML file."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+import neondist.session
+from neondist.errors import ConfigError, UserError
+from neondist.registry import registered
+from neondist.registry.fields import fields
+
+NAN = float("nan")
+CLASSES = sorted(
+    (cls for cls in registered().values() if cls.__module__.startswith("neondist.")), key=lambda cls: cls.__name__
+)
+
+
+def data(**arguments):
+    return nd.Synthetic((8, 8, 2), **arguments)
+
+
+def model(**arguments):
+    return nd.Convnet([nd.FCLayer(3)], **arguments)
+
+
+def build(*layers, shape=(8, 8, 2)):
+    nd.Convnet(layers).build(shape, batch_size=2)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_the_wrong_type_of_every_field(cls):
+    for name in fields(cls):
+        with pytest.raises(UserError, match=rf"{name}: expected .*, got a object"):
+            cls(**{name: object()})
+
+
+WRONG = {
+    "activation by name": (
+        lambda: nd.ConvLayer(2, 3, activation="relu"),
+        r"ConvLayer: activation: .*'relu'; write RectLin\(\)",
+    ),
+    "optimizer by name": (lambda: model(optimizer="adam"), r"Convnet: optimizer: .*'adam'; write Adam\(\)"),
+    "a cost's class": (
+        lambda: model(cost=nd.CrossEntropy),
+        r"cost: .*got the class CrossEntropy; write CrossEntropy\(\)",
+    ),
+    "a layer's class": (lambda: nd.Convnet([nd.FCLayer]), r"layers\.0: .*got the class FCLayer; write FCLayer\(\)"),
+    "in a branch": (lambda: nd.Sum([[nd.ConvLayer]]), "layers: .*got the class ConvLayer"),
+    "no layers": (lambda: nd.Convnet(None), "Convnet: layers: expected a list .*, got None"),
+    "an empty list": (lambda: nd.Convnet([]), "layers: a model needs at least one layer"),
+    "text for a number": (
+        lambda: nd.ConvLayer("4", 3),
+        "out_channels: expected an integer, got the text '4'; remove the quotes",
+    ),
+    "a fraction": (lambda: nd.ConvLayer(4.0, 3), "out_channels: expected an integer, got 4.0; write 4"),
+    "an item": (lambda: nd.MaxPoolingLayer((2, "2")), r"kernel_size\.1: expected an integer, got the text '2'"),
+    "data by name": (lambda: nd.FitExperiment("mnist", model()), r"dataset: .*'mnist'; write MNIST\(\)"),
+    "a schedule": (lambda: nd.SGD(schedule=0.1), "schedule: expected an object .*, got 0.1"),
+    "grid": (
+        lambda: nd.FitExperiment(data(), model(), grid={"rows": "2"}),
+        r"grid\.rows: expected an integer or null, got the text '2'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_people_write(name):
+    make, message = WRONG[name]
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_numbers_and_lists_of_numpy_are_numbers_and_lists():
+    nd.ConvLayer(np.int64(2), np.array([3, 3]), padding=[np.int32(1), 1], bias=np.True_)
+    nd.SGD(np.float32(0.5), momentum=0)
+    nd.Convnet((nd.FCLayer(3),), dtype="float64", backend=nd.get_backend("numpy"))
+
+
+OUT_OF_RANGE = {
+    "out_channels": (
+        lambda: build(nd.ConvLayer(0, 3)),
+        lambda: build(nd.ConvLayer(-1, 3)),
+        lambda: build(nd.DeconvLayer(0, 3)),
+        lambda: build(nd.LocalFilteringLayer(-2, 3)),
+    ),
+    "out_features": (lambda: build(nd.FCLayer(0)), lambda: build(nd.FCLayer(-3))),
+    "kernel": (
+        lambda: build(nd.ConvLayer(2, 0)),
+        lambda: build(nd.ConvLayer(2, (3, -1))),
+        lambda: build(nd.MaxPoolingLayer(0)),
+        lambda: build(nd.AvgPoolingLayer(-2)),
+        lambda: build(nd.L2PoolingLayer(0)),
+        lambda: build(nd.LCNLayer(0)),
+        lambda: build(nd.DeconvLayer(2, 0)),
+        lambda: build(nd.LocalFilteringLayer(2, 0)),
+        lambda: nd.Window(0, ndim=2),
+        lambda: build(nd.ConvLayer(2, (3, 3, 3))),
+        lambda: build(nd.ConvLayer(2, ())),
+    ),
+    "stride": (
+        lambda: build(nd.ConvLayer(2, 3, 0)),
+        lambda: build(nd.MaxPoolingLayer(2, -1)),
+        lambda: build(nd.DeconvLayer(2, 3, 0)),
+    ),
+    "dilation": (lambda: build(nd.ConvLayer(2, 3, dilation=0)), lambda: build(nd.DeconvLayer(2, 3, dilation=-1))),
+    "padding": (
+        lambda: build(nd.ConvLayer(2, 3, padding=-1)),
+        lambda: build(nd.MaxPoolingLayer(2, padding=3)),
+        lambda: build(nd.ConvLayer(2, 3, padding="sme")),
+        lambda: build(nd.PadLayer(((1,), (1, 1)))),
+    ),
+    "output_padding": (lambda: build(nd.DeconvLayer(2, 3, output_padding=-1)),),
+    "groups": (
+        lambda: build(nd.ConvLayer(2, 3, groups=0)),
+        lambda: build(nd.GroupNormLayer(0)),
+        lambda: build(nd.GroupNormLayer(-2)),
+    ),
+    "padding_mode|mode": (
+        lambda: build(nd.ConvLayer(2, 3, padding_mode="mirror")),
+        lambda: build(nd.PadLayer(1, "mirror")),
+        lambda: nd.UpsampleLayer(2, "cubic"),
+        lambda: nd.Window(3, mode="mirror"),
+    ),
+    "rate": (lambda: nd.DropoutLayer(NAN), lambda: nd.DropoutLayer(1.0), lambda: nd.DropoutLayer(-0.1)),
+    "momentum": (
+        lambda: nd.BatchNormLayer(momentum=NAN),
+        lambda: nd.BatchNormLayer(momentum=-1),
+        lambda: nd.SGD(momentum=1),
+    ),
+    "eps": (
+        lambda: nd.BatchNormLayer(eps=0),
+        lambda: nd.BatchNormLayer(eps=NAN),
+        lambda: nd.GroupNormLayer(eps=-1),
+        lambda: nd.Adam(eps=NAN),
+        lambda: nd.InstanceNormLayer(eps=float("inf")),
+    ),
+    "factor": (lambda: nd.UpsampleLayer(0), lambda: nd.UpsampleLayer((2, -1)), lambda: nd.StepDecay(2, NAN)),
+    "cropping|crop": (lambda: nd.CropLayer(-1), lambda: build(nd.CropLayer(9))),
+    "depth": (lambda: nd.LRNLayer(0),),
+    "alpha": (lambda: nd.LRNLayer(alpha=NAN),),
+    "sigma": (lambda: nd.LCNLayer(sigma=0.0), lambda: nd.LCNLayer(sigma=NAN)),
+    "min_deviation": (lambda: nd.LCNLayer(min_deviation=0.0), lambda: nd.LCNLayer(min_deviation=NAN)),
+    "learning_rate": (lambda: nd.SGD(NAN), lambda: nd.SGD(-1), lambda: nd.Adam(float("inf"))),
+    "seed": (lambda: model(seed=-1), lambda: data(seed=-1)),
+    "dtype": (lambda: model(dtype="float16"),),
+    "backend": (
+        lambda: nd.get_backend("cuda"),
+        lambda: nd.Convnet([nd.FCLayer(3)], backend="numpi").build((8, 8, 1), 2),
+    ),
+    "scheme": (lambda: model(scheme="haloo"), lambda: nd.ConvLayer(2, 3, scheme="towr")),
+    "steps": (lambda: nd.Stale(0),),
+    "layers": (lambda: nd.DeepHalo(0), lambda: nd.Sum([]), lambda: nd.Concat([])),
+    "j": (lambda: nd.Every(0),),
+    "bits": (lambda: nd.Quantised(3),),
+    "latency|bandwidth|speed|samples": (
+        lambda: nd.Auto(latency=NAN),
+        lambda: nd.Auto(bandwidth=-1.0),
+        lambda: nd.Auto(samples=0),
+        lambda: nd.Auto(speed=0.0),
+    ),
+    "k": (lambda: nd.TopK(0),),
+    "smooth": (lambda: nd.Dice(NAN), lambda: nd.Dice(-1)),
+    "value": (lambda: nd.Constant(NAN),),
+    "gain": (lambda: nd.FanInNormal(NAN), lambda: nd.FanInNormal(-1)),
+    "scale": (lambda: nd.Gaussian(-1), lambda: nd.Gaussian(NAN), lambda: nd.HDF5Dataset("x.h5", scale=0.0)),
+    "low|high": (lambda: nd.Uniform(NAN, 1), lambda: nd.Uniform(1, -1)),
+    "crop": (lambda: nd.Photographs(crop=0), lambda: nd.Photographs(crop=(1, 2, 3))),
+    "std": (lambda: nd.HDF5Dataset("x.h5", std=0.0), lambda: nd.HDF5Dataset("x.h5", std=NAN)),
+    "test_share": (lambda: nd.HDF5Dataset("x.h5", test_share=1.5),),
+    "classes": (lambda: data(classes=0), lambda: nd.HDF5Dataset("x.h5", classes=-1)),
+    "sparsity": (lambda: nd.GB([nd.LocalFilteringLayer(2, 3), nd.FCLayer(3)], sparsity=NAN),),
+    "epsilon": (lambda: nd.GB([nd.LocalFilteringLayer(2, 3), nd.FCLayer(3)], epsilon=0),),
+    "batch_size": (
+        lambda: nd.FitExperiment(data(), model(), batch_size=0),
+        lambda: model().build((8, 8, 2), 0),
+        lambda: model().build((8, 8, 2), "2"),
+        lambda: model().build((8, 8, 2), 2.5),
+    ),
+    "epochs": (lambda: nd.FitExperiment(data(), model(), epochs=-1), lambda: nd.CosineDecay(0)),
+    "input_shape": (
+        lambda: model().build((8, 0, 1), 2),
+        lambda: model().build(8, 2),
+        lambda: model().build((8, 8.5, 1), 2),
+    ),
+    "replicas": (lambda: nd.ProcessGrid(replicas=0), lambda: nd.ProcessGrid(replicas="2")),
+    "rows": (lambda: nd.ProcessGrid(rows=-1), lambda: nd.ProcessGrid(rows=1.5)),
+    "comm": (lambda: nd.ProcessGrid("world"), lambda: nd.ProcessGrid(2)),
+}
+CASES = [
+    pytest.param(make, words, id=f"{words}-{at}")
+    for words, makes in OUT_OF_RANGE.items()
+    for at, make in enumerate(makes)
+]
+
+
+@pytest.mark.parametrize(("make", "words"), CASES)
+def test_values_that_cannot_work(make, words):
+    with pytest.raises(UserError, match=rf"\b({words})"):
+        make()
+
+
+UNREADY = {
+    "an unbuilt model, fprop": (lambda: model().fprop(np.zeros((2, 8, 8, 2), "float32")), "build"),
+    "an unbuilt model, training": (lambda: model().train_batch(np.zeros((2, 8, 8, 2)), np.zeros(2, int)), "build"),
+    "an unbuilt model, fit": (lambda: nd.fit(model(), opened()), "build"),
+    "an unbuilt model, bprop": (lambda: model().bprop(np.zeros((2, 3))), "build"),
+    "an unbuilt model, its state": (lambda: model().state(), "build"),
+    "data that are not open": (lambda: data().train, "open"),
+    "fit on data that are not open": (lambda: nd.fit(built(), data()), "open"),
+    "pretrain on data that are not open": (lambda: nd.pretrain(built(gb), data()), "open"),
+    "no model to fit": (lambda: nd.fit("model", data()), "model"),
+    "no data to fit": (lambda: nd.fit(built(), np.zeros(3)), "dataset"),
+    "no model to distribute": (lambda: nd.distribute([nd.FCLayer(3)]), "model"),
+}
+
+
+def gb():
+    return nd.GB([nd.LocalFilteringLayer(2, 3), nd.FCLayer(3)])
+
+
+def opened():
+    made = data(train=4, test=4)
+    made.open(nd.ProcessGrid.serial())
+    return made
+
+
+def built(make=model):
+    made = make()
+    made.build((8, 8, 2), 2)
+    return made
+
+
+@pytest.mark.parametrize("name", UNREADY)
+def test_what_is_not_ready_yet(name):
+    make, words = UNREADY[name]
+    with pytest.raises(UserError, match=words):
+        make()
