@@ -48,6 +48,10 @@ class NonFiniteError(UserError):
     """A loss or gradient is NaN or infinite; the message says at which step and where first. Weights are as before."""
 
 
+class PassError(UserError):
+    """A bprop does not belong to the last fprop, whose arrays are gone; the message says what came between."""
+
+
 class LaunchError(UserError):
     """The job cannot be started: no MPI, no mpirun, or two MPIs that do not know each other."""
 

@@ -3,7 +3,7 @@
 padded: serial, and everything that the distributed array shares with it. global_array: tiles over ranks. frame: the
 buffers of one view. way, courier: what a scheme sees of the border, and its messages. border: an array's scheme and
 books. arena: memory that arrays share. phase: what a pass is for. padding, local_fill: cells copied from inside the
-image, and from inside the tile.
+image, and from inside the tile. real: what callers give.
 """
 
 from .arena import Arena, Room, Span, pack
@@ -12,6 +12,7 @@ from .courier import Courier
 from .global_array import GlobalArray
 from .padded import PaddedArray
 from .phase import Phase
+from .real import real_array
 from .way import Way
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "Span",
     "Way",
     "pack",
+    "real_array",
 ]

@@ -13,6 +13,7 @@ from ..errors import ShapeError
 from ..geometry import HaloPlan, Partition, Window
 from .border import Border
 from .frame import Frame, Rooms
+from .real import real_array
 from .way import Way
 
 
@@ -28,7 +29,8 @@ class PaddedArray:
     dtype : str
     backend : str or Backend
     reuse : bool
-        True: a view is valid until the next call (what layers use). False: every call returns new arrays.
+        True: a view is valid until the next call, and may be the tile itself; arrays are of `dtype` (what layers use).
+        False: every call takes real numbers of any kind, and returns new arrays.
 
     Attributes
     ----------
@@ -132,7 +134,8 @@ class PaddedArray:
         -------
         array (n, *need.shape, C)
         """
-        self._check("tile", tile, self.local_shape[1:])
+        tile = self._taken("tile", tile)
+        self.check_tile("tile", tile)
         if self.plan.trivial:
             return self._given(tile)
         return self._given(self.frame(len(tile)).forward(tile))
@@ -150,6 +153,7 @@ class PaddedArray:
         -------
         array (n, *own.shape, C)
         """
+        dview = self._taken("dview", dview)
         self._check("dview", dview, self.view_shape[1:])
         if self.plan.trivial:
             return self._given(self._lasting(dview))
@@ -189,10 +193,11 @@ class PaddedArray:
     def total(self, array: Any, replicas: bool = False) -> Any:
         """Return the sum over the tiles (and replicas) of what each rank counted over its own cells.
 
-        A vector is counted whole on every tile's rank, so nothing is added for it over the tiles.
+        A vector is counted whole on every tile's rank, so nothing is added for it over the tiles. The array itself
+        stays as it is; all ranks' may be written to, and are new ones.
         """
-        group = group_of(self.tiled, replicas)
-        return array if group is None else self.sums.over(group, array)
+        group, total = group_of(self.tiled, replicas), array.copy()
+        return total if group is None else self.sums.over(group, total)
 
     def frame(self, samples: int) -> Frame:
         """Return the buffers for batches of so many samples (of this rank's replica)."""
@@ -261,8 +266,15 @@ class PaddedArray:
             if arrays:
                 self.border.scheme.remember(self.way(*key), arrays)
 
+    def _taken(self, name: str, array: Any) -> Any:
+        return array if self.reuse else real_array(name, array, self.dtype)
+
     def _given(self, array: Any) -> Any:
         return array if self.reuse else array.copy()
+
+    def check_tile(self, name: str, tile: Any) -> None:
+        """Raise ShapeError if an array is not this rank's tile, for any number of samples; `name` is the array's."""
+        self._check(name, tile, self.local_shape[1:])
 
     def _check(self, name: str, array: Any, expected: tuple[int, ...]) -> None:
         if array.shape[1:] != expected:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from ..arrays import real_array
 from ..layers import Layer, LocalFilteringLayer, Phase, Sequential
 from .nonfinite import SchemeMemory, finite, locate_in_stage
 from .notices import Notice
@@ -70,7 +71,8 @@ class Autoencoder:
 
     def inputs(self, x: Any) -> Any:
         """Return this rank's tile of the stage's input for its tile of the images."""
-        return self.before.fprop(x if x.dtype == self.dtype else x.astype(self.dtype), Phase(training=False))
+        self.model.last_pass.forget("pretraining has used the layers' arrays")
+        return self.before.fprop(real_array("x", x, self.dtype), Phase(training=False))
 
     def encode(self, x: Any) -> Any:
         """Return this rank's tile of z = W x for its tile of the stage's input; collective over the tiles."""

@@ -131,6 +131,7 @@ class GB(Convnet):
 
     def update(self) -> None:
         """Change what is trained."""
+        self.last_pass.forget("the weights have changed")
         if self.top_alone:
             count, scale = self.step - self.uncounted, self.learning_rate_scale
             self.top_part.update(self.optimizer, self.slots, count, scale)

@@ -98,7 +98,7 @@ def arena_of(layers: Sequence[Layer], joins: Sequence[Branches], context: Contex
     lo, hi = context.grid.sample_range(context.batch_size)
     held = [[prod(shape) for shape in join.local_shapes] for join in joins]
     planned = spans(layers, joins, [layer.input.held for layer in layers], held)
-    arena = Arena(planned, hi - lo, context.dtype, context.backend)
+    arena = Arena(planned, hi - lo, context.dtype, context.backend, turn=len(layers))
     rooms = iter([Room(arena, span) for span in range(len(planned))])
     views = list(islice(rooms, len(layers)))
     for at, (layer, view) in enumerate(zip(layers, views, strict=True)):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import GlobalArray
+from ..arrays import GlobalArray, real_array
 from ..backends import Backend, get_backend
 from ..comm import ProcessGrid, WideGrid
 from ..costs import Cost, CrossEntropy
@@ -19,6 +19,7 @@ from ..registry import Registered
 from ..registry.ranges import integer, shape_of
 from ..schemes import Scheme, as_scheme
 from .entry import Entry
+from .last_pass import LastPass
 from .ledger import Ledger, accounts, ledger
 from .lifetimes import arena_of
 from .nonfinite import SchemeMemory, Trouble, locate
@@ -100,6 +101,7 @@ class Model(Registered):
         self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
         self._pending: dict[str, Any] | None = None
+        self.last_pass = LastPass()
         self._name_layers()
         self.chain.connect(None, None)
         self.scheme = as_scheme(scheme)
@@ -150,32 +152,75 @@ class Model(Registered):
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
         self.parameters = Parameters(self.leaves, context)
         self.slots = self.optimizer.slots(self.parameters.values.size, self.dtype)
+        self.last_pass = LastPass()
         if self._pending is not None:
             self.load_state(self._pending)
 
     # The passes.
 
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
-        """Return this rank's tile of the output (or the whole output after an FC layer) for its tile of the input."""
-        batch = self._batch(x, batch_size)
-        self.passes += 1
-        phase = Phase(training, self.step, self.grid.sample_range(batch)[0])
-        return self._lasting(self.chain.fprop(x if x.dtype == self.dtype else x.astype(self.dtype), phase))
+        """Return this rank's tile of the output (or the whole output after an FC layer) for its tile of the input.
+
+        Parameters
+        ----------
+        x : array (n, *tile, C)
+            Real numbers of any kind and order in memory; it may be changed before `bprop`.
+        training : bool
+            False: as for inference, without dropout and with running statistics.
+        batch_size : int, optional
+            Samples over all replicas, where they are not those that the model was built for.
+
+        Returns
+        -------
+        array (n, *tile, C'), a new one
+        """
+        return self.run_fprop(real_array("x", x, self.dtype, copy=True), training, batch_size).copy()
 
     def bprop(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
+
+        It goes back through the last `fprop`, and may be called again for another `dy`.
 
         Parameters
         ----------
         dy : array
             This rank's part of the output's gradient (`scatter_output`).
+
+        Returns
+        -------
+        array (n, *tile, C), a new one
+
+        Raises
+        ------
+        PassError
+            There was no `fprop`, one with `training=False` came after one with `training=True`, or the weights have
+            changed since. `last_pass.forget()` before an `fprop` says that it is the one to go back through.
         """
         self._built()
-        dx = self.chain.bprop(dy if dy.dtype == self.dtype else dy.astype(self.dtype))
+        dy = real_array("dy", dy, self.dtype)
+        self.last_pass.check(dy)
+        with self.arena.kept(len(dy)):
+            dx = self.run_bprop(dy)
+            return None if dx is None else dx.copy()
+
+    def run_fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
+        """Do as `fprop` without a copy: layers may keep x, and the next pass may overwrite what is returned."""
+        batch = self._batch(x, batch_size)
+        self.passes += 1
+        self.last_pass.begin(training)
+        y = self.chain.fprop(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
+        self.last_pass.end(training, len(x))
+        return y
+
+    def run_bprop(self, dy: Any) -> Any:
+        """Do as `bprop` without copies, once: the next pass may overwrite what is returned."""
+        self.last_pass.check(dy)
+        self.output.check_tile("dy", dy)
+        dx = self.chain.bprop(dy)
         if dx is not None:
             dx = self.whole_input_gradient(dx)
         self._built().sum_gradients()
-        return self._lasting(dx)
+        return dx
 
     def whole_input_gradient(self, dx: Any) -> Any:
         """Return the gradient of this rank's tile of the input, given its share in it; collective.
@@ -208,7 +253,7 @@ class Model(Registered):
         kept, memory = parameters.kept_values.copy(), SchemeMemory(self.leaves, self.nonfinite == "skip")
         self.chain.needs_input_gradient = False
         try:
-            y = self.fprop(x, training=True, batch_size=batch)
+            y = self.run_fprop(real_array("x", x, self.dtype), training=True, batch_size=batch)
             local = self.local_targets(targets, batch)
             scale = 1.0 / (batch * self.cost.cells(self.output_shape))
             loss = self.total_over_output(np.array([self.cost.value(y, local, self.output.total)]))
@@ -223,6 +268,7 @@ class Model(Registered):
                 parameters.kept_values[...] = kept
         finally:
             self.chain.needs_input_gradient = True
+            self.last_pass.forget("train_batch has used the layers' arrays")
         self.trouble.after_step(self.step, self.nonfinite, None if good else where)
         self.step += 1
         if not good:
@@ -243,11 +289,12 @@ class Model(Registered):
 
     def fill_gradients(self, dy: Any) -> None:
         """Fill the gradients of what is trained at present, given that of this rank's part of the output."""
-        self.bprop(dy)
+        self.run_bprop(dy)
 
     def update(self) -> None:
         """Change what is trained at present by its gradients."""
         parameters = self._built()
+        self.last_pass.forget("the weights have changed")
         self.optimizer.update(
             parameters.values, parameters.grads, self.slots, self.step - self.uncounted, self.learning_rate_scale
         )
@@ -281,7 +328,8 @@ class Model(Registered):
 
     def total_over_output(self, array: Any) -> Any:
         """Sum an array in place over the ranks that hold distinct parts of the output, and return it; collective."""
-        return self.output.total(array, replicas=True)
+        array[...] = self.output.total(array, replicas=True)
+        return array
 
     # Values to keep.
 
@@ -292,8 +340,9 @@ class Model(Registered):
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over arrays that `state` returned; before the first build they are kept for it."""
         if self.parameters is None:
-            self._pending = dict(state)
+            self._pending = {name: np.copy(array) for name, array in state.items()}
         else:
+            self.last_pass.forget("the weights have changed")
             load(self.parameters.arrays(), state, "state")
 
     def gradients(self) -> dict[str, Any]:
@@ -344,10 +393,6 @@ class Model(Registered):
     def default_grid(self) -> ProcessGrid:
         """Return the grid to build on where none is given."""
         return ProcessGrid.serial()
-
-    def _lasting(self, array: Any) -> Any:
-        """Return an array for the caller to keep: a copy, if the next pass would overwrite it."""
-        return array.copy() if array is not None and self.arena.owns(array) else array
 
     def _name_layers(self) -> None:
         counts: dict[str, int] = {}

@@ -41,6 +41,7 @@ def optimal_stimulus(
         The units' values, the same on all ranks; collective over the tiles.
     """
     chain, grid = Chain(model.layers[: layer + 1]), model.grid
+    model.last_pass.forget("optimal_stimulus has used the layers' arrays")
     extent = chain.output_shape_for(model.input_shape)[:-1]
     node, own = model.layers[layer], grid.tile_box(extent)
     tile = node.leaves[0].tile if node.leaves == [node] else own  # in a run of layers it has cells of other ranks too

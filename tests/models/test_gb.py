@@ -139,6 +139,7 @@ def test_initial_epochs_train_the_top_alone():
     # Adam's first step has the length of the learning rate, if its count begins anew
     step = np.abs(last["local_filtering1/weights"] - then["local_filtering1/weights"])
     assert np.median(step) == pytest.approx(0.01, rel=1e-3)
+    model.fprop(x)
     assert model.bprop(np.ones((6, 4))).shape == x.shape  # what was cut off for the top is whole again
 
 
