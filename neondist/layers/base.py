@@ -78,6 +78,8 @@ class Layer(Node):
     has_dist_twin = True
     distributed = False
     window: Window | None = None
+    #: whether it has no use for a vector, which has no neighbours; what has a window of its own has none either
+    needs_image = False
     #: True where the halo adds in fprop and is fetched in bprop
     reverse_halos = False
     #: why the layer cannot compute cells of other tiles, if it cannot

@@ -36,6 +36,8 @@ class ConvLayer(Layer):
         Default FanInUniform.
     """
 
+    needs_image = True
+
     direct = True
     window: Window
 

@@ -24,6 +24,8 @@ class PadLayer(Layer):
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
+    needs_image = True
+
     def __init__(
         self,
         padding: int | Sequence[Any],

@@ -33,6 +33,8 @@ class DeconvLayer(Layer):
         As in ConvLayer.
     """
 
+    needs_image = True
+
     reverse_halos = True
     no_recompute = "its windows slide over the output"
 

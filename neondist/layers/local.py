@@ -39,6 +39,8 @@ class LocalFilteringLayer(Layer):
         of so many neighbouring cells do.
     """
 
+    needs_image = True
+
     window: Window
     autoencodes = True
 

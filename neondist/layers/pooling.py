@@ -28,6 +28,8 @@ class PoolingLayer(Layer):
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
+    needs_image = True
+
     window: Window
     fill = 0.0
 

@@ -29,6 +29,8 @@ class UpsampleLayer(Layer):
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
+    needs_image = True
+
     window: Upsampling
 
     def __init__(

@@ -62,6 +62,7 @@ def plan_layers(
 ) -> list[LayerPlan]:
     """Return the plan of each single layer; an error names the layer and carries it as `subject`."""
     plans = []
+    _refuse_vectors(nodes, input_shape)
     regions = _regions(nodes, input_shape, grid, share(batch_size, grid))
     for index, node in enumerate(nodes):
         about: Node = node
@@ -74,6 +75,22 @@ def plan_layers(
         except UserError as error:
             raise of_layer(error, index, about) from error
     return plans
+
+
+def _refuse_vectors(nodes: Sequence[Node], input_shape: Shape) -> None:
+    """Raise ShapeError where a layer that looks at neighbours is to see a vector."""
+    for index, node in enumerate(nodes):
+        try:
+            for layer, shape in node.walk(input_shape):
+                if len(shape) < 2 and (layer.needs_image or layer.window is not None):
+                    what = f"needs an image, but its input is a vector, of shape {shape}"
+                    remedy = "put it before the layer that makes vectors: fully connected, or global pooling"
+                    raise of_layer(ShapeError(f"{what}; {remedy}"), index, layer)
+            input_shape = node.output_shape_for(input_shape)
+        except UserError as error:
+            if getattr(error, "subject", None) is None:
+                return  # of another mistake, which the plan tells
+            raise
 
 
 def of_layer(error: UserError, index: int, layer: Node) -> UserError:

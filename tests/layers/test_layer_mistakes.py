@@ -81,3 +81,28 @@ def test_dice_by_finite_differences():
         assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-7)
     perfect = 50.0 * np.eye(3)[labels]
     assert cost.value(perfect, labels) < 0.1 < cost.value(-perfect, labels)
+
+
+WITH_WINDOWS = {
+    "conv": lambda: nd.ConvLayer(4, 3, padding="same"),
+    "deconv": lambda: nd.DeconvLayer(4, 3),
+    "deconv of two axes": lambda: nd.DeconvLayer(4, (3, 3)),
+    "local": lambda: nd.LocalFilteringLayer(4, 3),
+    "max": lambda: nd.MaxPoolingLayer(2),
+    "avg": lambda: nd.AvgPoolingLayer(2),
+    "l2": lambda: nd.L2PoolingLayer(2),
+    "lcn": lambda: nd.LCNLayer(5),
+    "upsample": lambda: nd.UpsampleLayer(2),
+    "pad": lambda: nd.PadLayer(1),
+    "crop": lambda: nd.CropLayer(1),
+    "gap": lambda: nd.GlobalAvgPoolingLayer(),
+    "instance norm": lambda: nd.InstanceNormLayer(),
+}
+
+
+@pytest.mark.parametrize("make", WITH_WINDOWS.values(), ids=WITH_WINDOWS.keys())
+@pytest.mark.parametrize("vectors", [nd.GlobalAvgPoolingLayer, lambda: nd.FCLayer(4)])
+def test_a_layer_that_looks_at_neighbours_after_a_vector(make, vectors):
+    for layer in (make(), nd.Sum([[make()], []])):
+        with pytest.raises(ShapeError, match=r"layer 1 '(sum1\..*)?\w+' \(\w+Layer\): .*needs an image, but its input"):
+            build(vectors(), layer)
