@@ -16,9 +16,11 @@ from ..errors import DataError, ShapeError
 from ..layers import Layer
 from .pieces import Piece
 from .read import Opened
+from .texts import of_kind, plain_json, whole
 
 REMEMBERED, GROUP = "remembered", "borders"
 """Names in the file: the text, and the group of the arrays."""
+MOST = 1 << 20  # samples of a batch
 Way: TypeAlias = "tuple[int, int, str, int, int]"
 """Number of the array in its layer, samples of its batches, direction, arrays remembered, numbers in all of them."""
 
@@ -81,12 +83,15 @@ def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) 
         return ""
     by_name = {str(layer.name): layer for layer in leaves}
     try:
-        told = json.loads(text)
-        before, layers = str(told["of"]), {str(name): list(ranks) for name, ranks in told["layers"].items()}
+        told = plain_json(text, dict)
+        before, layers = of_kind("'of'", told["of"], str), of_kind("'layers'", told["layers"], dict)
         if before != owner:
             return f"border schemes forget earlier steps: the checkpoint is of {before}, this run has {owner}"
         pieces = []
         for name, ranks in layers.items():
+            for ways in of_kind(name, ranks, list):
+                for way in of_kind(name, ways, list):
+                    _check(name, way, len(by_name[name].arrays))
             numbers = [_numbers(ways) for ways in ranks]
             if file.facts.group(GROUP).get(name) != (sum(numbers),) or len(ranks) != world.size:
                 raise ValueError(name)
@@ -100,7 +105,7 @@ def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) 
         for (name, ranks), piece in zip(layers.items(), pieces, strict=True):
             for array, way, arrays in _cut(by_name[name], ranks[world.rank], piece.array):
                 array.border.scheme.remember(array.way(*way), arrays)
-    except (ShapeError, IndexError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
+    except (ShapeError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
         error = DataError(f"{file.facts.path}: what border schemes remember does not fit the model ({problem})")
     agree(world, error)
     return ""
@@ -111,6 +116,15 @@ def _cut(layer: Layer, ways: list[Way], flat: Any) -> Iterator[tuple[PaddedArray
     ends = accumulate(numbers for *_, numbers in ways)
     for (at, samples, direction, count, numbers), end in zip(ways, ends, strict=True):
         yield layer.arrays[at], (samples, direction), np.split(flat[end - numbers : end], count)
+
+
+def _check(name: str, way: Any, arrays: int) -> None:
+    """Raise ValueError unless this is a way of one of a layer's arrays."""
+    at, samples, direction, count, numbers = of_kind(name, way, list)
+    for number, least in ((at, 0), (samples, 1), (count, 1), (numbers, 0)):
+        whole(name, number, least)
+    if at >= arrays or direction not in ("forward", "backward") or samples > MOST:
+        raise ValueError(name)
 
 
 def _numbers(ways: list[Way]) -> int:

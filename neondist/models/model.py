@@ -74,6 +74,7 @@ class Model(Registered):
     """
 
     num_pretrain_epochs = 0
+    pretrain_optimizer: Optimizer
     stages: Sequence[Any] = ()
     has_dist_twin = True
     distributed = False

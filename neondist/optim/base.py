@@ -50,6 +50,15 @@ class Optimizer(Registered, ABC):
         """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `scale`."""
         return 1.0 if self.schedule is None else float(self.schedule.factor(epoch))
 
+    def check(self, epochs: int) -> None:
+        """Raise ConfigError, about the schedule, if a run of so many epochs would train on at rate 0."""
+        if isinstance(self.schedule, Schedule):  # of others, a factor is all that is asked for
+            try:
+                self.schedule.check(epochs)
+            except ConfigError as error:
+                error.subject = self.schedule
+                raise
+
     def update(
         self, params: np.ndarray, grads: np.ndarray, slots: dict[str, np.ndarray], step: int, scale: float = 1.0
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
+from ..errors import ConfigError
 from ..registry import Registered
 from ..registry.ranges import integer, real
 
@@ -15,6 +16,9 @@ class Schedule(Registered, ABC):
     @abstractmethod
     def factor(self, epoch: float) -> float:
         """Return the factor at `epoch`, counted from 0; 2.5 is the middle of the third epoch."""
+
+    def check(self, epochs: int) -> None:
+        """Raise ConfigError if a run of so many epochs would train on at rate 0."""
 
 
 class StepDecay(Schedule):
@@ -48,6 +52,14 @@ class CosineDecay(Schedule):
 
     def __init__(self, epochs: int) -> None:
         self.epochs = integer("epochs", epochs, 1)
+
+    def check(self, epochs: int) -> None:
+        """Raise ConfigError if the fall ends before a run of so many epochs does."""
+        if epochs > self.epochs:
+            raise ConfigError(
+                f"epochs: the learning rate is 0 after {self.epochs} epochs, and {epochs} are to be trained;"
+                f" set this to {epochs} as well"
+            )
 
     def factor(self, epoch: float) -> float:
         """Return (1 + cos(pi * epoch / epochs)) / 2, never past the end of the fall."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from contextlib import closing
 from math import isnan
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..checkpoint import Piece, collect, opened, take
+from ..checkpoint.texts import of_kind, plain_json, whole
 from ..comm import ProcessGrid
 from ..datasets.base import normalised
 from ..errors import ConfigError, DataError
@@ -144,10 +145,21 @@ def predict(
 def _images(path: Path, texts: dict[str, str]) -> tuple[list[float], list[float], tuple[int, ...]]:
     """Return how the images were normalised, and the shape of one; the same on every rank."""
     try:
-        facts = json.loads(texts["images"])
-        return facts["factor"], facts["offset"], tuple(facts["shape"])
-    except (KeyError, TypeError, ValueError) as problem:
-        raise DataError(f"{path}: does not say what its images were ({problem!r}); name another file") from None
+        facts = plain_json(texts["images"], dict)
+        shape = tuple(whole("'shape'", n, 1) for n in of_kind("'shape'", facts["shape"], list))
+        return _channels(facts, "factor", shape), _channels(facts, "offset", shape), shape
+    except (KeyError, ValueError) as problem:
+        raise DataError(f"{path}: does not say what its images were ({problem}); name another file") from None
+
+
+def _channels(facts: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[float]:
+    """Return the finite numbers of one name: one, or one for each channel."""
+    numbers = of_kind(f"'{name}'", facts[name], list)
+    if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):
+        raise ValueError(f"'{name}' are no numbers")
+    if len(numbers) not in (1, *shape[-1:]):
+        raise ValueError(f"'{name}' has {len(numbers)} numbers")
+    return numbers
 
 
 def _tiles(images: Source, samples: range, model: Model) -> np.ndarray:

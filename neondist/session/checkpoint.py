@@ -102,8 +102,8 @@ def restore(path: Path, run: Run) -> None:
     with opened(path, run.grid.world) as file:
         try:
             position = Position.from_json(file.facts.texts["position"])
-        except (KeyError, TypeError, ValueError) as problem:
-            raise DataError(f"{path}: does not say how far its run was ({problem!r}); name another file") from None
+        except (KeyError, ValueError) as problem:
+            raise DataError(f"{path}: does not say how far its run was ({problem}); name another file") from None
         for group, arrays in run.model.kept_arrays().items():
             wanted = {entry.full_name: tuple(entry.parameter.shape) for entry, _ in arrays}
             _compare(path, file.facts.group(group), wanted)

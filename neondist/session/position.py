@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+import sys
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from ..checkpoint.texts import LARGEST, of_kind, plain_json, whole
 from ..errors import DataError
 from .run import Record, Run, Totals
 
@@ -71,6 +73,42 @@ class Position:
 
     @classmethod
     def from_json(cls, text: str) -> Position:
-        """Return what `to_json` wrote; ValueError, KeyError or TypeError if it is something else."""
-        values: dict[str, Any] = json.loads(text)
-        return cls(**values | {"totals": Totals(**values["totals"])})
+        """Return what `to_json` wrote; ValueError, which says what is wrong, if it is something else."""
+        values = plain_json(text, dict)
+        known = {one.name for one in fields(cls)}
+        if not known - {"uncounted"} <= set(values) <= known:
+            raise ValueError("its fields are others")
+        totals = of_kind("'totals'", values["totals"], dict)
+        if set(totals) != {one.name for one in fields(Totals)}:
+            raise ValueError("'totals' has other fields")
+        for name in ("epoch", "step", "seen", "samples", "seed", "uncounted"):
+            if name != "uncounted" or values.get(name) is not None:
+                whole(f"'{name}'", values[name])
+        for name, value in totals.items():
+            if name in ("loss", "seconds"):
+                _number(f"totals.{name}", value)
+            else:
+                whole(f"'totals.{name}'", value)
+        if values["seen"] > values["samples"]:
+            raise ValueError("'seen' is more than an epoch has")
+        for record in of_kind("'history'", values["history"], list):
+            _record(record)
+        return cls(**values | {"totals": Totals(**totals)})
+
+
+def _number(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"'{name}' is no finite number")
+
+
+def _record(record: Any) -> None:
+    """Check what the loop and its hooks read of an epoch's record; a mean of nothing is NaN."""
+    if not isinstance(record, dict) or "epoch" not in record:
+        raise ValueError("an epoch's record has other fields")
+    for name, value in record.items():
+        if name in ("epoch", "step", "bytes_sent", "bytes_summed"):
+            whole(f"'{name}' of an epoch's record", value)
+        elif value is not None and type(value) not in ((str,) if name == "stage" else (int, float)):
+            raise ValueError(f"'{name}' of an epoch's record is no number")
+        elif type(value) is int and abs(value) >= LARGEST:
+            raise ValueError(f"'{name}' of an epoch's record is too large")

@@ -42,6 +42,9 @@ def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, list[Lay
         _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
     with about(model.layers[-1] if model.layers else model):
         model.cost.check(plan[-1].output_shape, dataset.classes)
+    model.optimizer.check(experiment.epochs)
+    if model.num_pretrain_epochs:
+        model.pretrain_optimizer.check(model.num_pretrain_epochs)
     for metric in experiment.metrics:
         with about(metric):
             metric.check(dataset.classes)

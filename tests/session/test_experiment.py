@@ -3,6 +3,7 @@
 import pytest
 from session_toys import experiment
 
+from neondist.config import load_experiment, place
 from neondist.datasets import MNIST, Synthetic
 from neondist.errors import ConfigError, DataError, GridError, ShapeError
 from neondist.layers import ConvLayer, ConvLayerDist, FCLayer, FCLayerDist
@@ -151,3 +152,27 @@ def test_a_real_network_learns():
 def test_what_cannot_fit_is_refused_before_anything_is_allocated(dataset, layer, says):
     with pytest.raises(DataError, match=says):
         FitExperiment(dataset, ConvnetDist([layer], backend="numpy"), batch_size=4).validate()
+
+
+@pytest.mark.parametrize("where", ["optimizer", "pretrain_optimizer"])
+def test_a_schedule_that_ends_before_the_run_is_refused(tmp_path, where):
+    """The epochs after its end would be trained at rate 0."""
+    (tmp_path / "x.yaml").write_text(f"""!FitExperiment
+dataset: !Synthetic {{shape: [6, 5, 1], classes: 3, train: 4, test: 2}}
+model: !GBDist
+  layers: [!LocalFilteringLayerDist {{out_channels: 2, kernel_size: 3}}, !FCLayerDist {{out_features: 3}}]
+  num_pretrain_epochs: 8
+  {where}: !SGD {{learning_rate: 0.1, schedule: !CosineDecay {{epochs: 6}}}}
+epochs: 8
+""")
+    message = rf"x\.yaml:6: model\.{where}\.schedule\.epochs: the learning rate is 0 after 6 epochs, and 8 are"
+    with pytest.raises(ConfigError, match=message):
+        _checked(tmp_path / "x.yaml")
+    _checked(tmp_path / "x.yaml", [f"model.{where}.schedule.epochs=8"])
+
+
+def _checked(path, settings=()):
+    try:
+        load_experiment(path, settings).validate(1)
+    except ConfigError as error:
+        raise place(error) from None
