@@ -56,6 +56,8 @@ def main() -> int:
             tried["ranks"].update([ranks_of(case.grid), ranks_of(case.other)])
             if text:
                 print(text, flush=True)
+            if results.total() % 100 == 0:
+                print(f"{results.total()} cases in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     print(f"seed {given.seed}, {given.cases} cases in {time.monotonic() - begin:.0f} s: {told(results)}")
     for name, counts in tried.items():
         print(f"{name}: {told(counts)}")
