@@ -118,7 +118,7 @@ def avg_pooling(d: Draw, shape: Shape) -> dict[str, Any]:
 
 def upsample(d: Draw, shape: Shape) -> dict[str, Any]:
     ndim = len(shape) - 1
-    return {"factor": d.axes(ndim, 1, 3 if d.maybe(0.7) else 6), "mode": d.pick(["nearest", "bilinear"])}
+    return {"factor": d.axes(ndim, 1, 3 if d.maybe() else 6), "mode": d.pick(["nearest", "bilinear"])}
 
 
 def pad(d: Draw, shape: Shape) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from .case import Case
 
 OPEN = {
-    "bprop",  # issue 20, item 3: what bprop returned is overwritten by the next pass
     "bytes",  # issue 20, item 6: `check` tells other bytes where a container comes first or last
 }
 
