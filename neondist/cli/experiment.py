@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..config import load_experiment, place
 from ..errors import UserError
+from .crowd import refuse_idle
 from .modules import import_module
 
 if TYPE_CHECKING:
@@ -25,7 +27,13 @@ def load(arguments: argparse.Namespace) -> Any:
 
 def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     """Return the experiment once it is right on every rank: file, data and grid; collective."""
-    return loaded(arguments, world, lambda experiment: experiment.validate(ranks))
+
+    def check(experiment: Any) -> None:
+        experiment.validate(ranks)
+        if not arguments.force:
+            refuse_idle(ranks, experiment.grid.get("replicas", 1), prod(experiment.dataset.sample_shape[:-1]))
+
+    return loaded(arguments, world, check)
 
 
 def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any], None] | None = None) -> Any:

@@ -23,8 +23,9 @@ def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS) -> None:
 
 
 def ranks(one: argparse.ArgumentParser, text: str = RANKS) -> None:
-    """Add -n."""
+    """Add -n and --force."""
     one.add_argument("-n", dest="ranks", type=positive, metavar="RANKS", help=text)
+    one.add_argument("--force", action="store_true", help="start more ranks than this machine or the image is made for")
 
 
 def folder(arguments: argparse.Namespace, kind: str = "") -> Path:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import LaunchError
 from . import guards, leftovers, pinning, threads
 from .attend import Prepared, attend
+from .crowd import refuse_crowd
 from .job import Job, detect
 from .launch import launch, ready
 from .limited import limited
@@ -76,6 +77,8 @@ def _must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     if job is not None or (arguments.ranks or 1) == 1:
         return False
     ready(os.environ)
+    if not arguments.force:
+        refuse_crowd(arguments.ranks, os.environ)
     return True
 
 

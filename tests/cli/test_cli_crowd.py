@@ -1,0 +1,44 @@
+"""More ranks than a machine carries, or than an image has cells, are not started."""
+
+import pytest
+from cli_runs import EXPERIMENT, needs_mpirun
+
+from neondist import memory
+from neondist.cli import crowd, main, threads
+from neondist.errors import LaunchError
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Four cores and 2 GB."""
+    monkeypatch.setattr(threads, "cores", lambda process=0: 4)
+    monkeypatch.setattr(memory, "free_memory", lambda: 2 << 30)
+
+
+def test_cores(machine):
+    crowd.refuse_crowd(2, {})
+    with pytest.raises(LaunchError, match=r"-n 65: this machine has too few cores .* at most 64 on 4 cores; --force"):
+        crowd.refuse_crowd(65, {})
+
+
+def test_memory(machine):
+    with pytest.raises(LaunchError, match=r"-n 40: so many ranks need 2.68 GB .* 2.15 GB are free; give at most 32"):
+        crowd.refuse_crowd(40, {})
+
+
+@pytest.mark.parametrize("env", [{"SLURM_JOB_NUM_NODES": "8"}, {"PBS_NODEFILE": "x"}])
+def test_in_an_allocation_the_machines_are_others(machine, env):
+    crowd.refuse_crowd(1000, env)
+
+
+@needs_mpirun
+def test_twenty_thousand(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy.yaml").write_text(EXPERIMENT)
+    assert main(["run", "toy.yaml", "-n", "20000"]) == 2
+    assert "error: -n 20000: this machine has too few cores for so many ranks; give at most" in capsys.readouterr().err
+    monkeypatch.setattr(threads, "cores", lambda process=0: 10_000)
+    monkeypatch.setattr(memory, "free_memory", lambda: None)
+    assert main(["run", "toy.yaml", "-n", "121"]) == 2
+    assert "error: 121 ranks for images of 120 cells: some would hold no cell" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["toy.yaml"]
