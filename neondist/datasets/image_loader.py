@@ -6,6 +6,9 @@ classes into shades of grey. Whatever would lose numbers is refused here.
 
 from __future__ import annotations
 
+import logging
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +28,8 @@ _WITH_ALPHA = {"L": "LA", "P": "RGBA", "PA": "RGBA", "RGB": "RGBA"}
 _ORIENTATION, _SAMPLE_FORMAT, _BITS = 274, 339, 258  # tags of EXIF and TIFF
 _ON_ITS_SIDE = (5, 6, 7, 8)
 _UNSIGNED, _SIGNED = 1, 2
+_ONE_AT_A_TIME = threading.Lock()  # Pillow's limit and Python's warnings are the process's; ranks may be threads
+_SILENT = logging.NullHandler()  # without one, Python prints what Pillow notes before it raises
 _COPIES = 3  # of an image while it is decoded, turned into an array, and written
 
 
@@ -170,11 +175,13 @@ def _opened(path: Path, size: tuple[int, int] | None) -> Iterator[Any]:
         from PIL import Image
     except ImportError:
         raise ConfigError("images need Pillow; install it with: pip install pillow (or neondist[images])") from None
-    limit = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = None  # how large they may be is told by the machine's memory
-    try:
-        # by its name, Pillow would map the file: a shorter one then ends the process, a turned one comes out scrambled
-        with open(path, "rb") as file, Image.open(file) as image:
+    logging.getLogger("PIL").addHandler(_SILENT)  # adding it again does nothing
+    # by its name, Pillow would map the file: a shorter one then ends the process, a turned one comes out scrambled
+    with _ONE_AT_A_TIME, _faults(path), open(path, "rb") as file, warnings.catch_warnings(), _without_limit(Image):
+        # a TIFF file whose tags are not right may be read as something else; a wrong date in a JPEG does not matter
+        warnings.simplefilter("error" if file.read(2) in (b"II", b"MM") else "ignore", UserWarning)
+        file.seek(0)
+        with Image.open(file) as image:
             for extents in (image.size, size or ()):
                 if extents:
                     _check_room(path, extents, 1 if image.mode in ("1", "L") else 4)
@@ -182,13 +189,28 @@ def _opened(path: Path, size: tuple[int, int] | None) -> Iterator[Any]:
             if frames > 1:
                 raise DataError(f"{path}: has {frames} frames, of which one would be kept; save each as an image")
             yield image
+
+
+@contextmanager
+def _without_limit(module: Any) -> Iterator[None]:
+    """Let Pillow read images of any size: how large they may be is told by the machine's memory."""
+    limit, module.MAX_IMAGE_PIXELS = module.MAX_IMAGE_PIXELS, None
+    try:
+        yield
+    finally:
+        module.MAX_IMAGE_PIXELS = limit
+
+
+@contextmanager
+def _faults(path: Path) -> Iterator[None]:
+    """Raise DataError for whatever a damaged image makes Pillow raise or warn of; a UserError passes."""
+    try:
+        yield
     except UserError:
         raise
     except MemoryError as error:
         raise DataError(f"{path}: there is no memory to decode it; cut it into pieces") from error
     except (OSError, ValueError, SyntaxError, TypeError, EOFError, LookupError, ArithmeticError, RuntimeError,
-            AttributeError) as error:  # fmt: skip
+            AttributeError, UserWarning) as error:  # fmt: skip
         reason = " ".join(str(error).partition("<")[0].split()) or type(error).__name__
         raise DataError(f"{path}: cannot be read as an image ({reason}); replace or remove it") from error
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit

@@ -145,6 +145,22 @@ def test_images_are_upright_when_the_camera_was_not(tmp_path, suffix):
     assert Loader().extents(tmp_path / "in" / "a" / f"x{suffix}") == (8, 12)
 
 
+def test_warnings_of_pillow_are_no_second_message(tmp_path):
+    """Of TIFF, tags say what the cells are; of JPEG, they say when it was taken."""
+    from PIL import Image
+
+    smooth = np.linspace(0, 255, 12 * 8).reshape(12, 8).astype(np.uint8)
+    damaged = b"Exif\0\0II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\x01\0"
+    put(tmp_path / "in", picture(smooth), "x.jpg", exif=damaged)
+    with pytest.warns(UserWarning, match="Corrupt EXIF"):
+        Image.open(tmp_path / "in" / "a" / "x.jpg").close()
+    assert convert(tmp_path, tmp_path / "in") == "fine"
+    (tmp_path / "in" / "a" / "x.jpg").unlink()
+    raw = tiff(8, 1)
+    (tmp_path / "in" / "a" / "x.tif").write_bytes(raw[:-6])
+    assert "cannot be read as an image (Corrupt EXIF data" in convert(tmp_path, tmp_path / "in")
+
+
 MASKS = {
     "black and white": (picture(BYTES > 99, "L"), "m.png", "maps hold 0 and 255 only"),
     "shades": (b"P2 2 1 3\n1 2\n", "m.pgm", "scaled to the largest one"),
