@@ -15,7 +15,7 @@ from datetime import date
 from pathlib import Path
 
 from neondist.bench.allocations import PURPOSES
-from neondist.cli.threads import VARIABLES, cores
+from neondist.threads import VARIABLES, cores
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .. import memory
+from .. import memory, threads
 from ..errors import LaunchError
-from . import threads
 
 PER_CORE = 16
 """Ranks that may share a core: more than anybody tries a cut with, and fewer than make a machine stand still."""

@@ -8,9 +8,10 @@ import platform
 import sys
 from collections.abc import Iterable
 
+from .. import threads
 from ..errors import LaunchError, UserError
 from ..version import __version__
-from . import pinning, threads
+from . import pinning
 from .launch import ready
 from .mpirun import REMEDY, Mpirun
 from .probe import MPI, gpu_aware, pools, probe_mpi, version

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 
 from .. import safe_path
 from ..errors import LaunchError
+from ..threads import VARIABLES, share
 from . import guards, pinning
 from .job import LAUNCHED, marks
 from .leftovers import swept
 from .mpirun import REMEDY, Mpirun, find_mpirun
 from .supervise import supervise
-from .threads import VARIABLES, share
 
 
 def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> int:

@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from .. import threads
 from ..geometry import split
-from . import threads
 from .job import Job
 
 SWITCH = "NEONDIST_PIN"

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from .. import threads
 from ..errors import LaunchError
-from . import guards, leftovers, pinning, threads
+from . import guards, leftovers, pinning
 from .attend import Prepared, attend
 from .crowd import refuse_crowd
 from .job import Job, detect

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .. import threads
 from ..errors import LaunchError
-from . import options, threads
+from . import options
 from .job import detect
 from .modules import import_module
 

@@ -87,5 +87,6 @@ def _transport(comm: Any) -> Transport:
     if not (comm is None or callable(getattr(comm, "Get_rank", None))):
         raise ConfigError(f"comm: expected an mpi4py communicator, a Transport or None, got {comm!r}")
     transport = mpi.world() if comm is None else mpi.MPITransport(comm)
+    transport.share_cores()
     abort_on_error(transport)  # a script that fails on one rank must not leave the others waiting
     return transport

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from .. import threads
 from ..errors import LaunchError
 from .segments import forget_names, tidy_start
 from .transport import Exchange, Message, Transport
 
 
-def world() -> Transport:
+def world() -> MPITransport:
     """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been; collective.
 
     Raises
@@ -55,6 +57,12 @@ class MPITransport(Transport):
 
         self.mpi, self.comm = MPI, comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
+
+    def share_cores(self) -> None:
+        """Let a script's ranks on one machine share its cores, if nobody has said how many threads they shall use."""
+        ranks = threads.local_ranks(os.environ)
+        if self.size > 1 and ranks:
+            threads.say_share(ranks, first=self.mpi.COMM_WORLD.Get_rank() == 0)
 
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks that gave the same colour, ordered by key."""

@@ -3,8 +3,8 @@
 import pytest
 from cli_runs import EXPERIMENT, needs_mpirun
 
-from neondist import memory
-from neondist.cli import crowd, main, threads
+from neondist import memory, threads
+from neondist.cli import crowd, main
 from neondist.errors import LaunchError
 
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from neondist import safe_path
-from neondist.cli import launch, mpirun, threads
+from neondist import safe_path, threads
+from neondist.cli import launch, mpirun
 from neondist.cli.arguments import parser
 from neondist.errors import LaunchError
 

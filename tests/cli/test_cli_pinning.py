@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from neondist.cli import launch, pinning, threads
+from neondist import threads
+from neondist.cli import launch, pinning
 from neondist.cli.job import Job
 from neondist.cli.mpirun import Mpirun
 

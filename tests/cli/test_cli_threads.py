@@ -5,13 +5,15 @@ import subprocess
 import sys
 
 import pytest
+from present import needs_mpirun
 
-from neondist.cli import threads
+from neondist import threads
+from neondist.cli.mpirun import find_mpirun
 
 SCRIPT = """
 import sys
 if "numpy" in sys.argv: import numpy
-from neondist.cli import threads
+from neondist import threads
 threads.cores = lambda process=0: {own} if process == 0 else {parents}
 given = threads.limit(4)
 import os, numpy
@@ -54,6 +56,47 @@ def test_a_bound_rank_keeps_to_its_cores():
 def test_what_the_user_has_set_stays():
     assert limited(8, 8, OMP_NUM_THREADS="7")[:2] == ["None", "7"]
     assert limited(8, 8, MKL_NUM_THREADS="7")[:2] == ["None", "None"]
+
+
+RANK = """
+import neondist as nd
+from threadpoolctl import threadpool_info
+most = [max(p["num_threads"] for p in threadpool_info())]
+for _ in range(2):
+    nd.ProcessGrid()
+    most.append(max(p["num_threads"] for p in threadpool_info()))
+print(*most, flush=True)
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize("chosen", [{}, {"OMP_NUM_THREADS": "3"}])
+def test_a_script_under_plain_mpirun(chosen):
+    """The ranks share the cores, of which they would each take all, and one of them says so, once."""
+    mpirun = find_mpirun(os.environ)
+    env = {k: v for k, v in os.environ.items() if k not in threads.VARIABLES} | mpirun.environment() | chosen
+    words = [*mpirun.command(2), sys.executable, "-c", RANK]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    share = max(1, threads.cores() // 2)
+    for line in done.stdout.splitlines():
+        before, *after = map(int, line.split())
+        assert after == [before if chosen else min(share, before)] * 2
+    assert done.stderr.count("2 ranks share the cores of this machine") == (not chosen and before > share)
+
+
+@pytest.mark.parametrize(
+    ("env", "ranks"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"MPI_LOCALNRANKS": "3"}, 3),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_STEP_ID": "0"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, None),
+        ({}, None),
+    ],
+)
+def test_ranks_on_this_machine(env, ranks):
+    assert threads.local_ranks(env) == ranks
 
 
 def test_container_quota(monkeypatch, tmp_path):

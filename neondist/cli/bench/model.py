@@ -8,8 +8,9 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import threads
 from ...errors import ConfigError, LaunchError
-from .. import options, threads
+from .. import options
 from ..experiment import load, validated
 from ..ranks import job_of, on_ranks
 from .scaling import step_of

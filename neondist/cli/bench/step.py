@@ -8,8 +8,9 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ... import threads
 from ...errors import ConfigError
-from .. import options, threads
+from .. import options
 from ..experiment import validated
 from ..job import detect
 from ..ranks import on_ranks

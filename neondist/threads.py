@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -27,7 +29,7 @@ def limit(ranks: int) -> int | None:
 
     Returns the number of threads, None where the user has set it.
     """
-    if any(name in os.environ for name in VARIABLES):
+    if chosen(os.environ):
         return None
     # a launcher may have bound this rank to its part already; the parent still has the whole
     threads = max(1, min(cores(), cores(os.getppid()) // ranks))
@@ -37,6 +39,38 @@ def limit(ranks: int) -> int | None:
 
         threadpool_limits(threads)
     return threads
+
+
+def say_share(ranks: int, first: bool) -> None:
+    """Limit the threads as `limit` does, for a script under mpirun; the first rank says so, if that changes something.
+
+    More threads than cores make a job slower by a factor of 15 to 30: they wait for each other, turning round.
+    """
+    if chosen(os.environ):
+        return
+    from threadpoolctl import threadpool_info
+
+    before = max((pool["num_threads"] for pool in threadpool_info()), default=1)
+    given = limit(ranks)
+    if first and given is not None and given < before:
+        logging.getLogger("neondist").warning(
+            "neondist: %d ranks share the cores of this machine: each computes with %s; set OMP_NUM_THREADS to choose",
+            ranks, "1 thread" if given == 1 else f"{given} threads",
+        )  # fmt: skip
+
+
+def chosen(env: Mapping[str, str]) -> bool:
+    """Tell whether somebody has said how many threads there shall be."""
+    return any(name in env for name in VARIABLES)
+
+
+def local_ranks(env: Mapping[str, str]) -> int | None:
+    """Return how many ranks of this job are on this machine, None where its launcher does not tell."""
+    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"):
+        digits = env.get(name, "").split("(")[0].split(",")[0]  # Slurm: '4(x2),3'
+        if digits.isdecimal() and (not name.startswith("SLURM") or "SLURM_STEP_ID" in env):
+            return int(digits)
+    return None
 
 
 def _quota() -> int | None:
