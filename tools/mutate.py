@@ -165,6 +165,7 @@ def main():
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one mutation; a hang counts as killed")
     parser.add_argument("--jobs", type=int, default=1, help="mutations at a time")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the copies go too
     mutations = chosen(read(given.list), given.words)
     stale = {one: problem for one in mutations if (problem := one.problem(ROOT))}
     for one, problem in stale.items():
