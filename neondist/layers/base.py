@@ -255,6 +255,11 @@ class Layer(Node):
         return found
 
     @property
+    def first_leaves(self) -> list[Layer]:
+        """This layer."""
+        return [self]
+
+    @property
     def leaves(self) -> list[Layer]:
         """This layer."""
         return [self]

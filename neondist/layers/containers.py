@@ -63,6 +63,11 @@ class Container(Node):
         return made
 
     @property
+    def first_leaves(self) -> list[Layer]:
+        """Those of all that is directly inside."""
+        return [leaf for layer in self.layers for leaf in layer.first_leaves]
+
+    @property
     def leaves(self) -> list[Layer]:
         """All single layers inside, in order."""
         return [leaf for layer in self.layers for leaf in layer.leaves]
@@ -104,6 +109,11 @@ class Sequential(Container):
             layer.connect(before, after)
 
     @property
+    def first_leaves(self) -> list[Layer]:
+        """Those of the first layer that is more than the identity."""
+        return next((layer.first_leaves for layer in self.layers if layer.leaves), [])
+
+    @property
     def writes_early(self) -> bool:
         """Whether the last layer does."""
         layers = [layer for layer in self.layers if not layer.transparent]
@@ -126,10 +136,14 @@ class Sequential(Container):
 
     def bprop(self, dy: Any) -> Any:
         """Pass dy back through all layers."""
-        for at, layer in enumerate(self.layers):
-            layer.needs_input_gradient = at > 0 or self.needs_input_gradient
+        needed = self.needs_input_gradient
+        for layer in self.layers:
+            layer.needs_input_gradient = needed
+            needed = needed or bool(layer.leaves)
         for layer in reversed(self.layers):
             dy = layer.bprop(dy)
+            if not layer.needs_input_gradient:
+                return None
         return dy
 
 

@@ -116,6 +116,11 @@ class Node(Registered, ABC):
 
     @property
     @abstractmethod
+    def first_leaves(self) -> list[Layer]:
+        """Those that no other layer inside comes before: their inputs need a gradient only if this node's does."""
+
+    @property
+    @abstractmethod
     def leaves(self) -> list[Layer]:
         """All single layers inside, in order."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..errors import ShapeError
 from ..geometry import GridShape
 from .model import Model
-from .plan import LayerPlan
+from .plan import ModelPlan
 
 
 class Convnet(Model):
@@ -15,7 +15,7 @@ class Convnet(Model):
 
     def plan(
         self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
-    ) -> list[LayerPlan]:
+    ) -> ModelPlan:
         """Return the plan of every layer; ShapeError if the input is no image."""
         if len(input_shape) < 2:
             raise ShapeError(f"input_shape {tuple(input_shape)}: a convnet needs (H, W, C); vectors go into an MLP")

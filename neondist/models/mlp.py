@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..errors import ConfigError
 from ..geometry import GridShape
 from .model import Model
-from .plan import LayerPlan, of_layer
+from .plan import ModelPlan, of_layer
 
 
 class MLP(Model):
@@ -18,7 +18,7 @@ class MLP(Model):
 
     def plan(
         self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
-    ) -> list[LayerPlan]:
+    ) -> ModelPlan:
         """Return the plan of every layer; ConfigError if one of them has a window."""
         plans = super().plan(input_shape, grid, batch_size)
         for index, (layer, plan) in enumerate(zip(self.leaves, plans, strict=True)):

@@ -25,7 +25,7 @@ from .lifetimes import arena_of
 from .nonfinite import SchemeMemory, Trouble, locate
 from .notices import Notice, Notices
 from .parameters import Parameters, gather, load
-from .plan import LayerPlan, plan_layers, share
+from .plan import LayerPlan, ModelPlan, plan_layers, share
 from .runs import find_regions, whole_gradient, wide_tiles
 from .targets import local_targets
 
@@ -114,7 +114,7 @@ class Model(Registered):
 
     def plan(
         self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
-    ) -> list[LayerPlan]:
+    ) -> ModelPlan:
         """Return shapes, tiles and halos of every layer, from arithmetic alone; raises what `build` would raise.
 
         Parameters

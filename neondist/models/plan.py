@@ -57,11 +57,23 @@ class LayerPlan:
         return [sum(messages) for messages in self.backward]
 
 
-def plan_layers(
-    nodes: Sequence[Node], input_shape: Shape, grid: GridShape, batch_size: int | None = None
-) -> list[LayerPlan]:
+class ModelPlan(list[LayerPlan]):
+    """The plans of all single layers, in order.
+
+    Attributes
+    ----------
+    input_shape, output_shape : tuple of int
+        Those of the model, without the batch; its first or last node may be a container.
+    """
+
+    input_shape: Shape
+    output_shape: Shape
+
+
+def plan_layers(nodes: Sequence[Node], input_shape: Shape, grid: GridShape, batch_size: int | None = None) -> ModelPlan:
     """Return the plan of each single layer; an error names the layer and carries it as `subject`."""
-    plans = []
+    plans = ModelPlan()
+    plans.input_shape = input_shape
     _refuse_vectors(nodes, input_shape)
     regions = _regions(nodes, input_shape, grid, share(batch_size, grid))
     for index, node in enumerate(nodes):
@@ -74,6 +86,7 @@ def plan_layers(
             input_shape = node.output_shape_for(input_shape)
         except UserError as error:
             raise of_layer(error, index, about) from error
+    plans.output_shape = input_shape
     return plans
 
 

@@ -11,7 +11,7 @@ from ..models.lifetimes import spans
 
 if TYPE_CHECKING:
     from ..models import Model
-    from ..models.plan import LayerPlan
+    from ..models.plan import LayerPlan, ModelPlan
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ def layer_costs(model: Model, plans: list[LayerPlan], batch_size: int, grid: Gri
     per_value = itemsize * (2 + len(model.optimizer.slots(0, model.dtype)))  # value, gradient, slots
     shares = [hi - lo for lo, hi in (split(batch_size, grid.replicas, i) for i in range(grid.replicas))]
     samples = shares[0]  # of the fullest replica
-    costs = []
-    for index, plan in enumerate(plans):
+    costs, ungiven = [], model.chain.first_leaves
+    for index, (layer, plan) in enumerate(zip(model.leaves, plans, strict=True)):
         channels = plan.input_shape[-1] * itemsize
-        # the first layer's input needs no gradient, so nothing travels home from it
-        sent = sent_bytes(plan, samples, itemsize, home=index > 0)
+        home = layer not in ungiven  # the images need no gradient, so nothing travels home from what they go into
+        sent = sent_bytes(plan, samples, itemsize, home)
         held = max((1 + (index > 0)) * box.size * channels for box in plan.kept)
         costs.append(
             LayerCosts(
                 sent_most=round(max(sent)),
-                sent_all=round(sum(sum(sent_bytes(plan, n, itemsize, home=index > 0)) for n in shares)),
+                sent_all=round(sum(sum(sent_bytes(plan, n, itemsize, home)) for n in shares)),
                 parameters=plan.parameters,
                 memory=held * samples + max(plan.held) * per_value,
             )
@@ -63,13 +63,13 @@ def layer_costs(model: Model, plans: list[LayerPlan], batch_size: int, grid: Gri
     return costs
 
 
-def planned_memory(model: Model, plans: list[LayerPlan], batch_size: int, grid: GridShape) -> int:
+def planned_memory(model: Model, plans: ModelPlan, batch_size: int, grid: GridShape) -> int:
     """Return the bytes of one block for all views and gradients, on the rank that needs most.
 
     Arrays that never live at the same moment of a step share memory in it; kernels' scratch space is not counted.
     """
     samples = split(batch_size, grid.replicas, 0)[1]
-    joins = list(model.chain.joins(plans[0].input_shape))
+    joins = list(model.chain.joins(plans.input_shape))
     shapes = [join.shapes_for(shape) for join, shape in joins]
 
     def held(tile: int) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-    from ..models.plan import LayerPlan
+    from ..models.plan import LayerPlan, ModelPlan
     from .experiment import FitExperiment
 
 LEGEND = """\
@@ -131,7 +131,7 @@ def _costs(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> list[Colu
     ]
 
 
-def _sums(experiment: FitExperiment, plans: Sequence[LayerPlan], shape: GridShape) -> list[str]:
+def _sums(experiment: FitExperiment, plans: ModelPlan, shape: GridShape) -> list[str]:
     """Return what a rank of the fullest replica gives into sums, the largest first."""
     given = sums_of_step(experiment.model, plans, experiment.batch_size, shape, 0)
     if not given:

@@ -13,12 +13,10 @@ from ..models.notices import ROOM
 
 if TYPE_CHECKING:
     from ..models import Model
-    from ..models.plan import LayerPlan
+    from ..models.plan import LayerPlan, ModelPlan
 
 
-def sums_of_step(
-    model: Model, plans: Sequence[LayerPlan], batch_size: int, grid: GridShape, rank: int
-) -> dict[str, int]:
+def sums_of_step(model: Model, plans: ModelPlan, batch_size: int, grid: GridShape, rank: int) -> dict[str, int]:
     """Return the bytes of the arrays that a rank gives into sums in a training step.
 
     By layer, and under 'gradients' and 'loss', as the ledger books them; what gives nothing is left out.
@@ -26,21 +24,21 @@ def sums_of_step(
     replica, tile = divmod(rank, grid.tiles)
     lo, hi = split(batch_size, grid.replicas, replica)
     ranks = {"world": grid.size, "tiles": grid.tiles, "copies": grid.replicas}
-    size, samples = model.dtype.itemsize, hi - lo
+    size, samples, ungiven = model.dtype.itemsize, hi - lo, model.chain.first_leaves
     found = {
         plan.name: sum(
             (one.each * samples + one.once) * size
             for one in plan.sums
-            if ranks[one.group] > 1 and (at or one.direction == "forward")  # the images need no gradient
+            if ranks[one.group] > 1 and (one.direction == "forward" or layer not in ungiven)
         )
-        for at, plan in enumerate(plans)
+        for layer, plan in zip(model.leaves, plans, strict=True)
     }
     shared, own = _trained(model, plans, grid, tile)
     found[GRADIENTS] = size * ((ROOM + shared) * (grid.size > 1) + own * (grid.replicas > 1))
-    tiled = len(plans[-1].output_shape) > 1
+    tiled = len(plans.output_shape) > 1
     whole, inside = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
     once, each = ranks[whole or "tiles"] > 1, inside is not None and ranks[inside] > 1
-    found[LOSS] = 8 * (once + each * samples * model.cost.sums_for(plans[-1].output_shape))
+    found[LOSS] = 8 * (once + each * samples * model.cost.sums_for(plans.output_shape))
     return {name: count for name, count in found.items() if count}
 
 

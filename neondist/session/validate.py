@@ -15,13 +15,13 @@ from ..registry import Distributed
 if TYPE_CHECKING:
     from ..datasets import Dataset
     from ..models import Model
-    from ..models.plan import LayerPlan
+    from ..models.plan import ModelPlan
     from .experiment import FitExperiment
 
 _BATCHES = 3  # of the samples: the one that trains, the next, and the first layer's view
 
 
-def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, list[LayerPlan]]:
+def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, ModelPlan]:
     """Return the grid and the layers' plan of an experiment on `ranks` ranks; needs no MPI.
 
     Raises
@@ -41,7 +41,7 @@ def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, list[Lay
     with about(dataset):
         _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
     with about(model.layers[-1] if model.layers else model):
-        model.cost.check(plan[-1].output_shape, dataset.classes)
+        model.cost.check(plan.output_shape, dataset.classes)
     model.optimizer.check(experiment.epochs)
     if model.num_pretrain_epochs:
         model.pretrain_optimizer.check(model.num_pretrain_epochs)
@@ -60,7 +60,7 @@ def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int,
     require_room(needed, f"a rank's tile of {samples} samples", "use more ranks, or smaller batches")
 
 
-def _check_room_for_layers(model: Model, plans: list[LayerPlan], samples: int) -> None:
+def _check_room_for_layers(model: Model, plans: ModelPlan, samples: int) -> None:
     """Refuse a layer whose view, or whose parameters, no rank could hold alone on a machine like this one."""
     size = model.dtype.itemsize
     per_value = size * (2 + len(model.optimizer.slots(0, model.dtype)))

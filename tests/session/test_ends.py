@@ -1,0 +1,72 @@
+"""What comes first and last in a model may be a container, or nothing: bytes and classes are those of the model."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.errors import ShapeError
+from neondist.session.costing import layer_costs, planned_memory
+from neondist.session.summing import sums_of_step
+
+
+def conv(channels, size=3):
+    return nd.ConvLayerDist(channels, size, padding=size // 2, activation=nd.RectLin())
+
+
+def normal():
+    return [nd.BatchNormLayerDist(), nd.GroupNormLayerDist(1)]
+
+
+NETWORKS = {
+    "sum first": lambda: [nd.Sum([[*normal(), conv(2)], [conv(2), *normal()], []]), conv(4)],
+    "concat first and last": lambda: [nd.Concat([conv(2, 5), [], [nd.Concat([normal(), conv(1)]), conv(1)]]),
+                                      nd.Concat([conv(1), conv(3)])],
+    "an empty list first": lambda: [[], conv(2), [[], conv(4)]],
+    "identities first": lambda: [[nd.Concat([[], []])], nd.Sum([[]]), *normal(), nd.Concat([[[], conv(3)], [conv(1)]])],
+    "an empty list last": lambda: [conv(3), nd.Concat([normal(), conv(1, 1)]), []],
+}  # fmt: skip
+SHAPE, BATCH = (9, 8, 2), 3
+
+
+def model_of(name):
+    return nd.ConvnetDist(NETWORKS[name](), nd.Dice(), dtype="float64", backend="numpy")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_bytes_are_those_of_the_ledger(name):
+    def job(comm):
+        model, grid = model_of(name), nd.ProcessGrid(comm, rows=2, cols=2)
+        model.build(SHAPE, BATCH, grid)
+        model.train_batch(model.scatter(np.ones((BATCH, *SHAPE))), np.zeros((BATCH, *model.output_shape[:-1]), int))
+        kinds = {"halo": {}, "sum": {}}
+        for account, count in model.ledger().items():
+            found = kinds[account.kind]
+            found[account.layer] = found.get(account.layer, 0) + count * account.nbytes
+        plans = model.plan(SHAPE, grid.shape)
+        assert sums_of_step(model, plans, BATCH, grid.shape, grid.rank) == kinds["sum"]
+        assert plans.output_shape == model.output_shape
+        return kinds["halo"], 8 * BATCH * model.arena.length
+
+    model = model_of(name)
+    told = loopback.run(4, job)
+    grid = nd.GridShape(1, 2, 2)
+    plans = model.plan(SHAPE, grid)
+    for plan, cost in zip(plans, layer_costs(model, plans, BATCH, grid), strict=True):
+        assert cost.sent_all == sum(sent.get(plan.name, 0) for sent, _ in told), plan.name
+    largest = max(length for _, length in told)
+    assert planned_memory(model, plans, BATCH, grid) <= largest <= planned_memory(model, plans, BATCH, grid) + (1 << 14)
+
+
+def test_classes_are_checked_for_the_models_output():
+    def experiment(*channels):
+        branches = [[nd.ConvLayer(n, 3, padding=1)] for n in channels]
+        data = nd.Synthetic(shape=(9, 8, 1), classes=4, train=4, test=4)
+        return nd.FitExperiment(data, nd.Convnet([nd.Concat(branches), nd.GlobalAvgPoolingLayer(), []]), batch_size=2)
+
+    experiment(1, 3).validate(1)
+    with pytest.raises(ShapeError, match="the last layer has 3 outputs, but the data set has 4 classes"):
+        experiment(1, 2).validate(1)
+    vectors = [nd.GlobalAvgPoolingLayer(), nd.Concat([nd.FCLayer(1), nd.FCLayer(3)])]
+    data = nd.Synthetic(shape=(9, 8, 1), classes=4, train=4, test=4)
+    nd.FitExperiment(data, nd.Convnet(vectors), batch_size=2).validate(1)
