@@ -82,15 +82,43 @@ def _open(text: str) -> Cells:
         if Path(file).suffix in (".h5", ".hdf5"):
             return _hdf5(Path(file), name)
         if path.suffix == ".npy":
-            return _numbers(text, np.load(path, mmap_mode="r", allow_pickle=False))
+            return _numbers(text, _NPYCells(path))
         if path.is_dir() or path.suffix.lower() in PICTURES:
             return _Pictures(path)
     except FileNotFoundError:
         raise DataError(f"{text}: no such file; check the path") from None
-    except (OSError, ValueError, RuntimeError, EOFError, OverflowError, SyntaxError, TokenError) as problem:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        EOFError,
+        OverflowError,
+        SyntaxError,
+        TokenError,
+        AttributeError,
+    ) as problem:
         reason = " ".join(str(problem).split())
         raise DataError(f"{text}: cannot be read ({reason}); give {KINDS}") from None
     raise DataError(f"{text}: " + (f"is of no known kind; give {KINDS}" if path.exists() else "no such file"))
+
+
+class _NPYCells:
+    """A .npy file that is mapped; one that has become shorter is told, and not touched, which would end the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._state = path, state(path)
+        self._cells = np.load(path, mmap_mode="r", allow_pickle=False)
+        self.shape, self.dtype = self._cells.shape, self._cells.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        self._check()
+        found = np.array(self._cells[index])
+        self._check()
+        return found
+
+    def _check(self) -> None:
+        if state(self.path) != self._state:
+            raise DataError(f"{self.path}: has changed since it was opened; start anew")
 
 
 def _numbers(name: str, cells: Any) -> Cells:

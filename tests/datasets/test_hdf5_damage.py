@@ -86,6 +86,23 @@ def test_images_to_predict_are_compared_too(made):
         source.read(range(3), (slice(0, 150), slice(0, 140)))
 
 
+@pytest.mark.parametrize("kind", ["npy", "h5"])
+def test_images_to_predict_that_change_are_told(tmp_path, kind):
+    from neondist.session.sources import open_source
+
+    cells = np.ones((200, 30, 20, 1), np.float32)
+    np.save(tmp_path / "x.npy", cells)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["images"] = cells
+    path = tmp_path / f"x.{kind}"
+    source = open_source(path, (30, 20, 1))
+    assert source.read(range(2), (slice(1, 3), slice(0, 4))).shape == (2, 2, 4, 1)
+    os.truncate(path, 4000)
+    with pytest.raises(DataError, match="has changed since it was opened"):
+        source.read(range(198, 200), (slice(0, 30), slice(0, 20)))
+    source.close()
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_checked_arrays_give_what_was_written(tmp_path, seed, monkeypatch):
     """Whatever the shape, the blocks, the tile, and how much is read at once; and every wrong block is found."""
