@@ -7,7 +7,7 @@ import pytest
 
 import neondist as nd
 from neondist.bench.clock import REST, Clock
-from neondist.comm import loopback
+from neondist.comm import Exchange, SingleTransport, loopback
 
 
 class Work:
@@ -38,6 +38,42 @@ def test_innermost(clock):
     time.now += 8  # nobody's
     work.inner()
     assert clock.seconds == {("conv1", "forward"): 3, ("conv1", "wait"): 4, (REST, "wait"): 4}
+
+
+class SlowExchange(Exchange):
+    def _start(self):
+        time.now += 1
+
+    def _finish(self):
+        time.now += 4
+
+
+class SlowTransport(SingleTransport):
+    def exchange(self, sends, receives):
+        return SlowExchange(sends, receives)
+
+
+def test_messages_are_waited_for_however_they_are_sent(clock):
+    transport = SlowTransport()
+    clock._watch_transport(transport)
+    exchange = transport.exchange([], [])
+
+    class Halo:
+        def fetch(self):
+            time.now += 8
+            exchange.run()
+
+        def send_home(self):
+            exchange.start()
+            time.now += 16
+            exchange.finish()
+
+    halo, clock.running = Halo(), True
+    for method in ("fetch", "send_home"):
+        clock._wrap(halo, method, method, "exchange")
+        getattr(halo, method)()
+        assert clock.seconds.pop((method, "wait")) == 5
+    assert clock.seconds == {("fetch", "exchange"): 8, ("send_home", "exchange"): 16}
 
 
 def test_an_error_passes_and_the_clock_goes_on(clock):
