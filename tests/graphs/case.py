@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pprint
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
@@ -41,6 +41,8 @@ class Case:
         Whether the distributed model is made by `nd.distribute` from the serial one, and not from Dist classes.
     layout : str
         Of images and gradients, one of `layouts.LAYOUTS`.
+    nudge : float
+        How far images are moved, to see how well conditioned a case is.
     """
 
     shape: tuple[int, ...]
@@ -58,11 +60,11 @@ class Case:
     optimizer: tuple[str, dict[str, Any]] = ("SGD", {"learning_rate": 0.01})
     layout: str = "plain"
     seed: int = 0
+    nudge: float = 0.0
 
     def program(self) -> str:
         """Return a program that checks this case."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = {name: value for name, value in given.items() if value != _default(name)}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         lines = [f"{name}={pprint.pformat(value, width=100, sort_dicts=False)}" for name, value in given.items()]
         inside = "".join("    " + line.replace("\n", "\n    ") + ",\n" for line in lines)
         return PROGRAM.format(case=f"Case(\n{inside})")
@@ -82,10 +84,3 @@ def leaves(network: Any) -> list[tuple[str, dict[str, Any]]]:
     if isinstance(network, list):
         return [leaf for node in network for leaf in leaves(node)]
     return leaves(network[1]) if isinstance(network[1], list) else [network]
-
-
-def _default(name: str) -> Any:
-    return _DEFAULTS.get(name, field)
-
-
-_DEFAULTS = {f.name: f.default for f in fields(Case)} | {"optimizer": Case.optimizer}

@@ -40,16 +40,16 @@ class Kept:
 
 
 class Data:
-    """Images, gradients of outputs, and targets of a case, the same for all who play it; `nudge` moves the images."""
+    """Images, gradients of outputs, and targets of a case, the same for all who play it."""
 
-    def __init__(self, case: Case, output_shape: tuple[int, ...], nudge: float = 0.0) -> None:
-        self.case, self.output_shape, self.nudge = case, tuple(output_shape), nudge
+    def __init__(self, case: Case, output_shape: tuple[int, ...]) -> None:
+        self.case, self.output_shape = case, tuple(output_shape)
 
     def images(self, number: int, samples: int) -> np.ndarray:
         """Return whole images."""
         rng = np.random.default_rng([self.case.seed, number])
         x = values(rng, (samples, *self.case.shape), self.case.layout)
-        return x + self.nudge * rng.normal(size=x.shape)
+        return x + self.case.nudge * rng.normal(size=x.shape)
 
     def gradient(self, samples: int) -> np.ndarray:
         """Return a gradient of the outputs."""
@@ -152,7 +152,7 @@ class Player:
 
     def _tile(self, what: str, tile: np.ndarray) -> np.ndarray:
         """Return a tile in the layout of the case, and remember its values."""
-        array = laid_out(tile, self.case.layout)
+        array = laid_out(tile, "plain" if self.case.nudge else self.case.layout)
         self._lend(what, array)
         return array
 
@@ -160,13 +160,13 @@ class Player:
         self.lent.append((what, array, array.copy()))
 
 
-def of_torch(case: Case, state: Arrays, output_shape: tuple[int, ...], nudge: float = 0.0) -> Arrays:
+def of_torch(case: Case, state: Arrays, output_shape: tuple[int, ...]) -> Arrays:
     """Return the same arrays as both parts together, by PyTorch."""
     import torch
 
     from .oracle import Oracle
 
-    oracle, data, found = Oracle(case, state), Data(case, output_shape, nudge), {}
+    oracle, data, found = Oracle(case, state), Data(case, output_shape), {}
     x = torch.tensor(data.images(99, case.batch), requires_grad=True)
     y = oracle.forward(x, training=True)
     y.backward(torch.tensor(data.gradient(case.batch)))
