@@ -20,11 +20,11 @@ def data(**arguments):
 
 
 def model(**arguments):
-    return nd.Convnet([nd.FCLayer(3)], **arguments)
+    return nd.Convnet([nd.FCLayer(3)], **{"backend": "numpy"} | arguments)  # PyTorch takes seconds to import
 
 
 def build(*layers, shape=(8, 8, 2)):
-    nd.Convnet(layers).build(shape, batch_size=2)
+    nd.Convnet(layers, backend="numpy").build(shape, batch_size=2)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -199,6 +199,36 @@ def test_values_that_cannot_work(make, words):
         make()
 
 
+ONE = nd.ProcessGrid.serial()
+OTHERS = {
+    "Window: kernel": (lambda: nd.Window("3"), lambda: nd.Window(2.5), lambda: nd.Window(None)),
+    "Window: mode": (lambda: nd.Window(3, mode=3),),
+    "Window: ndim": (lambda: nd.Window(3, ndim="2"),),
+    "GlobalArray: grid": (lambda: nd.GlobalArray("grid", (2, 8, 8, 1)),),
+    "GlobalArray: global_shape": (lambda: nd.GlobalArray(ONE, 5), lambda: nd.GlobalArray(ONE, (2, 8.5, 8, 1))),
+    "GlobalArray: window": (lambda: nd.GlobalArray(ONE, (2, 8, 8, 1), 3),),
+    "PaddedArray: global_shape": (lambda: nd.PaddedArray("abc"),),
+    "get_backend: name": (lambda: nd.get_backend(3), lambda: nd.get_backend(None)),
+    "run: ranks": (lambda: nd.loopback.run("4", print),),
+    "run: function": (lambda: nd.loopback.run(2, 3),),
+    "DebugHalo: seed": (lambda: nd.DebugHalo("x"),),
+    "ProcessGrid: replicas": (lambda: nd.ProcessGrid(replicas="2"),),
+    "fit: epochs": (lambda: nd.fit(model(), data(), epochs="3"),),
+    "FitExperiment.run: grid": (lambda: nd.FitExperiment(data(), model()).run(grid=3),),
+    "FitExperiment.run: hooks": (lambda: nd.FitExperiment(data(), model()).run(hooks=[3]),),
+    "FitExperiment.validate: ranks": (lambda: nd.FitExperiment(data(), model()).validate("2"),),
+    "Model.build: grid": (lambda: model().build((8, 8, 1), 2, grid=3),),
+    "Model.plan: grid": (lambda: model().plan((8, 8, 1), 3),),
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_what_no_file_can_name_is_checked_alike(field):
+    for make in OTHERS[field]:
+        with pytest.raises(ConfigError, match=rf"^{field}(\.\d)?: expected .*, got "):
+            make()
+
+
 UNREADY = {
     "an unbuilt model, fprop": (lambda: model().fprop(np.zeros((2, 8, 8, 2), "float32")), "build"),
     "an unbuilt model, training": (lambda: model().train_batch(np.zeros((2, 8, 8, 2)), np.zeros(2, int)), "build"),
@@ -215,7 +245,7 @@ UNREADY = {
 
 
 def gb():
-    return nd.GB([nd.LocalFilteringLayer(2, 3), nd.FCLayer(3)])
+    return nd.GB([nd.LocalFilteringLayer(2, 3), nd.FCLayer(3)], backend="numpy")
 
 
 def opened():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..backends import Backend
 from ..comm import ProcessGrid
 from ..geometry import Window
+from ..registry.arguments import checked
 from .padded import PaddedArray
 
 
@@ -21,6 +22,7 @@ class GlobalArray(PaddedArray):
     >>> view = ga.get_fprop_view(ga.scatter(images))                                  # doctest: +SKIP
     """
 
+    @checked
     def __init__(
         self,
         grid: ProcessGrid,

@@ -11,6 +11,7 @@ from ..backends import Backend, get_backend
 from ..comm import ProcessGrid, Sums, group_of
 from ..errors import ShapeError
 from ..geometry import HaloPlan, Partition, Window
+from ..registry.arguments import checked
 from .border import Border
 from .frame import Frame, Rooms
 from .real import real_array
@@ -48,6 +49,7 @@ class PaddedArray:
         Bytes of halos sent by this rank since construction.
     """
 
+    @checked
     def __init__(
         self,
         global_shape: Sequence[int],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..registry import suggest
+from ..registry.arguments import checked
 from .base import Backend
 from .numpy import NumpyBackend
 
@@ -26,6 +27,7 @@ def available() -> list[Availability]:
     return [_torch_availability(), Availability("numpy", True, "always there")]
 
 
+@checked
 def get_backend(name: str | Backend = "auto") -> Backend:
     """Return the backend of this name ('auto': the first usable one), or ConfigError with the choices."""
     if isinstance(name, Backend):

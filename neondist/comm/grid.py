@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, grid_shape, split
+from ..registry.arguments import checked
 from . import mpi
 from .abort import abort_on_error
 from .single import SingleTransport
@@ -34,6 +35,7 @@ class ProcessGrid:
         If replicas x planes x rows x cols is not the number of ranks.
     """
 
+    @checked
     def __init__(
         self, comm: Any = None, replicas: int = 1, rows: int | None = None, cols: int | None = None, planes: int = 1
     ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RemoteError
+from ..registry.arguments import checked
 from .transport import Exchange, Message, Transport
 
 
@@ -149,6 +150,7 @@ class _LoopbackExchange(Exchange):
             message.cells[...] = self.transport.world.receive(self.inboxes[message.peer])
 
 
+@checked
 def run(
     ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0, at_once: int | None = None
 ) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, overload
 
 from ..errors import ConfigError, ShapeError
 from ..registry import suggest
+from ..registry.arguments import checked
 from .box import Box
 
 MODES = ("zeros", "reflect", "replicate", "wrap")
@@ -37,6 +38,7 @@ class Window:
     fill: float
     mode: str
 
+    @checked
     def __init__(
         self,
         kernel: int | Sequence[int] = 3,

@@ -16,6 +16,7 @@ from ..geometry import GridShape
 from ..layers import Context, Layer, Node, Phase, Sequential
 from ..optim import SGD, Optimizer
 from ..registry import Registered
+from ..registry.arguments import checked
 from ..registry.ranges import integer, shape_of
 from ..schemes import Scheme, as_scheme
 from .entry import Entry
@@ -112,6 +113,7 @@ class Model(Registered):
     def __str__(self) -> str:
         return type(self).__name__
 
+    @checked
     def plan(
         self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
     ) -> ModelPlan:
@@ -124,6 +126,7 @@ class Model(Registered):
         """
         return plan_layers(self.layers, tuple(input_shape), grid or GridShape(), batch_size)
 
+    @checked
     def build(self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None) -> None:
         """Fix all shapes, make the inputs of all layers for this rank, and fill in first weights.
 

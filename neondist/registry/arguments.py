@@ -35,11 +35,14 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
 def checked(function: Function) -> Function:
     """Let a function check by its type hints what it is given; what only behaves like it should will do."""
 
+    who = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+    signature = inspect.signature(function)
+    hints = functools.cache(lambda: hints_of(function))  # later: a hint may name what comes after it
+
     @functools.wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-        plain = {name: value for name, value in given.items() if _is_plain(value)}
-        _check(function.__name__, hints_of(function), plain)
+        given = signature.bind(*args, **kwargs).arguments
+        _check(who, hints(), {name: value for name, value in given.items() if _is_plain(value)})
         return function(*args, **kwargs)
 
     return cast(Function, checking)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..comm import DebugTransport
 from ..debug import guard_layer
+from ..registry.arguments import checked
 from .hooks import Hook
 from .run import Run
 
@@ -32,6 +33,7 @@ class DebugHalo(Hook):
 
     joins_pretraining = True
 
+    @checked
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 

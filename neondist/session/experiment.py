@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..metrics import Metric
 from ..models import Model
 from ..registry import Registered
+from ..registry.arguments import checked
 from ..registry.ranges import choice, flag, integer
 from .hooks import Hook, opened
 from .progress import ProgressBar
@@ -83,6 +84,7 @@ class FitExperiment(Registered):
         settle(model, backend, dtype, seed)
         model.nonfinite = choice("nonfinite", nonfinite, ("stop", "skip"))
 
+    @checked
     def validate(self, ranks: int = 1) -> None:
         """Find everything that can be wrong before a rank is started; needs no MPI.
 
@@ -97,6 +99,7 @@ class FitExperiment(Registered):
         """Return the grid that the experiment asks for, over all ranks of `comm` (default all; collective)."""
         return ProcessGrid(comm, **self.grid) if self.dist_flag else ProcessGrid.serial()
 
+    @checked
     def run(
         self,
         grid: ProcessGrid | None = None,
