@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -28,28 +29,31 @@ class Source:
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every batch; DataError if one is missing."""
-        if self.path.is_dir():
-            return {file.name: file.stat().st_size for file in self.files()}
+        if os.path.isdir(self.path):  # and not Path.is_dir, which raises where a permission is missing
+            with _readable(self.path):
+                return {file.name: file.stat().st_size for file in self.files()}
         with self._archive() as archive:
             return {name: member.size for name, member in self._members(archive).items()}
 
     def files(self) -> list[Path]:
         """Return the files that everything is read from."""
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):
             return [self.path]
         inner = self.path / "cifar-10-batches-bin"
-        folder = inner if inner.is_dir() else self.path
+        folder = inner if os.path.isdir(inner) else self.path
         for name in _NAMES:
-            if not (folder / name).is_file():
+            if not os.path.isfile(folder / name):
                 raise DataError(f"CIFAR10 path: {folder} has no {name}; unpack the binary version of CIFAR-10 there")
         return [folder / name for name in _NAMES]
 
     def each(self, names: Sequence[str]) -> Iterator[bytes]:
         """Yield the bytes of the batches of these names, one after the other."""
-        if self.path.is_dir():
+        if os.path.isdir(self.path):
             files = {file.name: file for file in self.files()}
             for name in names:
-                yield files[name].read_bytes()
+                with _readable(files[name]):
+                    batch = files[name].read_bytes()
+                yield batch
             return
         with self._archive() as archive:
             members = self._members(archive)
@@ -65,7 +69,7 @@ class Source:
 
     @contextmanager
     def _archive(self) -> Iterator[tarfile.TarFile]:
-        if not self.path.exists():
+        if not os.path.exists(self.path):
             raise DataError(f"CIFAR10 path: no folder or file {self.path}; correct the path")
         try:
             with tarfile.open(self.path) as archive:
@@ -73,6 +77,14 @@ class Source:
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
             reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # tarfile tells one line per method
             raise DataError(f"{self.path}: is no sound .tar.gz ({reason}); fetch it again") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
 
 
 def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

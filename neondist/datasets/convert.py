@@ -99,7 +99,7 @@ def convert(
     OutputError
         The file cannot be written.
     """
-    if target.exists() and (not target.is_file() or not _is_hdf5(target)):
+    if os.path.exists(target) and not _is_hdf5(target):
         raise OutputError(f"{target}: is there and is no HDF5 file, so it is not replaced; choose another name")
     if len({part.shape for part in parts.values()}) > 1:
         shapes = ", ".join(f"{name} {part.shape}" for name, part in parts.items())
@@ -200,8 +200,14 @@ def _label_chunks(part: Part) -> tuple[int, ...]:
 
 
 def _is_hdf5(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(hdf5.SIGNATURE)) in (hdf5.SIGNATURE, b"")
+    """Tell whether a file is HDF5, or empty; a file that cannot be read is not known to be."""
+    try:
+        if not path.is_file():  # a pipe would block
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(hdf5.SIGNATURE)) in (hdf5.SIGNATURE, b"")
+    except OSError:
+        return False
 
 
 def _silent(name: str, done: int, total: int) -> None:

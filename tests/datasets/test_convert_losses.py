@@ -10,6 +10,7 @@ import pytest
 from hdf5_toys import image_folder
 from test_convert import PIL, convert, converted
 
+import neondist as nd
 from neondist.datasets import room
 from neondist.datasets.image_loader import Loader
 from neondist.errors import DataError
@@ -306,3 +307,13 @@ def test_folders_that_cannot_be_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", scandir)
     assert "in/cat: cannot be read (Permission denied)" in convert(tmp_path, tmp_path / "in")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("make", [nd.CIFAR10, nd.MNIST, nd.HDF5Dataset, nd.Photographs])
+@pytest.mark.parametrize("name", ["", "inside"])
+def test_places_that_may_not_be_read(tmp_path, make, name):
+    (tmp_path / "closed").mkdir(mode=0)
+    with pytest.raises(DataError):
+        make(tmp_path / "closed" / name).check()
+    assert "refused" in convert(tmp_path, tmp_path / "closed" / name)
