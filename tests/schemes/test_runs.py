@@ -7,7 +7,7 @@ from support import worst
 
 import neondist as nd
 from neondist.errors import ConfigError
-from neondist.geometry import grid_shape
+from neondist.geometry import Box, grid_shape
 from neondist.session.costing import sent_bytes
 
 
@@ -141,6 +141,23 @@ def test_training_from_tiles_that_were_read_wide(tmp_path):
     found, nothing = on_ranks(4, lambda comm: job(comm, "overlap_tile"))[0]
     np.testing.assert_allclose(found, expected, rtol=1e-10)
     assert sent > nothing == 0
+
+
+def test_maps_that_were_read_wide_are_cut_to_a_tiles_own_cells():
+    """Whole maps, and those that a rank has of its own cells alone, give the same targets."""
+    shape, labels = (12, 13, 1), np.arange(2 * 12 * 13).reshape(2, 12, 13)
+
+    def job(comm):
+        grid, layers = nd.ProcessGrid(comm, rows=3), [conv(3, 3, padding=1), conv(2, 3, padding=1)]
+        model = nd.ConvnetDist(layers, scheme="overlap_tile", backend="numpy")
+        model.build(shape, 2, grid)
+        wide, own = model.reading_grid(shape, grid).tile_box(shape[:-1]), model.output.own
+        assert own.size < wide.size < labels[0].size
+        for box in own, wide, Box.of(shape[:-1]):
+            found = model.local_targets(labels[(slice(None), *box.slices)], 2)
+            np.testing.assert_array_equal(found, labels[(slice(None), *own.slices)])
+
+    on_ranks(6, job)
 
 
 NOT_HERE = {
