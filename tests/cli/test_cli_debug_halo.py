@@ -25,6 +25,6 @@ def test_a_mistake_is_told_once_with_its_line(tmp_path):
 
 def test_a_right_run_prints_the_same_losses(tmp_path):
     (tmp_path / "toy.yaml").write_text(EXPERIMENT)
-    outs = [call(neondist("run", "toy.yaml", *more), tmp_path) for more in ([], ["--debug-halo"])]
+    outs = [call(neondist("run", "toy.yaml", *more), tmp_path) for more in ([], ["--debug-halo", "--overwrite"])]
     assert [code for code, *_ in outs] == [0, 0]
     assert losses(outs[0][1]) == losses(outs[1][1]) != []

@@ -54,7 +54,7 @@ def test_time_limit(folder):
 def test_debug_halo_gives_the_same_numbers(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     found = []
-    for more in ([], ["--debug-halo"]):
+    for more in ([], ["--debug-halo", "--overwrite"]):
         assert main(["run", "toy.yaml", "--set", "epochs=1", *more]) == 0
         found.append(losses(capsys.readouterr().out))
     assert found[0] == found[1] != []
