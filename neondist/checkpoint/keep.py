@@ -7,24 +7,23 @@ import os
 import shutil
 from pathlib import Path
 
-from ..files import Draft, partial, replacing
+from ..files import partial, replacing, told
 
 
-def keep_copies(draft: Draft, keep: int, step: int) -> None:
-    """Give a complete draft a second name with its step, and remove all such files but the last `keep`."""
-    path = draft.path
+def keep_copies(path: Path, keep: int, step: int) -> None:
+    """Give a file a second name with its step, and remove all such files but the last `keep`; OutputError if not."""
     name = path.with_name(f"{path.stem}-{step:08d}{path.suffix}")
     fresh = partial(name)
-    fresh.unlink(missing_ok=True)
+    with told(fresh, "cannot be removed"):
+        fresh.unlink(missing_ok=True)
     try:
-        os.link(draft.part, fresh)  # the same bytes under two names
+        os.link(path, fresh)  # the same bytes under two names
         os.replace(fresh, name)
     except OSError:
         with contextlib.suppress(OSError):
             fresh.unlink()
-        with replacing(name) as copy:
-            draft.file.seek(0)
-            shutil.copyfileobj(draft.file, copy)
+        with replacing(name) as copy, path.open("rb") as file:
+            shutil.copyfileobj(file, copy)
     for old in kept_files(path)[keep:]:
         with contextlib.suppress(OSError):
             old.unlink()

@@ -102,12 +102,11 @@ class _File:
         self.file.close()
 
     def finish(self, keep: int, step: int) -> None:
-        """Seal the closed file and give it its name."""
+        """Seal the closed file and give it its name, then the one with its step: that is never the only one."""
         seal(self.draft.file)
-        self.draft.file.flush()
-        if keep > 1:
-            keep_copies(self.draft, keep, step)
         self.draft.finish()
+        if keep > 1:
+            keep_copies(self.draft.path, keep, step)
 
 
 def _told(path: Path, error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""A disk that refuses any one call: one message, exit code 2, nothing half written, and the earlier run can be resumed."""
+"""A disk that refuses any one call: one message, exit code 2, nothing half written, and the earlier run goes on."""
 
 import os
 import shutil
