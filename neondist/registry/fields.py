@@ -33,7 +33,7 @@ def fields(cls: type) -> dict[str, Field]:
     """Return the constructor's arguments by name; **kwargs stands for those of the next class in line."""
     if cls in _known:
         return _known[cls]
-    found = _known[cls] = {}
+    found: dict[str, Field] = {}
     for base in cls.__mro__:
         init = vars(base).get("__init__")
         if init is None or base is object:
@@ -45,6 +45,7 @@ def fields(cls: type) -> dict[str, Field]:
                 found.setdefault(parameter.name, Field(hints.get(parameter.name, Any), parameter.default))
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             break
+    _known[cls] = found  # complete: virtual ranks are threads, and ask at the same time
     return found
 
 
