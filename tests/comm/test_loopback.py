@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist.comm import agree, loopback
+from neondist.comm import Message, agree, loopback
 from neondist.comm.single import SingleTransport
 from neondist.errors import DataError, RemoteError
 
@@ -102,3 +102,20 @@ def test_grid_numbers_ranks_row_major_with_replicas_slowest():
         return grid.size, grid.rank, grid.replica, grid.row, grid.col, grid.tiles.size, grid.copies.size
 
     assert loopback.run(6, body) == [(6, r, r // 3, 0, r % 3, 3, 2) for r in range(6)]
+
+
+def test_a_sent_array_may_change_before_its_receiver_looks():
+    def body(transport):
+        array, everything = np.full(3, 1.0 + transport.rank), (slice(0, 3),)
+        message = [Message(1 - transport.rank, array, everything)]
+        if transport.rank == 0:
+            transport.exchange(message, []).run()
+            array[...] = 7
+            transport.send(1, "changed")
+        else:
+            exchange = transport.exchange([], message)
+            transport.receive(0)
+            exchange.run()
+        return array
+
+    np.testing.assert_array_equal(loopback.run(2, body)[1], [1, 1, 1])
