@@ -17,7 +17,9 @@ from .transport import Transport
 class ProcessGrid:
     """All ranks as replicas x rows x cols (x planes, for volumes).
 
-    The ranks of one replica share each sample, a tile each; the replicas share the batch.
+    The ranks of one replica share each sample, a tile each; the replicas share the batch. The first grid of a script
+    lets the ranks share the cores of their machine, if nobody has set the number of threads. Grids of one shape over
+    one communicator share the communicators of their tiles and replicas.
 
     Parameters
     ----------
