@@ -117,7 +117,7 @@ class GB(Convnet):
 
     def uncounted_by(self, history: Sequence[Mapping[str, Any]]) -> int:
         """Return the steps that trained the top alone, if those are over."""
-        ends = [record["step"] for record in history if record["epoch"] == self.num_initial_epochs]
+        ends = [record.get("step", 0) for record in history if record["epoch"] == self.num_initial_epochs]
         return int(ends[-1]) if ends else 0
 
     def fill_gradients(self, dy: Any) -> None:

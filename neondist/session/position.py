@@ -65,7 +65,8 @@ class Position:
             )
         run.epoch, run.seen, run.model.step = self.epoch, self.seen, self.step
         run.totals, run.history = replace(self.totals), list(self.history)
-        run.model.uncounted = run.model.uncounted_by(self.history) if self.uncounted is None else self.uncounted
+        known = run.model.uncounted_by(self.history) if self.uncounted is None else self.uncounted
+        run.model.uncounted = min(known, self.step)
 
     def to_json(self) -> str:
         """Return this as text; floats keep every bit."""
@@ -89,6 +90,8 @@ class Position:
                 _number(f"totals.{name}", value)
             else:
                 whole(f"'totals.{name}'", value)
+        if (values.get("uncounted") or 0) > values["step"]:
+            raise ValueError("'uncounted' is more than 'step'")
         if values["seen"] > values["samples"]:
             raise ValueError("'seen' is more than an epoch has")
         for record in of_kind("'history'", values["history"], list):

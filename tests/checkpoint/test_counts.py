@@ -7,6 +7,7 @@ import pytest
 from checkpoint_toys import forged
 
 import neondist as nd
+from neondist.errors import DataError
 from neondist.session import Hook
 
 
@@ -69,6 +70,18 @@ def test_skipped_steps_stay_uncounted(tmp_path):
     whole = counts(None, 4, 4, **fields)
     assert whole == list(range(12))
     assert counts(tmp_path, 4, 2, **fields) + counts(tmp_path, 4, 4, resume=True, **fields) == whole
+
+
+def test_more_uncounted_than_done_cannot_be(tmp_path):
+    def change(file):
+        position = json.loads(file["position"][()])
+        del file["position"]
+        file["position"] = np.bytes_(json.dumps(position | {"uncounted": position["step"] + 1}))
+
+    counts(tmp_path, 8, 1)
+    forged(tmp_path / "checkpoint.h5", change).replace(tmp_path / "checkpoint.h5")
+    with pytest.raises(DataError, match="'uncounted' is more than 'step'"):
+        counts(tmp_path, 8, 2, resume=True)
 
 
 @pytest.mark.parametrize("gb", [False, True])
