@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import apply, bench, guards, options, virtual
+from . import apply, bench, guards, options, restarts, virtual
 from .check import check
 from .data import add_data
 from .doctor import doctor
@@ -33,8 +33,9 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Return the parser; `arguments.command(arguments)` runs what was asked for."""
     top = _Parser(prog="neondist", description="Train convolutional networks whose samples are split over MPI ranks.")
-    # stops: SIGTERM and SIGUSR1 ask it to stop, instead of ending it; watched: it must not hang; watchdog: who watches
-    top.set_defaults(stops=False, watched=False, watchdog=None)
+    # stops: SIGTERM and SIGUSR1 ask it to stop, instead of ending it; watched: it must not hang; watchdog: who watches;
+    # restarts, elastic: as `run` has them; begun: when the job began for the first time
+    top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, begun=None)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     one = commands.add_parser("run", help="train what a YAML file describes", allow_abbrev=False)
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
     one.add_argument("--init-from", metavar="FILE", help="a checkpoint whose weights are the first ones, by name")
     guards.add(one)
+    restarts.add(one)
     one.set_defaults(command=run, stops=True, watched=True)
 
     one = commands.add_parser("check", help="validate a YAML file and print every layer's plan", allow_abbrev=False)

@@ -29,6 +29,8 @@ def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> int:
     mpirun = ready(os.environ)
     command = [*mpirun.command(arguments.ranks), *safe_path.command("neondist", *words(arguments))]
     env = environment(mpirun, arguments.ranks, os.environ)
+    if arguments.begun is not None:
+        env[guards.STARTED] = str(arguments.begun)
     ranks = arguments.ranks
     with swept(mpirun, env) as job:
 
@@ -38,6 +40,7 @@ def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> int:
         if arguments.stops and heard:
             print(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
         code = supervise(command, {**env, **job.environment}, job.held, arguments.stops, listen, heard)
+        job.orderly = code < 128
         done = None if job.marks is None else marks(job.marks, "done")
     if code == 0 and done is not None and len(done) < ranks:
         gone = ", ".join(str(rank) for rank in range(ranks) if rank not in done)
@@ -57,12 +60,12 @@ def ready(env: Mapping[str, str]) -> Mpirun:
 
 
 def words(arguments: argparse.Namespace) -> list[str]:
-    """Return what every rank is told: the same command without -n."""
+    """Return what every rank is told: the same command without -n, and without what tells how ranks are started."""
     told, given = [], iter(arguments.words)
     for word in given:
-        if word == "-n":
+        if word in ("-n", "--restarts", "--elastic"):
             next(given)
-        elif not re.fullmatch(r"-n\d+", word):
+        elif not re.fullmatch(r"-n\d+|--(restarts|elastic)=.*", word):
             told.append(word)
     return told
 

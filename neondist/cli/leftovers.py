@@ -20,10 +20,11 @@ from .mpirun import Mpirun
 SHARED_MEMORY = Path("/dev/shm")
 USERS = "NEONDIST_TMPDIR"
 """What the user has for TMPDIR, for the ranks."""
-_SWEEP = 'cat >/dev/null; rm -rf -- "$@"'
+# without a word, something was killed: a rank that starts MPI may make the folders anew before it ends too
+_SWEEP = 'read word; rm -rf -- "$@"; [ "$word" ] && exit; for i in 1 2 3 4 5 6; do sleep 1; rm -rf -- "$@"; done'
 
 
-@dataclass(frozen=True)
+@dataclass
 class Swept:
     """What mpirun needs, so that its files are removed.
 
@@ -32,11 +33,13 @@ class Swept:
     environment : variables to add
     held : file descriptors that mpirun must inherit
     marks : where ranks leave marks
+    orderly : whether mpirun, as far as is known, has ended by itself
     """
 
     environment: dict[str, str] = field(default_factory=dict)
     held: tuple[int, ...] = ()
     marks: Path | None = None
+    orderly: bool = True
 
 
 @contextmanager
@@ -67,12 +70,17 @@ def swept(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[Swept]:
         )
     finally:
         os.close(end)
+    job = Swept(new, (held,), Path(folders[0]))
     try:
-        yield Swept(new, (held,), Path(folders[0]))
+        yield job
     finally:
+        if job.orderly:
+            with suppress(OSError):
+                os.write(held, b"done\n")
         os.close(held)
-        with suppress(subprocess.TimeoutExpired):
-            sweeper.wait(10)
+        if job.orderly:
+            with suppress(subprocess.TimeoutExpired):
+                sweeper.wait(10)
 
 
 def restore(env: MutableMapping[str, str]) -> None:

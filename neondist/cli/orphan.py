@@ -10,16 +10,16 @@ import threading
 import time
 from collections.abc import Mapping
 
-from .job import LAUNCHED
+from .job import LAUNCHED, detect
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher(env: Mapping[str, str]) -> None:
-    """Let a rank that `neondist run -n N` has started be killed with its mpirun, while MPI starts too (Linux)."""
-    if LAUNCHED in env and sys.platform == "linux":
+    """Let a rank be killed with the process that has started it, while MPI starts too (Linux)."""
+    if sys.platform == "linux" and detect(env) is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:  # it died in between
+        if LAUNCHED in env and os.getppid() == 1:  # it died in between
             os._exit(1)
 
 

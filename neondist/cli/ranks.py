@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import threads
 from ..errors import LaunchError
-from . import guards, leftovers, pinning
+from . import guards, leftovers, pinning, restarts
 from .attend import Prepared, attend
 from .crowd import refuse_crowd
 from .job import Job, detect
@@ -45,6 +45,7 @@ def on_ranks(
     def body(world: Transport) -> int:
         return attend(world, lambda: prepare(world, world.size), lambda prepared: work(world, prepared))
 
+    restarts.settle(arguments, detect(os.environ))
     if getattr(arguments, "virtual", None) is not None:
         return on_virtual_ranks(arguments, body)
     from ..comm import SingleTransport, mpi
@@ -52,7 +53,9 @@ def on_ranks(
     job = job_of(arguments)
     if _must_launch(arguments, job):
         with guards.watched(arguments):
-            prepare(SingleTransport(), arguments.ranks)
+            prepared = prepare(SingleTransport(), arguments.ranks)
+        if arguments.restarts is not None:
+            return restarts.with_restarts(arguments, launch, prepared)
         return launch(arguments, arguments.signals.heard)
     if arguments.watched:
         arguments.watchdog = guards.watchdog(arguments, job, whole_process=True)
@@ -75,7 +78,7 @@ def job_of(arguments: argparse.Namespace) -> Job | None:
 
 def _must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     """Tell whether ranks have to be started; LaunchError if they could not run."""
-    if job is not None or (arguments.ranks or 1) == 1:
+    if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None):
         return False
     ready(os.environ)
     if not arguments.force:

@@ -1,0 +1,152 @@
+"""`neondist run -n N --restarts K`: a job that has lost a rank begins again from its newest whole checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..console import say
+from ..errors import DataError, LaunchError, UserError
+from ..signals import INTERRUPTED
+from . import options
+from .job import Job
+
+CHECKPOINT, CHECKPOINTS = "checkpoint.h5", ("checkpoint*.h5", "pretrain_*.h5")
+KEEP = 2
+"""Checkpoints that stay, so that there is one if the newest is damaged."""
+
+
+def add(one: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    one.add_argument(
+        "--restarts", type=options.positive, metavar="K",
+        help="with -n: if a rank is killed, go on from the newest whole checkpoint, K times at most",
+    )  # fmt: skip
+    one.add_argument(
+        "--elastic", type=bounds, metavar="MIN:MAX",
+        help="with --restarts: go on on the ranks that are left, MIN or more; begins on MAX, or -n",
+    )  # fmt: skip
+
+
+def bounds(text: str) -> tuple[int, int]:
+    """Read '2:8'."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
+    if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+        raise argparse.ArgumentTypeError(f"'{text}' are no numbers of ranks that can be used here; give MIN:MAX as 2:8")
+    return numbers[0], numbers[1]
+
+
+def settle(arguments: argparse.Namespace, job: Job | None) -> None:
+    """Let -n follow from --elastic.
+
+    Raises
+    ------
+    LaunchError
+        The options do not fit each other.
+    """
+    if arguments.elastic is not None:
+        low, high = arguments.elastic
+        if arguments.restarts is None:
+            raise LaunchError("--elastic: says on how many ranks a restart may go on; give --restarts too")
+        if arguments.ranks is None:
+            arguments.ranks = high
+        elif not low <= arguments.ranks <= high:
+            raise LaunchError(f"-n {arguments.ranks} is not within --elastic {low}:{high}; change one of them")
+    if arguments.restarts is not None and (arguments.ranks is None or job is not None):
+        raise LaunchError(
+            "--restarts: `neondist run` starts again only ranks that it has started itself: give their number with -n,"
+            " outside of an MPI job; in a job of the batch system's, put the job back into its queue"
+        )
+
+
+def with_restarts(
+    arguments: argparse.Namespace, launch: Callable[[argparse.Namespace, Sequence[str]], int], experiment: Any
+) -> int:
+    """Start the job of `neondist run`, and start it again as often as it may if a rank or mpirun is lost."""
+    heard, folder, begun = arguments.signals.heard, options.folder(arguments), time.time()
+    words = list(arguments.words)
+    if experiment.checkpoint.keep < KEEP:
+        words += ["--set", f"checkpoint.keep={KEEP}"]
+    for number in range(1, arguments.restarts + 1):
+        arguments, before = _changed(arguments, words=words, begun=begun), checkpoints(folder)
+        code = launch(arguments, heard)
+        if not is_loss(code) or heard:
+            return code
+        source = "as it began"
+        if checkpoints(folder) != before:
+            source, words = f"from {make_whole(folder).name}", again(words)
+        arguments = _changed(arguments, ranks=_left(arguments, experiment))
+        say(f"restart {number} of {arguments.restarts}: {_why(code)}; goes on {source}, on {arguments.ranks} ranks")
+    return launch(_changed(arguments, words=words), heard)
+
+
+def is_loss(code: int) -> bool:
+    """Tell whether an exit code says that a rank, or mpirun, was killed by a signal, such as the kernel's."""
+    return code > 128 and code != INTERRUPTED
+
+
+def checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return the checkpoints of a folder, with what changes when one is written."""
+    stats = {path: path.stat() for name in CHECKPOINTS for path in folder.glob(name)}
+    return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats.items()}
+
+
+def make_whole(folder: Path) -> Path:
+    """Return the newest whole checkpoint of a run, which takes the place of the newest where that is damaged."""
+    from ..checkpoint import kept_files
+    from ..checkpoint.seal import check
+    from ..files import replacing
+
+    stages = sorted((path for path in folder.glob("pretrain_*.h5") if path.stem[9:].isdecimal()), key=_number)
+    path = folder / CHECKPOINT if (folder / CHECKPOINT).exists() or not stages else stages[-1]
+    for candidate in (path, *kept_files(path)):
+        with suppress(DataError):
+            check(candidate)
+            if candidate != path:
+                with candidate.open("rb") as old, replacing(path) as new:
+                    shutil.copyfileobj(old, new)
+            return candidate
+    return path  # the ranks will say what is wrong with it
+
+
+def again(words: Sequence[str]) -> list[str]:
+    """Return the words of a command that goes on with its own run."""
+    found = []
+    for before, word in zip(["", *words], words, strict=False):
+        told = word in ("--resume", "--overwrite") or word.startswith("--resume=")
+        if not told and (before, word) != ("--resume", "auto"):
+            found.append(word)
+    return [*found, "--resume", "auto"]
+
+
+def _number(stage: Path) -> int:
+    return int(stage.stem[9:])
+
+
+def _left(arguments: argparse.Namespace, experiment: Any) -> int:
+    """Return on how many ranks to go on: as many, or, if that is allowed, fewer, as many as the experiment can take."""
+    if arguments.elastic is not None:
+        for ranks in range(arguments.ranks - 1, arguments.elastic[0] - 1, -1):
+            try:
+                experiment.validate(ranks)
+            except UserError:
+                continue
+            return ranks
+    return int(arguments.ranks)
+
+
+def _why(code: int) -> str:
+    try:
+        return f"a rank or mpirun was lost ({signal.Signals(code - 128).name})"
+    except ValueError:
+        return f"a rank or mpirun was lost (exit code {code})"
+
+
+def _changed(arguments: argparse.Namespace, **fields: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(arguments), **fields})

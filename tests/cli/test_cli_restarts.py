@@ -1,0 +1,135 @@
+"""A job that has lost a rank is started again, and comes to the weights of one that nobody disturbed."""
+
+import argparse
+import os
+
+import h5py
+import numpy as np
+import pytest
+from cli_runs import EXPERIMENT, call, needs_mpirun, neondist
+
+from neondist.checkpoint import seal
+from neondist.cli import main
+from neondist.cli.arguments import parser
+from neondist.cli.launch import words
+from neondist.cli.restarts import again, bounds, is_loss, make_whole
+from neondist.errors import DataError
+
+# rank 1 kills itself in its second epoch, as often as there are files that say so; it spoils the newest checkpoint
+DIES = """
+import os, pathlib, signal
+import neondist as nd
+class Dies(nd.Activation):
+    "The identity."
+    calls = 0
+    def fprop(self, z):
+        self.calls += 1
+        left = sorted(pathlib.Path().glob("die*"))
+        if os.environ.get("OMPI_COMM_WORLD_RANK") == "1" and self.calls == 6 and left:
+            if "spoil" in left[0].read_text():
+                with open("out/checkpoint.h5", "rb+") as file:
+                    file.seek(600)
+                    file.write(b"spoilt")
+            left[0].unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return z
+    def bprop(self, y, dy):
+        return dy
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    text = EXPERIMENT.replace("!RectLin {}", "!Dies {}").replace("1e-3", "1e-2, momentum: 0.9")
+    (tmp_path / "toy.yaml").write_text(text.replace("epochs: 2", "epochs: 3\ncheckpoint: {every_steps: 1}"))
+    (tmp_path / "dies.py").write_text(DIES)
+    return tmp_path
+
+
+def run(folder, output, *more):
+    words = ["toy.yaml", "--import", "dies.py", "--output", output, *more]
+    return call(neondist("run", *words), folder)
+
+
+def weights(path):
+    found = {}
+    with h5py.File(path) as file:
+        for group in ("model", "optimizer"):
+            file[group].visititems(
+                lambda name, item: found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
+            )
+    return found
+
+
+@needs_mpirun
+def test_a_rank_is_killed_and_the_newest_checkpoint_is_spoilt(folder):
+    (folder / "die1").write_text("spoil")
+    (folder / "die2").write_text("")
+    code, out, err, _ = run(folder, "out", "-n", 2, "--restarts", 3, "--elastic", "1:2")
+    assert code == 0, err
+    told = [line for line in out.splitlines() if line.startswith("restart ")]
+    assert len(told) == 1
+    assert told[0].startswith("restart 1 of 3: a rank or mpirun was lost (SIGKILL); goes on from checkpoint-0000000")
+    assert told[0].endswith("on 1 ranks")
+    assert "Traceback" not in err
+    (folder / "die2").unlink()
+    assert run(folder, "other")[0] == 0
+    ours, theirs = weights(folder / "out" / "checkpoint.h5"), weights(folder / "other" / "checkpoint.h5")
+    assert list(ours) == list(theirs)
+    for name, array in theirs.items():
+        np.testing.assert_allclose(ours[name], array, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@needs_mpirun
+def test_no_more_often_than_allowed_and_not_for_mistakes(folder):
+    for number in range(2):
+        (folder / f"die{number}").write_text("")
+    code, out, _, _ = run(folder, "out", "-n", 2, "--restarts", 1)
+    assert (code, out.count("restart ")) == (137, 1)
+    assert "restart 1 of 1" in out
+    code, out, err, _ = run(folder, "out", "-n", 2, "--restarts", 1)
+    assert (code, "restart " in out) == (2, False)
+    assert "has a run already" in err
+
+
+def test_words():
+    given = ["run", "a.yaml", "--resume", "auto", "--restarts", "3", "-n", "4", "--elastic=2:4", "--overwrite"]
+    assert again(given[:4]) == again(["run", "a.yaml", "--overwrite"]) == ["run", "a.yaml", "--resume", "auto"]
+    assert again(["run", "--resume", "a.yaml"]) == ["run", "a.yaml", "--resume", "auto"]
+    assert words(parser().parse_args(given)) == ["run", "a.yaml", "--resume", "auto", "--overwrite"]
+    assert bounds("2:8") == (2, 8)
+    for wrong in ("2", "0:3", "4:2", "a:b", "1:2:3"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            bounds(wrong)
+
+
+@pytest.mark.parametrize(("code", "lost"), [(0, 0), (1, 0), (2, 0), (75, 0), (130, 0), (137, 1), (139, 1), (143, 1)])
+def test_what_is_a_loss(code, lost):
+    assert is_loss(code) == bool(lost)
+
+
+def test_the_newest_that_is_whole(tmp_path, monkeypatch):
+    def check(path):
+        if "damaged" in path.read_text():
+            raise DataError("damaged")
+
+    monkeypatch.setattr(seal, "check", check)
+    (tmp_path / "pretrain_2.h5").write_text("two")
+    (tmp_path / "pretrain_10.h5").write_text("ten")
+    assert make_whole(tmp_path).name == "pretrain_10.h5"
+    for at, (name, text) in enumerate({"-00000002": "old", "-00000004": "damaged", "": "damaged"}.items()):
+        path = tmp_path / f"checkpoint{name}.h5"
+        path.write_text(text)
+        os.utime(path, (at, at))
+    assert make_whole(tmp_path).name == "checkpoint-00000002.h5"
+    assert (tmp_path / "checkpoint.h5").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(["--restarts", 2], "give their number with -n"), (["--elastic", "1:2"], "give --restarts too"),
+     (["--restarts", 2, "--elastic", "2:3", "-n", 1], "not within --elastic 2:3")],
+)  # fmt: skip
+def test_options_that_do_not_fit(capsys, more, message):
+    assert main(["run", "toy.yaml", *map(str, more)]) == 2
+    assert message in capsys.readouterr().err
