@@ -70,7 +70,6 @@ ACTIONS = (
     "rank USR1", "rank TERM", "rank STOP CONT", "rank KILL", "mpirun KILL", "main KILL",
 )  # fmt: skip
 LIMIT = 240.0
-FIRST = 0.35  # seconds in which a process on a busy machine may not listen yet
 
 
 def words(kind: str, folder: Path, resume: bool, rng: random.Random) -> list[str]:
@@ -101,6 +100,7 @@ class Round:
         self.action = self.rng.choice(ACTIONS)
         self.folder = base / f"round-{number}"
         self.faults: list[str] = []
+        self.listened = True
         self.codes: list[int | None] = []
 
     def play(self, reference: Path | None) -> dict[str, object]:
@@ -168,7 +168,7 @@ class Round:
         said = (self.folder / "stderr").read_text()
         if "Traceback" in said or "Exception ignored" in said:
             self.faults.append("traceback: " + said[-1500:])
-        if code is not None and code not in self.allowed(victim, moment):
+        if code is not None and code not in self.allowed(victim):
             self.faults.append(
                 f"exit code {code}, {victim} at {moment:.2f} s of {time.monotonic() - began:.1f}: {said[-300:]}"
             )
@@ -195,6 +195,7 @@ class Round:
             chosen, victim = self.rng.choice(ranks), "rank"
         elif first == "mpirun" and launchers:
             chosen, victim = launchers[0], "mpirun"
+        self.listened = listens(chosen)
         for at, name in enumerate(names):
             if at:
                 time.sleep(self.rng.choice([0, self.rng.uniform(0, 1.5)]))
@@ -205,20 +206,19 @@ class Round:
                     break
         return victim
 
-    def allowed(self, victim: str, moment: float) -> set[int]:
+    def allowed(self, victim: str) -> set[int]:
         """Return the exit codes that the docs say; a process that does not listen yet ends as all processes do."""
         names = set(self.action.split()) - {"rank", "main", "mpirun"}
         codes = {0}
         stops = self.kind != "apply"
         plain = self.kind == "mpirun"
-        early = moment < FIRST
         for name in names & {"TERM", "USR1", "INT", "KILL"}:
             number = getattr(signal, f"SIG{name}")
             dies = {-number, 128 + number}
             if name == "KILL" or (name == "INT"):
                 codes |= dies | ({1, 143, 137} if plain else set())
             elif stops and victim == "main" and not plain:
-                codes |= {75} | (dies if early else set())
+                codes |= {75} | (set() if self.listened else dies)
             elif stops:  # mpirun, or a rank, which may not listen yet
                 codes |= {75} | dies | ({1, 143, 137} if plain else set())
             else:
@@ -238,6 +238,16 @@ class Round:
                     self.faults.append(f"other weights: {name}")
 
             there["model"].visititems(look)
+
+
+def listens(pid: int) -> bool:
+    """Tell whether a process handles SIGUSR1 by now, which is when it has begun to run code of ours."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt")), 0)
+    return bool(caught >> (signal.SIGUSR1 - 1) & 1)
 
 
 def prepared(base: Path) -> dict[str, Path]:
