@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,11 +94,13 @@ def words(kind: str, folder: Path, resume: bool, rng: random.Random) -> list[str
 class Round:
     """One job that is disturbed."""
 
-    def __init__(self, number: int, seed: int, base: Path, durations: dict[str, float]) -> None:
+    def __init__(
+        self, number: int, seed: int, base: Path, durations: dict[str, float], actions: Sequence[str] = ACTIONS
+    ) -> None:
         self.rng = random.Random(f"{seed} {number}")
         self.number, self.durations = number, durations
         self.kind = KINDS[number % len(KINDS)]
-        self.action = self.rng.choice(ACTIONS)
+        self.action = self.rng.choice(actions)
         self.folder = base / f"round-{number}"
         self.faults: list[str] = []
         self.listened = True
@@ -284,7 +287,10 @@ def main() -> int:
     parser.add_argument("--beside", type=int, default=1, help="jobs at the same time")
     parser.add_argument("--folder", type=Path, default=Path("signal_rounds"))
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--only", help="actions that have this word, such as INT")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it, and so would the jobs
+    actions = [action for action in ACTIONS if arguments.only is None or arguments.only in action.split()]
     base = arguments.folder.resolve()
     shutil.rmtree(base, ignore_errors=True)
     references = prepared(base)
@@ -300,7 +306,7 @@ def main() -> int:
     print("seconds of undisturbed jobs:", {kind: round(seconds, 1) for kind, seconds in durations.items()}, flush=True)
 
     def play(number: int) -> dict[str, object]:
-        one = Round(number, arguments.seed, base, durations)
+        one = Round(number, arguments.seed, base, durations, actions)
         try:
             found = one.play(references["gb" if one.kind == "gb" else "serial"])
         except Exception as error:
