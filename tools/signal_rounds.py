@@ -169,7 +169,7 @@ class Round:
         code = self.wait(process)
         self.codes.append(code)
         said = (self.folder / "stderr").read_text()
-        if "Traceback" in said or "Exception ignored" in said:
+        if self.listened and ("Traceback" in said or "Exception ignored" in said):  # before, it is Python that starts
             self.faults.append("traceback: " + said[-1500:])
         if code is not None and code not in self.allowed(victim):
             self.faults.append(
@@ -218,8 +218,8 @@ class Round:
         for name in names & {"TERM", "USR1", "INT", "KILL"}:
             number = getattr(signal, f"SIG{name}")
             dies = {-number, 128 + number}
-            if name == "KILL" or (name == "INT"):
-                codes |= dies | ({1, 143, 137} if plain else set())
+            if name == "KILL" or name == "INT":
+                codes |= dies | ({1, 143, 137} if plain else set()) | (set() if self.listened else {1})
             elif stops and victim == "main" and not plain:
                 codes |= {75} | (set() if self.listened else dies)
             elif stops:  # mpirun, or a rank, which may not listen yet
