@@ -160,7 +160,7 @@ DIFFERENCES = {
     ),
     "samples": (
         {"dataset": lambda: Synthetic((13, 11, 2), classes=4, train=44, test=13)},
-        "rank 0 has 45 training samples, 13 test samples, rank 2 has 44",
+        "rank 0 has dataset: Synthetic .*train: 45, .*, rank 2 has dataset: Synthetic .*train: 44, ",
     ),
     "checkpoint": ({"checkpoint": {"every_steps": 2}}, "rank 0 has .* rank 2 has .*every_steps=2"),
     "grid": ({"grid": {"rows": 1}}, r"rank 0 has .*, rank 2 has "),
