@@ -74,6 +74,9 @@ def _command(argv: Sequence[str], signals: Signals) -> int:
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+    finally:
+        if arguments.watchdog is not None and not signals.whole_process:  # the caller's process goes on
+            arguments.watchdog.stop()
 
 
 def _send_nowhere() -> None:

@@ -36,7 +36,7 @@ class CIFAR10(Dataset):
     """
 
     def __init__(self, path: str | os.PathLike[str], serialized_path: str | os.PathLike[str] | None = None) -> None:
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        if not os.fspath(path):
             raise ConfigError(f"path: {path!r} is not a path; give the folder of the batches, or the .tar.gz")
         if serialized_path is not None:
             check_template(serialized_path)

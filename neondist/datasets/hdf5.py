@@ -68,7 +68,7 @@ class HDF5Dataset(Dataset):
         scale: float | None = None,
         ahead: bool = True,
     ) -> None:
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        if not os.fspath(path):
             raise ConfigError(f"path: {path!r} is not a path; give an HDF5 file")
         for field, name in (("images", images), ("labels", labels), ("train", train), ("test", test)):
             if not isinstance(name, str) or not name or "\0" in name:

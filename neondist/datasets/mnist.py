@@ -48,7 +48,7 @@ class MNIST(Dataset):
     def __init__(
         self, path: str | os.PathLike[str] | None = None, serialized_path: str | os.PathLike[str] | None = None
     ) -> None:
-        if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
+        if path is not None and not os.fspath(path):
             raise ConfigError(f"path: {path!r} is not a folder; give one, or leave it out for the embedded digits")
         if serialized_path is not None:
             check_template(serialized_path)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ..arrays import Way
-from ..errors import ConfigError
 from .base import Scheme
 
 
@@ -29,8 +28,6 @@ class OverlapTile(Scheme):
     formula = "0; halos of the image are read from the data set"
 
     def __init__(self, statistics: Literal["global"] | None = None) -> None:
-        if statistics not in (None, "global"):
-            raise ConfigError(f"statistics {statistics!r} is unknown; choose global, or leave it out")
         self.statistics = statistics
 
     def forward(self, way: Way) -> None:

@@ -165,9 +165,11 @@ def test_official_counts_need_official_bytes(tmp_path, pair, official_mnist):
     fails(tmp_path, f"{pair.name}.gz: has 10000 samples .* expected {pair.md5}", in_check=False)
 
 
-@pytest.mark.parametrize("path", ["", 5, ["a"], True])
-def test_a_path_that_is_none(path):
-    with pytest.raises(ConfigError, match=r"path: .* is not a folder"):
+@pytest.mark.parametrize(
+    ("path", "says"), [("", "is not a folder"), (5, "got 5"), (["a"], "got a list"), (True, "got True")]
+)
+def test_a_path_that_is_none(path, says):
+    with pytest.raises(ConfigError, match=f"path: .*{says}"):
         MNIST(path)
 
 

@@ -222,7 +222,8 @@ def _case(d: Draw, grids: Sequence[Grid], others: Sequence[Grid]) -> Case | None
         network, output_shape = _more(d, network, output_shape, d.pick(ENDS), schemes)
     if not leaves(network):
         return None
-    batch = d.int(max(grid[0], other[0]), 5)
+    replicas = max(grid[0], other[0])
+    batch = d.int(replicas, max(5, replicas))
     remembers = approximate and 3  # its first steps are others
     image = len(output_shape) > 1
     case = Case(

@@ -200,7 +200,7 @@ NOT_HERE = {
     "statistics": (
         lambda: [conv(1, 3)],
         "overlap_tile(statistics=mine)",
-        "statistics 'mine' is unknown",
+        "statistics: expected 'global' or null, got the text 'mine'",
     ),
     "layers": (lambda: [conv(1, 3)], "deep_halo(layers=0)", "layers 0: needs an integer of at least 1"),
 }
