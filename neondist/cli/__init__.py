@@ -7,11 +7,13 @@ message of a mistake.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 
-from ..errors import UserError
+from ..errors import OutputError, UserError
+from ..files import REMEDY, reason
 from ..signals import INTERRUPTED, Signals, listening
 from . import orphan
 from .arguments import parser, spread
@@ -19,6 +21,9 @@ from .job import mark
 from .report import report
 
 __all__ = ["main"]
+
+_NO_OUTPUT = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO
+"""What a pipe that nobody reads from, or a full disk, says to a print."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,9 +61,14 @@ def _flushed(argv: Sequence[str], signals: Signals) -> int:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:  # of `neondist doctor | head -1`
+    except OSError as error:
+        if error.filename is not None or error.errno not in _NO_OUTPUT:
+            raise
         _send_nowhere()
-        return 141
+        if isinstance(error, BrokenPipeError):  # of `neondist doctor | head -1`
+            return 141
+        report(OutputError(f"standard output: cannot be written to ({reason(error)}); {REMEDY}"))
+        return 2
 
 
 def _command(argv: Sequence[str], signals: Signals) -> int:
@@ -80,11 +90,11 @@ def _command(argv: Sequence[str], signals: Signals) -> int:
 
 
 def _send_nowhere() -> None:
-    """Let what is still to be written to a pipe that nobody reads from go to /dev/null."""
+    """Let what stdout and stderr cannot be rid of go to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
