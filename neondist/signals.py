@@ -46,7 +46,7 @@ class Signals:
         self.whole_process = whole_process
         self.heard: list[str] = []
         self.listeners: list[Callable[[str], None]] = []
-        self.interrupted = self.cleans_up = False
+        self.interrupted = self.cleans_up = self._lost = False
         self._before: dict[int, Any] = {}
 
     def listen(self) -> Signals:
@@ -92,13 +92,25 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted or not self.cleans_up:
+        if not self.cleans_up or (self.interrupted and not self._lost):
             os._exit(INTERRUPTED)
-        self.interrupted = True
+        self.interrupted, self._lost = True, False
+        sys.unraisablehook = self._again
         last = threading.Timer(5, os._exit, [INTERRUPTED])  # code that calls back from C may swallow the exception
         last.daemon = True
         last.start()
         raise KeyboardInterrupt
+
+    def _again(self, unraisable: Any) -> None:
+        """Interrupt once more where Python could not pass the interruption on, as in a callback of a weak reference."""
+        if unraisable.exc_type is not KeyboardInterrupt:
+            sys.__unraisablehook__(unraisable)
+            return
+        self._lost = True
+        main = threading.main_thread().ident
+        again = threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT])  # ends a system call there as well
+        again.daemon = True
+        again.start()
 
 
 def listen_in_command() -> None:

@@ -3,6 +3,8 @@
 import argparse
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from cli_runs import EXPERIMENT, call, losses, needs_mpirun, neondist, own, start
@@ -129,3 +131,23 @@ def test_a_signal_before_anything_is_imported(folder, name):
     path = os.pathsep.join([str(folder / "early"), os.environ["PYTHONPATH"]])
     code, out, err, _ = call(neondist("check", "toy.yaml"), folder / "early", PYTHONPATH=path)
     assert (code, out, err) == (130 if name == "SIGINT" else -15, "", "")
+
+
+def test_an_interruption_that_python_swallows_comes_again():
+    code = """
+import signal, time, weakref
+from neondist.signals import Signals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have it ignored
+signals = Signals(whole_process=True).listen()
+signals.cleans_up = True
+class Thing: pass
+thing = Thing()
+watched = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+try:
+    del thing
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("in order")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("in order\n", "")
