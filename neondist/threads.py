@@ -67,10 +67,16 @@ def chosen(env: Mapping[str, str]) -> bool:
 def local_ranks(env: Mapping[str, str]) -> int | None:
     """Return how many ranks of this job are on this machine, None where its launcher does not tell."""
     for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"):
-        digits = env.get(name, "").split("(")[0].split(",")[0]  # Slurm: '4(x2),3'
-        if digits.isdecimal() and (not name.startswith("SLURM") or "SLURM_STEP_ID" in env):
-            return int(digits)
+        found = number(env, name)
+        if found is not None and (not name.startswith("SLURM") or "SLURM_STEP_ID" in env):
+            return found
     return None
+
+
+def number(env: Mapping[str, str], name: str) -> int | None:
+    """Return a number that a launcher has put into the environment, None where there is none."""
+    digits = env.get(name, "").split("(")[0].split(",")[0]  # Slurm: '4(x2),3' are two nodes with 4 ranks, one with 3
+    return int(digits) if digits.isdecimal() else None
 
 
 def _quota() -> int | None:

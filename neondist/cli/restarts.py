@@ -17,7 +17,6 @@ from ..signals import INTERRUPTED
 from . import options
 from .job import Job
 
-CHECKPOINT, CHECKPOINTS = "checkpoint.h5", ("checkpoint*.h5", "pretrain_*.h5")
 KEEP = 2
 """Checkpoints that stay, so that there is one if the newest is damaged."""
 
@@ -93,6 +92,8 @@ def is_loss(code: int) -> bool:
 
 def checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
     """Return the checkpoints of a folder, with what changes when one is written."""
+    from ..session.output import CHECKPOINTS
+
     stats = {path: path.stat() for name in CHECKPOINTS for path in folder.glob(name)}
     return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats.items()}
 
@@ -102,6 +103,7 @@ def make_whole(folder: Path) -> Path:
     from ..checkpoint import kept_files
     from ..checkpoint.seal import check
     from ..files import replacing
+    from ..session.output import CHECKPOINT
 
     stages = sorted((path for path in folder.glob("pretrain_*.h5") if path.stem[9:].isdecimal()), key=_number)
     path = folder / CHECKPOINT if (folder / CHECKPOINT).exists() or not stages else stages[-1]
