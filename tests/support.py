@@ -79,3 +79,35 @@ def worst(found, expected):
         float(np.abs(found[k] - expected[k]).max(initial=0) / max(np.abs(expected[k]).max(initial=0), 1e-300))
         for k in expected
     )
+
+
+def check_collectives(comm):
+    """What a transport computes of arrays, and that nobody sees what a rank does with its arrays later."""
+    rank, size = comm.rank, comm.size
+    one = np.arange(6.0).reshape(2, 3) - 10 * rank
+    ones = np.stack([np.arange(6.0).reshape(2, 3) - 10 * r for r in range(size)])
+    for op in ("sum", "max"):
+        array = one.copy()
+        comm.allreduce(array, op=op)
+        np.testing.assert_array_equal(array, getattr(ones, op)(axis=0))
+    for given, expected in ((one.T, ones.transpose(0, 2, 1)), (one[:0], ones[:, :0]), (one[1, 1], ones[:, 1, 1])):
+        gathered = comm.allgather_array(given)
+        assert gathered.dtype == given.dtype
+        np.testing.assert_array_equal(gathered, expected)
+    for dtype in ("float32", "int64", "complex128"):
+        sends = [piece(rank, peer).astype(dtype) for peer in range(size)]
+        received = comm.all_to_all(sends, [piece(peer, rank).shape for peer in range(size)])
+        for mine in sends:
+            mine[...] = 77
+        comm.allreduce(np.zeros(1))  # all have changed theirs
+        assert len(received) == size
+        for peer, array in enumerate(received):
+            assert array.dtype == dtype
+            assert array.flags.c_contiguous
+            np.testing.assert_array_equal(array, piece(peer, rank))
+
+
+def piece(source, target):
+    """What rank `source` sends to rank `target`: neither contiguous nor as large as any other, sometimes empty."""
+    whole = np.arange(60.0).reshape(3, 4, 5) + 100 * source + 1000 * target
+    return whole[:, ::-1, : (source + 2 * target) % 4].swapaxes(0, 1)

@@ -12,7 +12,7 @@ from .debug import DebugTransport
 from .grid import ProcessGrid, WideGrid
 from .single import SingleTransport
 from .sums import GROUPS, Sums, group_of
-from .transport import Exchange, Message, Transport
+from .transport import Exchange, Message, ReduceOp, Transport
 
 __all__ = [
     "GROUPS",
@@ -20,6 +20,7 @@ __all__ = [
     "Exchange",
     "Message",
     "ProcessGrid",
+    "ReduceOp",
     "SingleTransport",
     "Sums",
     "Transport",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import HaloError
-from .transport import Exchange, Message, Transport
+from .transport import Exchange, Message, ReduceOp, Transport
 
 DELAY = 0.002
 """Seconds that a message is held back at most."""
@@ -50,10 +50,20 @@ class DebugTransport(Transport):
         """Return an exchange over fixed arrays, which need not be contiguous."""
         return _DebugExchange(self, sends, receives)
 
-    def allreduce(self, array: np.ndarray) -> None:
-        """Replace the array by its sum, late."""
+    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
+        """Replace the array by its sum, or maximum, late."""
         self.delay()
-        self.inner.allreduce(array)
+        self.inner.allreduce(array, op)
+
+    def allgather_array(self, array: np.ndarray) -> np.ndarray:
+        """Return every rank's array, late."""
+        self.delay()
+        return self.inner.allgather_array(array)
+
+    def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """Send an array to every rank, and return what every rank sent to this one, late."""
+        self.delay()
+        return self.inner.all_to_all(sends, receive_shapes)
 
     def allgather(self, value: Any) -> list[Any]:
         """Return every rank's value, late."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from ..errors import RemoteError
 from ..registry.arguments import checked
-from .transport import Exchange, Message, Transport
+from .transport import Exchange, Message, ReduceOp, Transport
 
 
 class _World:
@@ -101,9 +102,24 @@ class LoopbackTransport(Transport):
         """Return an exchange over fixed arrays."""
         return _LoopbackExchange(self, sends, receives)
 
-    def allreduce(self, array: np.ndarray) -> None:
-        """Replace the array by its sum over all ranks, added in rank order."""
-        array[...] = self._through_first(array.copy(), sum)
+    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
+        """Replace the array by its sum, or maximum, over all ranks, taken in rank order."""
+        combine = {"sum": np.add, "max": np.maximum}[op]
+        array[...] = self._through_first(array.copy(), lambda arrays: reduce(combine, arrays))
+
+    def allgather_array(self, array: np.ndarray) -> np.ndarray:
+        """Return every rank's array, one above the other."""
+        return self._through_first(array.copy(), lambda arrays: np.stack(list(arrays))).copy()
+
+    def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """Send an array to every rank, and return what every rank sent to this one."""
+        for peer, array in enumerate(sends):
+            self._put(peer, np.array(array, order="C"))
+        received: list[np.ndarray] = [self._take(peer) for peer in range(self.size)]
+        for peer, (array, shape) in enumerate(zip(received, receive_shapes, strict=True)):
+            if array.shape != tuple(shape):  # MPI would mix them up
+                raise ValueError(f"rank {peer} sent an array of shape {array.shape}, not {tuple(shape)} as was agreed")
+        return received
 
     def allgather(self, value: Any) -> list[Any]:
         """Return copies of every rank's value, in rank order."""

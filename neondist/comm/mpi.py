@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from .. import threads
 from ..errors import LaunchError
 from .segments import forget_names, tidy_start
-from .transport import Exchange, Message, Transport
+from .transport import Exchange, Message, ReduceOp, Transport
 
 
 def world() -> MPITransport:
@@ -86,10 +87,28 @@ class MPITransport(Transport):
         """Return an exchange with persistent requests, straight from and into the arrays."""
         return _MPIExchange(self, sends, receives)
 
-    def allreduce(self, array: np.ndarray) -> None:
-        """Replace a contiguous array by its sum over all ranks."""
+    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
+        """Replace a contiguous array by its sum, or maximum, over all ranks."""
         if self.size > 1 and array.size:
-            self.comm.Allreduce(self.mpi.IN_PLACE, array)
+            self.comm.Allreduce(self.mpi.IN_PLACE, array, op={"sum": self.mpi.SUM, "max": self.mpi.MAX}[op])
+
+    def allgather_array(self, array: np.ndarray) -> np.ndarray:
+        """Return every rank's array, one above the other."""
+        gathered = np.empty((self.size, *array.shape), array.dtype)
+        if gathered.size:
+            self.comm.Allgather(np.ascontiguousarray(array), gathered)
+        return gathered
+
+    def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """Send an array to every rank, and return what every rank sent to this one, without pickling."""
+        packed = np.concatenate([array.ravel() for array in sends])
+        ends = np.cumsum([0, *map(prod, receive_shapes)])
+        received = np.empty(ends[-1], packed.dtype)
+        self.comm.Alltoallv([packed, [array.size for array in sends]], [received, np.diff(ends)])
+        return [
+            received[start:end].reshape(shape)
+            for start, end, shape in zip(ends[:-1], ends[1:], receive_shapes, strict=True)
+        ]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
@@ -135,6 +154,7 @@ class _MPIExchange(Exchange):
         array, starts = message.array, [s.start for s in message.box]
         cell = from_numpy_dtype(array.dtype)
         self.types.append(cell.Create_subarray(array.shape, message.cells.shape, starts).Commit())
+        cell.Free()  # a duplicate, which the new type does not need
         return [array, 1, self.types[-1]]
 
     def _start(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .transport import Exchange, Message, Transport
+from .transport import Exchange, Message, ReduceOp, Transport
 
 
 class _NothingToDo(Exchange):
@@ -34,8 +34,16 @@ class SingleTransport(Transport):
         """Return an exchange with no messages."""
         return _NothingToDo(sends, receives)
 
-    def allreduce(self, array: np.ndarray) -> None:
+    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Leave the array as it is."""
+
+    def allgather_array(self, array: np.ndarray) -> np.ndarray:
+        """Return a copy of the array, with an axis of one rank before it."""
+        return np.array(array[None])
+
+    def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """Return a copy of the one array."""
+        return [np.array(array, order="C") for array in sends]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return a copy of the value alone."""

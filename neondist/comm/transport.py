@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+
+ReduceOp = Literal["sum", "max"]
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,29 @@ class Transport(ABC):
         """Return an exchange over fixed arrays; messages between two ranks match in the order listed."""
 
     @abstractmethod
-    def allreduce(self, array: np.ndarray) -> None:
-        """Replace a contiguous array by its sum over all ranks."""
+    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
+        """Replace a contiguous array by its sum, or maximum, over all ranks."""
+
+    @abstractmethod
+    def allgather_array(self, array: np.ndarray) -> np.ndarray:
+        """Return every rank's array, of one shape and dtype on all ranks, as a new array (size, *shape)."""
+
+    @abstractmethod
+    def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """Send an array to every rank, and return what every rank sent to this one, in rank order.
+
+        Parameters
+        ----------
+        sends : one array for each rank
+            Of one dtype on all ranks; shapes may differ, and arrays may be empty.
+        receive_shapes : one shape for each rank
+            Of what it sends to this one.
+
+        Returns
+        -------
+        list of np.ndarray
+            Contiguous, and nobody else's.
+        """
 
     @abstractmethod
     def allgather(self, value: Any) -> list[Any]:

@@ -5,9 +5,10 @@ import time
 
 import numpy as np
 import pytest
+from support import check_collectives, piece
 
 import neondist as nd
-from neondist.comm import Message, agree, loopback
+from neondist.comm import DebugTransport, Message, agree, loopback
 from neondist.comm.single import SingleTransport
 from neondist.errors import DataError, RemoteError
 
@@ -23,6 +24,23 @@ def test_collectives():
     assert [r[:3] for r in results] == [(10.0, [0, 1, 2, 3], 2)] * 4
     assert [r[3] for r in results] == [[2, 0], [3, 1], [2, 0], [3, 1]]
     assert [r[4] for r in results] == [1, 1, 0, 0]
+
+
+def test_collectives_of_arrays():
+    check_collectives(SingleTransport())
+    check_collectives(DebugTransport(SingleTransport()))
+    for ranks in (1, 2, 3, 5):
+        loopback.run(ranks, check_collectives)
+    loopback.run(3, lambda comm: check_collectives(DebugTransport(comm)))
+
+
+def test_shapes_that_ranks_do_not_agree_on():
+    def body(comm):
+        shapes = [piece(0, comm.rank).shape, piece(comm.rank, comm.rank).shape]  # wrong on rank 0
+        comm.all_to_all([piece(comm.rank, peer) for peer in range(2)], shapes)
+
+    with pytest.raises(ValueError, match=r"rank 1 sent an array of shape \(4, 3, 1\), not \(4, 3, 0\)"):
+        loopback.run(2, body)
 
 
 def test_what_one_rank_gives_is_copied_for_each():

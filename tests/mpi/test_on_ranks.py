@@ -6,7 +6,7 @@ from invariance import KINDS, train
 from mpi4py import MPI
 from of_one import of_one
 from present import KERNELS
-from support import check_views, grids, slides, worst
+from support import check_collectives, check_views, grids, slides, worst
 
 import neondist as nd
 from neondist.comm import DebugTransport, agree, mpi
@@ -32,6 +32,12 @@ def random_windows(count):
         if slides(extent, window):
             found.append((extent, window))
     return found
+
+
+def test_collectives_of_arrays():
+    check_collectives(mpi.world())
+    for part in mpi.world().cut(1 if world.size % 2 else world.size // 2):
+        check_collectives(part)
 
 
 def test_views_and_dot_test():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import Exchange, Message, ProcessGrid, Transport
+from ...comm import Exchange, Message, ProcessGrid, ReduceOp, Transport
 
 
 @dataclass
@@ -39,9 +39,17 @@ class SoloTransport(Transport):
         """Return an exchange that only notes its messages."""
         return _Noted(self.notes, sends, receives)
 
-    def allreduce(self, array: np.ndarray) -> None:
+    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Note it; the array stays this rank's share."""
         self.notes.sums.append((self.size, array.nbytes))
+
+    def allgather_array(self, array: np.ndarray) -> np.ndarray:
+        """Return the array for every rank."""
+        return np.stack([array] * self.size)
+
+    def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """Return zeros from every rank."""
+        return [np.zeros(shape, sends[0].dtype) for shape in receive_shapes]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return the value for every rank."""
