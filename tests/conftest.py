@@ -56,7 +56,9 @@ def lean_processes(out_of_any_job):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEONDIST_TESTS_HIDE", "torch matplotlib")
         patch.setenv("PYTHONDONTWRITEBYTECODE", "")  # each would compile neondist again
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "lean"), str(TESTS.parent)]), prepend=os.pathsep)
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join([str(TESTS / "helpers" / "lean"), str(TESTS.parent)]), prepend=os.pathsep
+        )
         yield
 
 

@@ -1,7 +1,7 @@
 """Generated networks against PyTorch: python tools/random_graphs.py [--cases N] [--seed S] [--first K] [--jobs J].
 
-Each case is a random network, trained serially and on two grids of virtual ranks (tests/graphs says how). Wrong ones
-are printed as programs, as small as they could be made; the exit code is 1 if there are any.
+Each case is a random network, trained serially and on two grids of virtual ranks (tests/helpers/graphs says how).
+Wrong ones are printed as programs, as small as they could be made; the exit code is 1 if there are any.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from datetime import date
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the networks are tiny
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from graphs.case import Case, leaves, ranks_of
 from graphs.check import check

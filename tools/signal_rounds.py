@@ -26,7 +26,7 @@ import h5py
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "faults")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 from processes import alive, children, kill  # noqa: E402
 
 from neondist.cli.mpirun import find_mpirun  # noqa: E402
@@ -135,7 +135,7 @@ class Round:
         (self.folder / "tmp").mkdir(exist_ok=True)
         env = {**os.environ, **find_mpirun(os.environ).environment(), "TMPDIR": str(self.folder / "tmp")}
         env |= {"OMP_NUM_THREADS": "1", "NEONDIST_TESTS_HIDE": "torch matplotlib"}
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "lean"), str(ROOT)])
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "helpers" / "lean"), str(ROOT)])
         return subprocess.Popen(
             command, cwd=self.folder, env=env, text=True, stdin=subprocess.DEVNULL,
             stdout=(self.folder / "stdout").open("w"), stderr=(self.folder / "stderr").open("w"),

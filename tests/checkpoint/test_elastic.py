@@ -35,7 +35,7 @@ def test_moving_between_ranks_of_mpirun(tmp_path, still):
     """Both kinds in each job."""
     mpirun = find_mpirun(os.environ)
     env = os.environ | mpirun.environment() | {"OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("elastic_runs.py")
+    script = Path(__file__).parents[1] / "helpers" / "elastic_runs.py"
     for at, (ranks, _) in enumerate(PLACES):
         command = [*mpirun.command(ranks), sys.executable, script, tmp_path, str(at)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)

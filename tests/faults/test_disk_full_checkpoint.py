@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+HELPERS = Path(__file__).parents[1] / "helpers"
 WRITE = """
     import resource, shutil, sys
-    sys.path[:0] = [{tests!r}, {toys!r}]
+    sys.path.insert(0, {helpers!r})
     from pathlib import Path
     from checkpoint_toys import load, save
     from neondist.errors import OutputError
@@ -34,9 +34,7 @@ WRITE = """
 
 
 def script(folder, fill, empty):
-    return textwrap.dedent(WRITE).format(
-        tests=str(TESTS), toys=str(TESTS / "checkpoint"), folder=str(folder), fill=fill, empty=empty
-    )
+    return textwrap.dedent(WRITE).format(helpers=str(HELPERS), folder=str(folder), fill=fill, empty=empty)
 
 
 def run(words, text):

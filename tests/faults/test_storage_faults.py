@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-SHARE = 61  # about 30 of all faults; `python tests/faults/storage_faults.py FOLDER 4` tries 500
+SHARE = 61  # about 30 of all faults; `python tests/helpers/storage_faults.py FOLDER 4` tries 500
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="compiles a library to preload")
 def test_faults_at_some_of_all_calls(tmp_path):
-    script = Path(__file__).with_name("storage_faults.py")
+    script = Path(__file__).parents[1] / "helpers" / "storage_faults.py"
     command = [sys.executable, script, tmp_path, str(SHARE)]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

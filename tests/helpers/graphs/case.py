@@ -13,7 +13,7 @@ Grid = tuple[int, int, int, int]
 PROGRAM = """\
 import sys
 
-sys.path.insert(0, "tests")  # from the top folder of the repository
+sys.path.insert(0, "tests/helpers")  # from the top folder of the repository
 from graphs.case import Case
 from graphs.check import check
 
