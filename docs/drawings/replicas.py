@@ -37,13 +37,13 @@ def draw() -> Picture:
     _both(picture, lefts[0] + SIDE + 24, y, lefts[1] - 6, y)
     picture.note((lefts[0] + SIDE + lefts[1]) / 2 + 10, y - 8, "same tile", "middle")
     notes = [
-        ("grid.tiles", "ranks of one replica: halos, diagonal ones too; sums of FC and global pooling layers"),
-        ("grid.copies", "ranks that hold the same tile, one of each replica"),
+        ("grid.tile_comm", "ranks of one replica: halos, diagonal ones too; sums of FC and global pooling layers"),
+        ("grid.replica_comm", "ranks that hold the same tile, one of each replica"),
         ("grid.world", "all ranks: gradients, in one sum over tiles and replicas; batch norm statistics"),
     ]
     for at, (name, words) in enumerate(notes):
         picture.text(30, TOP + SIDE + 62 + 24 * at, name, 13, INK, bold=True)
-        picture.text(130, TOP + SIDE + 62 + 24 * at, words, 13)
+        picture.text(165, TOP + SIDE + 62 + 24 * at, words, 13)
     return picture
 
 

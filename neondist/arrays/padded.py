@@ -210,7 +210,7 @@ class PaddedArray:
                 self.channels,
                 self.dtype,
                 self.backend,
-                self.grid.tiles,
+                self.grid.tile_comm,
                 self.border,
                 self.rooms,
             )
@@ -260,7 +260,7 @@ class PaddedArray:
         return place
 
     def forget_frames(self) -> None:
-        """Make new buffers, with the transport that `grid.tiles` is now; schemes keep their memory; collective."""
+        """Make new buffers, with the transport that `grid.tile_comm` is now; schemes keep their memory; collective."""
         memory = self.remembered()
         self.border.settle()
         self._frames = {}

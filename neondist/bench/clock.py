@@ -35,7 +35,7 @@ class Clock:
 
     def watch_messages(self, grid: ProcessGrid) -> None:
         """Count what the grid's transports do as 'wait'; call it before a model is built, which plans its messages."""
-        for transport in {id(t): t for t in (grid.world, grid.tiles, grid.copies)}.values():
+        for transport in {id(t): t for t in (grid.world, grid.tile_comm, grid.replica_comm)}.values():
             self._watch_transport(transport)
 
     def watch_model(self, model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +50,24 @@ class ProcessGrid:
         self.replica, self.tile = divmod(self.rank, self.shape.tiles)
         place, self.col = divmod(self.tile, self.cols)
         self.plane, self.row = divmod(place, self.rows)
-        #: the ranks of this replica, by tile; and those that hold this tile in all replicas
-        self.tiles, self.copies = self.world.cut(self.shape.tiles)
+        #: the ranks of this replica, by tile; and those that hold this tile, by replica
+        self.tile_comm, self.replica_comm = self.world.cut(self.shape.tiles)
+
+    def group(self, name: str) -> Transport:
+        """Return the ranks of one of GROUPS."""
+        return {"world": self.world, "tiles": self.tile_comm, "copies": self.replica_comm}[name]
+
+    @property
+    def tiles(self) -> Transport:
+        """`tile_comm`, by its name before 0.2."""
+        warnings.warn("grid.tiles is called grid.tile_comm now", DeprecationWarning, stacklevel=2)
+        return self.tile_comm
+
+    @property
+    def copies(self) -> Transport:
+        """`replica_comm`, by its name before 0.2."""
+        warnings.warn("grid.copies is called grid.replica_comm now", DeprecationWarning, stacklevel=2)
+        return self.replica_comm
 
     @classmethod
     def serial(cls) -> ProcessGrid:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .grid import ProcessGrid
-    from .transport import Transport
 
 GROUPS = ("world", "tiles", "copies")
 """all ranks; those of one replica; those that hold the same tile in all replicas"""
@@ -49,7 +48,7 @@ class Sums:
 
     def over(self, group: str, array: Any) -> Any:
         """Replace the array by its sum over one of GROUPS, and return it; collective over that."""
-        transport: Transport = getattr(self.grid, group)
+        transport = self.grid.group(group)
         transport.allreduce(array)
         if transport.size > 1 and array.nbytes:
             self.booked[self.direction, group, array.nbytes] += 1

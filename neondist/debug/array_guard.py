@@ -32,7 +32,7 @@ class ArrayGuard:
         self.shadow: Shadow | None = None
         self._view, self._home = array.get_fprop_view, array.get_bprop_view
         array.grid = copy.copy(array.grid)
-        array.grid.tiles = tiles
+        array.grid.tile_comm = tiles
         array.forget_frames()
         vars(array).update(get_fprop_view=self.get_fprop_view, get_bprop_view=self.get_bprop_view)
 

@@ -44,7 +44,7 @@ class Entry:
         if not self.parameter.tiled:
             return array.copy()
         whole = np.empty(self.parameter.shape, array.dtype)
-        for tile, part in enumerate(self.grid.tiles.allgather(array)):
+        for tile, part in enumerate(self.grid.tile_comm.allgather(array)):
             whole[self.part(tile)] = part
         return whole
 

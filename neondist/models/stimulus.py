@@ -54,7 +54,7 @@ def optimal_stimulus(
         y, values = chain.fprop(x, Phase(training=False)), np.zeros(len(units))
         values[index[0]] = y[index]
         if extent:
-            grid.tiles.allreduce(values)
+            grid.tile_comm.allreduce(values)
         return y, values
 
     x = _scaled(model, _noise(model, len(units)), norm)
@@ -88,7 +88,7 @@ def _scaled(model: Model, x: Any, norm: float) -> Any:
     """Return each sample with the norm asked for, taken over all tiles; what is 0 stays so."""
     own = model.leaves[0].counted(x)
     squares = np.asarray(np.sum(own * own, axis=tuple(range(1, x.ndim)), dtype=np.float64))
-    model.grid.tiles.allreduce(squares)
+    model.grid.tile_comm.allreduce(squares)
     return x * _each(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)
 
 

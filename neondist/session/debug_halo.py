@@ -39,7 +39,7 @@ class DebugHalo(Hook):
 
     def guard(self, model: Model) -> None:
         """Guard all layers of a built model, before its first step."""
-        tiles = DebugTransport(model.grid.tiles, self.seed)
+        tiles = DebugTransport(model.grid.tile_comm, self.seed)
         for layer in model.leaves:
             guard_layer(layer, tiles)
 

@@ -33,7 +33,7 @@ class ReconstructionError:
             batch = np.arange(start, min(start + batch_size, len(split)))
             lo, hi = grid.sample_range(len(batch))
             total += stage.inputs(split.images(batch[lo:hi], stage.dtype)).sum(axis=0, dtype=np.float64)
-        grid.copies.allreduce(total)
+        grid.replica_comm.allreduce(total)
         self.mean = (total / max(1, len(split))).astype(stage.dtype)
 
     def measure(self, y: Reconstruction, targets: np.ndarray | None = None) -> tuple[float, float]:

@@ -106,7 +106,7 @@ def stimuli(stage: Autoencoder, test: Split) -> np.ndarray:
     images = test.images(np.arange(min(SAMPLES, len(test))), stage.dtype)
     own = model.leaves[0].counted(images)
     squares = np.array([np.sum(own * own, dtype=np.float64)])
-    model.grid.tiles.allreduce(squares)
+    model.grid.tile_comm.allreduce(squares)
     tiles, _ = optimal_stimulus(model, stage.end - 1, units, norm=float(np.sqrt(squares[0] / len(images))))
     return _whole(model.grid, tiles, model.input.own.lo, model.input_shape)
 

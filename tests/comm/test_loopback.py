@@ -117,9 +117,17 @@ def test_agreement_on_nothing_passes():
 def test_grid_numbers_ranks_row_major_with_replicas_slowest():
     def body(comm):
         grid = nd.ProcessGrid(comm, replicas=2, rows=1, cols=3)
-        return grid.size, grid.rank, grid.replica, grid.row, grid.col, grid.tiles.size, grid.copies.size
+        return grid.size, grid.rank, grid.replica, grid.row, grid.col, grid.tile_comm.size, grid.replica_comm.size
 
     assert loopback.run(6, body) == [(6, r, r // 3, 0, r % 3, 3, 2) for r in range(6)]
+
+
+def test_communicators_by_their_old_names():
+    grid = nd.ProcessGrid.serial()
+    with pytest.warns(DeprecationWarning, match="grid.tile_comm"):
+        assert grid.tiles is grid.tile_comm
+    with pytest.warns(DeprecationWarning, match="grid.replica_comm"):
+        assert grid.copies is grid.replica_comm
 
 
 def test_a_sent_array_may_change_before_its_receiver_looks():

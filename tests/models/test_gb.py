@@ -91,7 +91,7 @@ def test_a_step_sends_what_the_formula_says_and_no_weights(kind):
         grid = nd.ProcessGrid(comm)
         own, x = built(kind, grid, batch)
         sums, sent = [], {}
-        for group in (grid.world, grid.tiles):
+        for group in (grid.world, grid.tile_comm):
             group.allreduce = lambda a, add=group.allreduce: (sums.append(a.size), add(a))
         for stage in own.stages:
             before = own.bytes_sent

@@ -80,6 +80,6 @@ class _Noted(Exchange):
 def solo_grid(rank: int, factors: dict[str, int], size: int, notes: Notes) -> ProcessGrid:
     """Return the grid of `size` ranks as rank `rank` sees it."""
     grid = ProcessGrid(SoloTransport(rank, size, notes), **factors)
-    grid.tiles = SoloTransport(grid.tile, grid.shape.tiles, notes)
-    grid.copies = SoloTransport(grid.replica, grid.replicas, notes)
+    grid.tile_comm = SoloTransport(grid.tile, grid.shape.tiles, notes)
+    grid.replica_comm = SoloTransport(grid.replica, grid.replicas, notes)
     return grid
