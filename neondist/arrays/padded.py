@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..backends import Backend, get_backend
-from ..comm import ProcessGrid, Sums, group_of
+from ..comm import ProcessGrid, Reductions, group_of
 from ..errors import ShapeError
 from ..geometry import HaloPlan, Partition, Window
 from ..registry.arguments import checked
@@ -41,7 +41,7 @@ class PaddedArray:
         The same as boxes in the coordinates of the image, and the image's extent.
     border : Border
         How cells of other tiles reach a view: `border.scheme`, default an exact exchange.
-    sums : Sums
+    reductions : Reductions
         What was summed over ranks for it.
     rooms : (Room or None, Room or None)
         Where the view and its gradient live; None: in memory of their own.
@@ -74,7 +74,7 @@ class PaddedArray:
         self.extent, self.channels = self.global_shape[1:-1], self.global_shape[-1]
         if window is not None:
             window.check(self.extent)
-        self.border, self.sums = Border(), Sums(grid)
+        self.border, self.reductions = Border(), Reductions(grid)
         self.rooms: Rooms = (None, None)
         self.cut()
 
@@ -199,7 +199,7 @@ class PaddedArray:
         stays as it is; all ranks' may be written to, and are new ones.
         """
         group, total = group_of(self.tiled, replicas), array.copy()
-        return total if group is None else self.sums.over(group, total)
+        return total if group is None else self.reductions.allreduce(group, total)
 
     def frame(self, samples: int) -> Frame:
         """Return the buffers for batches of so many samples (of this rank's replica)."""

@@ -1,7 +1,7 @@
 """Ranks and what travels between them.
 
 transport: what a communicator must offer. single, loopback, mpi: one process, P threads, MPI. grid: who holds which
-tile. sums: sums over ranks, and the books of them. agree, abort: errors. debug: looks for mistakes. segments: MPI's own
+tile. reductions: sums over ranks, recorded. agree, abort: errors. debug: looks for mistakes. segments: MPI's own
 files. Importing this package does not start MPI.
 """
 
@@ -10,8 +10,8 @@ from .abort import abort_on_error, end_job
 from .agree import agree
 from .debug import DebugTransport
 from .grid import ProcessGrid, WideGrid
+from .reductions import GROUPS, Reductions, group_of
 from .single import SingleTransport
-from .sums import GROUPS, Sums, group_of
 from .transport import Exchange, Message, ReduceOp, Transport
 
 __all__ = [
@@ -21,8 +21,8 @@ __all__ = [
     "Message",
     "ProcessGrid",
     "ReduceOp",
+    "Reductions",
     "SingleTransport",
-    "Sums",
     "Transport",
     "WideGrid",
     "abort_on_error",

@@ -55,7 +55,7 @@ class ProcessGrid:
 
     def group(self, name: str) -> Transport:
         """Return the ranks of one of GROUPS."""
-        return {"world": self.world, "tiles": self.tile_comm, "copies": self.replica_comm}[name]
+        return {"world": self.world, "tiles": self.tile_comm, "replicas": self.replica_comm}[name]
 
     @property
     def tiles(self) -> Transport:

@@ -217,7 +217,7 @@ class Layer(Node):
 
     def bprop(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input, given that of the output."""
-        self.input.sums.direction = "backward"
+        self.input.reductions.direction = "backward"
         if self.activation is not None and not self.direct:
             dy = self.activation.bprop(self.output, dy)
         dview = self.backward(dy)
@@ -228,7 +228,7 @@ class Layer(Node):
         return self.input.get_bprop_view(dview)
 
     def _enter(self, phase: Phase) -> None:
-        self.phase, self.input.sums.direction = phase, "forward"
+        self.phase, self.input.reductions.direction = phase, "forward"
         for array in self.arrays:
             array.border.phase = phase
 

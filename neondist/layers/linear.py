@@ -105,7 +105,7 @@ class FCLayer(Layer):
 
     def _join(self, partial: Any) -> Any:
         """Add up the tiles' products; unlike `total`, a vector's ranges are parts of one sum too."""
-        return self.input.sums.over("tiles", partial)
+        return self.input.reductions.allreduce("tiles", partial)
 
 
 class FCLayerDist(Dist, FCLayer):

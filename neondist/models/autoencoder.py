@@ -103,7 +103,8 @@ class Autoencoder:
         gradient += filters.gradient(error, z, weights)  # and as the decoder
         gradient *= self.dtype.type(scale)
         self.layer.grads["weights"] = gradient
-        self.parameters.sums.over("copies" if self.entry.parameter.tiled else "world", self.layer.grads["weights"])
+        group = "replicas" if self.entry.parameter.tiled else "world"
+        self.parameters.reductions.allreduce(group, self.layer.grads["weights"])
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
@@ -140,7 +141,7 @@ class Autoencoder:
 
     def total_over_output(self, array: Any) -> Any:
         """Sum an array in place over all ranks, and return it; collective."""
-        return self.output.sums.over("world", array)
+        return self.output.reductions.allreduce("world", array)
 
     def state(self) -> dict[str, Any]:
         """Return the whole model's state; collective."""

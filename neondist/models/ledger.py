@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ..comm import Sums
+from ..comm import Reductions
 
 if TYPE_CHECKING:
     from .model import Model
 
 LOSS, GRADIENTS = "loss", "gradients"
-"""Under these names, instead of a layer's, sums of the whole model are booked."""
+"""Under these names, instead of a layer's, reductions of the whole model are recorded."""
 
 
 class Account(NamedTuple):
-    """What messages are booked under.
+    """What messages are recorded under.
 
     Attributes
     ----------
@@ -50,14 +50,14 @@ def ledger(model: Model) -> Ledger:
                 for message in exchange.sends if exchange.runs else ():
                     account = Account("halo", str(layer.name), direction, first + message.peer, message.nbytes)
                     found[account] += exchange.runs
-    for name, sums in accounts(model):
-        for (direction, group, nbytes), count in sums.booked.items():
+    for name, reductions in accounts(model):
+        for (direction, group, nbytes), count in reductions.recorded.items():
             found[Account("sum", name, direction, group, nbytes)] += count
     return found
 
 
-def accounts(model: Model) -> list[tuple[str, Sums]]:
-    """Return the books of sums over ranks, by name."""
-    layers = [(str(layer.name), array.sums) for layer in model.leaves for array in layer.arrays]
-    whole = [(GRADIENTS, model.parameters.sums)] if model.parameters is not None else []
-    return [*layers, (LOSS, model.output.sums), *whole]
+def accounts(model: Model) -> list[tuple[str, Reductions]]:
+    """Return the recorded reductions, by name."""
+    layers = [(str(layer.name), array.reductions) for layer in model.leaves for array in layer.arrays]
+    whole = [(GRADIENTS, model.parameters.reductions)] if model.parameters is not None else []
+    return [*layers, (LOSS, model.output.reductions), *whole]

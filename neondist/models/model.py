@@ -376,7 +376,7 @@ class Model(Registered):
     @property
     def bytes_summed(self) -> int:
         """Bytes of the arrays that this rank has given into sums over ranks since `build`."""
-        return sum(sums.bytes_given for _, sums in accounts(self))
+        return sum(reductions.bytes_reduced for _, reductions in accounts(self))
 
     def ledger(self) -> Ledger:
         """Return the messages of halos and the sums over ranks since `build`: how many of each size, and to whom."""

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..comm import Sums
+from ..comm import Reductions
 
 ROOM = 16
 """Numbers that travel: a multiple of what keeps the gradients behind them aligned."""
@@ -37,9 +37,9 @@ class Notices:
     def __init__(self) -> None:
         self.mine, self.heard = np.zeros(ROOM), np.zeros(ROOM)
 
-    def exchange(self, sums: Sums) -> None:
+    def exchange(self, reductions: Reductions) -> None:
         """Tell and hear in a message of its own, where no sum over all ranks can take it along; collective."""
-        self.heard[...] = sums.over("world", self.mine.copy())
+        self.heard[...] = reductions.allreduce("world", self.mine.copy())
 
     def ranks(self, notice: Notice) -> int:
         """Return how many ranks had the notice in the last step."""

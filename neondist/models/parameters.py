@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import rng
-from ..comm import Sums
+from ..comm import Reductions
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
 from .entry import Entry
@@ -42,8 +42,8 @@ class Parameters:
         What is kept but not trained.
     notices : Notices
         They travel with every sum of gradients.
-    sums : Sums
-        The sums of gradients.
+    reductions : Reductions
+        Those of the gradients.
     """
 
     def __init__(self, layers: Iterable[Layer], context: Context) -> None:
@@ -62,8 +62,8 @@ class Parameters:
         ]
         self.shared = sum(prod(e.local_shape) for e in trained if not e.parameter.tiled)
         self.values, self.kept_values = self._flat(self.trained), self._flat(self.kept)
-        self.sums = Sums(context.grid)
-        self.sums.direction = "backward"
+        self.reductions = Reductions(context.grid)
+        self.reductions.direction = "backward"
         self.notices, self._told = Notices(), context.backend.zeros((ROOM + self.values.size,), context.dtype)
         self.grads = self._told[ROOM:]
         for layer in layers:
@@ -89,10 +89,10 @@ class Parameters:
         """Add up every rank's share in one allreduce over all ranks; what is cut into tiles, over the replicas."""
         notices = self.notices
         if self.shared < len(self.grads):
-            self.sums.over("copies", self.grads[self.shared :])
+            self.reductions.allreduce("replicas", self.grads[self.shared :])
             notices.mine[Notice.NON_FINITE] += not finite(self.grads[self.shared :])
         self._told[:ROOM] = notices.mine
-        self.sums.over("world", self._told[: ROOM + self.shared])
+        self.reductions.allreduce("world", self._told[: ROOM + self.shared])
         notices.heard[...] = self._told[:ROOM]
 
     def finite(self) -> bool:

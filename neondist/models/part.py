@@ -31,11 +31,11 @@ class Part:
 
     def sum_gradients(self) -> None:
         """Add up every rank's share; what is cut into tiles, over the replicas alone."""
-        sums = self.parameters.sums
+        reductions = self.parameters.reductions
         tiled = [e.parameter.tiled for e, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
         for gradient, cut in zip(self.cut(self.parameters.grads), tiled, strict=True):
-            sums.over("copies" if cut else "world", gradient)
-        self.parameters.notices.exchange(sums)
+            reductions.allreduce("replicas" if cut else "world", gradient)
+        self.parameters.notices.exchange(reductions)
 
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
         """Change these parameters by their gradients; `slots` are as long as all parameters."""

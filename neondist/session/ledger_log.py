@@ -22,8 +22,8 @@ class LedgerLog(Hook):
 
     Fields: epoch, rank, pass ('training' or 'evaluation'), kind, layer, direction ('forward' or 'backward'), peer,
     messages, bytes. A 'halo' goes to the rank `peer`. A 'sum' is made with a group of ranks, `peer` is 'world' (all),
-    'tiles' (of one replica) or 'copies' (the same tile in all replicas), and its bytes are those of the array that the
-    rank gives, once: how a library passes it on is its own affair (a ring of P ranks sends 2 (P - 1) / P of them).
+    'tiles' (of one replica) or 'replicas' (the same tile in all replicas), and its bytes are those of the array that
+    the rank gives, once: how a library passes it on is its own affair (a ring of P ranks sends 2 (P - 1) / P of them).
     Sums of the whole model have the layers 'gradients' and 'loss'.
 
     The bytes of an epoch's training add up to `bytes_sent` (halos) and `bytes_summed` (sums) in metrics.jsonl, except

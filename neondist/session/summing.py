@@ -23,7 +23,7 @@ def sums_of_step(model: Model, plans: ModelPlan, batch_size: int, grid: GridShap
     """
     replica, tile = divmod(rank, grid.tiles)
     lo, hi = split(batch_size, grid.replicas, replica)
-    ranks = {"world": grid.size, "tiles": grid.tiles, "copies": grid.replicas}
+    ranks = {"world": grid.size, "tiles": grid.tiles, "replicas": grid.replicas}
     size, samples, ungiven = model.dtype.itemsize, hi - lo, model.chain.first_leaves
     found = {
         plan.name: sum(

@@ -92,7 +92,7 @@ def test_a_step_sends_what_the_formula_says_and_no_weights(kind):
         own, x = built(kind, grid, batch)
         sums, sent = [], {}
         for group in (grid.world, grid.tile_comm):
-            group.allreduce = lambda a, add=group.allreduce: (sums.append(a.size), add(a))
+            group.allreduce = lambda a, *op, add=group.allreduce: (sums.append(a.size), add(a, *op))
         for stage in own.stages:
             before = own.bytes_sent
             stage.begin_epoch(0)

@@ -74,7 +74,7 @@ def test_what_a_sum_is_booked_under():
                 ("fc2", "backward", "tiles", 2 * 4 * 8),
                 ("fc2", "forward", "tiles", 2 * 3 * 8),
                 ("gradients", "backward", "world", (16 + weights) * 8),
-                ("loss", "forward", "copies", 8),
+                ("loss", "forward", "replicas", 8),
             ]
         ]
         * 4

@@ -1,0 +1,61 @@
+"""Reductions over the ranks of a grid, and a record of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .grid import ProcessGrid
+    from .transport import ReduceOp
+
+GROUPS = ("world", "tiles", "replicas")
+"""all ranks; those of one replica; those that hold the same tile in all replicas"""
+
+
+def group_of(tiled: bool, replicas: bool) -> str | None:
+    """Return the group whose ranks add up what each counted in its own cells; None: nobody has more.
+
+    Parameters
+    ----------
+    tiled : bool
+        Whether the cells are cut over the tiles; what is not is known whole on every tile's rank.
+    replicas : bool
+        Whether the samples of all replicas count.
+    """
+    if replicas:
+        return "world" if tiled else "replicas"
+    return "tiles" if tiled else None
+
+
+class Reductions:
+    """Reductions that belong to one account, such as those of a layer.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+
+    Attributes
+    ----------
+    direction : 'forward' or 'backward'
+        The pass at work.
+    recorded : Counter of (direction, group, bytes)
+        How often an array of so many bytes was reduced; groups of one rank send nothing, and are left out.
+    """
+
+    def __init__(self, grid: ProcessGrid) -> None:
+        self.grid, self.direction = grid, "forward"
+        self.recorded: Counter[tuple[str, str, int]] = Counter()
+
+    def allreduce(self, group: str, array: Any, op: ReduceOp = "sum") -> Any:
+        """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over that."""
+        transport = self.grid.group(group)
+        transport.allreduce(array, op)
+        if transport.size > 1 and array.nbytes:
+            self.recorded[self.direction, group, array.nbytes] += 1
+        return array
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Bytes of all arrays that this rank has given into reductions."""
+        return sum(count * nbytes for (_, _, nbytes), count in self.recorded.items())
