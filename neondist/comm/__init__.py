@@ -7,7 +7,7 @@ files. Importing this package does not start MPI.
 
 from . import loopback
 from .abort import abort_on_error, end_job
-from .agree import agree
+from .agree import agree, all_or_none
 from .debug import DebugTransport
 from .grid import ProcessGrid, WideGrid
 from .reductions import GROUPS, Reductions, group_of
@@ -27,6 +27,7 @@ __all__ = [
     "WideGrid",
     "abort_on_error",
     "agree",
+    "all_or_none",
     "end_job",
     "group_of",
     "loopback",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from .. import errors
 from .transport import Transport
 
@@ -26,3 +29,14 @@ def agree(transport: Transport, error: Exception | None) -> None:
             agreed.agreed = True
             raise agreed
         raise errors.RemoteError(f"rank {rank} failed: {kind}: {message}")
+
+
+@contextmanager
+def all_or_none(world: Transport) -> Iterator[None]:
+    """Run a block that does not communicate; then agree on whether a rank raised (collective)."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as problem:
+        error = problem
+    agree(world, error)

@@ -2,7 +2,7 @@
 
 experiment: everything together, as a YAML file names it. fit, evaluate: the loop; pretrain: the same for autoencoders.
 hooks: how to join it; progress, stopping, time_limit, watchdog, metrics_log, checkpoint, curves, tiles_picture: the
-hooks that a run has; debug_halo: one that it may have. validate, describe, same: before a run.
+hooks that a run has; debug_halo: one that it may have. validate, describe, consistency: before a run.
 """
 
 from .apply import evaluate_checkpoint, predict

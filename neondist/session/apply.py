@@ -12,16 +12,15 @@ import numpy as np
 
 from ..checkpoint import Piece, collect, opened, take
 from ..checkpoint.texts import of_kind, plain_json, whole
-from ..comm import ProcessGrid
+from ..comm import ProcessGrid, all_or_none
 from ..datasets.base import normalised
 from ..errors import ConfigError, DataError
 from ..geometry import split as share
 from ..metrics import Misclassification
+from .consistency import check_consistency, check_data_consistency, outline
 from .evaluate import evaluate
 from .predictions import Predictions
-from .same import outline, same_data_on_all_ranks, same_on_all_ranks
 from .sources import Source, open_source
-from .together import together
 from .validate import grid_shape_of
 
 if TYPE_CHECKING:
@@ -59,15 +58,15 @@ def evaluate_checkpoint(
         raise ConfigError(f"split: {split!r} cannot be used; give test or train")
     grid = experiment.open_grid() if grid is None else grid
     model, dataset = experiment.model, experiment.dataset
-    with together(grid.world):
+    with all_or_none(grid.world):
         experiment.validate(grid.size)
         reading = model.reading_grid(dataset.sample_shape, grid)
         lines = outline(experiment, grid)
-    same_on_all_ranks(grid.world, lines)
+    check_consistency(grid.world, lines)
     dataset.open(reading)
     with closing(dataset):
-        same_data_on_all_ranks(grid, dataset)
-        with together(grid.world):
+        check_data_consistency(grid, dataset)
+        with all_or_none(grid.world):
             model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
         with opened(Path(checkpoint), grid.world) as file:
             take(file, model.kept_arrays()["model"], strict=True)
@@ -115,13 +114,13 @@ def predict(
     """
     grid = experiment.open_grid() if grid is None else grid
     model, world, batch = experiment.model, grid.world, experiment.batch_size
-    with together(world):
+    with all_or_none(world):
         grid_shape_of(experiment, grid.size)
     with opened(Path(checkpoint), world) as file:
         factor, offset, sample_shape = _images(Path(checkpoint), file.facts.texts)
-        with together(world):
+        with all_or_none(world):
             images = open_source(source, sample_shape)
-        with together(world):
+        with all_or_none(world):
             model.build(input_shape=images.shape[1:], batch_size=batch, grid=grid)
         take(file, model.kept_arrays()["model"], strict=True)
     shape = (images.shape[0], *model.output_shape[: len(model.output_shape) - classes])
@@ -131,7 +130,7 @@ def predict(
         try:
             for first in range(0, len(images), batch):
                 samples = range(first, min(first + batch, len(images)))
-                with together(world):
+                with all_or_none(world):
                     x = _tiles(images, samples, model)
                 y = model.fprop(normalised(x, factor, offset, model.dtype), training=False, batch_size=len(samples))
                 for _, place, values in collect(world, [_piece(model, y, len(samples), classes)]):

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..comm import all_or_none
 from ..files import write_figure
 from .hooks import Hook
 from .run import Record, Run
-from .together import together
 
 
 def can_draw() -> bool:
@@ -26,7 +26,7 @@ class Curves(Hook):
 
     def after_run(self, run: Run) -> None:
         """Draw."""
-        with together(run.grid.world):
+        with all_or_none(run.grid.world):
             self._draw(run)
 
     def on_stop(self, run: Run) -> None:

@@ -7,12 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..comm import all_or_none
 from ..errors import DataError
 from ..files import append, reason, write_text
 from ..models.ledger import Ledger
 from .hooks import Hook
 from .run import Run
-from .together import together
 
 Key: TypeAlias = tuple[str, str, str, int | str]
 
@@ -38,7 +38,7 @@ class LedgerLog(Hook):
     def before_run(self, run: Run) -> None:
         """Begin the file anew, with the lines of the epochs that the run continues from."""
         self.before = self.trained = run.model.ledger()
-        with together(run.grid.world):
+        with all_or_none(run.grid.world):
             if run.first_rank:
                 lines = _lines(self.path) if run.epoch else []
                 write_text(self.path, "".join(f"{line}\n" for line in lines if _epoch(line) <= run.epoch))
@@ -54,7 +54,7 @@ class LedgerLog(Hook):
         mine = [*_entries("training", self.trained - self.before), *_entries("evaluation", now - self.trained)]
         self.before = now
         everyone = run.grid.world.allgather(mine)
-        with together(run.grid.world):
+        with all_or_none(run.grid.world):
             if run.first_rank:
                 told = ({"epoch": run.epoch, "rank": at, **one} for at, each in enumerate(everyone) for one in each)
                 append(self.path, "".join(json.dumps(entry) + "\n" for entry in told))

@@ -6,10 +6,10 @@ import json
 import math
 from pathlib import Path
 
+from ..comm import all_or_none
 from ..files import append, write_text
 from .hooks import Hook
 from .run import Record, Run
-from .together import together
 
 
 class MetricsLog(Hook):
@@ -25,13 +25,13 @@ class MetricsLog(Hook):
 
     def before_run(self, run: Run) -> None:
         """Begin the file anew, with the epochs that the run continues from: an unfinished line must not stay."""
-        with together(run.grid.world):
+        with all_or_none(run.grid.world):
             if run.first_rank:
                 write_text(self.path, "".join(map(line, run.history)))
 
     def after_epoch(self, run: Run) -> None:
         """Append the epoch's line; it is in the file when this returns."""
-        with together(run.grid.world):
+        with all_or_none(run.grid.world):
             if run.first_rank:
                 append(self.path, line(run.history[-1]))
 

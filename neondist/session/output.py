@@ -6,12 +6,11 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..comm import Transport
+from ..comm import Transport, all_or_none
 from ..errors import ConfigError, DataError
 from ..files import make_folder, partial, told
 from .lock import NAME as LOCK
 from .lock import FolderLock
-from .together import together
 
 CHECKPOINT = "checkpoint.h5"
 CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
@@ -50,7 +49,7 @@ def prepare(world: Transport, folder: Path, resume: bool | str = False, overwrit
 def held(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> Iterator[None]:
     """Have the folder for one run alone while the block runs; collective. It raises what `prepare` does."""
     lock: FolderLock | None = None
-    with together(world):
+    with all_or_none(world):
         if world.rank == 0:
             if resume is True and not folder.exists():
                 raise DataError(f"{folder}: there is no run to resume; check --output, or give --resume auto")

@@ -10,11 +10,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..comm import Transport
+from ..comm import Transport, all_or_none
 from ..errors import OutputError, UserError
 from ..files import REMEDY, Draft, reason
 from ..hdf5 import SturdyFile
-from .together import together
 
 
 class Predictions:
@@ -31,7 +30,7 @@ class Predictions:
         self.draft: Draft | None = None
         self.file: SturdyFile | None = None
         self.error: Exception | None = None
-        with together(world):
+        with all_or_none(world):
             if path.suffix not in (".npy", ".h5", ".hdf5"):
                 raise OutputError(f"{path}: is of no known kind; name a .npy or .h5 file")
             if world.rank == 0:
@@ -46,7 +45,7 @@ class Predictions:
 
     def close(self) -> None:
         """Give the file its name; collective."""
-        with together(self.world):
+        with all_or_none(self.world):
             if self.world.rank == 0:
                 if self.error is None:
                     self._attempt(self._finish)

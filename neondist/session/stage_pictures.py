@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..comm import ProcessGrid
+from ..comm import ProcessGrid, all_or_none
 from ..layers import Sequential
 from ..models import Autoencoder, optimal_stimulus
 from .curves import can_draw
 from .hooks import Hook
 from .run import Run
 from .stage_drawing import draw_blocks, draw_rows
-from .together import together
 
 if TYPE_CHECKING:
     from ..datasets import Split
@@ -50,7 +49,7 @@ class StagePictures(Hook):
         test, shape = run.dataset.test, run.dataset.sample_shape
         for stage in run.model.stages if len(shape) == 3 and len(test) else ():
             pictures, cells, found = reconstructions(stage, test), filters(stage), stimuli(stage, test)
-            with together(run.grid.world):
+            with all_or_none(run.grid.world):
                 if run.first_rank and can_draw():
                     self._draw(stage, pictures, cells, list(found.reshape(3, -1, *found.shape[1:])))
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import opened, take
-from ..comm import Transport
+from ..comm import Transport, all_or_none
 from .checkpoint import restore
 from .output import CHECKPOINT, has_run, is_new
 from .pretrain import last_stage
 from .run import Run
-from .together import together
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def start(run: Run, folder: Path | None, resume: bool | str, init_from: str | Pa
 def _nothing_yet(world: Transport, folder: Path, resume: bool | str) -> bool:
     """Tell whether a run that resumes begins anew; collective."""
     new = False
-    with together(world):
+    with all_or_none(world):
         if world.rank == 0:
             new = not has_run(folder) if resume == "auto" else is_new(folder)
     return bool(world.bcast(new))

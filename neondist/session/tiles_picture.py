@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..comm import ProcessGrid
+from ..comm import ProcessGrid, all_or_none
 from ..geometry import Box
 from .curves import can_draw
 from .hooks import Hook
 from .run import Run
 from .tiles_drawing import draw_tiles
-from .together import together
 
 if TYPE_CHECKING:
     from ..datasets import Dataset
@@ -38,7 +37,7 @@ class TilesPicture(Hook):
         if len(shape) != 3 or not len(run.dataset.test):
             return
         image = collect(run.dataset, grid, run.model.dtype, run.model.input.own)
-        with together(grid.world):
+        with all_or_none(grid.world):
             if run.first_rank and can_draw():
                 layer = first_window(run.model.plan(shape, grid.shape, run.model.batch_size))
                 partition = grid.partition(shape[:2])

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..backends import get_backend
-from ..comm import ProcessGrid
+from ..comm import ProcessGrid, all_or_none
 from ..files import write_text
 from . import output
 from .checkpoint import Checkpoint
+from .consistency import check_consistency, check_data_consistency, outline
 from .curves import Curves
 from .fit import proceed
 from .hooks import Hook
@@ -21,10 +22,8 @@ from .metrics_log import MetricsLog
 from .pretrain import pretrain_stages
 from .room import room_for
 from .run import Record, Run, Stop
-from .same import outline, same_data_on_all_ranks, same_on_all_ranks
 from .start import start
 from .tiles_picture import TilesPicture
-from .together import together
 
 if TYPE_CHECKING:
     from .experiment import FitExperiment
@@ -60,10 +59,10 @@ def train(
 
     Whatever can be wrong is found, on every rank, before a file of an earlier run is touched.
     """
-    with together(grid.world):
+    with all_or_none(grid.world):
         experiment.validate(grid.size)
         lines = outline(experiment, grid, resume)
-    same_on_all_ranks(grid.world, lines)
+    check_consistency(grid.world, lines)
     with output.held(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
         return _train(experiment, grid, folder, resume, init_from, resolved, list(hooks))
 
@@ -79,12 +78,12 @@ def _train(
 ) -> RunResult:
     """Run an experiment that is right on every rank, in a folder that is its own."""
     model, dataset = experiment.model, experiment.dataset
-    with together(grid.world):
+    with all_or_none(grid.world):
         dataset.check()
         reading = model.reading_grid(dataset.sample_shape, grid)
     dataset.open(reading)
-    same_data_on_all_ranks(grid, dataset)
-    with together(grid.world), room_for("model", "fewer or smaller layers"):
+    check_data_consistency(grid, dataset)
+    with all_or_none(grid.world), room_for("model", "fewer or smaller layers"):
         model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
     model.step = model.uncounted = 0
     run = Run(model, dataset, experiment.epochs, experiment.batch_size)
@@ -112,7 +111,7 @@ def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: b
 
     model = experiment.model
     facts = environment(grid, backend=get_backend(model.backend).name, dtype=str(model.dtype), seed=model.seed)
-    with together(grid.world):
+    with all_or_none(grid.world):
         if grid.rank == 0:
             output.tidy(folder)
             texts = {"environment.json": to_json(facts)} | ({} if resolved is None else {"experiment.yaml": resolved})

@@ -45,7 +45,7 @@ def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool | str = F
     ]
 
 
-def same_data_on_all_ranks(grid: ProcessGrid, dataset: Dataset) -> None:
+def check_data_consistency(grid: ProcessGrid, dataset: Dataset) -> None:
     """Compare what an opened data set holds, since files may differ from machine to machine; collective.
 
     Raises
@@ -53,18 +53,18 @@ def same_data_on_all_ranks(grid: ProcessGrid, dataset: Dataset) -> None:
     ConfigError
         On every rank, if the samples are not the same, or two replicas have other cells in one tile.
     """
-    same_on_all_ranks(grid.world, dataset.fingerprint())
+    check_consistency(grid.world, dataset.fingerprint())
     if grid.replicas > 1:
         kept = [split.tiles for split in (dataset.train, dataset.test)]
         sums = [f"{checksum(tiles):08x}" if isinstance(tiles, np.ndarray) else "" for tiles in kept]
         told = grid.world.allgather(f"{sums}")
         tiles = grid.shape.tiles
-        same_on_all_ranks(
+        check_consistency(
             grid.world, [f"tile {n}: cells of hash {told[grid.replica * tiles + n]}" for n in range(tiles)]
         )
 
 
-def same_on_all_ranks(world: Transport, lines: list[str]) -> None:
+def check_consistency(world: Transport, lines: list[str]) -> None:
     """Compare the lines, as a hash that every rank tells; collective.
 
     Raises
