@@ -64,21 +64,6 @@ def chosen(env: Mapping[str, str]) -> bool:
     return any(name in env for name in VARIABLES)
 
 
-def local_ranks(env: Mapping[str, str]) -> int | None:
-    """Return how many ranks of this job are on this machine, None where its launcher does not tell."""
-    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"):
-        found = number(env, name)
-        if found is not None and (not name.startswith("SLURM") or "SLURM_STEP_ID" in env):
-            return found
-    return None
-
-
-def number(env: Mapping[str, str], name: str) -> int | None:
-    """Return a number that a launcher has put into the environment, None where there is none."""
-    digits = env.get(name, "").split("(")[0].split(",")[0]  # Slurm: '4(x2),3' are two nodes with 4 ranks, one with 3
-    return int(digits) if digits.isdecimal() else None
-
-
 def _quota() -> int | None:
     """Return the cores of a container's CPU quota, None without one."""
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from neondist.cli.mpirun import find_mpirun
+from neondist.launcher.mpirun import find_mpirun
 
 CASES = Path(__file__).parent / "mpi"
 WITH_TORCH = 3

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 from processes import alive, children, kill  # noqa: E402
 
-from neondist.cli.mpirun import find_mpirun  # noqa: E402
+from neondist.launcher.mpirun import find_mpirun  # noqa: E402
 
 DATA = "dataset: !Synthetic {shape: [12, 10, 1], classes: 3, train: 24, test: 12}\n"
 REST = (

@@ -1,8 +1,7 @@
 """The command line: neondist run | evaluate | predict | check | bench | doctor | data.
 
-arguments: what can be typed. One file per command: run, apply, check, bench, doctor, data. ranks, job, mpirun,
-launch, supervise: joining or starting an MPI job. leftovers, orphan: ending one without a trace. report: the one
-message of a mistake.
+arguments: what can be typed; options: what several commands share. experiment: from words to an experiment. A file for
+each command, which adds its options and runs it: run (and check), apply (evaluate, predict), bench, doctor, data.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from collections.abc import Sequence
 
 from ..errors import OutputError, UserError
 from ..files import REMEDY, reason
+from ..launcher.cleanup import mark
+from ..launcher.parent_watch import die_with_launcher
+from ..launcher.report import report
 from ..signals import INTERRUPTED, Signals, listening
-from . import orphan
 from .arguments import parser, spread
-from .job import mark
-from .report import report
 
 __all__ = ["main"]
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             signals.restore()
     signals = listening() or Signals(whole_process=True).listen()
-    orphan.die_with_launcher(os.environ)
+    die_with_launcher(os.environ)
     mark(os.environ, "listens")
     try:
         code = _flushed(sys.argv[1:], signals)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..launcher.ranks import on_ranks
 from . import options
 from .experiment import loaded, validated
-from .ranks import on_ranks
 
 if TYPE_CHECKING:
     from ..comm import ProcessGrid, Transport

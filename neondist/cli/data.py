@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from ..datasets.convert import Progress
 
 
-def add_data(commands: Any) -> None:
-    """Add the command and its parts to the parser's subparsers."""
+def add(commands: Any) -> None:
+    """Say what can be typed."""
     top = commands.add_parser("data", help="download a data set, or convert images to HDF5")
     parts = top.add_subparsers(required=True, metavar="WHAT")
 

@@ -1,20 +1,35 @@
-"""`neondist doctor`: what this machine offers, and what to mend."""
+"""`neondist doctor`: what this machine offers, and what to mend; a broken library can neither hang nor end it."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
+import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from .. import threads
+from .. import safe_path, threads
 from ..errors import LaunchError, UserError
+from ..launcher import pinning
+from ..launcher.launch import ready
+from ..launcher.mpirun import REMEDY, Mpirun
 from ..version import __version__
-from . import pinning
-from .launch import ready
-from .mpirun import REMEDY, Mpirun
-from .probe import MPI, gpu_aware, pools, probe_mpi, version
+
+_DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
+
+
+def add(commands: Any) -> None:
+    """Say what can be typed."""
+    one = commands.add_parser("doctor", help="print versions, the MPI library, backends, threads and warnings")
+    one.set_defaults(command=doctor)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -57,7 +72,7 @@ def _mpi(warnings: list[str]) -> list[tuple[str, str]]:
     return [
         ("library", found.library or "none"),
         ("mpirun", f"{mpirun.path} ({launcher})" if mpirun else "not found"),
-        ("GPU-aware", gpu_aware(found.library, mpirun)),
+        ("GPU-aware", _gpu_aware(found.library, mpirun)),
     ]
 
 
@@ -85,5 +100,67 @@ def _threads(warnings: list[str]) -> list[tuple[str, str]]:
     off = pinning.why_not(os.environ)
     kept = f"ranks of `neondist run -n N` keep to cores of their own, up to {cores} threads in all"
     lines.append(("pinning", f"no: {off}" if off else f"{kept}; {pinning.SWITCH}=no switches it off"))
-    lines += [("library", text) for text in pools()]
+    lines += [("library", text) for text in _pools()]
     return lines
+
+
+@dataclass(frozen=True)
+class MPI:
+    """The MPI library that mpi4py loads, or why it cannot."""
+
+    library: str = ""
+    error: str = ""
+
+
+def version(name: str) -> str | None:
+    """Return the version of an installed package without importing it."""
+    for distribution in _DISTRIBUTIONS.get(name, (name,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "not installed as a package" if importlib.util.find_spec(name) else None
+
+
+def probe_mpi(timeout: float = 20) -> MPI:
+    """Start MPI in a process of its own."""
+    env = {"OMPI_MCA_btl": "^ofi", **os.environ, "OMPI_MCA_osc": "^ucx"}
+    text = _output(safe_path.command("neondist.launcher.tell_mpi"), timeout, env)
+    try:
+        return MPI(**json.loads(text.splitlines()[-1]))
+    except (IndexError, ValueError):
+        return MPI(error=f"no answer within {timeout:g} s, or it ended the process")
+
+
+def _gpu_aware(library: str, mpirun: Mpirun | None) -> str:
+    """Return whether MPI takes GPU pointers: 'yes', 'no' or 'unknown', and how that is known."""
+    if "Open MPI" not in library or mpirun is None:
+        return "unknown (only Open MPI tells)" if library else "no MPI"
+    info = shutil.which("ompi_info", path=str(Path(mpirun.path).parent)) or shutil.which("ompi_info")
+    if info is None:
+        return "unknown (ompi_info not found)"
+    lines = _output([info, "--parsable", "--all"], 20, dict(os.environ)).splitlines()
+    values = [line.rpartition(":")[2] for line in lines if "built_with_cuda_support:value:" in line]
+    kinds = ["CUDA"] if "true" in values else []
+    kinds += ["ROCm"] if any("built_with_rocm_support:value:true" in line for line in lines) else []
+    return f"yes ({', '.join(kinds)})" if kinds else "no (ompi_info); GPU arrays go through host memory"
+
+
+def _pools() -> list[str]:
+    """Return the thread pools of the libraries that NumPy has loaded, in words."""
+    try:
+        import numpy  # noqa: F401
+        from threadpoolctl import threadpool_info
+    except ImportError as error:
+        return [str(error)]
+    return [f"{p['internal_api']} {p['version'] or ''}: {p['num_threads']} threads" for p in threadpool_info()]
+
+
+def _output(command: list[str], timeout: float, env: dict[str, str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, env=env, stdin=subprocess.DEVNULL, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

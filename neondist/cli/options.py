@@ -28,6 +28,14 @@ def ranks(one: argparse.ArgumentParser, text: str = RANKS) -> None:
     one.add_argument("--force", action="store_true", help="start more ranks than this machine or the image is made for")
 
 
+def virtual(one: argparse.ArgumentParser, many: bool = False) -> None:
+    """Add --virtual; `many`: one number after the other."""
+    one.add_argument(
+        "--virtual", type=counts if many else positive, metavar="1,4,16" if many else "P",
+        help=f"{'1, 4, 16' if many else 'P'} virtual ranks in this process: slow, but the same numbers",
+    )  # fmt: skip
+
+
 def folder(arguments: argparse.Namespace, kind: str = "") -> Path:
     """Return where the command writes: --output, or a folder of runs/ with the file's name and the kind of command."""
     return Path(arguments.output or Path("runs", Path(arguments.file).stem + (kind and f"-{kind}")))

@@ -1,20 +1,66 @@
-"""`neondist run`: train what a file describes, here or on ranks that mpirun starts."""
+"""`neondist run` and `neondist check`: train what a file describes, or tell what every layer would do."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import dump
 from ..console import say
-from . import guards, options
-from .experiment import validated
-from .ranks import on_ranks
+from ..job import detect
+from ..launcher.launch import STARTED
+from ..launcher.ranks import new_watchdog, on_ranks
+from . import options
+from .experiment import load, validated
 
 if TYPE_CHECKING:
     from ..comm import Transport
+    from ..session import Hook
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def add(commands: Any) -> None:
+    """Say what can be typed."""
+    one = commands.add_parser("run", help="train what a YAML file describes", allow_abbrev=False)
+    options.experiment(one)
+    one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE)")
+    options.virtual(one)
+    one.add_argument(
+        "--resume", nargs="?", default=False, const=True, type=_resume, metavar="auto",
+        help="continue from the checkpoint in the output directory; with auto, or begin where there is none",
+    )  # fmt: skip
+    one.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
+    one.add_argument("--init-from", metavar="FILE", help="a checkpoint whose weights are the first ones, by name")
+    one.add_argument(
+        "--time-limit", type=duration, metavar="TIME",
+        help="stop with a checkpoint, exit code 75, before so much time has gone by: 3h30m, 03:30:00 or seconds",
+    )  # fmt: skip
+    one.add_argument(
+        "--stall-timeout", type=duration, metavar="TIME",
+        help="end the job, and say which rank waits for what, if no batch has passed for so long (default 10m)",
+    )  # fmt: skip
+    one.add_argument(
+        "--debug-halo", action="store_true",
+        help="look for mistakes of layers and schemes of your own: slow; views begin as NaN, messages come late",
+    )  # fmt: skip
+    one.add_argument(
+        "--restarts", type=options.positive, metavar="K",
+        help="with -n: if a rank is killed, go on from the newest whole checkpoint, K times at most",
+    )  # fmt: skip
+    one.add_argument(
+        "--elastic", type=bounds, metavar="MIN:MAX",
+        help="with --restarts: go on on the ranks that are left, MIN or more; begins on MAX, or -n",
+    )  # fmt: skip
+    one.set_defaults(command=run, stops=True, watched=True)
+
+    one = commands.add_parser("check", help="validate a YAML file and print every layer's plan", allow_abbrev=False)
+    options.experiment(one, "ranks to plan for (default 1); nothing is started")
+    one.set_defaults(command=check)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -22,24 +68,85 @@ def run(arguments: argparse.Namespace) -> int:
 
     def work(world: Transport, experiment: Any) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
-        places = {"output": output(arguments), "resolved": dump(experiment)}
-        result = experiment.run(experiment.open_grid(world), **places, hooks=guards.hooks(arguments), **start)
+        places = {"output": arguments.folder, "resolved": dump(experiment)}
+        result = experiment.run(experiment.open_grid(world), **places, hooks=_hooks(arguments), **start)
         if world.rank == 0:
             say("\n  ".join(["written:", *map(str, result.files)]))
         return result.stop.code if result.stop else 0
 
-    return on_ranks(arguments, partial(prepare, arguments), work)
+    return on_ranks(arguments, partial(_prepare, arguments), work)
 
 
-def prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
+def check(arguments: argparse.Namespace) -> int:
+    """Validate the experiment for `ranks` ranks and print its plan; starts no MPI."""
+    job = detect(os.environ)
+    ranks = arguments.ranks or (job.size if job and job.size else 1)
+    experiment = load(arguments)
+    experiment.validate(ranks)
+    if job is None or job.first:
+        from rich.console import Console
+
+        from ..session import describe
+
+        Console(soft_wrap=True).print(describe(experiment, ranks))
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     """Return the experiment once nothing stands in its way: file, data, grid and output directory; collective."""
-    from ..session.output import prepare as prepare_output
+    from ..session.output import prepare
 
     experiment = validated(arguments, world, ranks)
-    prepare_output(world, output(arguments), arguments.resume, arguments.overwrite)
+    prepare(world, arguments.folder, arguments.resume, arguments.overwrite)
     return experiment
 
 
-def output(arguments: argparse.Namespace) -> Path:
-    """Return the directory that the run writes to."""
-    return options.folder(arguments)
+def _hooks(arguments: argparse.Namespace) -> list[Hook]:
+    from ..session import DebugHalo, ProgressBar, StopOnSignal, TimeLimit
+
+    watches = arguments.watchdog or new_watchdog(arguments, whole_process=False)
+    found: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), watches]
+    if arguments.time_limit is not None:
+        found.append(TimeLimit(arguments.time_limit, float(os.environ.get(STARTED, time.time()))))
+    if arguments.debug_halo:
+        found.append(DebugHalo())
+    return found
+
+
+def _resume(text: str) -> bool | str:
+    if text not in ("yes", "auto"):
+        raise argparse.ArgumentTypeError(f"'{text}' cannot be used; give --resume or --resume auto")
+    return text == "yes" or text
+
+
+def bounds(text: str) -> tuple[int, int]:
+    """Read '2:8'."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
+    if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+        raise argparse.ArgumentTypeError(f"'{text}' are no numbers of ranks that can be used here; give MIN:MAX as 2:8")
+    return numbers[0], numbers[1]
+
+
+def duration(text: str) -> float:
+    """Return the seconds of '3h30m', '90', '2.5h', '01:30:00' (hours first) or Slurm's '1-12:00:00' (days)."""
+    seconds = _in_units(text) if ":" not in text else _clock(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"'{text}' is no time that can be used; give 3h30m, 03:30:00 or seconds")
+    return seconds
+
+
+def _in_units(text: str) -> float:
+    if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
+        return float(text)
+    number = r"[0-9]+(?:\.[0-9]+)?"
+    if not re.fullmatch("".join(f"(?:{number}{unit})?" for unit in _UNITS), text):
+        return 0.0
+    return sum(float(n) * _UNITS[unit] for n, unit in re.findall(f"({number})([dhms])", text))
+
+
+def _clock(text: str) -> float:
+    found = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9])(?::([0-5][0-9]))?", text)
+    if not found:
+        return 0.0
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

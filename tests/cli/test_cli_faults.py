@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_runs import EXPERIMENT, call, mpirun_env, needs_mpirun, neondist
 
-from neondist.cli.mpirun import find_mpirun
+from neondist.launcher.mpirun import find_mpirun
 
 pytestmark = [needs_mpirun, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and /dev/shm")]
 TELL = "import os, pathlib\npathlib.Path(f'pid{os.getpid()}').write_text(os.environ.get('OMPI_COMM_WORLD_RANK', ''))\n"

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from neondist.cli.modules import import_module
+from neondist.cli.experiment import import_module
 from neondist.errors import ConfigError
 from neondist.registry import Registered, registered
 

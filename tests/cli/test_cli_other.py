@@ -9,7 +9,8 @@ import sys
 import pytest
 from cli_runs import neondist
 
-from neondist.cli import main, probe
+from neondist.cli import main
+from neondist.cli.doctor import probe_mpi
 from neondist.errors import DataError
 
 
@@ -31,7 +32,7 @@ def test_doctor(capfd):
 
 def test_doctor_without_mpi(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr("neondist.cli.mpirun.homes", list)
+    monkeypatch.setattr("neondist.launcher.mpirun.homes", list)
     monkeypatch.setenv("PATH", "")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -64,11 +65,11 @@ def test_a_hanging_mpi_does_not_hang(tmp_path, monkeypatch):
     slow.write_text("#!/bin/sh\nexec sleep 30\n")
     slow.chmod(slow.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(slow))
-    assert "no answer" in probe.probe_mpi(timeout=0.3).error
+    assert "no answer" in probe_mpi(timeout=0.3).error
 
 
 def test_versions_without_importing():
-    code = "import sys; from neondist.cli.probe import version; print(version('nix'), version('torch'))"
+    code = "import sys; from neondist.cli.doctor import version; print(version('nix'), version('torch'))"
     done = subprocess.run(
         [sys.executable, "-c", code + "; print('torch' in sys.modules)"], capture_output=True, text=True, check=True
     )

@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 from cli_runs import EXPERIMENT, call, losses, mpirun_env, needs_mpirun, neondist, own, start, under_mpirun
 
-from neondist.cli.probe import probe_mpi
+from neondist.cli.doctor import probe_mpi
 from neondist.config import dump, load_experiment
 from neondist.safe_path import command
 

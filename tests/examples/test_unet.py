@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from neondist.cli.mpirun import find_mpirun
+from neondist.launcher.mpirun import find_mpirun
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "unet_retina.py"
 

@@ -14,10 +14,10 @@ from processes import alive, children, kill
 
 import neondist as nd
 from neondist.checkpoint import opened
-from neondist.cli.mpirun import find_mpirun
 from neondist.comm import SingleTransport, loopback
 from neondist.config import load_experiment
 from neondist.errors import LaunchError
+from neondist.launcher.mpirun import find_mpirun
 
 TOY = """
 !FitExperiment

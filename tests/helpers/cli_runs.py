@@ -8,7 +8,7 @@ import time
 
 from present import needs_mpirun as needs_mpirun  # for the tests here
 
-from neondist.cli.mpirun import find_mpirun
+from neondist.launcher.mpirun import find_mpirun
 
 EXPERIMENT = """\
 !FitExperiment

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from neondist.cli.mpirun import find_mpirun
 from neondist.datasets.mnist import EMBEDDED
+from neondist.launcher.mpirun import find_mpirun
 
 ROOT = Path(__file__).parents[2]
 FEW = {"train": 128, "t10k": 32}

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from neondist.backends import Backend, get_backend
-from neondist.cli.mpirun import find_mpirun
 from neondist.errors import LaunchError
+from neondist.launcher.mpirun import find_mpirun
 
 NAMES = ["numpy", *(["torch"] if importlib.util.find_spec("torch") else [])]
 """usable backends"""

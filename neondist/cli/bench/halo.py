@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
+from ...launcher.ranks import on_ranks
 from .. import options
-from ..ranks import on_ranks
 from .tell import file_option, tell
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ... import threads
 from ...errors import ConfigError, LaunchError
+from ...launcher.ranks import job_of, on_ranks
 from .. import options
 from ..experiment import load, validated
-from ..ranks import job_of, on_ranks
 from .scaling import step_of
 
 if TYPE_CHECKING:

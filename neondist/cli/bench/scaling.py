@@ -13,10 +13,10 @@ from typing import Any
 
 from ... import safe_path
 from ...errors import LaunchError
+from ...launcher.ranks import job_of
 from ...threads import VARIABLES
 from .. import options
 from ..experiment import validated
-from ..ranks import job_of
 
 
 def add(benches: Any) -> None:

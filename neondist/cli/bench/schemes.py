@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...comm import SingleTransport
 from ...errors import ConfigError
+from ...launcher.ranks import on_ranks
 from .. import options
 from ..experiment import validated
-from ..ranks import on_ranks
-from ..virtual import option as virtual_option
 
 if TYPE_CHECKING:
     from ...comm import Transport
@@ -24,7 +23,7 @@ def add(benches: Any) -> None:
     """Say what can be typed."""
     one = benches.add_parser("schemes", help="accuracy, bytes and time of border schemes", allow_abbrev=False)
     options.experiment(one)
-    virtual_option(one, many=True)
+    options.virtual(one, many=True)
     one.add_argument("--schemes", default=DEFAULT, metavar="A,B(x=1),...", help=f"which ones (default {DEFAULT})")
     one.add_argument("--epochs", type=options.positive, metavar="E", help="epochs of each run (default: the file's)")
     one.add_argument("--seeds", type=options.positive, default=1, metavar="S", help="runs of each scheme (default 1)")

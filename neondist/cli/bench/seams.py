@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import ConfigError
+from ...launcher.ranks import on_ranks
 from .. import options
 from ..experiment import validated
-from ..ranks import on_ranks
-from ..virtual import option as virtual_option
 from .schemes import listed, named
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def add(benches: Any) -> None:
     """Say what can be typed."""
     one = benches.add_parser("seams", help="errors of schemes by the distance to the seam", allow_abbrev=False)
     options.experiment(one)
-    virtual_option(one)
+    options.virtual(one)
     one.add_argument("--schemes", default=DEFAULT, metavar="A,B(x=1),...", help=f"which ones (default {DEFAULT})")
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-seams)")
     one.set_defaults(command=seams)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ... import threads
 from ...errors import ConfigError
+from ...job import detect
+from ...launcher.ranks import on_ranks
 from .. import options
 from ..experiment import validated
-from ..job import detect
-from ..ranks import on_ranks
 from .tell import file_option, tell
 
 if TYPE_CHECKING:

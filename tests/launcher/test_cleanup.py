@@ -11,21 +11,20 @@ from pathlib import Path
 import pytest
 from cli_runs import EXPERIMENT, mpirun_env, needs_mpirun, neondist, start
 
-from neondist.cli.job import MARKS
-from neondist.cli.leftovers import USERS, restore, swept
-from neondist.cli.mpirun import Mpirun
 from neondist.comm.segments import BACKING
+from neondist.launcher.cleanup import MARKS, USERS, job_folders, restore_tmpdir
+from neondist.launcher.mpirun import Mpirun
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 LIMIT = 60.0
 LAUNCHER = """
 import os, sys
-from neondist.cli.leftovers import swept
-from neondist.cli.mpirun import find_mpirun
-from neondist.cli.supervise import supervise
+from neondist.launcher.cleanup import job_folders
+from neondist.launcher.mpirun import find_mpirun
+from neondist.launcher.supervise import supervise
 mpirun = find_mpirun(os.environ)
 env = {**mpirun.environment(), **os.environ}
-with swept(mpirun, env) as job:
+with job_folders(mpirun, env) as job:
     sys.exit(supervise([*mpirun.command(2), sys.executable, "-c", sys.argv[1]], {**env, **job.environment}, job.held))
 """
 # with names, as in the moment before the ranks know each other
@@ -112,20 +111,20 @@ def test_a_process_alone_leaves_nothing(tmp_path):
 
 
 def test_other_mpis_get_nothing():
-    with swept(Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0"), {}) as job:
+    with job_folders(Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0"), {}) as job:
         assert (job.environment, job.held) == ({}, ())
 
 
 def test_ranks_get_the_users_temporary_folder_and_the_users_choice_stays(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     user = {"TMPDIR": "/users", BACKING: "/chosen"}
-    with swept(Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11"), user) as job:
+    with job_folders(Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11"), user) as job:
         assert BACKING not in job.environment
         env = {**user, **job.environment}
         assert Path(env["TMPDIR"]).parent == tmp_path
-        restore(env)
+        restore_tmpdir(env)
         assert env == {**user, MARKS: str(job.marks)}
         nothing = {"TMPDIR": "/x", USERS: ""}
-        restore(nothing)
+        restore_tmpdir(nothing)
         assert nothing == {}
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import threads
 from ..geometry import split
-from .job import Job
+from ..job import Job
 
 SWITCH = "NEONDIST_PIN"
 CPUS = "NEONDIST_CPUS"

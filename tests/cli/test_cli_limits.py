@@ -11,8 +11,8 @@ from cli_runs import EXPERIMENT, call, losses, needs_mpirun, neondist, own, star
 
 from neondist.cli import main
 from neondist.cli.arguments import parser
-from neondist.cli.guards import duration
-from neondist.cli.launch import words
+from neondist.cli.run import duration
+from neondist.launcher.launch import words
 
 LONG = ("--set", "epochs=100000")
 

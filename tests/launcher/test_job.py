@@ -2,7 +2,7 @@
 
 import pytest
 
-from neondist.cli.job import Job, detect
+from neondist.job import Job, detect
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",

@@ -1,4 +1,4 @@
-"""What Open MPI keeps in files while a job runs goes with the job, even if mpirun or this process is killed.
+"""A job's files go with it, even if mpirun or this process is killed: Open MPI's, and the marks of its ranks.
 
 mpirun removes its session files and the ranks' shared memory in the end, unless it is killed. So both get folders of
 their own, and a process that nobody knows waits at a pipe until this process and mpirun are gone, and removes them.
@@ -14,18 +14,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .job import MARKS
+from ..job import detect
 from .mpirun import Mpirun
 
 SHARED_MEMORY = Path("/dev/shm")
+MARKS = "NEONDIST_MARKS"
+"""A folder of the job, in which its ranks leave marks for `neondist run -n N`."""
 USERS = "NEONDIST_TMPDIR"
 """What the user has for TMPDIR, for the ranks."""
 # without a word, something was killed: a rank that starts MPI may make the folders anew before it ends too
-_SWEEP = 'read word; rm -rf -- "$@"; [ "$word" ] && exit; for i in 1 2 3 4 5 6; do sleep 1; rm -rf -- "$@"; done'
+_REMOVE = 'read word; rm -rf -- "$@"; [ "$word" ] && exit; for i in 1 2 3 4 5 6; do sleep 1; rm -rf -- "$@"; done'
 
 
 @dataclass
-class Swept:
+class JobFolders:
     """What mpirun needs, so that its files are removed.
 
     Attributes
@@ -41,9 +43,15 @@ class Swept:
     marks: Path | None = None
     orderly: bool = True
 
+    def marked(self, what: str) -> set[int] | None:
+        """Return the ranks that have told so; None where they cannot."""
+        if self.marks is None:
+            return None
+        return {int(path.name.rpartition("-")[2]) for path in self.marks.glob(f"{what}-[0-9]*")}
+
 
 @contextmanager
-def swept(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[Swept]:
+def job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
     """Give a job of Open MPI folders that are removed when this block is left, or this process and mpirun are killed.
 
     Where the user has chosen the folder of the shared memory, that stays. Other MPIs get nothing.
@@ -51,7 +59,7 @@ def swept(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[Swept]:
     from ..comm.segments import BACKING, PREFIX  # the commands that start no job do without NumPy
 
     if not mpirun.is_open_mpi:
-        yield Swept()
+        yield JobFolders()
         return
     folders = [tempfile.mkdtemp(prefix=PREFIX)]
     new = {"TMPDIR": folders[0], MARKS: folders[0], USERS: env.get("TMPDIR", "")}
@@ -60,8 +68,8 @@ def swept(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[Swept]:
         new[BACKING] = folders[-1]
     end, held = os.pipe()
     try:
-        sweeper = subprocess.Popen(
-            ["/bin/sh", "-c", _SWEEP, "sh", *folders],
+        remover = subprocess.Popen(
+            ["/bin/sh", "-c", _REMOVE, "sh", *folders],
             stdin=end,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -70,7 +78,7 @@ def swept(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[Swept]:
         )
     finally:
         os.close(end)
-    job = Swept(new, (held,), Path(folders[0]))
+    job = JobFolders(new, (held,), Path(folders[0]))
     try:
         yield job
     finally:
@@ -80,10 +88,18 @@ def swept(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[Swept]:
         os.close(held)
         if job.orderly:
             with suppress(subprocess.TimeoutExpired):
-                sweeper.wait(10)
+                remover.wait(10)
 
 
-def restore(env: MutableMapping[str, str]) -> None:
+def mark(env: Mapping[str, str], what: str) -> None:
+    """Let a rank tell `neondist run -n N`, if that has started it, what it has come to."""
+    job = detect(env) if MARKS in env else None
+    if job is not None:
+        with suppress(OSError):
+            Path(env[MARKS], f"{what}-{job.rank}").touch()
+
+
+def restore_tmpdir(env: MutableMapping[str, str]) -> None:
     """Let a rank have the user's own TMPDIR again, now that MPI's is known to mpirun."""
     users = env.pop(USERS, None)
     if users is None:

@@ -6,39 +6,19 @@ import argparse
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..console import say
 from ..errors import DataError, LaunchError, UserError
+from ..job import Job
 from ..signals import INTERRUPTED
-from . import options
-from .job import Job
+from .launch import launch
 
 KEEP = 2
 """Checkpoints that stay, so that there is one if the newest is damaged."""
-
-
-def add(one: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    one.add_argument(
-        "--restarts", type=options.positive, metavar="K",
-        help="with -n: if a rank is killed, go on from the newest whole checkpoint, K times at most",
-    )  # fmt: skip
-    one.add_argument(
-        "--elastic", type=bounds, metavar="MIN:MAX",
-        help="with --restarts: go on on the ranks that are left, MIN or more; begins on MAX, or -n",
-    )  # fmt: skip
-
-
-def bounds(text: str) -> tuple[int, int]:
-    """Read '2:8'."""
-    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
-    if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
-        raise argparse.ArgumentTypeError(f"'{text}' are no numbers of ranks that can be used here; give MIN:MAX as 2:8")
-    return numbers[0], numbers[1]
 
 
 def settle(arguments: argparse.Namespace, job: Job | None) -> None:
@@ -64,11 +44,9 @@ def settle(arguments: argparse.Namespace, job: Job | None) -> None:
         )
 
 
-def with_restarts(
-    arguments: argparse.Namespace, launch: Callable[[argparse.Namespace, Sequence[str]], int], experiment: Any
-) -> int:
+def with_restarts(arguments: argparse.Namespace, experiment: Any) -> int:
     """Start the job of `neondist run`, and start it again as often as it may if a rank or mpirun is lost."""
-    heard, folder, begun = arguments.signals.heard, options.folder(arguments), time.time()
+    heard, folder, begun = arguments.signals.heard, arguments.folder, time.time()
     words = list(arguments.words)
     if experiment.checkpoint.keep < KEEP:
         words += ["--set", f"checkpoint.keep={KEEP}"]

@@ -10,7 +10,7 @@ import pytest
 
 PARENT = """\
 import os, sys
-from neondist.cli.supervise import supervise
+from neondist.launcher.supervise import supervise
 sys.exit(supervise(sys.argv[1:], os.environ, gently="GENTLY" in os.environ))
 """
 

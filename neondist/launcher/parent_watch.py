@@ -1,4 +1,7 @@
-"""A rank whose launcher was killed ends itself: MPI would let it compute on until it talks to another rank."""
+"""Nobody outlives the process that has started it: mpirun goes with `neondist run -n N`, a rank with mpirun.
+
+MPI would let a rank compute on until it talks to another one.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from .job import LAUNCHED, detect
+from ..job import LAUNCHED, detect
 
 _PR_SET_PDEATHSIG = 1
+
+
+def end_child_with_us() -> Callable[[], None] | None:
+    """Return what a child does before exec, so that it gets a SIGTERM when this process is killed (Linux)."""
+    if sys.platform != "linux":
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died in between
+            os._exit(1)
+
+    return ask
 
 
 def die_with_launcher(env: Mapping[str, str]) -> None:

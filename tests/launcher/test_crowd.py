@@ -4,8 +4,9 @@ import pytest
 from cli_runs import EXPERIMENT, needs_mpirun
 
 from neondist import memory, threads
-from neondist.cli import crowd, main
+from neondist.cli import main
 from neondist.errors import LaunchError
+from neondist.launcher.launch import refuse_crowd
 
 
 @pytest.fixture
@@ -16,19 +17,19 @@ def machine(monkeypatch):
 
 
 def test_cores(machine):
-    crowd.refuse_crowd(2, {})
+    refuse_crowd(2, {})
     with pytest.raises(LaunchError, match=r"-n 65: this machine has too few cores .* at most 64 on 4 cores; --force"):
-        crowd.refuse_crowd(65, {})
+        refuse_crowd(65, {})
 
 
 def test_memory(machine):
     with pytest.raises(LaunchError, match=r"-n 40: so many ranks need 2.68 GB .* 2.15 GB are free; give at most 32"):
-        crowd.refuse_crowd(40, {})
+        refuse_crowd(40, {})
 
 
 @pytest.mark.parametrize("env", [{"SLURM_JOB_NUM_NODES": "8"}, {"PBS_NODEFILE": "x"}])
 def test_in_an_allocation_the_machines_are_others(machine, env):
-    crowd.refuse_crowd(1000, env)
+    refuse_crowd(1000, env)
 
 
 @needs_mpirun

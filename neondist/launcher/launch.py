@@ -1,4 +1,4 @@
-"""Starting an MPI job of the same command."""
+"""mpirun with the same command on every rank: whether the machine carries them, what they are told, how they ended."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from .. import safe_path
+from .. import memory, safe_path, threads
 from ..errors import LaunchError
-from ..threads import VARIABLES, share
-from . import guards, pinning
-from .job import LAUNCHED, marks
-from .leftovers import swept
+from ..job import LAUNCHED
+from . import pinning
+from .cleanup import job_folders
 from .mpirun import REMEDY, Mpirun, find_mpirun
 from .supervise import supervise
+
+STARTED = "NEONDIST_STARTED"
+"""When the job was started, as time.time() tells; set by `neondist run -n N` for its ranks."""
+PER_CORE = 16
+"""Ranks that may share a core: more than anybody tries a cut with, and fewer than make a machine stand still."""
+EACH = 64 << 20
+"""Bytes of a rank that has loaded its libraries and nothing else."""
+FORCE = "--force starts them all the same"
+_ALLOCATIONS = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "COBALT_NODEFILE")
 
 
 def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> int:
@@ -26,22 +34,22 @@ def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> int:
 
     `heard` are the names of signals that came before.
     """
-    mpirun = ready(os.environ)
-    command = [*mpirun.command(arguments.ranks), *safe_path.command("neondist", *words(arguments))]
-    env = environment(mpirun, arguments.ranks, os.environ)
+    mpirun, ranks = ready(os.environ), arguments.ranks
+    command = [*mpirun.command(ranks), *safe_path.command("neondist", *words(arguments))]
+    env = environment(mpirun, ranks, os.environ)
     if arguments.begun is not None:
-        env[guards.STARTED] = str(arguments.begun)
-    ranks = arguments.ranks
-    with swept(mpirun, env) as job:
+        env[STARTED] = str(arguments.begun)
+    with job_folders(mpirun, env) as job:
 
         def listen() -> bool:
-            return job.marks is None or len(marks(job.marks, "listens")) == ranks
+            marked = job.marked("listens")
+            return marked is None or len(marked) == ranks
 
         if arguments.stops and heard:
             print(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
         code = supervise(command, {**env, **job.environment}, job.held, arguments.stops, listen, heard)
         job.orderly = code < 128
-        done = None if job.marks is None else marks(job.marks, "done")
+        done = job.marked("done")
     if code == 0 and done is not None and len(done) < ranks:
         gone = ", ".join(str(rank) for rank in range(ranks) if rank not in done)
         print(
@@ -59,6 +67,24 @@ def ready(env: Mapping[str, str]) -> Mpirun:
     return find_mpirun(env)
 
 
+def refuse_crowd(ranks: int, env: Mapping[str, str]) -> None:
+    """Raise LaunchError if so many ranks are too many for this machine's cores or memory.
+
+    In the allocation of a batch system mpirun spreads them over machines that are not known here.
+    """
+    if env.get("SLURM_JOB_NUM_NODES", "1") != "1" or any(name in env for name in _ALLOCATIONS):
+        return
+    cores, free = threads.cores(), memory.free_memory()
+    if ranks > PER_CORE * cores:
+        most = f"at most {PER_CORE * cores} on {cores} {'core' if cores == 1 else 'cores'}"
+        raise LaunchError(f"-n {ranks}: this machine has too few cores for so many ranks; give {most}; {FORCE}")
+    if free is not None and ranks * EACH > free:
+        raise LaunchError(
+            f"-n {ranks}: so many ranks need {memory.words(ranks * EACH)} before they have read anything, and"
+            f" {memory.words(free)} are free; give at most {max(1, free // EACH)}; {FORCE}"
+        )
+
+
 def words(arguments: argparse.Namespace) -> list[str]:
     """Return what every rank is told: the same command without -n, and without what tells how ranks are started."""
     told, given = [], iter(arguments.words)
@@ -72,9 +98,9 @@ def words(arguments: argparse.Namespace) -> list[str]:
 
 def environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the ranks; a number of threads that the user has set stays, and rules pinning."""
-    new = {**mpirun.environment(), **env, LAUNCHED: str(ranks), guards.STARTED: str(time.time())}
-    if not any(name in env for name in VARIABLES):
-        new.update(dict.fromkeys(VARIABLES, str(share(ranks))))
+    new = {**mpirun.environment(), **env, LAUNCHED: str(ranks), STARTED: str(time.time())}
+    if not threads.chosen(env):
+        new.update(dict.fromkeys(threads.VARIABLES, str(threads.share(ranks))))
     new |= pinning.environment(ranks, new)
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()

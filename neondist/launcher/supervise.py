@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -14,11 +13,11 @@ from types import FrameType
 from typing import IO, Any
 
 from ..signals import STOPPED
-from .quiet import copy, copy_without_notices
+from .filter_mpirun import copy, copy_filtered
+from .parent_watch import end_child_with_us
 
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ENDING = (signal.SIGINT, signal.SIGTERM)
-_PR_SET_PDEATHSIG = 1
 
 
 def supervise(
@@ -50,10 +49,10 @@ def supervise(
             stdout=None if os.isatty(1) else subprocess.PIPE,  # mpirun ends the job where nobody reads on
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches it once, through us
-            preexec_fn=_die_with_parent(),
+            preexec_fn=end_child_with_us(),
         )
         left_out: list[bytes] = []
-        copiers = [_copier(copy_without_notices, process.stderr, sys.stderr.fileno(), left_out)]
+        copiers = [_copier(copy_filtered, process.stderr, sys.stderr.fileno(), left_out)]
         copiers += [_copier(copy, process.stdout, 1)] if process.stdout is not None else []
         job.send(job.waiting)
         while process.poll() is None and not ready():
@@ -69,7 +68,7 @@ def supervise(
     ended = [number for number in job.received if number in ENDING]
     if ended and code not in (0, STOPPED):
         return 128 + ended[0]
-    if code not in (0, STOPPED):  # if no rank has said why, mpirun's notice names the one
+    if code not in (0, STOPPED):  # if no rank has said why, mpirun's message names the one
         sys.stderr.write(b"".join(left_out).decode(errors="replace"))
     return 128 - code if code < 0 else code
 
@@ -127,17 +126,3 @@ def _handle(forward: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
     numbers = [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
     heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, forward) for number in heeded}
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """Return what the child does before exec, so that it ends when this process is killed (Linux)."""
-    if sys.platform != "linux":
-        return None
-    libc, parent = ctypes.CDLL(None), os.getpid()
-
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died in between
-            os._exit(1)
-
-    return ask

@@ -1,4 +1,4 @@
-"""mpirun's own notices that a rank ended with an error: the rank has said why, so they are left out."""
+"""mpirun's output, less its own messages that a rank ended with an error: the rank has said why."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from contextlib import suppress
 _RULE = b"-" * 60
 # mpirun closing pipes of, or answering, ranks that are gone
 _EVENTS = re.compile(rb"\[warn\] Epoll|\[[^\]\s]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH")
-_NOTICES = (
+_ENDINGS = (
     b"MPI_ABORT was invoked on rank",
     b"detected that one or more processes exited with non-zero status",
     b"has exited due to process rank",
 )
 
 
-def copy_without_notices(source: int, target: int, left_out: list[bytes]) -> None:
-    """Copy one file descriptor to another until it ends, without mpirun's notices about exit codes.
+def copy_filtered(source: int, target: int, left_out: list[bytes]) -> None:
+    """Copy one file descriptor to another until it ends, without mpirun's messages about exit codes.
 
     They are put into `left_out`, if nothing but them has come.
     """
-    notices, spoken = _Filter(), False
+    messages, spoken = Filter(), False
     while chunk := os.read(source, 1 << 16):
-        out = notices.feed(chunk)
+        out = messages.feed(chunk)
         spoken |= bool(out.strip())
         _write(target, out)
-    out = notices.flush()
+    out = messages.flush()
     _write(target, out)
     if not (spoken or out.strip()):
-        left_out.append(notices.left_out)
+        left_out.append(messages.left_out)
 
 
 def copy(source: int, target: int) -> None:
@@ -38,8 +38,8 @@ def copy(source: int, target: int) -> None:
         _write(target, chunk)
 
 
-class _Filter:
-    """Holds back what may become a notice: lines from one rule of dashes to the next."""
+class Filter:
+    """Holds back what may become a message: lines from one rule of dashes to the next."""
 
     def __init__(self) -> None:
         self.left_out = b""
@@ -48,8 +48,9 @@ class _Filter:
         self.dropped = False
 
     def feed(self, chunk: bytes) -> bytes:
+        """Return what can be passed on, now that these bytes have come."""
         out = b""
-        for piece in chunk.replace(b"\0", b"").splitlines(keepends=True):  # mpirun ends a notice with a NUL
+        for piece in chunk.replace(b"\0", b"").splitlines(keepends=True):  # mpirun ends a message with a NUL
             self.line += piece
             if piece.endswith(b"\n"):
                 out += self._whole_line()
@@ -58,16 +59,17 @@ class _Filter:
         return out
 
     def flush(self) -> bytes:
-        if self._after_notice():
+        """Return the rest: no more will come."""
+        if self._after_message():
             return b""
         out, self.block, self.line = b"".join(self.block) + self.line, [], b""
         return out
 
     def _may_go(self) -> bool:
         """Tell whether the line so far may be the beginning of what is left out."""
-        return self._after_notice() or any(start.startswith(self.line[: len(start)]) for start in (_RULE, b"["))
+        return self._after_message() or any(start.startswith(self.line[: len(start)]) for start in (_RULE, b"["))
 
-    def _after_notice(self) -> bool:
+    def _after_message(self) -> bool:
         return self.dropped and not self.line.strip()
 
     def _pass(self) -> bytes:
@@ -77,7 +79,7 @@ class _Filter:
     def _whole_line(self) -> bytes:
         rule = self.line.startswith(_RULE)
         if not self.block and not rule:
-            if self._after_notice() or _EVENTS.match(self.line):
+            if self._after_message() or _EVENTS.match(self.line):
                 self.line = b""
                 return b""
             return self._pass()
@@ -86,7 +88,7 @@ class _Filter:
         if not rule or len(self.block) == 1:
             return b""
         block, self.block = b"".join(self.block), []
-        self.dropped = any(notice in block for notice in _NOTICES)
+        self.dropped = any(message in block for message in _ENDINGS)
         self.left_out += block if self.dropped else b""
         return b"" if self.dropped else block
 

@@ -11,9 +11,10 @@ from cli_runs import EXPERIMENT, call, needs_mpirun, neondist
 from neondist.checkpoint import seal
 from neondist.cli import main
 from neondist.cli.arguments import parser
-from neondist.cli.launch import words
-from neondist.cli.restarts import again, bounds, is_loss, make_whole
+from neondist.cli.run import bounds
 from neondist.errors import DataError
+from neondist.launcher.launch import words
+from neondist.launcher.restarts import again, is_loss, make_whole
 
 # rank 1 kills itself in its second epoch, as often as there are files that say so; it spoils the newest checkpoint
 DIES = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from neondist.cli.quiet import _Filter
+from neondist.launcher.filter_mpirun import Filter
 
 RULE = b"-" * 74 + b"\n"
 EXIT = (
@@ -16,7 +16,7 @@ SIGNAL = RULE + b"prterun noticed that process rank 1 exited on signal 9 (Killed
 
 
 def run(data, size):
-    notices = _Filter()
+    notices = Filter()
     chunks = [data[i : i + size] for i in range(0, len(data), size)]
     return b"".join(map(notices.feed, chunks)) + notices.flush()
 
@@ -47,4 +47,4 @@ def test_filter(data, expected, size):
 
 
 def test_an_unfinished_line_does_not_wait():
-    assert _Filter().feed(b"epoch 1 ...") == b"epoch 1 ..."
+    assert Filter().feed(b"epoch 1 ...") == b"epoch 1 ..."

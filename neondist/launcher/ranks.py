@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import platform
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from .. import threads
 from ..errors import LaunchError
-from . import guards, leftovers, pinning, restarts
-from .attend import Prepared, attend
-from .crowd import refuse_crowd
-from .job import Job, detect
-from .launch import launch, ready
-from .limited import limited
-from .orphan import end_with_parent
-from .virtual import on_virtual_ranks
+from ..job import Job, detect
+from . import pinning, restarts
+from .cleanup import restore_tmpdir
+from .launch import launch, ready, refuse_crowd
+from .parent_watch import end_with_parent
+from .report import Prepared, run_reported
 
 if TYPE_CHECKING:
     from ..comm import Transport
     from ..session import Watchdog
+
+STALL_TIMEOUT = 600.0
+PATIENCE = 24 * 3600.0
+"""seconds that a virtual rank waits for a message of another, which may have a core's work before it"""
+# it waits outside of this process, in which nothing runs but faulthandler's own thread, for that one to write
+_TELL = 'read word && printf "%s\\n" "$0" >&2'
 
 
 def on_ranks(
@@ -43,22 +49,28 @@ def on_ranks(
     """
 
     def body(world: Transport) -> int:
-        return attend(world, lambda: prepare(world, world.size), lambda prepared: work(world, prepared))
+        return run_reported(world, lambda: prepare(world, world.size), lambda prepared: work(world, prepared))
 
     restarts.settle(arguments, detect(os.environ))
     if getattr(arguments, "virtual", None) is not None:
-        return on_virtual_ranks(arguments, body)
+        return _on_virtual_ranks(arguments, body)
     from ..comm import SingleTransport, mpi
 
     job = job_of(arguments)
     if _must_launch(arguments, job):
-        with guards.watched(arguments):
+        watches = new_watchdog(arguments) if arguments.watched else None
+        if watches is not None:
+            watches.open()
+        try:
             prepared = prepare(SingleTransport(), arguments.ranks)
+        finally:
+            if watches is not None:
+                watches.stop()
         if arguments.restarts is not None:
-            return restarts.with_restarts(arguments, launch, prepared)
+            return restarts.with_restarts(arguments, prepared)
         return launch(arguments, arguments.signals.heard)
     if arguments.watched:
-        arguments.watchdog = guards.watchdog(arguments, job, whole_process=True)
+        arguments.watchdog = new_watchdog(arguments, job)
         arguments.watchdog.open()
     if job is None:
         return body(SingleTransport())
@@ -76,6 +88,27 @@ def job_of(arguments: argparse.Namespace) -> Job | None:
     return job
 
 
+def new_watchdog(arguments: argparse.Namespace, job: Job | None = None, whole_process: bool = True) -> Watchdog:
+    """Return who watches over this process, or over a virtual rank."""
+    from ..session import Watchdog
+
+    rank, size = (job.rank or 0, job.size or 1) if job is not None else (0, 1)
+    timeout = getattr(arguments, "stall_timeout", None) or STALL_TIMEOUT
+    return Watchdog(timeout, whole_process=whole_process, rank=rank, size=size, folder=arguments.folder)
+
+
+def _on_virtual_ranks(arguments: argparse.Namespace, body: Callable[[Transport], int]) -> int:
+    """Call body(transport) on every virtual rank, a thread each, and return the highest exit code."""
+    if arguments.ranks is not None:
+        raise LaunchError("--virtual runs all ranks in this process, and -n starts processes; give one of them")
+    if detect(os.environ) is not None:
+        raise LaunchError("--virtual inside an MPI job: leave it out, or run the command without mpirun")
+    from ..comm import loopback
+
+    threads.limit(arguments.virtual)
+    return max(loopback.run(arguments.virtual, body, timeout=PATIENCE, at_once=threads.cores()))
+
+
 def _must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     """Tell whether ranks have to be started; LaunchError if they could not run."""
     if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None):
@@ -90,7 +123,7 @@ def _join(job: Job, watchdog: Watchdog | None) -> Transport:
     """Return the ranks of the job, once MPI has started; the watchdog learns who they are."""
     from ..comm import mpi
 
-    leftovers.restore(os.environ)
+    restore_tmpdir(os.environ)
     end_with_parent()
     pinning.pin(job, os.environ)
     if job.local_size:
@@ -110,10 +143,24 @@ def _join(job: Job, watchdog: Watchdog | None) -> Transport:
 
 def _patient(job: Job, watchdog: Watchdog | None, place: str) -> AbstractContextManager[None]:
     """Limit a block in which MPI waits for all ranks and lets no other thread run."""
-    if watchdog is None:
+    if watchdog is None or os.name != "posix":
         return nullcontext()
-    return limited(
+    return _limited(
         watchdog.timeout,
         f"rank {job.rank} of {job.size}: no progress for {watchdog.timeout:g} s (--stall-timeout): waits in {place} for"
         " a rank that does not come to it",
     )
+
+
+@contextmanager
+def _limited(seconds: float, text: str) -> Iterator[None]:
+    """End this process with exit code 1, and say `text`, if the block takes longer than so many seconds."""
+    teller = subprocess.Popen(["/bin/sh", "-c", _TELL, text], stdin=subprocess.PIPE, start_new_session=True)
+    assert teller.stdin is not None
+    faulthandler.dump_traceback_later(seconds, exit=True, file=teller.stdin.fileno())
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        teller.stdin.close()
+        teller.wait()

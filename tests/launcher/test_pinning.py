@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from neondist import threads
-from neondist.cli import launch, pinning
-from neondist.cli.job import Job
-from neondist.cli.mpirun import Mpirun
+from neondist.job import Job
+from neondist.launcher import launch, pinning
+from neondist.launcher.mpirun import Mpirun
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes")
 
@@ -81,7 +81,7 @@ def test_a_job_of_ones_own_is_left_alone(monkeypatch):
 def test_all_threads_of_a_process_are_bound():
     code = (
         "import os, threading, sys\n"
-        "from neondist.cli import pinning\nfrom neondist.cli.job import Job\n"
+        "from neondist.launcher import pinning\nfrom neondist.job import Job\n"
         "stop, found = threading.Event(), []\n"
         "thread = threading.Thread(target=lambda: (stop.wait(60), found.append(os.sched_getaffinity(0))))\n"
         "thread.start()\n"

@@ -8,7 +8,7 @@ import pytest
 from present import needs_mpirun
 
 from neondist import threads
-from neondist.cli.mpirun import find_mpirun
+from neondist.launcher.mpirun import find_mpirun
 
 SCRIPT = """
 import sys
@@ -83,20 +83,6 @@ def test_a_script_under_plain_mpirun(chosen):
         before, *after = map(int, line.split())
         assert after == [before if chosen else min(share, before)] * 2
     assert done.stderr.count("2 ranks share the cores of this machine") == (not chosen and before > share)
-
-
-@pytest.mark.parametrize(
-    ("env", "ranks"),
-    [
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
-        ({"MPI_LOCALNRANKS": "3"}, 3),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_STEP_ID": "0"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, None),
-        ({}, None),
-    ],
-)
-def test_ranks_on_this_machine(env, ranks):
-    assert threads.local_ranks(env) == ranks
 
 
 def test_container_quota(monkeypatch, tmp_path):

@@ -1,0 +1,13 @@
+"""Jobs of ranks: starting mpirun, watching it, and ending it without a trace.
+
+`neondist run -n 4` goes through it in this order:
+
+ranks: where a command's ranks come from: an MPI job, mpirun, threads of this process, or this process alone.
+launch: mpirun with the same command; what its ranks are told. mpirun: which one, and its options. pinning: their cores.
+supervise: signals go to mpirun, its exit code comes back. filter_mpirun: its output, less its own messages.
+parent_watch: nobody outlives the process that has started it. cleanup: nor do files.
+restarts: a job that has lost a rank begins again.
+report: a mistake is told once, and ends all ranks.
+
+`arguments` is a command as `neondist.cli.arguments` parses it.
+"""
