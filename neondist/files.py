@@ -10,6 +10,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -118,6 +119,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; OutputError if that fails."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def can_draw() -> bool:
+    """Tell whether matplotlib is there, whose figures are written."""
+    return find_spec("matplotlib") is not None
 
 
 def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,12 +29,10 @@ def words(count: float) -> str:
 
 
 def _of_machine() -> Iterator[int]:
-    with suppress(OSError, ValueError, StopIteration, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        yield int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
-        return
-    with suppress(OSError, ValueError, AttributeError):
-        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    import psutil
+
+    with suppress(OSError):
+        yield psutil.virtual_memory().available
 
 
 def _of_control_groups() -> Iterator[int]:
@@ -65,9 +62,11 @@ def _cached(line: str) -> bool:
 
 
 def _of_process() -> Iterator[int]:
-    with suppress(ImportError, OSError, ValueError):
+    import psutil
+
+    with suppress(ImportError, OSError):
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:
-            yield limit - int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            yield limit - psutil.Process().memory_info().vms

@@ -77,7 +77,7 @@ def out_of_any_job():
 @pytest.fixture(autouse=True, scope="session")
 def no_pictures():
     """Runs draw nothing, which takes most of a small run's time, unless a test asks for `pictures`."""
-    from neondist.session.curves import can_draw
+    from neondist.files import can_draw
 
     with pytest.MonkeyPatch.context() as patch:
         for module in DRAWING:

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from neondist.bench.schemes import read_results
-from neondist.bench.schemes_plot import plot, plot_tiles
-from neondist.bench.schemes_table import summaries, tiles_of
+from neondist.bench.schemes import plot, plot_tiles, read_results, summaries, tiles_of
 from neondist.bench.tables import markdown, seconds_text
 from neondist.config import load_experiment
 from neondist.geometry import grid_shape

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..files import make_folder, write_figure, write_text
+from ..files import can_draw, make_folder, write_figure, write_text
 from .tables import bytes_text, markdown, seconds_text
 
 
@@ -81,13 +81,11 @@ def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path
 
 
 def _draw(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    if not can_draw():
         return []
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     ranks = [row["ranks"] for row in rows]
     axes.plot(ranks, [row["speedup"] for row in rows], "o-", label="measured")

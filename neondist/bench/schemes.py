@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from ..config import dump
 from ..errors import ConfigError
-from ..files import append, make_folder, write_text
-from .schemes_table import Row, markdown, summaries, tiles_of
+from ..files import append, can_draw, make_folder, write_figure, write_text
+from ..schemes import as_scheme
+from .tables import markdown
 
 if TYPE_CHECKING:
     from ..comm import Transport
 
 RESULTS = "results.jsonl"
+Row = dict[str, Any]
 
 
 def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Callable[[], Any]]]) -> list[Row]:
@@ -50,10 +53,8 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
 def report(rows: Sequence[Row], folder: Path) -> str:
     """Write schemes.md and the pictures schemes.png and tiles.png into `folder`; return the table in Markdown."""
     found = summaries(rows)
-    table = markdown(found)
-    write_text(folder / "schemes.md", table)
-    from .schemes_plot import plot, plot_tiles
-
+    table = schemes_table(found)
+    write_text(folder / "schemes.md", table + "\n")
     plot(found, folder / "schemes.png")
     if len({row["tiles"] for row in found}) > 1:
         plot_tiles(found, folder / "tiles.png")
@@ -90,3 +91,129 @@ def read_results(file: Path) -> list[Row]:
         except ValueError:
             continue
     return [row for row in rows if isinstance(row, dict) and "key" in row]
+
+
+def tiles_of(row: Row) -> int:
+    """Return how many tiles an image was cut into."""
+    return int(prod(row["grid"][1:]))
+
+
+def summaries(rows: Sequence[Row]) -> list[Row]:
+    """Return one row for each scheme and number of tiles: means over the seeds, deviations, and what is on the front.
+
+    A scheme is on the front if no other, on as many tiles, has both a lower mean error and fewer bytes.
+    """
+    found = []
+    for tiles, scheme in dict.fromkeys((tiles_of(row), row["scheme"]) for row in rows):
+        mine = [row for row in rows if (tiles_of(row), row["scheme"]) == (tiles, scheme)]
+        errors = [row["valid_error"] for row in mine]
+        found.append(
+            {
+                "tiles": tiles,
+                "scheme": scheme,
+                "exact": mine[0]["exact"],
+                "formula": as_scheme(scheme).formula,
+                "runs": len(mine),
+                "error": mean(errors),
+                "deviation": stdev(errors) if len(errors) > 1 else 0.0,
+                "loss": mean(row["valid_loss"] for row in mine),
+                "bytes": mean(row["bytes_per_step"] for row in mine),
+                "seconds": mean(row["seconds_per_epoch"] for row in mine),
+            }
+        )
+    for row in found:
+        row["front"] = not any(
+            other["tiles"] == row["tiles"]
+            and other["error"] <= row["error"] and other["bytes"] <= row["bytes"]
+            and (other["error"], other["bytes"]) != (row["error"], row["bytes"])
+            for other in found
+        )  # fmt: skip
+    return found
+
+
+def schemes_table(rows: Sequence[Row]) -> str:
+    """Return the table."""
+    heads = [
+        "tiles",
+        "scheme",
+        "exact",
+        "valid error, %",
+        "valid loss",
+        "kB sent a step",
+        "s an epoch",
+        "runs",
+        "front",
+    ]
+    cells = [
+        [
+            str(row["tiles"]),
+            f"`{row['scheme']}`",
+            "yes" if row["exact"] else "no",
+            f"{100 * row['error']:.2f}" + (f" ± {100 * row['deviation']:.2f}" if row["runs"] > 1 else ""),
+            f"{row['loss']:.4f}",
+            f"{row['bytes'] / 1e3:.1f}",
+            f"{row['seconds']:.1f}",
+            str(row["runs"]),
+            "yes" if row["front"] else "",
+        ]
+        for row in rows
+    ]
+    return markdown([*heads, "front"], cells)
+
+
+def plot(rows: Sequence[Row], file: Path) -> bool:
+    """Write error (mean and deviation) over bytes sent a step, a panel for each number of tiles, the front as a line.
+
+    Returns False without matplotlib.
+    """
+    if not can_draw():
+        return False
+    from matplotlib.figure import Figure
+
+    counts = list(dict.fromkeys(row["tiles"] for row in rows))
+    figure = Figure(figsize=(3 + 5 * len(counts), 4.5), layout="constrained")
+    for axes, tiles in zip(figure.subplots(1, len(counts), sharey=True, squeeze=False)[0], counts, strict=True):
+        _front(axes, [row for row in rows if row["tiles"] == tiles])
+        axes.set_title(f"{tiles} tiles")
+    figure.supxlabel("halo bytes of a training step, all ranks, kB", fontsize=10)
+    figure.supylabel("valid error, %", fontsize=10)
+    figure.suptitle("Border schemes: exact (round), approximate (square), and the front", fontsize=11)
+    write_figure(file, figure, dpi=90)
+    return True
+
+
+def _front(axes: Any, rows: Sequence[Row]) -> None:
+    for row in rows:
+        axes.errorbar(
+            row["bytes"] / 1e3, 100 * row["error"], 100 * row["deviation"],
+            marker="o" if row["exact"] else "s", capsize=3, color="C0" if row["exact"] else "C1",
+        )  # fmt: skip
+        place = (row["bytes"] / 1e3, 100 * row["error"])
+        axes.annotate(row["scheme"], place, xytext=(5, 4), textcoords="offset points", fontsize=8)
+    front = sorted((row["bytes"] / 1e3, 100 * row["error"]) for row in rows if row["front"])
+    axes.plot(*zip(*front, strict=True), color="grey", linewidth=0.8, zorder=0)
+    least = min((row["bytes"] / 1e3 for row in rows if row["bytes"]), default=1.0)
+    axes.set_xscale("symlog", linthresh=least / 2)  # towers send nothing
+    axes.set_xlim(left=-least / 8)
+
+
+def plot_tiles(rows: Sequence[Row], file: Path) -> bool:
+    """Write error (mean and deviation) over the number of tiles, a line for each scheme; False without matplotlib."""
+    if not can_draw():
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        mine = sorted((row for row in rows if row["scheme"] == scheme), key=lambda row: row["tiles"])
+        tiles, errors, spread = ([row[key] for row in mine] for key in ("tiles", "error", "deviation"))
+        axes.errorbar(tiles, [100 * e for e in errors], [100 * d for d in spread], marker=".", capsize=3, label=scheme)
+    counts = sorted({row["tiles"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlabel("tiles")
+    axes.set_ylabel("valid error, %")
+    axes.legend(fontsize=8)
+    write_figure(file, figure, dpi=90)
+    return True

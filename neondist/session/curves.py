@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..comm import all_or_none
-from ..files import write_figure
+from ..files import can_draw, write_figure
 from .hooks import Hook
 from .run import Record, Run
-
-
-def can_draw() -> bool:
-    """Tell whether matplotlib is there."""
-    return find_spec("matplotlib") is not None
 
 
 class Curves(Hook):

@@ -7,19 +7,19 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-COUNTED = ("read_bytes", "write_bytes")
-
 
 def moved(processes: Iterable[int]) -> int:
     """Return how many bytes processes have read from disks and written to disks; 0 where the system does not tell.
 
     What goes to a terminal is not counted: a progress bar moves even if nothing else does.
     """
+    import psutil  # takes a while
+
     total = 0
     for process in processes:
-        with suppress(OSError, ValueError):
-            lines = Path(f"/proc/{process}/io").read_text().splitlines()
-            total += sum(int(number) for name, number in (line.split(": ") for line in lines) if name in COUNTED)
+        with suppress(psutil.Error, OSError, AttributeError):  # macOS does not count
+            counts = psutil.Process(process).io_counters()
+            total += counts.read_bytes + counts.write_bytes
     return total
 
 
@@ -36,6 +36,8 @@ def written(folder: Path | None) -> list[tuple[str, int, int]]:
 
 def is_stopped(pid: int) -> bool:
     """Tell whether a process of this machine is stopped."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    import psutil
+
+    with suppress(psutil.Error, OSError):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..comm import ProcessGrid, all_or_none
+from ..files import can_draw
 from ..layers import Sequential
 from ..models import Autoencoder, optimal_stimulus
-from .curves import can_draw
 from .hooks import Hook
 from .run import Run
 from .stage_drawing import draw_blocks, draw_rows

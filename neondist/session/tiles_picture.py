@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..comm import ProcessGrid, all_or_none
+from ..files import can_draw
 from ..geometry import Box
-from .curves import can_draw
 from .hooks import Hook
 from .run import Run
 from .tiles_drawing import draw_tiles

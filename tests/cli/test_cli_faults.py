@@ -4,10 +4,10 @@ import os
 import re
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from cli_runs import EXPERIMENT, call, mpirun_env, needs_mpirun, neondist
+from processes import alive
 
 from neondist.launcher.mpirun import find_mpirun
 
@@ -35,13 +35,6 @@ def folder(tmp_path):
     (tmp_path / "tell.py").write_text(TELL)
     (tmp_path / "sleeps.py").write_text(TELL + SLEEPS)
     return tmp_path
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
 
 
 def clean(pids, seconds=60.0):

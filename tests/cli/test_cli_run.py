@@ -9,6 +9,7 @@ from importlib import import_module
 
 import pytest
 from cli_runs import EXPERIMENT, call, losses, mpirun_env, needs_mpirun, neondist, own, start, under_mpirun
+from processes import alive
 
 from neondist.cli.doctor import probe_mpi
 from neondist.config import dump, load_experiment
@@ -115,14 +116,6 @@ def test_interrupting_ends_all_ranks(folder, number, code):
     while any(alive(pid) for pid in pids):
         assert time.perf_counter() - begin < 60
         time.sleep(0.05)
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().split()[2] != "Z"
-    except OSError:
-        return False
 
 
 def read_one_line(words, folder, **env):

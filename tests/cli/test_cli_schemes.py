@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from neondist.bench.schemes_table import summaries
+from neondist.bench.schemes import summaries
 from neondist.cli import main
 
 FILE = """\

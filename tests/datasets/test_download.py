@@ -11,7 +11,7 @@ import time
 import pytest
 from dataset_toys import small_mnist
 
-from neondist.datasets import MNIST, download, mnist_files, transfer
+from neondist.datasets import MNIST, download, mnist_files
 from neondist.errors import DataError
 
 NAME = "train-images-idx3-ubyte.gz"
@@ -67,7 +67,7 @@ def mirror(tmp_path, monkeypatch):
         raw = gzip.decompress((tmp_path / "mirror" / f"{file.name}.gz").read_bytes())
         files.append(mnist_files.MnistFile(file.name, file.magic, file.count, hashlib.md5(raw).hexdigest()))
     monkeypatch.setattr(download, "ALL", tuple(files))
-    monkeypatch.setattr(transfer, "_PIECE", 1000)
+    monkeypatch.setattr(download, "_PIECE", 1000)
     monkeypatch.setenv("no_proxy", "*")
     server = Mirror(tmp_path / "mirror")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -241,7 +241,7 @@ def test_a_full_disk_is_not_called_a_network_fault(mirror, target, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(transfer.os, "fsync", full)
+    monkeypatch.setattr(download.os, "fsync", full)
     with pytest.raises(DataError, match=r"where cannot be written \(No space left on device\)"):
         download.download_mnist(target, mirror.url)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import EXPERIMENT, mpirun_env, needs_mpirun, neondist, start
+from processes import alive
 
 from neondist.comm.segments import BACKING
 from neondist.launcher.cleanup import MARKS, USERS, job_folders, restore_tmpdir
@@ -37,13 +38,6 @@ for _ in range(600):
     MPI.COMM_WORLD.allreduce(1)
     time.sleep(0.05)
 """
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait(condition):

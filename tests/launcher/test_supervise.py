@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from processes import alive
 
 PARENT = """\
 import os, sys
@@ -22,12 +23,7 @@ def start(*command, **more):
 def gone(pid, seconds=60.0):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        try:
-            os.kill(pid, 0)
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().split()[2] == "Z":
-                    return True
-        except OSError:
+        if not alive(pid):
             return True
         time.sleep(0.02)
     return False

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files import write_figure
+from ...files import can_draw, write_figure
 
 
 def draw(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     """Draw seconds over ranks; return the file, or nothing where there is no matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    if not can_draw():
         return []
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     ranks = [row["ranks"] for row in rows]
     axes.plot(ranks, [row["seconds_per_step"] for row in rows], "o-", label="step")

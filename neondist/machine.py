@@ -1,11 +1,49 @@
-"""Nodes of cores, the links between them, and how long computing and messages take there."""
+"""What planning knows of a machine - cores, latency, bandwidth, speed - and how long things take there; in YAML."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from math import ceil, log2
+from pathlib import Path
+from typing import Any
 
-from .figures import SPEED, Figures
+import yaml
+
+from .errors import ConfigError
+from .files import write_text
+
+SPEED = 2e10
+"""floating point operations per second of a rank, where nobody says"""
+SAMPLES = 32
+"""of a replica in a step, where nobody says"""
+_REMEDY = "docs/performance.md has two examples"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a planner of runs of layers needs to know.
+
+    Attributes
+    ----------
+    latency, bandwidth : seconds a message, bytes a second
+    speed : floating point operations a second of one rank
+    samples : of a replica in a step
+    itemsize : bytes of a number
+    cell_seconds : by layer's name
+        What a training step was measured to take for one output cell of one sample; `speed` counts for the others.
+    """
+
+    latency: float = 2e-5
+    bandwidth: float = 5e9
+    speed: float = SPEED
+    samples: int = SAMPLES
+    itemsize: int = 4
+    cell_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def sent(self, messages: float, numbers: float) -> float:
+        """Return the seconds of messages with so many numbers of each sample together."""
+        return messages * self.latency + numbers * self.samples * self.itemsize / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -103,3 +141,50 @@ class Machine:
         """Return what a planner needs for so many ranks."""
         link = self.link(ranks)
         return Figures(link.latency, link.bandwidth, self.speed / self.compute_factor)
+
+
+def read(path: Path) -> Machine:
+    """Return the machine of a YAML file; ConfigError says what is wrong with it."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); {_REMEDY}") from error
+    values = _checked(path, "", found, [one.name for one in fields(Machine)])
+    for name in "node", "network":
+        link = _checked(path, f"{name}.", values.get(name), ["latency", "bandwidth"])
+        values[name] = Link(*(_number(path, f"{name}.{one}", link.get(one)) for one in ("latency", "bandwidth")))
+    for name in "cores_per_node", "nodes":
+        if not (name == "nodes" and values.get(name) is None):
+            values[name] = int(_number(path, name, values.get(name), least=1.0))
+    for one in fields(Machine):
+        if isinstance(one.default, float):
+            least = 0.0 if one.name == "shared_latency" else None
+            values[one.name] = _number(path, one.name, values.get(one.name, one.default), least)
+    return Machine(**values | {"host": str(values.get("host") or "")})
+
+
+def write(path: Path, machine: Machine, comment: str) -> None:
+    """Write a machine as YAML."""
+    text = yaml.safe_dump(asdict(machine), sort_keys=False)
+    write_text(path, f"# {comment}\n# seconds, bytes per second\n{text}")
+
+
+def _checked(path: Path, where: str, found: Any, known: list[str]) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{path}: {where.rstrip('.') or 'the file'}: needs fields {', '.join(known)}; {_REMEDY}")
+    for name in found:
+        if name not in known:
+            raise ConfigError(f"{path}: {where}{name}: unknown field; choose from {', '.join(known)}")
+    return dict(found)
+
+
+def _number(path: Path, where: str, value: Any, least: float | None = None) -> float:
+    """Return the value as a number above 0, or of at least `least`."""
+    try:
+        number = float(value)  # YAML reads 2e-6 as text
+    except (TypeError, ValueError):
+        number = -1.0
+    if not (number > 0 if least is None else number >= least) or number == float("inf"):
+        bound = "above 0" if least is None else f"of at least {least:g}"
+        raise ConfigError(f"{path}: {where}: {value!r} is not a number {bound}; {_REMEDY}")
+    return number
