@@ -40,7 +40,7 @@ def _doing(frames: list[FrameType], grid: ProcessGrid | None) -> str:
             first = grid.rank - grid.tile if grid is not None else 0  # of this replica
             peers = sorted({first + message.peer for message in (*owner.receives, *owner.sends)})
             waiting = f"waits in its halo exchange for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))}"
-        elif hasattr(owner, "allreduce"):
+        elif hasattr(owner, "allreduce") and hasattr(owner, "size"):  # a transport
             waiting = f"waits in {frame.f_code.co_name} over {owner.size} ranks, "
     if waiting:
         return waiting + (_place(frames[inside]) if waiting.endswith(", ") else "")
