@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
+
+from ..console import say
 
 RANKS = "ranks to start with mpirun (default 1); inside an MPI job the job's size is used"
 
@@ -52,3 +55,8 @@ def positive(text: str) -> int:
 def counts(text: str) -> list[int]:
     """Read '1,2,4'."""
     return [positive(word) for word in text.split(",")]
+
+
+def print_written(files: Iterable[Path]) -> None:
+    """Name the files that a command has written."""
+    say("\n  ".join(["written:", *map(str, files)]))

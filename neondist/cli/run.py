@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import dump
-from ..console import say
 from ..job import detect
 from ..launcher.launch import STARTED
 from ..launcher.ranks import new_watchdog, on_ranks
@@ -71,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         places = {"output": arguments.folder, "resolved": dump(experiment)}
         result = experiment.run(experiment.open_grid(world), **places, hooks=_hooks(arguments), **start)
         if world.rank == 0:
-            say("\n  ".join(["written:", *map(str, result.files)]))
+            options.print_written(result.files)
         return result.stop.code if result.stop else 0
 
     return on_ranks(arguments, partial(_prepare, arguments), work)

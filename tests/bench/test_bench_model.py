@@ -12,7 +12,7 @@ from neondist.bench.model import calibrate, predict, workload
 from neondist.bench.model.alone import Alone
 from neondist.bench.model.solo import Notes, solo_grid
 from neondist.bench.model.table import disturbed, prediction_table, schemes_table, words, write
-from neondist.cli.bench.model import span
+from neondist.cli.bench.scaling import span
 from neondist.comm import loopback
 from neondist.errors import ConfigError
 from neondist.geometry import GridShape

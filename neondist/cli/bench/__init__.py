@@ -1,17 +1,97 @@
-"""`neondist bench`: measurements. One file for each, with `add(benches)`, which says what can be typed."""
+"""`neondist bench`: training steps and halo exchanges; schemes and scaling, which have files of their own."""
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from . import halo, model, scaling, schemes, seams, step
+from ... import threads
+from ...errors import ConfigError
+from ...files import write_text
+from ...job import detect
+from ...launcher.ranks import on_ranks
+from .. import options
+from ..experiment import validated
+from . import scaling, schemes
 
-BENCHES = (step, halo, scaling, schemes, seams, model)
+if TYPE_CHECKING:
+    from ...comm import Transport
 
 
 def add(commands: Any) -> None:
     """Add the command and everything below it."""
     group = commands.add_parser("bench", help="measure steps, halo exchanges, scaling and schemes; predict steps")
     benches = group.add_subparsers(required=True, metavar="WHAT")
-    for bench in BENCHES:
-        bench.add(benches)
+
+    one = benches.add_parser("step", help="training steps, by layer", allow_abbrev=False)
+    options.experiment(one)
+    one.add_argument("--against", choices=["torch"], help="train the same network there too, in turn")
+    one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps to time (default 10)")
+    one.add_argument("--roofline", action="store_true", help="tell what limits each layer: matrix products or memory")
+    one.add_argument("--json", metavar="FILE", help="write the results there as well")
+    one.set_defaults(command=step)
+
+    one = benches.add_parser("halo", help="halo exchanges over sizes, against plain mpi4py and memcpy")
+    options.ranks(one)
+    one.add_argument("--json", metavar="FILE", help="write the results there as well")
+    one.set_defaults(command=halo)
+
+    scaling.add(benches)
+    schemes.add(benches)
+
+
+def step(arguments: argparse.Namespace) -> int:
+    """Measure the training steps of an experiment; 1 if PyTorch's gradients are others."""
+
+    def work(world: Transport, experiment: Any) -> int:
+        from ...bench.step import bench_step
+        from ...bench.tables import step_table
+
+        # PyTorch gets what all ranks of this machine have together, which a launcher may have taken from each of them
+        together = threads.cores(os.getppid()) if detect(os.environ) is not None else threads.cores()
+        how = (arguments.steps, arguments.against, together, arguments.roofline)
+        made = bench_step(experiment, experiment.open_grid(world), *how)
+        _tell(world, made, step_table, arguments.json)
+        return int(not made.get("against", {}).get("agree", True))
+
+    return on_ranks(arguments, partial(_prepare, arguments), work)
+
+
+def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
+    if arguments.against == "torch" and importlib.util.find_spec("torch") is None:
+        raise ConfigError("--against torch: PyTorch is not installed; pip install 'neondist[torch]'")
+    return validated(arguments, world, ranks)
+
+
+def halo(arguments: argparse.Namespace) -> int:
+    """Measure halo exchanges."""
+
+    def check(_: Transport, ranks: int) -> None:
+        if ranks < 2:
+            raise ConfigError("bench halo: one rank has no neighbours; give -n 2 or more")
+
+    def work(world: Transport, _: None) -> int:
+        from ...bench.halo import bench_halo
+        from ...bench.tables import halo_table
+
+        _tell(world, bench_halo(world), halo_table, arguments.json)
+        return 0
+
+    return on_ranks(arguments, check, work)
+
+
+def _tell(world: Transport, made: dict[str, Any], table: Callable[[dict[str, Any]], Any], file: str | None) -> None:
+    """Print the table on rank 0; write the JSON file if asked."""
+    if world.rank:
+        return
+    from rich.console import Console
+
+    Console(soft_wrap=True).print(table(made))
+    if file is not None:
+        write_text(Path(file), json.dumps(made, indent=2, default=str) + "\n")

@@ -1,22 +1,25 @@
-"""`neondist bench scaling`: the same step on more and more ranks, each in an MPI job of its own."""
+"""`neondist bench scaling` and `bench model`: steps on more and more ranks, measured, or predicted for elsewhere."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import platform
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ... import safe_path
-from ...errors import LaunchError
-from ...launcher.ranks import job_of
-from ...threads import VARIABLES
+from ... import safe_path, threads
+from ...errors import ConfigError, LaunchError
+from ...launcher.ranks import job_of, on_ranks
 from .. import options
-from ..experiment import validated
+from ..experiment import load, validated
+
+if TYPE_CHECKING:
+    from ...comm import Transport
 
 
 def add(benches: Any) -> None:
@@ -31,6 +34,25 @@ def add(benches: Any) -> None:
     one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each (default 3)")
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-scaling)")
     one.set_defaults(command=scaling)
+
+    two = benches.add_parser("model", help="predict steps on other machines and rank counts")
+    parts = two.add_subparsers(required=True, metavar="WHAT")
+
+    one = parts.add_parser("calibrate", help="measure this machine", allow_abbrev=False)
+    options.ranks(one, "ranks to start with mpirun; default two for each core")
+    one.add_argument("--output", default="machine.yaml", metavar="FILE", help="where to write (default machine.yaml)")
+    one.set_defaults(command=calibrate)
+
+    one = parts.add_parser("predict", help="predict training steps", allow_abbrev=False)
+    options.experiment(one, "use --ranks")
+    one.add_argument("--machine", default="machine.yaml", metavar="FILE", help="the machine (default machine.yaml)")
+    one.add_argument("--ranks", dest="counts", type=span, default=[1, 2, 4], metavar="1..4096", help="or 1,2,4")
+    one.add_argument(
+        "--measure", type=_none_or, metavar="1,2",
+        help="rank counts to measure, for the error, or none; default: what the machine that was calibrated can run",
+    )  # fmt: skip
+    one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-model)")
+    one.set_defaults(command=predict)
 
 
 def scaling(arguments: argparse.Namespace) -> int:
@@ -48,23 +70,21 @@ def scaling(arguments: argparse.Namespace) -> int:
 
     def measure(count: int) -> dict[str, Any]:
         grown = batch * count // arguments.counts[0] if arguments.weak else batch
-        return step_of(arguments, count, [f"batch_size={grown}"], arguments.steps)
+        return _step_of(arguments, count, [f"batch_size={grown}"], arguments.steps)
 
     rows = bench_scaling(measure, arguments.counts, arguments.rounds)
     kind = "weak" if arguments.weak else "strong"
     print(scaling_table(rows))
-    print("written:")
-    for file in write(folder, rows, f"{Path(arguments.file).name}, {kind} scaling"):
-        print(f"  {file}")
+    options.print_written(write(folder, rows, f"{Path(arguments.file).name}, {kind} scaling"))
     return 0
 
 
-def step_of(
-    arguments: argparse.Namespace, count: int, settings: Sequence[str], steps: int, threads: int | None = None
+def _step_of(
+    arguments: argparse.Namespace, count: int, settings: Sequence[str], steps: int, each: int | None = None
 ) -> dict[str, Any]:
     """Return what `neondist bench step` measures in a job of its own, on so many threads a rank, with more settings."""
     words = ["-n", str(count), "--steps", str(steps), "--set", *arguments.settings, *settings]
-    env = dict(os.environ) | ({} if threads is None else dict.fromkeys(VARIABLES, str(threads)))
+    env = dict(os.environ) | ({} if each is None else dict.fromkeys(threads.VARIABLES, str(each)))
     words += [word for module in arguments.modules for word in ("--import", module)]
     with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
         file = Path(folder, "made.json")
@@ -74,3 +94,91 @@ def step_of(
             raise LaunchError(f"{count} ranks ended with exit code {done.returncode}; what they said is above")
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    """Measure this machine."""
+    if job_of(arguments) is None and arguments.ranks is None:
+        arguments.ranks = 2 * max(2, threads.cores())  # two for each core: what it costs to share one
+
+    def check(_: Transport, ranks: int) -> None:
+        if ranks < 2:
+            raise ConfigError("bench model calibrate: messages need two ranks; give -n 2 or more")
+
+    def work(world: Transport, _: None) -> int:
+        from ...bench.model.calibrate import calibrate as measure
+        from ...bench.model.table import disturbed
+        from ...machine import write
+
+        machine, spread = measure(world, max(2, threads.cores(os.getppid())))
+        if world.rank == 0:
+            write(Path(arguments.output), machine, f"measured by neondist bench model calibrate on {world.size} ranks")
+            print(Path(arguments.output).read_text(encoding="utf-8"), *disturbed(spread), sep="\n")
+        return 0
+
+    return on_ranks(arguments, check, work)
+
+
+def predict(arguments: argparse.Namespace) -> int:
+    """Predict steps, and tell how wrong the predictions are."""
+    from threadpoolctl import threadpool_limits
+
+    from ...bench.model import predict as model
+    from ...bench.model import table
+    from ...comm import SingleTransport
+    from ...machine import read
+    from ...session.output import prepare
+
+    if job_of(arguments) is not None or arguments.ranks is not None:
+        raise LaunchError("bench model predict runs in one process; start it outside of a job, with --ranks, not -n")
+    machine = read(Path(arguments.machine))
+    measured = arguments.measure
+    if measured is None:  # by itself where it can: on the machine that the file describes
+        here = machine.host == platform.node()
+        measured = [count for count in arguments.counts if here and count <= 2 * threads.cores()]
+    folder = options.folder(arguments, "model")
+    prepare(SingleTransport(), folder)
+    for count in arguments.counts:  # a grid that the file fixes is for one of them
+        validated(arguments, SingleTransport(), count)
+    with threadpool_limits(1):  # a rank for each core
+        rows = model.predict(lambda: _looked_at(arguments), sorted({*arguments.counts, *measured}), machine)
+    for row in rows:
+        if row["ranks"] in measured:
+            row["measured_seconds"] = _measure(arguments, row)
+            with threadpool_limits(1):
+                row["spread"] = max(row["spread"], model.drift(row, _looked_at(arguments)))
+    print(table.prediction_table(rows))
+    if any(row["schemes"] for row in rows):
+        print(f"\n{table.schemes_table(rows)}")
+    print("\n" + "\n".join(table.words(rows)))
+    options.print_written(table.write(folder, rows, f"{Path(arguments.file).name} on {Path(arguments.machine).name}"))
+    return 0
+
+
+def _looked_at(arguments: argparse.Namespace) -> Any:
+    """Return the experiment, whose data set knows the shape of its samples."""
+    experiment = load(arguments)
+    experiment.dataset.check()
+    return experiment
+
+
+def _measure(arguments: argparse.Namespace, row: dict[str, Any]) -> float:
+    """Return the seconds of a step on the row's ranks and grid, a thread each, as the prediction has it."""
+    settings = [f"grid.{axis}={count}" for axis, count in row["grid"].items()]
+    steps = max(4, round(1 / row["seconds_per_step"]))
+    made = _step_of(arguments, row["ranks"], settings, steps, each=1)
+    return float(made["fastest_seconds"])
+
+
+def span(text: str) -> list[int]:
+    """Read '1,2,4', or '1..4096': the powers of two times the first."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        return options.counts(text)
+    low, high = options.positive(first), options.positive(last)
+    return [low << power for power in range((high // low).bit_length())]
+
+
+def _none_or(text: str) -> list[int]:
+    """Read '1,2', or 'none'."""
+    return [] if text == "none" else options.counts(text)

@@ -1,4 +1,4 @@
-"""`neondist bench schemes`: what border schemes cost, in accuracy, bytes and time."""
+"""`neondist bench schemes` and `bench seams`: what border schemes cost in accuracy, bytes and time, and where."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ...comm import SingleTransport
 from ...errors import ConfigError
@@ -16,7 +18,8 @@ from ..experiment import validated
 if TYPE_CHECKING:
     from ...comm import Transport
 
-DEFAULT = "halo,halo_oneway,tower,tower(fill=reflect),stale,every,quantised(bits=8)"
+SCHEMES = "halo,halo_oneway,tower,tower(fill=reflect),stale,every,quantised(bits=8)"
+SEAMS = "tower,tower(fill=reflect),halo_oneway,quantised(bits=8)"
 
 
 def add(benches: Any) -> None:
@@ -24,11 +27,18 @@ def add(benches: Any) -> None:
     one = benches.add_parser("schemes", help="accuracy, bytes and time of border schemes", allow_abbrev=False)
     options.experiment(one)
     options.virtual(one, many=True)
-    one.add_argument("--schemes", default=DEFAULT, metavar="A,B(x=1),...", help=f"which ones (default {DEFAULT})")
+    one.add_argument("--schemes", default=SCHEMES, metavar="A,B(x=1),...", help=f"which ones (default {SCHEMES})")
     one.add_argument("--epochs", type=options.positive, metavar="E", help="epochs of each run (default: the file's)")
     one.add_argument("--seeds", type=options.positive, default=1, metavar="S", help="runs of each scheme (default 1)")
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-schemes)")
     one.set_defaults(command=schemes)
+
+    one = benches.add_parser("seams", help="errors of schemes by the distance to the seam", allow_abbrev=False)
+    options.experiment(one)
+    options.virtual(one)
+    one.add_argument("--schemes", default=SEAMS, metavar="A,B(x=1),...", help=f"which ones (default {SEAMS})")
+    one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-seams)")
+    one.set_defaults(command=seams)
 
 
 def schemes(arguments: argparse.Namespace) -> int:
@@ -61,19 +71,56 @@ def _measure(
         table = report(rows, folder)
         if last:
             print("", table, sep="\n")
-            print("written:", *(f"  {file}" for file in sorted(folder.glob("*"))), sep="\n")
+            options.print_written(sorted(folder.glob("*")))
     return 0
 
 
 def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
     """Return the command of every run, once all of them are right; collective."""
-    texts = listed(arguments)
+    texts = _listed(arguments)
     for text in texts:
-        validated(named(arguments, text, 1), world, ranks)
-    return [named(arguments, text, seed + 1) for seed in range(arguments.seeds) for text in texts]
+        validated(_named(arguments, text, 1), world, ranks)
+    return [_named(arguments, text, seed + 1) for seed in range(arguments.seeds) for text in texts]
 
 
-def listed(arguments: argparse.Namespace) -> list[str]:
+def seams(arguments: argparse.Namespace) -> int:
+    """Compare every scheme with the exact exchange on one batch, with first weights."""
+
+    def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
+        from ...bench.seams import seam_error, table, write
+
+        folder = options.folder(arguments, "seams")
+        found = {}
+        for text, run in runs.items():
+            pair = [validated(each, world, world.size) for each in (_named(arguments, "halo", 1), run)]
+            dataset, grid = pair[0].dataset, pair[0].open_grid(world)
+            dataset.open(pair[0].model.reading_grid(dataset.sample_shape, grid))
+            for experiment in pair:
+                experiment.model.build(dataset.sample_shape, experiment.batch_size, grid)
+            batches = [np.arange(pair[0].batch_size) % len(dataset.train) + shift for shift in (1, 0)]
+            lo, hi = grid.sample_range(pair[0].batch_size)
+            images = [dataset.train.images(b[lo:hi] % len(dataset.train), pair[0].model.dtype) for b in batches]
+            found[text] = seam_error(pair[0].model, pair[1].model, images)
+        if world.rank == 0:
+            files = write(folder, found)
+            print(table(found))
+            options.print_written(files)
+        return 0
+
+    return on_ranks(arguments, partial(_prepare_seams, arguments), work)
+
+
+def _prepare_seams(arguments: argparse.Namespace, world: Transport, ranks: int) -> dict[str, argparse.Namespace]:
+    runs = {text: _named(arguments, text, 1) for text in _listed(arguments)}
+    for text, run in runs.items():
+        if validated(run, world, ranks).model.scheme.run > 1:
+            raise ConfigError(
+                f"--schemes {text}: its tiles overlap and its numbers are exact; name approximate schemes"
+            )
+    return runs
+
+
+def _listed(arguments: argparse.Namespace) -> list[str]:
     """Return the schemes of --schemes."""
     texts = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
     if not texts:
@@ -81,7 +128,7 @@ def listed(arguments: argparse.Namespace) -> list[str]:
     return texts
 
 
-def named(arguments: argparse.Namespace, scheme: str, seed: int) -> argparse.Namespace:
+def _named(arguments: argparse.Namespace, scheme: str, seed: int) -> argparse.Namespace:
     """Return the command for one scheme and seed."""
     said = [f"model.scheme={scheme}", f"seed={seed}"]
     if getattr(arguments, "epochs", None) is not None:
