@@ -109,10 +109,10 @@ def with_halo(part, rows):
 
 def accuracy(rows):
     """Yield the cells of the table of errors; differences are between runs of the same seed."""
-    halo = {row["seed"]: row["valid_error"] for row in rows if row["scheme"] == "halo"}
+    halo = {row["seed"]: row["test_error"] for row in rows if row["scheme"] == "halo"}
     for found in sorted(summaries(rows), key=lambda row: row["tiles"]):
         mine = [r for r in rows if (tiles_of(r), r["scheme"]) == (found["tiles"], found["scheme"])]
-        more = [100 * (row["valid_error"] - halo[row["seed"]]) for row in mine if row["seed"] in halo]
+        more = [100 * (row["test_error"] - halo[row["seed"]]) for row in mine if row["seed"] in halo]
         spread = stdev(more) if len(more) > 1 else float("inf")
         clear = "yes" if abs(mean(more)) > 2 * spread else "no"
         yield (
@@ -122,7 +122,7 @@ def accuracy(rows):
         )  # fmt: skip
 
 
-HEADS = ["tiles", "scheme", "valid error, %", "loss", "kB a step", "seeds", "more than `halo`, %", "clear"]
+HEADS = ["tiles", "scheme", "test error, %", "loss", "kB a step", "seeds", "more than `halo`, %", "clear"]
 
 
 def write(path, name, text):

@@ -14,6 +14,7 @@ from ..config import dump
 from ..errors import ConfigError
 from ..files import append, can_draw, make_folder, write_figure, write_text
 from ..schemes import as_scheme
+from ..session.run import Record
 from .tables import markdown
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ RESULTS = "results.jsonl"
 Row = dict[str, Any]
 
 
-def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Callable[[], Any]]]) -> list[Row]:
+def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Callable[[], Any]]]) -> list[Record]:
     """Train whatever has no result in `folder` yet, and return all results; collective.
 
     Parameters
@@ -32,25 +33,25 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
     folder : Path
         Gets results.jsonl, a line for each run as soon as it is complete.
     """
-    rows: list[Row] = []
+    rows: list[Record] = []
     for described, load in runs:
         experiment = load()
         key = hashlib.sha256(f"{dump(experiment)}{world.size}".encode()).hexdigest()[:16]
         known = {row["key"]: row for row in read_results(folder / RESULTS)} if world.rank == 0 else {}
         row = world.bcast(known.get(key))
         if row is None:
-            row = {"key": key, "scheme": described.scheme, "seed": described.seed} | _run(experiment, world)
+            row = Record(key=key, scheme=described.scheme, seed=described.seed, **_run(experiment, world))
             if world.rank == 0:
                 make_folder(folder)
                 append(folder / RESULTS, json.dumps(row) + "\n")
         if world.rank == 0:
-            error = f"valid error {100 * row['valid_error']:.2f} %"
+            error = f"{row.selection} error {100 * row.selected('error'):.2f} %"
             print(f"{row['scheme']}, {tiles_of(row)} tiles, seed {row['seed']}: {error}", flush=True)
         rows.append(row)
     return rows
 
 
-def report(rows: Sequence[Row], folder: Path) -> str:
+def report(rows: Sequence[Record], folder: Path) -> str:
     """Write schemes.md and the pictures schemes.png and tiles.png into `folder`; return the table in Markdown."""
     found = summaries(rows)
     table = schemes_table(found)
@@ -61,12 +62,14 @@ def report(rows: Sequence[Row], folder: Path) -> str:
     return table
 
 
-def _run(experiment: Any, world: Transport) -> Row:
+def _run(experiment: Any, world: Transport) -> dict[str, Any]:
     grid = experiment.open_grid(world)
     history = experiment.run(grid, hooks=[]).history
     last = history[-1]
-    if last["valid_error"] is None:
-        error = ConfigError("bench schemes compares wrong answers, but the test split has no classes to tell")
+    if last.selected("error") is None:
+        error = ConfigError(
+            f"bench schemes compares wrong answers, but the {last.selection} split has no classes to tell"
+        )
         error.agreed = True  # all ranks have the same history
         raise error
     return {
@@ -74,31 +77,29 @@ def _run(experiment: Any, world: Transport) -> Row:
         "ranks": grid.size,
         "grid": [grid.replicas, grid.rows, grid.cols],
         "epochs": len(history),
-        "train_loss": last["train_loss"],
-        "valid_loss": last["valid_loss"],
-        "valid_error": last["valid_error"],
+        **{name: value for name, value in last.items() if name.endswith(("_loss", "_error"))},
         "bytes_per_step": sum(r["bytes_sent"] for r in history) / max(last["step"], 1),
         "seconds_per_epoch": mean(r["seconds"] for r in history),
     }
 
 
-def read_results(file: Path) -> list[Row]:
-    """Return the results that are there; a line that was not written to its end is left out."""
+def read_results(file: Path) -> list[Record]:
+    """Return the results that are there, of any version; a line that was not written to its end is left out."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         try:
             rows.append(json.loads(line))
         except ValueError:
             continue
-    return [row for row in rows if isinstance(row, dict) and "key" in row]
+    return [Record.of(row) for row in rows if isinstance(row, dict) and "key" in row]
 
 
-def tiles_of(row: Row) -> int:
+def tiles_of(row: Record) -> int:
     """Return how many tiles an image was cut into."""
     return int(prod(row["grid"][1:]))
 
 
-def summaries(rows: Sequence[Row]) -> list[Row]:
+def summaries(rows: Sequence[Record]) -> list[Row]:
     """Return one row for each scheme and number of tiles: means over the seeds, deviations, and what is on the front.
 
     A scheme is on the front if no other, on as many tiles, has both a lower mean error and fewer bytes.
@@ -106,7 +107,7 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
     found = []
     for tiles, scheme in dict.fromkeys((tiles_of(row), row["scheme"]) for row in rows):
         mine = [row for row in rows if (tiles_of(row), row["scheme"]) == (tiles, scheme)]
-        errors = [row["valid_error"] for row in mine]
+        errors = [row.selected("error") for row in mine]
         found.append(
             {
                 "tiles": tiles,
@@ -114,9 +115,10 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
                 "exact": mine[0]["exact"],
                 "formula": as_scheme(scheme).formula,
                 "runs": len(mine),
+                "split": mine[0].selection,
                 "error": mean(errors),
                 "deviation": stdev(errors) if len(errors) > 1 else 0.0,
-                "loss": mean(row["valid_loss"] for row in mine),
+                "loss": mean(row.selected("loss") for row in mine),
                 "bytes": mean(row["bytes_per_step"] for row in mine),
                 "seconds": mean(row["seconds_per_epoch"] for row in mine),
             }
@@ -133,17 +135,9 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
 
 def schemes_table(rows: Sequence[Row]) -> str:
     """Return the table."""
-    heads = [
-        "tiles",
-        "scheme",
-        "exact",
-        "valid error, %",
-        "valid loss",
-        "kB sent a step",
-        "s an epoch",
-        "runs",
-        "front",
-    ]
+    split = rows[0]["split"] if rows else "test"
+    judged = [f"{split} error, %", f"{split} loss"]
+    heads = ["tiles", "scheme", "exact", *judged, "kB sent a step", "s an epoch", "runs", "front"]
     cells = [
         [
             str(row["tiles"]),
@@ -158,7 +152,7 @@ def schemes_table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return markdown([*heads, "front"], cells)
+    return markdown(heads, cells)
 
 
 def plot(rows: Sequence[Row], file: Path) -> bool:
@@ -176,7 +170,7 @@ def plot(rows: Sequence[Row], file: Path) -> bool:
         _front(axes, [row for row in rows if row["tiles"] == tiles])
         axes.set_title(f"{tiles} tiles")
     figure.supxlabel("halo bytes of a training step, all ranks, kB", fontsize=10)
-    figure.supylabel("valid error, %", fontsize=10)
+    figure.supylabel(f"{rows[0]['split']} error, %", fontsize=10)
     figure.suptitle("Border schemes: exact (round), approximate (square), and the front", fontsize=11)
     write_figure(file, figure, dpi=90)
     return True
@@ -213,7 +207,7 @@ def plot_tiles(rows: Sequence[Row], file: Path) -> bool:
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set_xlabel("tiles")
-    axes.set_ylabel("valid error, %")
+    axes.set_ylabel(f"{rows[0]['split']} error, %")
     axes.legend(fontsize=8)
     write_figure(file, figure, dpi=90)
     return True

@@ -21,7 +21,9 @@ def add(commands: Any) -> None:
     one = commands.add_parser("evaluate", help="measure a checkpoint on the data of a YAML file", allow_abbrev=False)
     options.experiment(one)
     _checkpoint(one)
-    one.add_argument("--split", choices=["test", "train"], default="test", help="which samples (default test)")
+    one.add_argument(
+        "--split", choices=["train", "validation", "test"], default="test", help="which samples (default test)"
+    )
     one.set_defaults(command=evaluate, watched=True)
 
     one = commands.add_parser("predict", help="write a checkpoint's outputs for new images", allow_abbrev=False)

@@ -1,18 +1,22 @@
-"""What a data set is: two splits, of which a rank keeps its tile of every image and all the targets."""
+"""What a data set is: splits, of which a rank keeps its tile of every image and all the targets."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Sequence
+from copy import copy
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..comm import ProcessGrid, agree
-from ..errors import DataError, NotReadyError, ShapeError
+from ..errors import ConfigError, DataError, NotReadyError, ShapeError
 from ..hdf5 import checksum
 from ..registry import Registered
+
+SPLITS = ("train", "validation", "test")
 
 
 class Tiles(Protocol):
@@ -64,6 +68,12 @@ class Split:
         """Return this rank's tile of the samples `indices`, local shape (n, *tile, C), normalised and contiguous."""
         return normalised(self.tiles[_sample_numbers(indices)], *self.normalisation, dtype)
 
+    def part(self, first: int, end: int) -> Split:
+        """Return the samples from `first` to before `end` as a split of their own; nothing is copied."""
+        part = copy(self)
+        part.tiles, part.labels = (_Part.of(samples, first, end) for samples in (self.tiles, self.labels))
+        return part
+
     def fingerprint(self) -> str:
         """Return what of this split is the same on all ranks, as text: its size, scale, and labels that are no maps."""
         whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
@@ -94,8 +104,31 @@ class Split:
         """Let go of open files, and wait for what is being read; what is read later opens them again."""
 
 
+class _Part:
+    """Some neighbours of samples that are made or read on demand."""
+
+    def __init__(self, samples: Tiles, first: int, end: int) -> None:
+        self._samples, self._numbers = samples, np.arange(first, end)
+
+    @classmethod
+    def of(cls, samples: Tiles, first: int, end: int) -> Tiles:
+        return samples[first:end] if isinstance(samples, np.ndarray) else cls(samples, first, end)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        return self._samples[self._numbers[indices]]
+
+
 class Dataset(Registered, ABC):
-    """A source of samples. A subclass says how to `check` it and how to `load` this rank's part.
+    """A source of samples in up to three splits. A subclass says how to `check` it and `load` this rank's part.
+
+    Parameters
+    ----------
+    validation : float or int, optional
+        How much of the training samples, a fraction such as 0.1 or a number of samples, is kept for validation: the
+        last ones, by their numbers, on any grid the same. Default: none, unless the data have a split for it.
 
     Attributes
     ----------
@@ -103,37 +136,69 @@ class Dataset(Registered, ABC):
         Global shape of one sample, (H, W, C) or (*spatial, C); known after `check`.
     classes : int
         Number of classes; known after `check`. None where the targets are not classes, or it is not known.
-    train, test : Split
-        Known after `open`.
+    train : Split
+        Known after `open`, as the next two.
+    validation, test : Split or None
+        Settings are chosen by the validation split, what comes out is reported by the test split; None without one.
     content : str
         Set by `load`: a hash of what the samples are made of, the same on ranks that have the same data, whichever
         tile they keep. Ranks are compared before training; '' (the default) compares labels alone.
+
+    Raises
+    ------
+    ConfigError
+        `validation` is no fraction, and no number of samples.
     """
 
     content: str = ""
+    _kept: float | int | None = None  # for classes whose constructor does not call this one
 
     sample_shape: tuple[int, ...]
     classes: int | None
     train: Split
-    test: Split
+    validation: Split | None
+    test: Split | None
+
+    def __init__(self, validation: float | int | None = None) -> None:
+        whole = isinstance(validation, Integral) and not isinstance(validation, bool)
+        if validation is not None and not (validation > 0 if whole else _is_fraction(validation)):
+            raise ConfigError(
+                f"validation: {validation!r} cannot be used; give a fraction of the training samples, such as 0.1, or a"
+                " number of them"
+            )
+        self._kept = validation
 
     def __getattr__(self, name: str) -> Any:
         """Say what is missing where the data are used before they have been looked at or loaded."""
-        if name in ("train", "test", "sample_shape", "classes"):
-            call = "open(grid)" if name in ("train", "test") else "check()"
+        if name in (*SPLITS, "sample_shape", "classes"):
+            call = "open(grid)" if name in SPLITS else "check()"
             raise NotReadyError(f"dataset: {type(self).__name__} has no '{name}' yet; call its {call} first")
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits that there are, by name: train, validation, test."""
+        found = {name: getattr(self, name) for name in SPLITS}
+        return {name: split for name, split in found.items() if split is not None}
+
+    @property
+    def selection(self) -> Split:
+        """What settings are chosen by: the validation split, or where there is none the test split."""
+        return list(self.splits.values())[1]
 
     @abstractmethod
     def check(self) -> None:
         """Look at the source, quickly and without MPI; raise DataError if it cannot be what it should be."""
 
     @abstractmethod
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
-        """Return the training and test splits with this rank's tile, `tile_slices(grid, sample_shape)`; no messages."""
+    def load(self, grid: ProcessGrid) -> tuple[Split, Split] | tuple[Split, Split | None, Split | None]:
+        """Return the training and the test split, or training, validation and test, None for one that is missing.
+
+        Each holds this rank's tile, `tile_slices(grid, sample_shape)`; no messages.
+        """
 
     def open(self, grid: ProcessGrid) -> None:
-        """Load this rank's part of both splits (collective): if one rank cannot, every rank raises.
+        """Load this rank's part of all splits (collective): if one rank cannot, every rank raises.
 
         Raises
         ------
@@ -143,7 +208,14 @@ class Dataset(Registered, ABC):
         error: Exception | None = None
         try:
             self.check()
-            self.train, self.test = self.load(grid)
+            self.train, *own, self.test = self.load(grid)
+            self.validation = own[0] if own else None
+            if self.validation is None and self._kept is not None:
+                samples = len(self.train)
+                first = samples - self.count_kept(samples)
+                self.train, self.validation = self.train.part(0, first), self.train.part(first, samples)
+            if len(self.splits) == 1:
+                raise DataError("dataset: has neither a validation nor a test split; give validation, such as 0.1")
         except MemoryError as problem:
             what = f" ({problem})" if str(problem) else ""
             error = DataError(f"dataset: a rank has no memory for its part{what}; use more ranks, or fewer samples")
@@ -151,15 +223,27 @@ class Dataset(Registered, ABC):
             error = problem
         agree(grid.world, error)
 
+    def count_kept(self, samples: int) -> int:
+        """Return how many of the training samples are kept for validation; DataError if that would be all."""
+        kept, limit = self._kept or 0, samples - 1
+        count = kept if isinstance(kept, Integral) else min(max(1, round(kept * samples)), limit)
+        if not 0 < count <= limit:
+            raise DataError(f"validation: {kept} of {samples} training samples leave none to train on; give fewer")
+        return int(count)
+
     def fingerprint(self) -> list[str]:
         """Return what all ranks must have alike once the data set is open, a fact a line."""
-        lines = [f"training set: {self.train.fingerprint()}", f"test set: {self.test.fingerprint()}"]
+        lines = [f"{name} split: {split.fingerprint()}" for name, split in self.splits.items()]
         return [*lines, *([f"data of hash {self.content}"] if self.content else [])]
 
     def close(self) -> None:
-        """Let go of the open files of both splits; what is read later opens them again."""
-        for split in (self.train, self.test):
+        """Let go of the open files of all splits; what is read later opens them again."""
+        for split in self.splits.values():
             split.close()
+
+
+def _is_fraction(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < 1
 
 
 def normalised(raw: ArrayLike, factor: Sequence[float], offset: Sequence[float], dtype: DTypeLike) -> np.ndarray:

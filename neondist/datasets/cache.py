@@ -10,7 +10,9 @@ import json
 import os
 import stat
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,10 +21,51 @@ import numpy as np
 from .. import hdf5
 from ..comm import ProcessGrid
 from ..errors import DataError
+from .base import Dataset, Split, tile_slices
+from .cache_path import cache_path, check_template
 from .unpack import PIECE
 
 FORMAT = 3
 Arrays = dict[str, np.ndarray]
+
+
+class CachedDataset(Dataset):
+    """Small images that a rank decodes once, to keep its tile of all of them in memory, and in a file between runs.
+
+    A subclass says what files the images come from (`sources`) and how to `decode` them.
+    """
+
+    mean: float | tuple[float, ...]
+    std: float | tuple[float, ...]
+
+    def __init__(self, serialized_path: str | os.PathLike[str] | None, validation: float | int | None) -> None:
+        super().__init__(validation)
+        if serialized_path is not None:
+            check_template(serialized_path)
+        self.serialized_path = serialized_path
+
+    @abstractmethod
+    def sources(self) -> list[Path]:
+        """Return the files that everything is read from."""
+
+    @abstractmethod
+    def decode(self, tile: tuple[slice, ...]) -> Arrays:
+        """Return one tile of the images (N, h, w, C) and the targets (N,) of 'train' and 'test', and 'content'."""
+
+    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+        """Return the splits with this rank's tile, from the cache where it is good."""
+        build = partial(self.decode, tile_slices(grid, self.sample_shape))
+        if self.serialized_path is None:
+            arrays = build()
+        else:
+            stamp = fingerprint(type(self).__name__, self.sources(), grid, self.sample_shape[:-1])
+            arrays = cached(cache_path(self.serialized_path, grid), stamp, build)
+        self.content = arrays["content"].tobytes().hex()
+        train, test = (
+            Split(arrays[f"{name}/images"], arrays[f"{name}/targets"], self.mean, self.std)
+            for name in ("train", "test")
+        )
+        return train, test
 
 
 def fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, extent: tuple[int, ...]) -> str:

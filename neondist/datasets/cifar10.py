@@ -8,17 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError
-from .base import Dataset, Split, tile_slices
-from .cache import Arrays, cached, fingerprint
-from .cache_path import cache_path, check_template
+from .cache import Arrays, CachedDataset
 from .cifar10_files import BATCHES, RECORD, Source, records
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the official training set
 
-
-class CIFAR10(Dataset):
+class CIFAR10(CachedDataset):
     """Colour photographs, 32 x 32 pixels, 10 classes (Krizhevsky 2009), in the official binary format.
 
     Parameters
@@ -28,21 +23,28 @@ class CIFAR10(Dataset):
         expanded. A file may hold fewer records than the official 10,000.
     serialized_path : path, optional
         Where each rank keeps its tile between runs, as in MNIST.
+    validation : float or int, optional
+        A fraction, or a number, of the training images, kept for validation: the last ones of the batches.
 
     Raises
     ------
     ConfigError
-        If an argument is not a path, or the template has other fields than {rank} and {size}.
+        As of MNIST.
     """
 
-    def __init__(self, path: str | os.PathLike[str], serialized_path: str | os.PathLike[str] | None = None) -> None:
+    sample_shape, classes = (32, 32, 3), 10
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the official training set
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        serialized_path: str | os.PathLike[str] | None = None,
+        validation: float | int | None = None,
+    ) -> None:
+        super().__init__(serialized_path, validation)
         if not os.fspath(path):
             raise ConfigError(f"path: {path!r} is not a path; give the folder of the batches, or the .tar.gz")
-        if serialized_path is not None:
-            check_template(serialized_path)
-        self.path, self.serialized_path = path, serialized_path
-        self.sample_shape = (32, 32, 3)
-        self.classes = 10
+        self.path = path
 
     @property
     def source(self) -> Source:
@@ -58,20 +60,14 @@ class CIFAR10(Dataset):
                     " bytes: it is truncated or not in the binary format; fetch it again"
                 )
 
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
-        """Return the splits with this rank's tile, from the cache where it is good."""
-        if self.serialized_path is None:
-            arrays = self._decode(grid)
-        else:
-            stamp = fingerprint("CIFAR10", self.source.files(), grid, self.sample_shape[:-1])
-            arrays = cached(cache_path(self.serialized_path, grid), stamp, lambda: self._decode(grid))
-        self.content = arrays["content"].tobytes().hex()
-        train, test = (Split(arrays[f"{name}/images"], arrays[f"{name}/targets"], MEAN, STD) for name in BATCHES)
-        return train, test
+    def sources(self) -> list[Path]:
+        """Return the batches, or the archive."""
+        return self.source.files()
 
-    def _decode(self, grid: ProcessGrid) -> Arrays:
+    def decode(self, tile: tuple[slice, ...]) -> Arrays:
+        """Return one tile of all images, and the md5 of the batches."""
         arrays: Arrays = {}
-        cut = (slice(None), *tile_slices(grid, self.sample_shape))
+        cut = (slice(None), *tile)
         digest = hashlib.md5(usedforsecurity=False)
         for split, names in BATCHES.items():
             tiles, labels = [], []

@@ -30,7 +30,7 @@ _TOP = {"u1": 255.0, "u2": 65535.0}
 def parts_of(
     sources: Sequence[Path], loader: Loader, labels: Path | None = None, maps: Path | None = None
 ) -> dict[str, Part]:
-    """Return the parts ('train', and 'test' where there is one) of one or more files or of a folder.
+    """Return the parts ('train'; 'validation' and 'test' where there are) of one or more files or of a folder.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def convert(
         raise OutputError(f"{target}: is there and is no HDF5 file, so it is not replaced; choose another name")
     if len({part.shape for part in parts.values()}) > 1:
         shapes = ", ".join(f"{name} {part.shape}" for name, part in parts.items())
-        raise DataError(f"samples for training and testing differ in shape: {shapes}; scale them with --size")
+        raise DataError(f"samples of the splits differ in shape: {shapes}; scale them with --size")
     for name, part in parts.items():
         _check_room(name, part)
     try:

@@ -19,13 +19,15 @@ from ..errors import DataError, UserError
 from .part import Block, Part, per_block, with_channels
 
 _PACKED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
-_SETS = {
+_IMAGES = {
     "train": ("x_train", "train_images", "x", "images", "data"),
-    "test": ("x_test", "test_images", "x_val", "val_images"),
+    "validation": ("x_val", "val_images", "x_validation", "validation_images"),
+    "test": ("x_test", "test_images"),
 }
 _LABELS = {
     "train": ("y_train", "train_labels", "y", "labels", "targets"),
-    "test": ("y_test", "test_labels", "y_val", "val_labels"),
+    "validation": ("y_val", "val_labels", "y_validation", "validation_labels"),
+    "test": ("y_test", "test_labels"),
 }
 
 
@@ -92,25 +94,29 @@ def npz_parts(path: Path) -> dict[str, Part]:
     with _faults(str(path)), zipfile.ZipFile(path) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist()}
     found = {}
-    for part, names in _SETS.items():
+    for part, names in _IMAGES.items():
         images, labels = (next((n for n in wanted if n in members), None) for wanted in (names, _LABELS[part]))
         if images is not None and labels is not None:
             found[part] = array_part(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
     if "train" not in found:
         raise DataError(
-            f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name them x_train, y_train (and x_test, y_test),"
-            " or images and labels"
+            f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name them x_train, y_train (and x_val, y_val,"
+            " x_test, y_test), or images and labels"
         )
     notes = tuple(f"left out: the array {name}" for name in sorted(members))
     return found | {"train": replace(found["train"], notes=notes)}
 
 
 def npy_parts(paths: list[Path]) -> dict[str, Part]:
-    """Return the parts of .npy files: images and labels, or the same of the training and of the test samples."""
-    if len(paths) not in (2, 4):
-        raise DataError(f"{paths[0]}: give IMAGES.npy LABELS.npy, or four files, those for testing last")
+    """Return the parts of .npy files: images and labels for training, and perhaps for validation, and for testing."""
+    names = {2: ["train"], 4: ["train", "test"], 6: ["train", "validation", "test"]}.get(len(paths))
+    if names is None:
+        raise DataError(
+            f"{paths[0]}: give IMAGES.npy LABELS.npy, four files, those for testing last, or six: for training,"
+            " validation, testing"
+        )
     files = [ArrayFile(path) for path in paths]
-    return {name: array_part(*files[at : at + 2]) for name, at in (("train", 0), ("test", 2)) if at < len(files)}
+    return {name: array_part(*files[2 * at : 2 * at + 2]) for at, name in enumerate(names)}
 
 
 def array_part(images: ArrayFile, labels: ArrayFile) -> Part:

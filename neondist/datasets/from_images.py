@@ -23,8 +23,8 @@ _MOST = 10  # digits of a label
 def image_parts(folder: Path, loader: Loader, table: Path | None = None, maps: Path | None = None) -> dict[str, Part]:
     """Return the parts of a folder; the notes of the first say what is left out.
 
-    Subfolders are classes, in the order of their names. Where they are called train and test (or val), these are the
-    parts, and their subfolders the classes. `table` is a CSV file of FILE,LABEL; `maps` a folder with a map of classes
+    Subfolders are classes, in the order of their names. Where they are called train, val and test, these are the
+    splits, and their subfolders the classes. `table` is a CSV file of FILE,LABEL; `maps` a folder with a map of classes
     for each image, under the same name (its suffix may differ).
 
     Raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..hdf5 import faults, find, open_file, plain, probe, read_whole
+from ..hdf5 import faults, find, open_file, plain, probe, read_whole, state
 from .room import require_room
 
 LARGEST_CHUNK = 1 << 30  # bytes that one read may ask for beside its own; files in use have chunks of a few MiB
@@ -32,14 +33,20 @@ class GroupFacts:
 
     Attributes
     ----------
+    path, state : the file, and what `hdf5.state` told of it before it was looked at
     images : (N, *spatial, C)
     labels : (N,) or (N, K), read whole; or maps (N, *spatial) or (N, *spatial, C), of any extent
     values : the labels, where they are (N,) or (N, K); None where they are maps
     """
 
+    path: Path
+    state: tuple[int, int]
     images: ArrayFacts
     labels: ArrayFacts
     values: np.ndarray | None
+
+    def __len__(self) -> int:
+        return self.images.shape[0]
 
     @property
     def maps(self) -> bool:
@@ -47,25 +54,33 @@ class GroupFacts:
         return self.values is None
 
 
-def look(path: Path, groups: list[str], images: str, labels: str) -> dict[str, GroupFacts]:
-    """Return the facts of those of `groups` that the file has; the images are not read.
+def look(path: Path, group: str, images: str, labels: str) -> GroupFacts | None:
+    """Return the facts of a group, None if the file has none of that name; the images are not read.
 
     Raises
     ------
     DataError
         The file is missing, damaged, or an array is missing or of another kind.
     """
+    before = state(path)
     with open_file(path) as file, faults(path):
-        return {name: _group(path, file, name, images, labels) for name in groups if find(file, name) is not None}
+        if find(file, group) is None:
+            return None
+        return GroupFacts(path, before, *_arrays(path, file, group, images, labels))
 
 
-def content(path: Path, names: list[str]) -> str:
-    """Return a hash of some of the cells, or of their checksums, of arrays of a file."""
-    with open_file(path) as file, faults(path):
-        return " ".join(f"{probe(file, name):08x}" for name in names)
+def content(groups: Iterable[GroupFacts]) -> str:
+    """Return a hash of some of the cells, or of their checksums, of the arrays of groups."""
+    hashes = []
+    for group in groups:
+        with open_file(group.path) as file, faults(group.path):
+            hashes += [f"{probe(file, array.name):08x}" for array in (group.images, group.labels)]
+    return " ".join(hashes)
 
 
-def _group(path: Path, file: Any, group: str, images: str, labels: str) -> GroupFacts:
+def _arrays(
+    path: Path, file: Any, group: str, images: str, labels: str
+) -> tuple[ArrayFacts, ArrayFacts, np.ndarray | None]:
     x, y = (_array(path, file, group, name) for name in (images, labels))
     if len(x.shape) < 3:
         raise DataError(
@@ -78,13 +93,13 @@ def _group(path: Path, file: Any, group: str, images: str, labels: str) -> Group
         raise DataError(f"{path}: {x.name} has {x.shape[0]} samples, {y.name} has {y.shape[0]}; give each one label")
     spatial = len(x.shape) - 2
     if len(y.shape) > spatial:
-        return GroupFacts(x, y, None)
+        return x, y, None
     if len(y.shape) > 2:
         raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {spatial} spatial axes")
     if find(file, y.name).nbytes > max(_MOST_PACKED * path.stat().st_size, 1 << 20):
         raise DataError(f"{path}: {y.name} promises {y.shape[0]} labels, more than the file can hold; it is damaged")
     require_room(2 * find(file, y.name).nbytes, f"{path}: {y.name}", "use a machine with more")
-    return GroupFacts(x, y, read_whole(file, y.name))
+    return x, y, read_whole(file, y.name)
 
 
 def _array(path: Path, file: Any, group: str, name: str) -> ArrayFacts:

@@ -9,8 +9,7 @@ from pathlib import Path
 from ..errors import DataError
 
 SUFFIXES = (".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".gif", ".webp")
-_TRAINS = ("train", "training")
-_TESTS = ("test", "testing", "val", "valid", "validation")
+_CALLED = {"train": ("train", "training"), "validation": ("val", "valid", "validation"), "test": ("test", "testing")}
 
 
 def images(folder: Path) -> list[Path]:
@@ -54,22 +53,23 @@ def _check_link(root: Path, path: Path) -> None:
 
 
 def sets_of(folder: Path) -> tuple[dict[str, Path], list[Path]]:
-    """Return the folders of the two sets, 'train' (which may be the folder itself) and 'test', and those left out."""
+    """Return the folders of the splits by name, 'train' (which may be the folder itself) first, and those left out."""
     there = subfolders(folder)
-    trains, tests = (_called(names, there) for names in (_TRAINS, _TESTS))
-    if not trains:
-        if tests:
+    found: dict[str, Path] = {}
+    for split, names in _CALLED.items():
+        called = [path for path in there if path.name.lower() in names]
+        if len(called) > 1:
             raise DataError(
-                f"{folder}: has a folder '{tests[0].name}', but none for training; name that 'train', or"
-                f" '{tests[0].name}' otherwise if it is a class"
+                f"{folder}: has several folders of one split: {', '.join(p.name for p in called)}; keep one"
             )
+        if called:
+            found[split] = called[0]
+    if not found:
         return {"train": folder}, []
-    if len(trains) > 1 or len({path.name.lower() for path in tests}) < len(tests):
-        raise DataError(f"{folder}: has several folders of one set: {', '.join(p.name for p in (*trains, *tests))}")
-    found = {"train": trains[0]} | ({"test": tests[0]} if tests else {})
+    if "train" not in found:
+        name = next(iter(found.values())).name
+        raise DataError(
+            f"{folder}: has a folder '{name}', but none for training; name that 'train', or '{name}' otherwise if it is"
+            " a class"
+        )
     return found, [path for path in there if path not in found.values()]
-
-
-def _called(names: tuple[str, ...], folders: list[Path]) -> list[Path]:
-    """Return the folders of these names, in the order of the names."""
-    return sorted((f for f in folders if f.name.lower() in names), key=lambda f: names.index(f.name.lower()))

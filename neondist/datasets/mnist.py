@@ -7,11 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError
-from .base import Dataset, Split, tile_slices
-from .cache import Arrays, cached, fingerprint
-from .cache_path import cache_path, check_template
+from .cache import Arrays, CachedDataset
 from .idx import Header, Reader, open_idx, read_header
 from .mnist_files import ALL, TEST, TRAIN, MnistFile, MnistPair, check_folder
 from .unpack import REMEDY
@@ -21,7 +18,7 @@ _PAIRS = {"train": TRAIN, "test": TEST}
 _SIDE = (28, 28)
 
 
-class MNIST(Dataset):
+class MNIST(CachedDataset):
     """Handwritten digits, 28 x 28 grey pixels, 10 classes (LeCun, Cortes and Burges).
 
     Parameters
@@ -34,27 +31,32 @@ class MNIST(Dataset):
         Where each rank keeps its decoded tile between runs: an HDF5 file whose name has {rank} (needed for more than
         one rank) and {size}; `~` is expanded. It is rebuilt when the files, the grid or the format changed. Default:
         nothing is written.
+    validation : float or int, optional
+        A fraction, or a number, of the training digits, kept for validation: the last ones of the file.
 
     Raises
     ------
     ConfigError
-        If an argument is not a path, or the template has other fields.
+        If an argument is not a path, the template has other fields, or `validation` is no fraction or number.
 
     Notes
     -----
     Pixels are normalised with the mean 0.1307 and the standard deviation 0.3081 of the official training set.
     """
 
+    sample_shape, classes = (*_SIDE, 1), 10
+    mean, std = 0.1307, 0.3081
+
     def __init__(
-        self, path: str | os.PathLike[str] | None = None, serialized_path: str | os.PathLike[str] | None = None
+        self,
+        path: str | os.PathLike[str] | None = None,
+        serialized_path: str | os.PathLike[str] | None = None,
+        validation: float | int | None = None,
     ) -> None:
+        super().__init__(serialized_path, validation)
         if path is not None and not os.fspath(path):
             raise ConfigError(f"path: {path!r} is not a folder; give one, or leave it out for the embedded digits")
-        if serialized_path is not None:
-            check_template(serialized_path)
-        self.path, self.serialized_path = path, serialized_path
-        self.sample_shape = (*_SIDE, 1)
-        self.classes = 10
+        self.path = path
 
     @property
     def folder(self) -> Path:
@@ -69,24 +71,14 @@ class MNIST(Dataset):
             found = read_header(images, pair.images.magic), read_header(labels, pair.labels.magic)
             _check_headers(images, labels, *found)
 
-    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
-        """Return the splits with this rank's tile, from the cache where it is good."""
-        if self.serialized_path is None:
-            arrays = self._decode(grid)
-        else:
-            path = cache_path(self.serialized_path, grid)
-            sources = [file.find(self.folder) for file in ALL]
-            stamp = fingerprint("MNIST", sources, grid, self.sample_shape[:-1])
-            arrays = cached(path, stamp, lambda: self._decode(grid))
-        self.content = arrays["content"].tobytes().hex()
-        train, test = (
-            Split(arrays[f"{name}/images"], arrays[f"{name}/targets"], mean=0.1307, std=0.3081) for name in _PAIRS
-        )
-        return train, test
+    def sources(self) -> list[Path]:
+        """Return the four files."""
+        return [file.find(self.folder) for file in ALL]
 
-    def _decode(self, grid: ProcessGrid) -> Arrays:
+    def decode(self, tile: tuple[slice, ...]) -> Arrays:
+        """Return one tile of all digits, and the md5 of the whole images."""
         arrays: Arrays = {}
-        tile, digests = tile_slices(grid, self.sample_shape), []
+        digests = []
         for name, pair in _PAIRS.items():
             arrays[f"{name}/images"], arrays[f"{name}/targets"], digest = _read_pair(pair, self.folder, tile)
             digests.append(digest)

@@ -34,6 +34,8 @@ class Photographs(Dataset):
     train, test : int
         Number of crops of each split; test crops are other places in the same photographs.
     seed : int
+    validation : float or int, optional
+        A fraction, or a number, of the training crops, kept for validation: the last ones.
 
     Raises
     ------
@@ -48,7 +50,9 @@ class Photographs(Dataset):
         train: int = 2000,
         test: int = 200,
         seed: int = 0,
+        validation: float | int | None = None,
     ) -> None:
+        super().__init__(validation)
         sides = [crop, crop] if isinstance(crop, int) else list(crop)
         if len(sides) != 2:
             raise ConfigError(f"crop: {crop!r} cannot be used; give a side, or [height, width]")

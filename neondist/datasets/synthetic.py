@@ -34,6 +34,8 @@ class Synthetic(Dataset):
         Another seed gives other phases and other noise of the same classes.
     noise : float
         Half width of the uniform noise; the gratings themselves reach from -1 to 1.
+    validation : float or int, optional
+        A fraction, or a number, of the training samples, kept for validation: the last ones.
 
     Raises
     ------
@@ -51,7 +53,9 @@ class Synthetic(Dataset):
         test: int = 64,
         seed: int = 0,
         noise: float = 1.0,
+        validation: float | int | None = None,
     ) -> None:
+        super().__init__(validation)
         if not isinstance(shape, (list, tuple)) or len(shape) < 2:
             raise ConfigError(f"shape: {shape!r} is not a list of extents; give [H, W, C] or [*spatial, C]")
         if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < float("inf"):

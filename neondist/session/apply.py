@@ -13,10 +13,11 @@ import numpy as np
 from ..checkpoint import Piece, collect, opened, take
 from ..checkpoint.texts import of_kind, plain_json, whole
 from ..comm import ProcessGrid, all_or_none
-from ..datasets.base import normalised
+from ..datasets.base import SPLITS, normalised
 from ..errors import ConfigError, DataError
 from ..geometry import split as share
 from ..metrics import Misclassification
+from ..registry.ranges import choice
 from .consistency import check_consistency, check_data_consistency, outline
 from .evaluate import evaluate
 from .predictions import Predictions
@@ -41,7 +42,7 @@ def evaluate_checkpoint(
         Written by any number of ranks.
     grid : ProcessGrid, optional
         Default `experiment.open_grid()`.
-    split : {'test', 'train'}
+    split : {'test', 'validation', 'train'}
 
     Returns
     -------
@@ -54,8 +55,7 @@ def evaluate_checkpoint(
     UserError
         As `FitExperiment.validate`; DataError if the checkpoint is missing, damaged or of another model.
     """
-    if split not in ("test", "train"):
-        raise ConfigError(f"split: {split!r} cannot be used; give test or train")
+    choice("split", split, SPLITS)
     grid = experiment.open_grid() if grid is None else grid
     model, dataset = experiment.model, experiment.dataset
     with all_or_none(grid.world):
@@ -67,10 +67,12 @@ def evaluate_checkpoint(
     with closing(dataset):
         check_data_consistency(grid, dataset)
         with all_or_none(grid.world):
+            if split not in dataset.splits:
+                raise ConfigError(f"split: the data set has no {split} split; choose from {', '.join(dataset.splits)}")
             model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
         with opened(Path(checkpoint), grid.world) as file:
             take(file, model.kept_arrays()["model"], strict=True)
-        samples = getattr(dataset, split)
+        samples = dataset.splits[split]
         found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
     loss = found.pop("loss")
     told = {name: None if isnan(value) else value for name, value in found.items()}

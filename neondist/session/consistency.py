@@ -55,7 +55,7 @@ def check_data_consistency(grid: ProcessGrid, dataset: Dataset) -> None:
     """
     check_consistency(grid.world, dataset.fingerprint())
     if grid.replicas > 1:
-        kept = [split.tiles for split in (dataset.train, dataset.test)]
+        kept = [split.tiles for split in dataset.splits.values()]
         sums = [f"{checksum(tiles):08x}" if isinstance(tiles, np.ndarray) else "" for tiles in kept]
         told = grid.world.allgather(f"{sums}")
         tiles = grid.shape.tiles
@@ -109,7 +109,7 @@ def _text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, dict):
-        return f"{{{_plain(value)}}}"
+        return f"{{{_plain(_without_places(value))}}}"
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return (
             _text(value.tolist()) if value.size < _FEW else f"{value.shape} of hash {checksum(np.asarray(value)):08x}"

@@ -11,6 +11,8 @@ from ..files import can_draw, write_figure
 from .hooks import Hook
 from .run import Record, Run
 
+_STYLES = {"train": ("tab:blue", "o"), "validation": ("tab:green", "^"), "test": ("tab:orange", "s")}
+
 
 class Curves(Hook):
     """Draw the curves at the end of the run, and of one that fails, on rank 0; nothing without matplotlib."""
@@ -37,22 +39,24 @@ class Curves(Hook):
 
 
 def draw_curves(history: Sequence[Record], path: Path) -> None:
-    """Write a picture of the losses of `history`, and of the error, if there is one."""
+    """Write a picture of the losses of `history`, of any version, and of the errors, if there are any."""
     from matplotlib.figure import Figure
 
-    last = history[-1].get("valid_error")
-    classes = last is not None
+    history = [Record.of(record) for record in history]
+    last, error = history[-1], history[-1].selected("error")
+    classes = error is not None
     figure = Figure(figsize=(10 if classes else 5, 4), layout="constrained")
     loss, *others = figure.subplots(1, 1 + classes, squeeze=False)[0]
-    _line(loss, history, "train_loss", "training", "tab:blue", "o")
-    _line(loss, history, "valid_loss", "test", "tab:orange", "s")
     loss.set(title="Loss", ylabel="mean loss per sample")
-    loss.legend()
-    for error in others:
-        _line(error, history, "valid_error", "test", "tab:orange", "s", factor=100)
-        title = f"Test error: {100 * history[-1]['valid_error']:.2f} % after epoch {history[-1]['epoch']}"
-        error.set(title=title, ylabel="wrong answers (%)")
+    for name, style in _STYLES.items():
+        _line(loss, history, f"{name}_loss", name, *style)
+        for axes in others:
+            _line(axes, history, f"{name}_error", name, *style, factor=100)
+    for axes in others:
+        title = f"{last.selection.capitalize()} error: {100 * error:.2f} % after epoch {last['epoch']}"
+        axes.set(title=title, ylabel="wrong answers (%)")
     for axes in (loss, *others):
+        axes.legend()
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylim(bottom=0)

@@ -44,14 +44,17 @@ def fit(
         Samples per update, over all replicas; an epoch's last batch may be smaller.
     hooks : iterable of Hook
     metrics : sequence of Metric, optional
-        Measured on the test split after every epoch. Default: the misclassification alone, which is 'valid_error', and
-        None where the targets are no classes.
+        Measured on the validation and the test split after every epoch. Default: the misclassification alone, which is
+        'validation_error' and 'test_error', and None where the targets are no classes.
     seed : int, optional
         Seed of the order of the samples, default the model's.
     epoch, history
         What is complete already, to continue an earlier run.
     """
-    run, hooks = Run(model, dataset, epochs, batch_size, epoch, history=list(history)), list(hooks)
+    run, hooks = (
+        Run(model, dataset, epochs, batch_size, epoch, history=[Record.of(record) for record in history]),
+        list(hooks),
+    )
     with opened(hooks):
         proceed(run, hooks, metrics, seed)
     return run.history
@@ -69,7 +72,7 @@ def proceed(
         while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
             _train_epoch(run, hooks, model.seed if seed is None else seed)
             if run.stop is None:
-                _close_epoch(run, evaluate(model, run.dataset.test, run.batch_size, metrics))
+                _close_epoch(run, judge(run, metrics))
                 _call(hooks, lambda hook: hook.after_epoch(run))
         for layer in model.leaves:
             layer.settle()
@@ -111,25 +114,34 @@ def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
             _call(hooks, lambda hook: hook.after_step(run))
 
 
-def _close_epoch(run: Run, valid: dict[str, float]) -> None:
+def judge(run: Run, metrics: Sequence[Metric]) -> Record:
+    """Return what a record has of the validation and the test split; collective."""
+    record = Record()
+    for name, split in run.dataset.splits.items():
+        if name != "train":
+            found = evaluate(run.model, split, run.batch_size, metrics)
+            loss, error = found.pop("loss"), found.pop(Misclassification.name, math.nan)
+            record |= {f"{name}_loss": loss, f"{name}_error": None if math.isnan(error) else error}
+            record |= {metric if name == "test" else f"{name}_{metric}": value for metric, value in found.items()}
+    return record
+
+
+def _close_epoch(run: Run, judged: Record) -> None:
     """Count the epoch, append its record and begin the next one's sums."""
     totals, seen = run.totals, run.seen
     sent, summed = totals.moved(run.grid)
     run.epoch, run.seen, run.totals = run.epoch + 1, 0, Totals()
-    loss, error = valid.pop("loss"), valid.pop(Misclassification.name, math.nan)
     run.history.append(
-        {
-            "epoch": run.epoch,
-            "step": run.step,
-            "train_loss": totals.loss / (seen - totals.skipped) if seen > totals.skipped else math.nan,
-            "valid_loss": loss,
-            "valid_error": None if math.isnan(error) else error,
-            "seconds": totals.seconds,
-            "samples_per_second": seen / max(totals.seconds, 1e-9),
-            "bytes_sent": sent,
-            "bytes_summed": summed,
-            **valid,
-        }
+        Record(
+            epoch=run.epoch,
+            step=run.step,
+            train_loss=totals.loss / (seen - totals.skipped) if seen > totals.skipped else math.nan,
+            **judged,
+            seconds=totals.seconds,
+            samples_per_second=seen / max(totals.seconds, 1e-9),
+            bytes_sent=sent,
+            bytes_summed=summed,
+        )
     )
 
 

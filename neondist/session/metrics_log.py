@@ -15,9 +15,8 @@ from .run import Record, Run
 class MetricsLog(Hook):
     """Write one JSON object per epoch, on rank 0, floats in full precision; NaN and infinity become null.
 
-    The object holds epoch, step, train_loss, valid_loss, valid_error; of training alone seconds, samples_per_second,
-    bytes_sent (halos) and bytes_summed (arrays that were given into sums over ranks), both of all ranks; and the
-    metrics that were asked for beside the misclassification.
+    The object holds what a Record does; seconds, samples_per_second, bytes_sent (halos) and bytes_summed (arrays that
+    were given into sums over ranks), both of all ranks, are of training alone.
     """
 
     def __init__(self, path: Path) -> None:

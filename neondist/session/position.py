@@ -94,9 +94,8 @@ class Position:
             raise ValueError("'uncounted' is more than 'step'")
         if values["seen"] > values["samples"]:
             raise ValueError("'seen' is more than an epoch has")
-        for record in of_kind("'history'", values["history"], list):
-            _record(record)
-        return cls(**values | {"totals": Totals(**totals)})
+        history = [_record(record) for record in of_kind("'history'", values["history"], list)]
+        return cls(**values | {"totals": Totals(**totals), "history": history})
 
 
 def _number(name: str, value: Any) -> None:
@@ -104,8 +103,8 @@ def _number(name: str, value: Any) -> None:
         raise ValueError(f"'{name}' is no finite number")
 
 
-def _record(record: Any) -> None:
-    """Check what the loop and its hooks read of an epoch's record; a mean of nothing is NaN."""
+def _record(record: Any) -> Record:
+    """Return an epoch's record, after checking what the loop and its hooks read of it; a mean of nothing is NaN."""
     if not isinstance(record, dict) or "epoch" not in record:
         raise ValueError("an epoch's record has other fields")
     for name, value in record.items():
@@ -115,3 +114,4 @@ def _record(record: Any) -> None:
             raise ValueError(f"'{name}' of an epoch's record is no number")
         elif type(value) is int and abs(value) >= LARGEST:
             raise ValueError(f"'{name}' of an epoch's record is too large")
+    return Record.of(record)

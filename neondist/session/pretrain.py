@@ -11,8 +11,7 @@ from ..datasets import Dataset
 from ..models import Model
 from ..registry.arguments import checked
 from .checkpoint import Checkpoint, restore
-from .evaluate import evaluate
-from .fit import proceed
+from .fit import judge, proceed
 from .hooks import Hook, opened
 from .metrics_log import MetricsLog
 from .reconstruction_error import ReconstructionError
@@ -40,7 +39,7 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
     Returns
     -------
     list of dict
-        One record per stage and epoch, and one with epoch 0 from before. 'valid_loss' is the mean cost of a test
+        One record per stage and epoch, and one with epoch 0 from before. 'test_loss' is the mean cost of a test
         sample, 'reconstruction_error' the share of the input's variance that the reconstruction misses.
     """
     history: list[Record] = []
@@ -101,9 +100,7 @@ def _train(run: Run, hooks: list[Hook], checkpoint: Path | None) -> None:
         restore(checkpoint, run)
     metrics: list[Any] = [ReconstructionError(stage, run.dataset.train, run.batch_size)]
     if checkpoint is None:
-        before = evaluate(stage, run.dataset.test, run.batch_size, metrics)
-        first = {"stage": stage.name, "epoch": 0, "step": 0, "valid_loss": before.pop("loss"), **before}
-        run.history = [*run.history, first]
+        run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **judge(run, metrics))]
     proceed(run, [NameStage(), *hooks], metrics)
     stage.close()
 
@@ -114,4 +111,4 @@ class NameStage(Hook):
     def after_epoch(self, run: Run) -> None:
         """Complete the epoch's record."""
         stage: Any = run.model
-        run.history[-1] = {"stage": stage.name, **run.history[-1]}
+        run.history[-1] = Record(stage=stage.name, **run.history[-1])

@@ -9,11 +9,13 @@ import time
 from typing import IO, Any
 
 from ..console import say
+from ..datasets.base import SPLITS
 from .hooks import Hook
 from .reconstruction_error import ReconstructionError
 from .run import Record, Run
 
 MISSED = ReconstructionError.name
+_WORDS = {"train": "training"}
 
 
 class ProgressBar(Hook):
@@ -121,20 +123,23 @@ def headline(run: Run) -> str:
     ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {tiles})"
     done = f", from epoch {run.epoch}" if run.epoch else ""
     done += f", {run.seen} samples into the next" if run.seen else ""
+    *others, last = [f"{len(split)} {_WORDS.get(name, name)}" for name, split in run.dataset.splits.items()]
     return (
-        f"{run.model} on {ranks}: {len(run.dataset.train)} training and {len(run.dataset.test)} test"
-        f" samples of {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{done}"
+        f"{run.model} on {ranks}: {', '.join(others)} and {last} samples of"
+        f" {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{done}"
     )
 
 
 def summary(record: Record, epochs: int) -> str:
     """Return an epoch's numbers in one line."""
-    error = record["valid_error"]
     parts = [
         f"epoch {record['epoch']}/{epochs}",
-        f"train loss {record['train_loss']:.6f}",
-        f"valid loss {record['valid_loss']:.6f}",
-        *([] if error is None else [f"valid error {100 * error:.2f} %"]),
+        *(f"{name} loss {record[f'{name}_loss']:.6f}" for name in SPLITS if f"{name}_loss" in record),
+        *(
+            f"{name} error {100 * record[key]:.2f} %"
+            for name in SPLITS
+            if record.get(key := f"{name}_error") is not None
+        ),
         *([f"reconstruction error {record[MISSED]:.3f}"] if MISSED in record else []),
         f"{record['seconds']:.1f} s",
         f"{record['samples_per_second']:,.0f} samples/s",

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..comm import ProcessGrid
     from ..datasets import Dataset
     from ..models import Model
 
-Record: TypeAlias = dict[str, Any]
-"""One epoch's numbers: epoch, step, train_loss, valid_loss, valid_error, seconds, samples_per_second, bytes_sent,
-bytes_summed."""
+
+class Record(dict[str, Any]):
+    """One epoch's numbers by name.
+
+    epoch, step, train_loss; validation_loss and validation_error where there is a validation split, test_loss and
+    test_error where there is a test split; further metrics of the test split by their names, of the validation split as
+    validation_NAME; seconds, samples_per_second, bytes_sent, bytes_summed.
+    """
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any]) -> Record:
+        """Return numbers that any version has written: in 0.1 those of the test split were called valid_*."""
+        return cls({_renamed(name): value for name, value in numbers.items()})
+
+    def __missing__(self, name: str) -> Any:
+        """Give a number under its name of version 0.1, with a warning."""
+        if (new := _renamed(name)) not in self:
+            raise KeyError(name)
+        warnings.warn(f"'{name}' of a record is called '{new}' now", DeprecationWarning, stacklevel=2)
+        return self[new]
+
+    @property
+    def selection(self) -> str:
+        """The split by which settings are chosen: 'validation', or 'test' where there are no numbers of it."""
+        return "validation" if "validation_loss" in self else "test"
+
+    def selected(self, number: str) -> Any:
+        """Return 'loss' or 'error' of that split; None if there is none."""
+        return self.get(f"{self.selection}_{number}")
+
+
+def _renamed(name: str) -> str:
+    return f"test_{name.removeprefix('valid_')}" if name in ("valid_loss", "valid_error") else name
 
 
 @dataclass

@@ -24,7 +24,7 @@ Rows = list[np.ndarray]
 Blocks = dict[tuple[int, ...], np.ndarray]
 
 SAMPLES, UNITS, FILTERS, PIXELS = 10, 24, 384, 256
-"""Test images, units and filters in a picture, and how many cells high or wide an image is drawn."""
+"""Images, units and filters in a picture, and how many cells high or wide an image is drawn."""
 
 
 class StagePictures(Hook):
@@ -32,7 +32,8 @@ class StagePictures(Hook):
 
     `reconstructions_N.png` shows the stage's input, its reconstruction and their difference; `filters_N.png` the
     filters of cells all over the tiles; both if the stage's input has one channel or three. `stimuli_N.png` shows the
-    images of the test images' norm at which units of the stage's output are largest.
+    images, of the norm of those of the split, at which units of the stage's output are largest. The split is that for
+    validation, or where there is none that for testing.
 
     Parameters
     ----------
@@ -46,9 +47,9 @@ class StagePictures(Hook):
 
     def after_run(self, run: Run) -> None:
         """Collect the pictures (collective), each from its tiles, and draw them."""
-        test, shape = run.dataset.test, run.dataset.sample_shape
-        for stage in run.model.stages if len(shape) == 3 and len(test) else ():
-            pictures, cells, found = reconstructions(stage, test), filters(stage), stimuli(stage, test)
+        split, shape = run.dataset.selection, run.dataset.sample_shape
+        for stage in run.model.stages if len(shape) == 3 and len(split) else ():
+            pictures, cells, found = reconstructions(stage, split), filters(stage), stimuli(stage, split)
             with all_or_none(run.grid.world):
                 if run.first_rank and can_draw():
                     self._draw(stage, pictures, cells, list(found.reshape(3, -1, *found.shape[1:])))
@@ -65,9 +66,9 @@ class StagePictures(Hook):
             draw_rows(self.folder / f"stimuli_{number}.png", found, title)
 
 
-def reconstructions(stage: Autoencoder, test: Split) -> Rows:
-    """Return inputs, reconstructions and differences of the first test images, (samples, h, w, C) each; collective."""
-    x = test.images(np.arange(min(SAMPLES, len(test))), stage.dtype)
+def reconstructions(stage: Autoencoder, split: Split) -> Rows:
+    """Return inputs, reconstructions and differences of the first images, (samples, h, w, C) each; collective."""
+    x = split.images(np.arange(min(SAMPLES, len(split))), stage.dtype)
     y = stage.fprop(x)
     box = stage.output.own
     inputs, residuals = (_whole(stage.grid, part, box.lo, stage.output_shape) for part in (y.x, y.residual))
@@ -96,13 +97,13 @@ def filters(stage: Autoencoder) -> Blocks:
     return dict(sorted(found.items()))
 
 
-def stimuli(stage: Autoencoder, test: Split) -> np.ndarray:
+def stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
     """Return the optimal stimuli (units, h, w, C) of units spread over the stage's output; collective."""
     model = stage.model
     *extent, channels = Sequential(model.layers[: stage.end]).output_shape_for(model.input_shape)
     cells = [np.unravel_index(i * prod(extent) // UNITS, extent) for i in range(UNITS)]
     units = [(*map(int, cell), i % channels) for i, cell in enumerate(cells)]
-    images = test.images(np.arange(min(SAMPLES, len(test))), stage.dtype)
+    images = split.images(np.arange(min(SAMPLES, len(split))), stage.dtype)
     own = model.leaves[0].counted(images)
     squares = np.array([np.sum(own * own, dtype=np.float64)])
     model.grid.tile_comm.allreduce(squares)

@@ -1,4 +1,4 @@
-"""tiles.png: a test image cut into the tiles of the ranks, each with its halo."""
+"""tiles.png: an image cut into the tiles of the ranks, each with its halo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIXELS = 512  # a larger image is drawn from every s-th cell, so that no rank ha
 
 
 class TilesPicture(Hook):
-    """Draw the first test image before training begins, on rank 0; nothing without matplotlib or for other than images.
+    """Draw an image before training begins, on rank 0; nothing without matplotlib or for other than images.
 
     The views drawn are those of the first layer whose window is larger than one cell.
     """
@@ -34,7 +34,7 @@ class TilesPicture(Hook):
     def before_run(self, run: Run) -> None:
         """Collect the tiles (collective) and draw."""
         shape, grid = run.dataset.sample_shape, run.grid
-        if len(shape) != 3 or not len(run.dataset.test):
+        if len(shape) != 3 or not len(run.dataset.selection):
             return
         image = collect(run.dataset, grid, run.model.dtype, run.model.input.own)
         with all_or_none(grid.world):
@@ -56,7 +56,7 @@ def first_window(plans: list[LayerPlan]) -> LayerPlan | None:
 
 
 def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
-    """Return the first test image on every rank, whole or every s-th cell of it, (h, w, C); collective.
+    """Return the first image of `dataset.selection` on every rank, whole or every s-th cell, (h, w, C); collective.
 
     `box` is what this rank's data set has of it: its tile, or more.
     """
@@ -65,7 +65,7 @@ def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> n
     piece = None
     if grid.replica == 0:
         here = tuple(slice(-lo % step, None, step) for lo in box.lo)
-        piece = (tuple(-(-lo // step) for lo in box.lo), dataset.test.images([0], dtype)[0][here])
+        piece = (tuple(-(-lo // step) for lo in box.lo), dataset.selection.images([0], dtype)[0][here])
     image = np.zeros((-(-height // step), -(-width // step), channels))
     for part in grid.world.allgather(piece):
         if part is not None:
@@ -75,7 +75,7 @@ def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> n
 
 
 def _title(shape: Sequence[int], parts: Sequence[int], replicas: int, layer: LayerPlan | None) -> str:
-    what = f"First test image ({' × '.join(map(str, shape))}) in {' × '.join(map(str, parts))} tiles"
+    what = f"An image ({' × '.join(map(str, shape))}) in {' × '.join(map(str, parts))} tiles"
     copies = f", the same in each of {replicas} replicas" if replicas > 1 else ""
     if layer is None or layer.window is None:
         return what + copies

@@ -65,7 +65,8 @@ class TimeLimit(Hook):
         step = max(self.steps, default=self.saving)
         saving, between = self.saving or _saving(run), 0.0
         if len(run.dataset.train) - run.seen <= run.batch_size:  # the epoch may end before all ranks know
-            between = saving + (self.evaluation or step * -(-len(run.dataset.test) // run.batch_size))
+            judged = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
+            between = saving + (self.evaluation or step * -(-judged // run.batch_size))
         return 1.0 + 2 * step + between + saving
 
     def _took(self) -> float:

@@ -109,8 +109,8 @@ def test_evaluation_says_what_the_run_said(folder, ranks, grid):
     (test, train), *others = loopback.run(ranks, body)
     assert all(each == [test, train] for each in others)
     assert (test["samples"], train["samples"]) == (5, 25)
-    assert test["loss"] == pytest.approx(history[0]["valid_loss"], rel=1e-10)
-    assert test["error"] == history[0]["valid_error"]
+    assert test["loss"] == pytest.approx(history[0]["test_loss"], rel=1e-10)
+    assert test["error"] == history[0]["test_error"]
 
 
 def test_tiles_that_overlap(tmp_path):
@@ -128,9 +128,9 @@ def test_tiles_that_overlap(tmp_path):
         history = fresh().run(grid, output=out, hooks=[]).history
         told = evaluate_checkpoint(fresh(), out / "checkpoint.h5", grid)
         predict(fresh(), out / "checkpoint.h5", tmp_path / "x.npy", tmp_path / f"{scheme}.npy", grid)
-        assert told["loss"] == pytest.approx(history[0]["valid_loss"], rel=1e-10)
-        assert told["error"] == history[0]["valid_error"]
-        return history[0]["train_loss"], history[0]["valid_loss"], told["error"]
+        assert told["loss"] == pytest.approx(history[0]["test_loss"], rel=1e-10)
+        assert told["error"] == history[0]["test_error"]
+        return history[0]["train_loss"], history[0]["test_loss"], told["error"]
 
     names = "halo", "overlap_tile(statistics=global)"
     expected, found = (loopback.run(4, lambda world, s=scheme: body(world, s))[0] for scheme in names)

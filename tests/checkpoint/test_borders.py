@@ -88,7 +88,7 @@ def test_pretraining_goes_on_too(tmp_path):
             data = nd.Synthetic((9, 8, 2), classes=4, train=25, test=5)
             made = nd.FitExperiment(data, model, batch_size=10)
             history = made.run(nd.ProcessGrid(world), output=folder, resume=resume, hooks=hooks()).history
-            return [(record["valid_loss"], record["bytes_sent"]) for record in history], model.state()
+            return [(record["test_loss"], record["bytes_sent"]) for record in history], model.state()
 
         return loopback.run(2, body)[0]
 

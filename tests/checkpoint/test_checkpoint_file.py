@@ -29,7 +29,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, writer):
     written = save(tmp_path / "c.h5", *writer)
     for reader in LAYOUTS:
         run, found = load(tmp_path / "c.h5", *reader)
-        assert run.history == [{"epoch": 1, "valid_error": 0.1}]
+        assert run.history == [{"epoch": 1, "test_error": 0.1}]
         assert run.step == 2
         for each in found:
             assert each.keys() == written.keys()

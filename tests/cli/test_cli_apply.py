@@ -44,8 +44,8 @@ def test_evaluate_and_predict_on_two_ranks_as_on_one(folder):
     for ranks in ((), ("-n", 2)):
         found = json.loads(succeed(folder, "evaluate", *WORDS, *ranks))
         assert found["samples"] == 5
-        assert found["loss"] == pytest.approx(log["valid_loss"], rel=1e-12)
-        assert found["error"] == log["valid_error"]
+        assert found["loss"] == pytest.approx(log["test_loss"], rel=1e-12)
+        assert found["error"] == log["test_error"]
         out = succeed(folder, "predict", *WORDS, "--input", "x.npy", "--output", f"y{len(ranks)}.npy", *ranks)
         assert f"written: y{len(ranks)}.npy, 9 x 3" in out
     np.testing.assert_allclose(np.load(folder / "y2.npy"), np.load(folder / "y0.npy"), rtol=1e-12)

@@ -70,7 +70,7 @@ def test_what_ran_can_be_run_again(folder):
     code, *_ = call(neondist("run", "a/experiment.yaml", "--output", "b"), folder)
     assert code == 0
     one, two = (json.loads((folder / name / "metrics.jsonl").read_text()) for name in "ab")
-    assert (one["train_loss"], one["valid_loss"]) == (two["train_loss"], two["valid_loss"])
+    assert (one["train_loss"], one["test_loss"]) == (two["train_loss"], two["test_loss"])
 
 
 def test_the_serial_twins_give_the_same(folder):

@@ -6,6 +6,7 @@ import pytest
 
 from neondist.bench.schemes import summaries
 from neondist.cli import main
+from neondist.session.run import Record
 
 FILE = """\
 !FitExperiment
@@ -89,10 +90,10 @@ def test_seams(folder, capsys):
 
 def test_the_front():
     def row(scheme, error, sent):
-        return {
-            "scheme": scheme, "seed": 1, "exact": True, "grid": [1, 2, 2], "valid_error": error, "valid_loss": 0.0,
-            "bytes_per_step": sent, "seconds_per_epoch": 1.0,
-        }  # fmt: skip
+        return Record(
+            scheme=scheme, seed=1, exact=True, grid=[1, 2, 2], test_error=error, test_loss=0.0,
+            bytes_per_step=sent, seconds_per_epoch=1.0,
+        )  # fmt: skip
 
     rows = [row("halo", 0.1, 100), row("tower", 0.3, 0), row("stale", 0.2, 100), row("quantised", 0.1, 25)]
     assert {r["scheme"]: r["front"] for r in summaries(rows)} == {
@@ -137,7 +138,7 @@ def test_virtual_ranks_train_like_one_process(folder):
     for name, words in {"one": [], "many": ["--virtual", "6"]}.items():
         assert main(["run", "small.yaml", "--set", "dtype=float64", *words, "--output", name]) == 0
     one, many = (json.loads((folder / name / "metrics.jsonl").read_text()) for name in ("one", "many"))
-    assert many["valid_loss"] == pytest.approx(one["valid_loss"], rel=1e-10)
+    assert many["test_loss"] == pytest.approx(one["test_loss"], rel=1e-10)
     assert many["bytes_sent"] > one["bytes_sent"] == 0
     assert (folder / "many/ledger.jsonl").read_text().count("\n") > 4
 

@@ -8,7 +8,7 @@ import pytest
 from dataset_toys import GRIDS, grids, whole
 
 import neondist as nd
-from neondist.datasets.cifar10 import MEAN, STD
+from neondist.datasets import CIFAR10
 from neondist.errors import ConfigError, DataError
 
 NAMES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
@@ -53,7 +53,7 @@ def test_tiles_give_the_whole(tmp_path, pack, shape):
         np.testing.assert_array_equal(test.targets([3]), made["test_batch.bin"][3:, 0])
     records = np.concatenate([made[name] for name in NAMES[:5]])
     pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    expected = (pixels / 255 - MEAN) / STD
+    expected = (pixels / 255 - CIFAR10.mean) / CIFAR10.std
     np.testing.assert_allclose(whole(tiles, boxes, expected.shape), expected, atol=1e-12)
 
 

@@ -239,7 +239,7 @@ def test_bytes_that_four_tiles_really_read(tmp_path, monkeypatch, size, shape):
 
     monkeypatch.setattr(hdf5_tiles, "open_file", open_file)
     for grid in grids(*shape):
-        train, _ = nd.HDF5Dataset(tmp_path / "out.h5", test_share=0.25).load(grid)
+        train, *_ = nd.HDF5Dataset(tmp_path / "out.h5", test_share=0.25).load(grid)
         for number in (2, 0, 1):
             train.images([number])
     image = prod(size) * 3

@@ -30,7 +30,7 @@ def test_tiles_give_the_whole(path, shape, chunks):
     tiles, boxes = [], []
     for grid in grids(*shape):
         data = nd.HDF5Dataset(path, mean=[0.1, 0.2], std=0.5)
-        train, test = data.load(grid)
+        train, _, test = data.load(grid)
         assert (data.sample_shape, data.classes) == ((13, 10, 2), 3)
         tiles.append(train.images(order, "float64"))
         boxes.append(grid.tile_box((13, 10)))
@@ -43,7 +43,7 @@ def test_volumes_and_maps(path):
     made = small_hdf5(path, (5, 6, 7, 1), maps=(5, 6, 7), dtype="f4")
     for grid in loopback.run(8, lambda t: nd.ProcessGrid(t, 1, 2, 2, 2)):
         data = nd.HDF5Dataset(path)
-        train, _ = data.load(grid)
+        train, *_ = data.load(grid)
         assert data.classes is None
         cut = grid.tile_box((5, 6, 7)).slices
         batches = list(train.batches([[3, 4, 5], [], [19]], "float64"))
@@ -63,7 +63,7 @@ def losses(path, comm=None, ahead=True, replicas=1, hooks=()):
     grid = SERIAL if comm is None else nd.ProcessGrid(comm, replicas)
     experiment = nd.FitExperiment(nd.HDF5Dataset(path, ahead=ahead), model(comm is not None), batch_size=6, epochs=2)
     history = experiment.run(grid, hooks=hooks).history
-    return [record[key] for record in history for key in ("train_loss", "valid_loss")]
+    return [record[key] for record in history for key in ("train_loss", "test_loss")]
 
 
 def test_training_is_the_same_read_ahead_or_not_and_on_any_grid(path):
@@ -82,7 +82,7 @@ def test_maps_train_on_tiles(path):
         grid = SERIAL if comm is None else nd.ProcessGrid(comm, replicas)
         kind, conv = (nd.Convnet, nd.ConvLayer) if comm is None else (nd.ConvnetDist, nd.ConvLayerDist)
         one = kind([conv(3, 3, padding=1)], cost=nd.SoftmaxCrossEntropy(), dtype="float64", backend="numpy")
-        return nd.FitExperiment(nd.HDF5Dataset(path), one, batch_size=5).run(grid, hooks=[]).history[0]["valid_loss"]
+        return nd.FitExperiment(nd.HDF5Dataset(path), one, batch_size=5).run(grid, hooks=[]).history[0]["test_loss"]
 
     expected = run()
     for found in [*loopback.run(4, run), *loopback.run(4, lambda comm: run(comm, 2))]:
@@ -143,7 +143,7 @@ def test_a_run_stopped_inside_an_epoch_goes_on_at_the_next_sample(path, tmp_path
 
     experiment().run(SERIAL, output=tmp_path / "out", hooks=[Stops()])
     history = experiment().run(SERIAL, output=tmp_path / "out", resume=True, hooks=[]).history
-    assert [record[key] for record in history for key in ("train_loss", "valid_loss")] == expected
+    assert [record[key] for record in history for key in ("train_loss", "test_loss")] == expected
 
 
 def test_a_share_is_kept_for_testing(path):

@@ -182,4 +182,5 @@ def test_the_import_is_light():
 
 
 def test_arguments_are_remembered():
-    assert MNIST("a", serialized_path="b_{rank}").arguments() == {"path": "a", "serialized_path": "b_{rank}"}
+    given = {"path": "a", "serialized_path": "b_{rank}", "validation": 0.1}
+    assert MNIST(**given).arguments() == given

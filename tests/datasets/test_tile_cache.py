@@ -20,13 +20,13 @@ class Setup:
         self.folder, self.cache = tmp_path / "data", tmp_path / "cache"
         self.made = small_mnist(self.folder)
         self.decoded = 0
-        decode = MNIST._decode
+        decode = MNIST.decode
 
         def counted(data, grid):
             self.decoded += 1
             return decode(data, grid)
 
-        monkeypatch.setattr(MNIST, "_decode", counted)
+        monkeypatch.setattr(MNIST, "decode", counted)
 
     def load(self, grid=ONE, name=NAME):
         """Load through the cache, compare with a load without one; return whether the files were decoded."""

@@ -161,5 +161,5 @@ def compare(folder, epochs):
                 np.testing.assert_array_equal(file[group][name][()], array, err_msg=name)
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, epochs + 1))
-    for key in ("step", "train_loss", "valid_loss", "valid_error", "bytes_sent"):
+    for key in ("step", "train_loss", "test_loss", "test_error", "bytes_sent"):
         assert [line[key] for line in lines] == [record[key] for record in history], key

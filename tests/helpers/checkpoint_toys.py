@@ -50,7 +50,7 @@ def save(path, ranks=1, grid=None, steps=2, **fields):
 
     def body(world):
         run = begun(nd.ProcessGrid(world, **(grid or {})), steps)
-        run.history.append({"epoch": 1, "valid_error": 0.1})
+        run.history.append({"epoch": 1, "test_error": 0.1})
         Checkpoint(path, **fields).save(run)
         return arrays(run)
 

@@ -64,4 +64,4 @@ def mpirun_env():
 
 
 def losses(out):
-    return re.findall(r"train loss ([\d.]+)  valid loss ([\d.]+)", out)
+    return re.findall(r"train loss ([\d.]+)  test loss ([\d.]+)", out)

@@ -75,9 +75,9 @@ def pretrain_and_fit(grid=None):
     data.open(grid)
     model.build(data.sample_shape, 8, grid)
     first = nd.pretrain(model, data, 8)
-    keys = ("valid_loss", "reconstruction_error")
+    keys = ("test_loss", "reconstruction_error")
     found = {"pretraining": np.array([[record[key] for key in keys] for record in first])}
     then = nd.fit(model, data, epochs=3, batch_size=8)
     return found | {
-        key: np.array([record[key] for record in then]) for key in ("train_loss", "valid_loss", "valid_error")
+        key: np.array([record[key] for record in then]) for key in ("train_loss", "test_loss", "test_error")
     }

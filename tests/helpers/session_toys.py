@@ -6,7 +6,7 @@ import numpy as np
 
 from neondist.comm import ProcessGrid
 from neondist.costs import CrossEntropy
-from neondist.datasets import Split, Synthetic
+from neondist.datasets import Dataset, Split, Synthetic
 from neondist.layers import ConvLayerDist, DropoutLayerDist, FCLayerDist, MaxPoolingLayerDist, RectLin
 from neondist.models import ConvnetDist
 from neondist.optim import SGD
@@ -69,13 +69,21 @@ class ToyModel:
             slot[...] = state[f"toy/weights/{name}"]
 
 
-class ToyData:
-    """Sample i is an image of 2 x 2 cells of value i."""
+class ToyData(Dataset):
+    """Sample i is an image of 2 x 2 cells of value i; it need not be opened."""
 
     sample_shape, classes = (2, 2, 1), 3
 
-    def __init__(self, train=10, test=7):
-        self.train, self.test = (self.split(count) for count in (train, test))
+    def __init__(self, train=10, test=7, validation=None):
+        self.train, self.validation, self.test = (
+            None if count is None else self.split(count) for count in (train, validation, test)
+        )
+
+    def check(self):
+        pass
+
+    def load(self, grid):
+        raise NotImplementedError
 
     def split(self, count):
         cells = np.broadcast_to(np.arange(count, dtype=float)[:, None, None, None], (count, 2, 2, 1))

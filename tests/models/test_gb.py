@@ -200,8 +200,8 @@ def test_runs_of_layers_around_a_stage(name):
         model = nd.GBDist(layers(scheme), dtype="float64", backend="numpy", seed=2)
         data.open(model.reading_grid(data.sample_shape, grid))
         model.build(data.sample_shape, 8, grid)
-        losses = [record["valid_loss"] for record in nd.pretrain(model, data, 8)]
-        losses += [record["valid_loss"] for record in nd.fit(model, data, epochs=2, batch_size=8)]
+        losses = [record["test_loss"] for record in nd.pretrain(model, data, 8)]
+        losses += [record["test_loss"] for record in nd.fit(model, data, epochs=2, batch_size=8)]
         found, values = nd.models.optimal_stimulus(model, model.stages[0].end - 1, [(1, 1, 0), (5, 4, 1)], steps=3)
         return np.array(losses), values, model.gather_input(found)
 

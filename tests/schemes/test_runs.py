@@ -135,7 +135,7 @@ def test_training_from_tiles_that_were_read_wide(tmp_path):
         model = nd.ConvnetDist(layers, scheme=scheme, dtype="float64", backend="numpy")
         made = nd.FitExperiment(nd.Synthetic((12, 13, 1), train=12, test=5), model, batch_size=4, epochs=2)
         history = made.run(nd.ProcessGrid(comm), hooks=[]).history
-        return [(r["train_loss"], r["valid_loss"]) for r in history], history[0]["bytes_sent"]
+        return [(r["train_loss"], r["test_loss"]) for r in history], history[0]["bytes_sent"]
 
     expected, sent = on_ranks(4, lambda comm: job(comm, "halo"))[0]
     found, nothing = on_ranks(4, lambda comm: job(comm, "overlap_tile"))[0]

@@ -47,14 +47,14 @@ def test_records():
     assert [r["bytes_sent"] for r in history] == [100, 100]  # of the epoch, not since the start
     last, y = history[-1], model.fprop(data.test.images(np.arange(7), "float64"))
     labels = data.test.targets(np.arange(7))
-    assert last["valid_loss"] == last["log_loss"] == pytest.approx(CrossEntropy().value(y, labels) / 7)
-    assert last["valid_error"] == (y.argmax(-1) != labels).mean()
+    assert last["test_loss"] == last["log_loss"] == pytest.approx(CrossEntropy().value(y, labels) / 7)
+    assert last["test_error"] == (y.argmax(-1) != labels).mean()
     assert last["samples_per_second"] == pytest.approx(10 / last["seconds"])
 
 
 def test_the_default_record_has_exactly_these_fields():
     assert list(fit(ToyModel(), ToyData())[0]) == [
-        "epoch", "step", "train_loss", "valid_loss", "valid_error", "seconds", "samples_per_second", "bytes_sent",
+        "epoch", "step", "train_loss", "test_loss", "test_error", "seconds", "samples_per_second", "bytes_sent",
         "bytes_summed"
     ]  # fmt: skip
 

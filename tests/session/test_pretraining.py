@@ -59,9 +59,9 @@ def test_a_run_writes_the_costs_of_pretraining(whole):
         (f"local_filtering{stage}", epoch) for stage in (1, 2) for epoch in (0, 1, 2)
     ]
     for first, last in ((records[0], records[2]), (records[3], records[5])):
-        assert last["valid_loss"] < first["valid_loss"]
+        assert last["test_loss"] < first["test_loss"]
         assert last["reconstruction_error"] < first["reconstruction_error"]
-        assert last["valid_error"] is None
+        assert last["test_error"] is None
     assert len(lines(whole[0] / "metrics.jsonl")) == 2
     assert {"pretrain_1.h5", "pretrain_2.h5"} <= {path.name for path in whole[1].files}
 
@@ -74,7 +74,7 @@ def test_pretraining_stops_anywhere_and_resumes_on_other_ranks(tmp_path, whole, 
     result, state = run(2, output=tmp_path, resume=True)
     for name, array in whole[2].items():
         np.testing.assert_allclose(state[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
-    losses = [[r["valid_loss"] for r in lines(folder / "pretrain.jsonl")] for folder in (whole[0], tmp_path)]
+    losses = [[r["test_loss"] for r in lines(folder / "pretrain.jsonl")] for folder in (whole[0], tmp_path)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-9)
 
 

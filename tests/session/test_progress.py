@@ -25,7 +25,17 @@ def test_one_line_per_epoch(capsys):
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == "ToyModel on 1 rank: 10 training and 7 test samples of 2 x 2 x 1, batches of 4"
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
-    assert all("train loss " in line and "valid error " in line and "samples/s" in line for line in lines)
+    assert "valid" not in "".join(lines), "there is a test split only"
+    assert all("train loss " in line and "test error " in line and "samples/s" in line for line in lines)
+
+
+def test_a_validation_split_is_told_beside_the_test_split(capsys):
+    record = fit(ToyModel(), ToyData(validation=5), 1, 4, [ProgressBar()])[0]
+    head, line = capsys.readouterr().out.splitlines()
+    assert "10 training, 5 validation and 7 test samples of" in head
+    names = ("train loss", "validation loss", "test loss", "validation error", "test error")
+    assert [part.rpartition(" ")[0].removesuffix(" %") for part in line.split("  ")[1:4]] == list(names[:3])
+    assert f"validation error {100 * record['validation_error']:.2f} %  test error" in line
 
 
 def test_bar_on_a_terminal():

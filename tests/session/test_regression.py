@@ -35,10 +35,10 @@ def test_there_is_no_error(tmp_path, capsys):
 
     found = loopback.run(2, body)[0]
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert record["valid_error"] is None
-    assert found == {"samples": 3, "loss": pytest.approx(record["valid_loss"]), "error": None, "top2_error": None}
+    assert record["test_error"] is None
+    assert found == {"samples": 3, "loss": pytest.approx(record["test_loss"]), "error": None, "top2_error": None}
     out = capsys.readouterr().out
-    assert "valid loss" in out
+    assert "test loss" in out
     assert "error" not in out
     assert not (tmp_path / "curves.png").exists() or _wide(tmp_path / "curves.png") < 700  # one panel
 
@@ -65,4 +65,4 @@ def test_one_hot_targets_have_one():
         return nd.FitExperiment(data((5, 4, 1), classes=3, train=8, test=9), model, batch_size=4, dist_flag=False)
 
     records = [fresh(data).run(hooks=[]).history[-1] for data in (Hot, nd.Synthetic)]
-    assert records[0]["valid_error"] == records[1]["valid_error"] > 0
+    assert records[0]["test_error"] == records[1]["test_error"] > 0

@@ -58,7 +58,7 @@ ARGUMENTS = {
     "mean": (lambda odd: Own(mean=[0.25] if odd else 0.25), "mean: 0.25", "mean: [0.25]"),
     "array": (lambda odd: Own(mean=np.array([0.5 + odd])), "mean: [0.5]", "mean: [1.5]"),
     "scale": (lambda odd: Hidden(mean=float(odd)), "minus [0.0]", "minus [1.0]"),
-    "labels": (lambda odd: Hidden(label=int(odd)), "training set: 6 samples", "labels"),
+    "labels": (lambda odd: Hidden(label=int(odd)), "train split: 6 samples", "labels"),
 }
 
 
@@ -133,4 +133,4 @@ def test_an_evaluation_compares_too(tmp_path):
         lambda odd: Hidden(label=int(odd)),
         run=lambda experiment, grid: evaluate_checkpoint(experiment, tmp_path / "no.h5", grid),
     )
-    assert "training set: 6 samples" in told
+    assert "train split: 6 samples" in told

@@ -15,7 +15,7 @@ from neondist.optim import SGD, Adam
 from neondist.session import fit
 from neondist.session.metrics_log import MetricsLog, line
 
-KEYS = ["epoch", "step", "train_loss", "valid_loss", "valid_error", "seconds", "samples_per_second"]
+KEYS = ["epoch", "step", "train_loss", "test_loss", "test_error", "seconds", "samples_per_second"]
 KEYS += ["bytes_sent", "bytes_summed"]
 
 
@@ -109,7 +109,7 @@ def test_resume_continues_as_if_nothing_had_happened(tmp_path, optimizer):
     history = resumed.run(output=tmp_path, resume=True, hooks=[]).history
     assert [record["epoch"] for record in lines(tmp_path)] == [1, 2, 3]
     assert lines(tmp_path) == history
-    for name in ("train_loss", "valid_loss", "valid_error", "step"):
+    for name in ("train_loss", "test_loss", "test_error", "step"):
         assert [record[name] for record in history] == [record[name] for record in expected]
     for name, array in whole.model.state().items():
         np.testing.assert_array_equal(resumed.model.state()[name], array)

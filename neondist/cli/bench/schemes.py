@@ -57,7 +57,7 @@ def schemes(arguments: argparse.Namespace) -> int:
 
 def _measure(
     arguments: argparse.Namespace,
-    rows: list[dict[str, Any]],
+    rows: list[Any],
     world: Transport,
     runs: list[argparse.Namespace],
     last: bool,
