@@ -7,12 +7,12 @@ import resource
 import sys
 from pathlib import Path
 
-_STATUS = Path("/proc/self/status")
-
 
 def resident() -> int:
-    """Return what is in memory now (without /proc: the peak so far)."""
-    return _field("VmRSS")
+    """Return what is in memory now."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def forget_peak() -> None:
@@ -23,13 +23,7 @@ def forget_peak() -> None:
 
 def peak() -> int:
     """Return the most that was in memory at a time."""
-    return _field("VmHWM")
-
-
-def _field(name: str) -> int:
-    try:
-        lines = _STATUS.read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-    except (OSError, StopIteration):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    with contextlib.suppress(OSError, StopIteration):  # not Linux; there, getrusage would count the parent's memory too
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -16,33 +16,25 @@ _ENDINGS = (
 )
 
 
-def copy_filtered(source: int, target: int, left_out: list[bytes]) -> None:
-    """Copy one file descriptor to another until it ends, without mpirun's messages about exit codes.
-
-    They are put into `left_out`, if nothing but them has come.
-    """
-    messages, spoken = Filter(), False
+def copy(source: int, target: int, messages: Filter | None = None) -> None:
+    """Copy one file descriptor to another until it ends, without what the filter leaves out."""
     while chunk := os.read(source, 1 << 16):
-        out = messages.feed(chunk)
-        spoken |= bool(out.strip())
-        _write(target, out)
-    out = messages.flush()
-    _write(target, out)
-    if not (spoken or out.strip()):
-        left_out.append(messages.left_out)
-
-
-def copy(source: int, target: int) -> None:
-    """Copy one file descriptor to another until it ends."""
-    while chunk := os.read(source, 1 << 16):
-        _write(target, chunk)
+        _write(target, messages.feed(chunk) if messages else chunk)
+    if messages:
+        _write(target, messages.flush())
 
 
 class Filter:
-    """Holds back what may become a message: lines from one rule of dashes to the next."""
+    """Holds back what may become a message: lines from one rule of dashes to the next.
+
+    Attributes
+    ----------
+    left_out : messages about exit codes
+    spoken : whether anything else has come
+    """
 
     def __init__(self) -> None:
-        self.left_out = b""
+        self.left_out, self.spoken = b"", False
         self.line = b""
         self.block: list[bytes] = []
         self.dropped = False
@@ -56,6 +48,7 @@ class Filter:
                 out += self._whole_line()
             elif not self.block and not self._may_go():
                 out += self._pass()  # an unfinished line, such as a progress bar, must not wait
+        self.spoken |= bool(out.strip())
         return out
 
     def flush(self) -> bytes:
@@ -63,6 +56,7 @@ class Filter:
         if self._after_message():
             return b""
         out, self.block, self.line = b"".join(self.block) + self.line, [], b""
+        self.spoken |= bool(out.strip())
         return out
 
     def _may_go(self) -> bool:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import IO, Any
 
 from ..signals import STOPPED
-from .filter_mpirun import copy, copy_filtered
+from .filter_mpirun import Filter, copy
 from .parent_watch import end_child_with_us
 
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -51,16 +51,16 @@ def supervise(
             start_new_session=True,  # Ctrl-C reaches it once, through us
             preexec_fn=end_child_with_us(),
         )
-        left_out: list[bytes] = []
-        copiers = [_copier(copy_filtered, process.stderr, sys.stderr.fileno(), left_out)]
-        copiers += [_copier(copy, process.stdout, 1)] if process.stdout is not None else []
+        messages = Filter()
+        copiers = [_copier(process.stderr, sys.stderr.fileno(), messages), _copier(process.stdout, 1)]
         job.send(job.waiting)
         while process.poll() is None and not ready():
-            _wait(process, 0.1)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
         job.ready = True
         job.send(job.asked)
         code = process.wait()
-        for copier in copiers:
+        for copier in filter(None, copiers):
             copier.join(timeout=10)  # whoever reads us may be slow
     finally:
         for number, handler in before.items():
@@ -68,15 +68,16 @@ def supervise(
     ended = [number for number in job.received if number in ENDING]
     if ended and code not in (0, STOPPED):
         return 128 + ended[0]
-    if code not in (0, STOPPED):  # if no rank has said why, mpirun's message names the one
-        sys.stderr.write(b"".join(left_out).decode(errors="replace"))
+    if code not in (0, STOPPED) and not messages.spoken:  # no rank has said why: mpirun's message names the one
+        sys.stderr.write(messages.left_out.decode(errors="replace"))
     return 128 - code if code < 0 else code
 
 
-def _copier(how: Callable[..., None], source: IO[bytes] | None, target: int, *more: object) -> threading.Thread:
-    """Copy what comes from a pipe as long as it comes."""
-    assert source is not None
-    thread = threading.Thread(target=how, args=(source.fileno(), target, *more), daemon=True)
+def _copier(source: IO[bytes] | None, target: int, messages: Filter | None = None) -> threading.Thread | None:
+    """Copy what comes from a pipe, if there is one, as long as it comes."""
+    if source is None:
+        return None
+    thread = threading.Thread(target=copy, args=(source.fileno(), target, messages), daemon=True)
     thread.start()
     return thread
 
@@ -111,14 +112,6 @@ def _as_sent(number: int, gently: bool) -> int:
     if number in (signal.SIGTERM, signal.SIGHUP):
         return signal.SIGUSR1 if gently and number == signal.SIGTERM else signal.SIGTERM
     return number
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for a process no longer than that."""
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return
 
 
 def _handle(forward: Callable[[int, FrameType | None], None]) -> dict[int, Any]:

@@ -22,6 +22,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import psutil
+
 from neondist.errors import UserError
 
 SECONDS = 60  # without an answer a case hangs; the machine may be busy
@@ -123,8 +125,7 @@ def survive(cases: Iterable[Any], call: Callable[[Any], str]) -> list[str]:
 def _try_all(cases: list, call: Callable, write: int) -> None:
     """Work through the cases in the child, telling each outcome as a line of JSON; never returns."""
     try:
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize()
+        size = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
         with os.fdopen(write, "w", buffering=1) as pipe:
             for case in cases:
