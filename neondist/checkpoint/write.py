@@ -13,7 +13,7 @@ import numpy as np
 from ..comm import Transport, agree
 from ..errors import OutputError
 from ..files import Draft, reason
-from ..hdf5 import SturdyFile
+from ..hdf5 import DeferredErrorFile
 from .keep import keep_copies
 from .pieces import Piece, Slices
 from .seal import BLOCK, seal
@@ -76,7 +76,7 @@ class _File:
             raise OutputError(_message(path, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB"))
         self.draft = Draft(path)
         try:
-            self.file = SturdyFile(self.draft.file, userblock_size=BLOCK)
+            self.file = DeferredErrorFile(self.draft.file, userblock_size=BLOCK)
             self._make(pieces, texts)
         except BaseException:
             self.draft.discard()

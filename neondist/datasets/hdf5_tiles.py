@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import DataError
 from ..hdf5 import CheckedArray, faults, open_file, state
-from .ahead import Ahead, AllAhead
 from .base import Split
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class HDF5Tiles:
@@ -82,48 +84,53 @@ class HDF5Tiles:
 class StreamedSplit(Split):
     """A split whose tiles, and perhaps label maps, are read from the disk: the next batch's while one trains.
 
-    No thread outlives the generator that `batches` returns, nor `close`.
+    Whoever lets a thread read waits for it, on every path: one that is in libhdf5 while the interpreter ends would keep
+    h5py's lock, for which all that is left of h5py then waits, and the other ranks in MPI_Finalize for this one.
     """
 
     def __init__(self, tiles: HDF5Tiles, labels: Any, ahead: bool = True, **normalisation: Any) -> None:
         super().__init__(tiles, labels, **normalisation)
         self._ahead = ahead
-        self._reading: AllAhead[tuple[np.ndarray, np.ndarray]] = AllAhead()
+        self._reader: ThreadPoolExecutor | None = None
 
     def batches(
         self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32"
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Yield `images` and `targets` of one part after the other; a thread reads the next part meanwhile.
 
-        An error of the thread is raised where its batch would come. The thread ends with this generator.
+        An error of the thread is raised where its batch would come. The thread ends when the split is closed.
         """
         if not self._ahead:
             yield from super().batches(parts, dtype)
             return
-        parts = iter(parts)
-        ahead: Ahead[tuple[np.ndarray, np.ndarray]] | None = None
+        parts, following = iter(parts), None
         try:
-            ahead = self._read(next(parts, None), dtype)
-            while ahead is not None:
-                batch = ahead.result()
-                self._reading.forget(ahead)
-                ahead = self._read(next(parts, None), dtype)
+            following = self._start(next(parts, None), dtype)
+            while following is not None:
+                batch = following.result()
+                following = self._start(next(parts, None), dtype)
                 yield batch
         finally:
-            if ahead is not None:
-                self._reading.forget(ahead)
+            if following is not None:
+                following.exception()
 
     def close(self) -> None:
         """Wait for what is being read, and close the file; a later read opens it again."""
-        self._reading.wait()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.shutdown()
         for tiles in (self.tiles, self.labels):
             if isinstance(tiles, HDF5Tiles):
                 tiles.close()
 
-    def _read(self, part: ArrayLike | None, dtype: DTypeLike) -> Ahead[tuple[np.ndarray, np.ndarray]] | None:
+    def _start(self, part: ArrayLike | None, dtype: DTypeLike) -> Future[tuple[np.ndarray, np.ndarray]] | None:
         if part is None:
             return None
-        return self._reading.start(lambda: (self.images(part, dtype), self.targets(part)))
+        if self._reader is None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._reader = ThreadPoolExecutor(1, "neondist-reader")
+        return self._reader.submit(lambda: (self.images(part, dtype), self.targets(part)))
 
 
 def runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:

@@ -1,8 +1,7 @@
 """HDF5 files in which damage is found and not believed, and that are written whole or not at all.
 
-text: attributes that are safe to read. writer: a new file under another name until it is complete. sturdy and
-sink: where bytes go, also when the disk is full. reader: an open file, with faults as DataError. inside: groups and
-arrays that lie in the file itself. checksums: those of ours, of the blocks of an array.
+reader: an open file, and what of it can be believed. writer: a new file under another name until it is complete,
+and where its bytes go when the disk is full. checksums: those of ours, of the blocks of an array.
 
 libhdf5 believes most of what a file says of itself. It keeps checksums of all metadata in files of `VERSION`, and of
 the cells of arrays written with `fletcher32=True`, which finds all but zeros. Text of variable length has none, and one
@@ -10,13 +9,10 @@ wrong byte there makes libhdf5 2.0 search for ever: it is neither written nor re
 """
 
 from .checksums import CheckedArray, ChecksumTable, checksum, probe, read_whole
-from .inside import find
-from .reader import faults, open_file, state
-from .sturdy import SturdyFile
-from .text import SIGNATURE, get_text, plain, put_text
-from .writer import VERSION, NewFile
+from .reader import SIGNATURE, faults, find, get_text, open_file, plain, state
+from .writer import VERSION, DeferredErrorFile, NewFile, put_text
 
 __all__ = [
-    "SIGNATURE", "VERSION", "CheckedArray", "ChecksumTable", "NewFile", "SturdyFile", "checksum", "faults", "find",
-    "get_text", "open_file", "plain", "probe", "put_text", "read_whole", "state",
+    "SIGNATURE", "VERSION", "CheckedArray", "ChecksumTable", "DeferredErrorFile", "NewFile", "checksum", "faults",
+    "find", "get_text", "open_file", "plain", "probe", "put_text", "read_whole", "state",
 ]  # fmt: skip

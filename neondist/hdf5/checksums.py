@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .inside import find
+from .reader import find
 
 GROUP = "checksums"
 _PROBES, _MOST_SUMS = 16, 1 << 20

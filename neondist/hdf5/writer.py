@@ -1,16 +1,18 @@
-"""A new HDF5 file: whole under its name, or not there at all."""
+"""A new HDF5 file: whole under its name, or not there at all, also where the disk becomes full."""
 
 from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from ..files import Draft
-from .sturdy import SturdyFile
 
 VERSION = ("v110", "v110")
 """metadata of this version have checksums"""
@@ -51,7 +53,7 @@ class NewFile:
             with suppress(OSError):  # some file systems have no permissions
                 os.chmod(self._draft.part, 0o600)
         try:
-            self._open = SturdyFile(self._draft.file, libver=VERSION)
+            self._open = DeferredErrorFile(self._draft.file, libver=VERSION)
         except BaseException:
             self._draft.discard()
             raise
@@ -69,3 +71,110 @@ class NewFile:
                 self._draft.finish()
         finally:
             self._draft.discard()
+
+
+def put_text(attributes: Any, name: str, text: str) -> None:
+    """Write an attribute as text of fixed length, at most 60 kB; longer text belongs into an array of bytes."""
+    attributes[name] = np.bytes_(text.encode())
+
+
+class DeferredErrorFile:
+    """A new HDF5 file whose writes always succeed as far as HDF5 knows; `close` raises the first error that there was.
+
+    Parameters
+    ----------
+    file : binary file
+        New, open for reading and writing; it stays open.
+    options : of `h5py.File`
+
+    Attributes
+    ----------
+    hdf5 : h5py.File
+    """
+
+    def __init__(self, file: BinaryIO, **options: Any) -> None:
+        import h5py
+
+        self._sink = _Sink(file)
+        try:
+            self.hdf5: Any = h5py.File(self._sink, "w", **options)
+        except BaseException:
+            self._sink.close()
+            raise
+
+    def check(self) -> None:
+        """Raise the first error of the disk, if there was one."""
+        if self._sink.error is not None:
+            raise self._sink.error
+
+    def close(self) -> None:
+        """Write what HDF5 still holds, and raise the first error of the disk."""
+        try:
+            self.hdf5.close()
+        finally:
+            self._sink.close()
+        self.check()
+
+
+class _Sink:
+    """What h5py writes to instead of a new file, which keeps a failure to itself until it is asked for.
+
+    libhdf5 cannot close a file that the disk has refused a part of: the file stays open, its room stays taken, and the
+    process ends in a segmentation fault (libhdf5 2.0). So it is told that all is well, and nothing more is written.
+
+    Attributes
+    ----------
+    error : the first failure, or None
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.error: OSError | None = None
+        self._file = open(os.dup(file.fileno()), "rb+", buffering=0)  # noqa: SIM115
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to a place."""
+        return self._attempt(lambda: self._file.seek(offset, whence), offset)
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._attempt(self._file.tell, 0)
+
+    def read(self, count: int = -1) -> bytes:
+        """Return the next bytes: nothing asks for this, but h5py knows a file by it."""
+        return self._file.read(count) or b""
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fill a buffer with the next bytes; what was never written is not looked at once there is an error."""
+        self._attempt(lambda: self._file.readinto(buffer), 0)
+        return memoryview(buffer).nbytes
+
+    def write(self, data: memoryview) -> int:
+        """Write bytes, or remember why they cannot be written."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        while rest:
+            rest = rest[self._attempt(lambda: self._file.write(rest), len(rest)) :]  # noqa: B023 called at once
+        return size
+
+    def truncate(self, size: int) -> int:
+        """Set the length, or remember why it cannot be set."""
+        return self._attempt(lambda: self._file.truncate(size), size)
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def close(self) -> None:
+        """Close the file."""
+        try:
+            self._file.close()
+        except OSError as problem:
+            self.error = self.error or problem
+
+    def _attempt(self, action: Callable[[], Any], otherwise: Any) -> Any:
+        """Return what the action returns; once something has failed, `otherwise`."""
+        if self.error is None:
+            try:
+                return action()
+            except OSError as problem:
+                self.error = problem
+        return otherwise

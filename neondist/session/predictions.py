@@ -13,7 +13,7 @@ import numpy as np
 from ..comm import Transport, all_or_none
 from ..errors import OutputError, UserError
 from ..files import REMEDY, Draft, reason
-from ..hdf5 import SturdyFile
+from ..hdf5 import DeferredErrorFile
 
 
 class Predictions:
@@ -28,7 +28,7 @@ class Predictions:
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any, world: Transport) -> None:
         self.path, self.world = path, world
         self.draft: Draft | None = None
-        self.file: SturdyFile | None = None
+        self.file: DeferredErrorFile | None = None
         self.error: Exception | None = None
         with all_or_none(world):
             if path.suffix not in (".npy", ".h5", ".hdf5"):
@@ -71,7 +71,7 @@ class Predictions:
         if self.path.suffix == ".npy":
             self.cells: Any = _mapped(self.draft.file, shape, dtype)
         else:
-            self.file = SturdyFile(self.draft.file)
+            self.file = DeferredErrorFile(self.draft.file)
             self.cells = self.file.hdf5.create_dataset("predictions", shape, dtype)
 
     def _finish(self) -> None:
