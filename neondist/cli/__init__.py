@@ -17,7 +17,7 @@ from ..launcher.cleanup import mark
 from ..launcher.parent_watch import die_with_launcher
 from ..launcher.report import report
 from ..signals import INTERRUPTED, Signals, listening
-from .arguments import parser, spread
+from .arguments import parser
 
 __all__ = ["main"]
 
@@ -71,7 +71,7 @@ def _flushed(argv: Sequence[str], signals: Signals) -> int:
 
 
 def _command(argv: Sequence[str], signals: Signals) -> int:
-    arguments = parser().parse_args(spread(argv))
+    arguments = parser().parse_args(argv)
     arguments.signals = signals
     if not arguments.stops:
         signals.give_up()

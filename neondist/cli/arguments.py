@@ -21,8 +21,9 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Keep the words beside what they mean: ranks are started with the same ones."""
-        found = super().parse_args(args, namespace)
-        found.words = list(sys.argv[1:] if args is None else args)
+        words = list(sys.argv[1:] if args is None else args)
+        found = super().parse_args(_plain(words), namespace)
+        found.words = words
         found.folder = options.folder(found) if found.stops else None
         return found
 
@@ -35,16 +36,12 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, begun=None)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    run.add(commands)
-    apply.add(commands)
-    bench.add(commands)
-
-    doctor.add(commands)
-    data.add(commands)
+    for command in (run, apply, bench, doctor, data):
+        command.add(commands)
     return top
 
 
-def spread(argv: Sequence[str]) -> list[str]:
+def _plain(argv: Sequence[str]) -> list[str]:
     """Return the words as argparse needs them, which would take the file as the value of an option in front of it.
 
     `--set a=1 b=2` becomes `--set a=1 --set b=2`, `--resume auto` `--resume=auto`, and `--resume` `--resume=yes`.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..datasets.convert import Progress
+    from rich.progress import ProgressColumn
 
 
 def add(commands: Any) -> None:
@@ -39,10 +39,12 @@ def add(commands: Any) -> None:
 
 def download(arguments: argparse.Namespace) -> int:
     """Download the files, with a progress bar, and name them."""
-    from ..datasets.download import console_progress, download_mnist
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+
+    from ..datasets.download import download_mnist
 
     mirror = {} if arguments.mirror is None else {"mirror": arguments.mirror}
-    with console_progress() as progress:
+    with bars(DownloadColumn(), TransferSpeedColumn()) as progress:
         files = download_mnist(arguments.to, progress=progress, **mirror)
     for file in files:
         print(file)
@@ -52,6 +54,8 @@ def download(arguments: argparse.Namespace) -> int:
 
 def convert(arguments: argparse.Namespace) -> int:
     """Convert, with a progress bar, and say what was written and how it is used."""
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+
     from ..datasets.convert import convert, parts_of
     from ..datasets.image_loader import Loader
     from ..errors import ConfigError
@@ -62,7 +66,7 @@ def convert(arguments: argparse.Namespace) -> int:
     labels, maps = (None if path is None else Path(path) for path in (arguments.labels, arguments.maps))
     parts = parts_of(arguments.source, loader, labels, maps)
     target = Path(arguments.to).expanduser()
-    with _bars() as progress:
+    with bars(MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         shapes = convert(parts, target, arguments.compress, progress)
     for part in parts.values():
         for note in part.notes:
@@ -74,17 +78,16 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _bars() -> Iterator[Progress]:
-    """Show a bar for each part on the console while open."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def bars(*columns: ProgressColumn) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show a bar for each name on the console while open, and columns beside it; yields a call that moves them on."""
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     tasks: dict[str, Any] = {}
-    with Progress(*columns) as bars:
+    with Progress(TextColumn("{task.description}"), BarColumn(), *columns) as shown:
 
-        def show(name: str, done: int, total: int) -> None:
+        def show(name: str, done: int, total: int | None) -> None:
             if name not in tasks:
-                tasks[name] = bars.add_task(name, total=total)
-            bars.update(tasks[name], completed=done)
+                tasks[name] = shown.add_task(name, total=total)
+            shown.update(tasks[name], completed=done, total=total)
 
         yield show

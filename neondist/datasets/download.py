@@ -11,8 +11,7 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,7 +37,7 @@ def download_mnist(
     mirror : str
         URL of a folder that holds the four .gz files.
     progress : callable, optional
-        Called as progress(file name, bytes there, bytes in all or None); see `console_progress`.
+        Called as progress(file name, bytes there, bytes in all or None).
     timeout : float
         Seconds without a byte after which the transfer is given up; a later call goes on from there.
 
@@ -64,23 +63,6 @@ def download_mnist(
     except ValueError as error:
         raise DataError(f"mirror: {mirror!r} is not a URL ({error}); give one such as {MIRROR}") from error
     return targets
-
-
-@contextmanager
-def console_progress() -> Iterator[Progress]:
-    """Show a bar per file on the console while open; yields what `download_mnist` takes as `progress`."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bars
-
-    tasks = {}
-    with Bars(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bars:
-
-        def show(name: str, there: int, total: int | None) -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, total=total)
-            bars.update(tasks[name], completed=there, total=total)
-
-        yield show
 
 
 def _fetch(url: str, target: Path, md5: str, progress: Progress, timeout: float) -> None:

@@ -5,12 +5,12 @@ import time
 import pytest
 
 from neondist.cli import main
-from neondist.cli.arguments import parser, spread
+from neondist.cli.arguments import parser
 from neondist.launcher.launch import words
 
 
 def parse(*argv):
-    return parser().parse_args(spread(argv))
+    return parser().parse_args(argv)
 
 
 def test_settings_before_and_after_the_file():

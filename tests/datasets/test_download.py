@@ -11,6 +11,7 @@ import time
 import pytest
 from dataset_toys import small_mnist
 
+from neondist.cli.data import bars
 from neondist.datasets import MNIST, download, mnist_files
 from neondist.errors import DataError
 
@@ -256,7 +257,7 @@ def test_a_network_fault_is_not_called_a_full_disk(mirror, target, monkeypatch):
 
 
 def test_the_console_shows_progress(mirror, target, capsys):
-    with download.console_progress() as progress:
+    with bars() as progress:
         download.download_mnist(target, mirror.url, progress)
     assert NAME in capsys.readouterr().out
 
