@@ -1,13 +1,44 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and what is told where that is not enough.
+
+What cannot be held is told before anything of that size is asked for: where a system promises more memory than it has,
+it kills whoever uses it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from .errors import ConfigError, DataError
 
 _CONTROL = Path("/sys/fs/cgroup")
 _FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+_SURELY_FITS = 1 << 26  # bytes for which nobody needs to ask the machine
+
+
+def require_room(needed: int, what: str, remedy: str) -> None:
+    """Raise DataError if this machine has not so many bytes of memory left.
+
+    Parameters
+    ----------
+    needed : bytes
+    what : whose they are, for the message
+    remedy : what to do about it
+    """
+    room = free_memory() if needed > _SURELY_FITS else None
+    if room is not None and needed > room:
+        raise DataError(f"{what} needs {words(needed)} of memory, there are {words(room)}; {remedy}")
+
+
+@contextmanager
+def room_for(field: str, remedy: str) -> Iterator[None]:
+    """Raise ConfigError about `field`, instead of MemoryError, where memory is not enough for the block."""
+    try:
+        yield
+    except MemoryError as error:
+        reason = f" ({error})" if str(error) else ""
+        raise ConfigError(f"{field}: there is no memory for it{reason}; use more ranks, or {remedy}") from error
 
 
 def free_memory() -> int | None:

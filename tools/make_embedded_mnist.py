@@ -18,8 +18,7 @@ import numpy as np
 from neondist.comm import ProcessGrid
 from neondist.datasets import MNIST, Split
 from neondist.datasets.idx import IMAGES, LABELS
-from neondist.datasets.mnist import EMBEDDED
-from neondist.datasets.mnist_files import TEST, TRAIN, MnistPair
+from neondist.datasets.mnist import EMBEDDED, TEST, TRAIN, MnistPair
 
 SEED = 28
 

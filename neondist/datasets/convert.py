@@ -12,14 +12,13 @@ import numpy as np
 from .. import hdf5
 from ..errors import ConfigError, DataError, OutputError
 from ..hdf5 import ChecksumTable
+from ..memory import require_room
 from .chunks import chunk_shape
-from .class_labels import ClassLabels
 from .from_arrays import npy_parts, npz_parts
 from .from_images import image_parts
 from .from_official import cifar_parts, idx_folder, idx_parts, magic
 from .image_loader import Loader
 from .part import Part
-from .room import require_room
 
 Progress = Callable[[str, int, int], None]
 _COPIES = 3  # of a sample: as it was read, as it is written, and HDF5's
@@ -212,3 +211,44 @@ def _is_hdf5(path: Path) -> bool:
 
 def _silent(name: str, done: int, total: int) -> None:
     pass
+
+
+_MOST = 2**31 - 1  # the largest label; no network has so many outputs
+_WHITE = 255
+
+
+class ClassLabels:
+    """What labels of one part are like, block by block; those that no training could use are refused.
+
+    Attributes
+    ----------
+    top : the largest label so far
+    """
+
+    def __init__(self, part: str) -> None:
+        self.part, self.top, self._done = part, 0, 0
+
+    def add(self, labels: np.ndarray) -> None:
+        """Look at the labels of the next samples, (n,) or (n, *spatial).
+
+        Raises
+        ------
+        DataError
+            One is no class, or maps are masks of black and white.
+        """
+        if not labels.size:
+            return
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high > _MOST:
+            wrong = low if low < 0 else high
+            at = self._done + int(np.argwhere(labels == wrong)[0][0])
+            raise DataError(
+                f"{self.part}: sample {at} has the label {wrong}; classes are whole numbers from 0: correct the labels"
+            )
+        if labels.ndim > 1 and high == _WHITE and not self.top and np.isin(labels, (0, _WHITE)).all():
+            raise DataError(
+                f"{self.part}: its maps hold 0 and 255 only, which would be 256 classes; a map holds the number of each"
+                " cell's class: save 0 and 1 (in NumPy: mask // 255)"
+            )
+        self.top = max(self.top, high)
+        self._done += len(labels)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import DataError
-from .mnist_files import ALL
-from .unpack import unpacked_md5
+from .idx import unpacked_md5
+from .mnist import ALL
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 Progress = Callable[[str, int, int | None], None]

@@ -9,9 +9,8 @@ import numpy as np
 
 from ..errors import DataError
 from .cifar10_files import BATCHES, RECORD, Source, records
-from .idx import IMAGES, LABELS, open_idx, read_header
+from .idx import IMAGES, LABELS, Unpacked, open_idx, read_header
 from .part import Block, Part, per_block
-from .unpack import Unpacked
 
 _BYTES = np.dtype("u1")
 _CLASSES = np.dtype("i8")

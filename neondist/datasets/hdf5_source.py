@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..hdf5 import faults, find, open_file, plain, probe, read_whole, state
-from .room import require_room
+from ..memory import require_room
 
 LARGEST_CHUNK = 1 << 30  # bytes that one read may ask for beside its own; files in use have chunks of a few MiB
 _MOST_PACKED = 1032  # deflate cannot pack more bytes into one

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, DataError, UserError
-from .room import require_room
+from ..memory import require_room
 
 _BYTE_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _WIDE_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")

@@ -1,9 +1,10 @@
-"""Large crops of natural photographs, whitened, to learn filters from."""
+"""Large crops of natural photographs, whitened, to learn filters from: those that wheels ship, or of a folder."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError
 from ..hdf5 import checksum
 from .base import Dataset, Split, tile_slices
-from .photograph_files import find_photographs, read_grey, read_size
+from .image_loader import Loader
 from .synthetic import _integer
-from .whitening import whiten
 
 
 class Photographs(Dataset):
@@ -119,3 +119,80 @@ class Crops:
             ]
             tile[..., 0] = (whole[:, ::-1] if self._mirrored[number] else whole)[:, cols]
         return out
+
+
+_MARGIN = 32  # the photograph is mirrored this far, so that its opposite borders do not meet
+
+
+def whiten(image: np.ndarray, cutoff: float = 0.4) -> np.ndarray:
+    """Return a grey image (H, W) whitened, with mean 0 and variance 1, as float32.
+
+    The filter is f · exp(-(f / cutoff)⁴), f in cycles per pixel (Olshausen and Field 1997): natural images have
+    amplitudes of about 1 / f, and the highest frequencies are noise.
+    """
+    margins = [min(_MARGIN, n - 1) for n in image.shape]
+    padded = np.pad(np.asarray(image, np.float64), [(m, m) for m in margins], mode="reflect")
+    rows, cols = np.fft.fftfreq(padded.shape[0])[:, None], np.fft.rfftfreq(padded.shape[1])[None]
+    frequency = np.sqrt(rows * rows + cols * cols)
+    gain = frequency * np.exp(-((frequency / cutoff) ** 4))
+    white = np.fft.irfft2(np.fft.rfft2(padded) * gain, s=padded.shape)
+    white = white[tuple(slice(m, n - m) for m, n in zip(margins, padded.shape, strict=True))]
+    white -= white.mean()
+    spread, noise = white.std(), 1e-12 * np.abs(padded).max(initial=0)
+    return (white / spread if spread > noise else np.zeros_like(white)).astype(np.float32)
+
+
+SHIPPED = {
+    "skimage": ("data", "astronaut.png brick.png camera.png chelsea.png coffee.png grass.png gravel.png"),
+    "sklearn": ("datasets/images", "china.jpg flower.jpg"),
+}
+_INSTALL = "install them with: pip install 'neondist[examples]'"
+_KINDS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
+
+
+def find_photographs(folder: Path | None) -> list[Path]:
+    """Return the pictures of a folder by name, or those of scikit-image and scikit-learn.
+
+    Raises
+    ------
+    DataError
+        There are none.
+    """
+    if find_spec("PIL") is None:
+        raise DataError(f"photographs need Pillow, scikit-image and scikit-learn; {_INSTALL}")
+    if folder is not None:
+        try:
+            found = sorted(path for path in folder.iterdir() if path.suffix.lower() in _KINDS)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: has no pictures: {error.strerror}; name a folder that has, or no path"
+            ) from error
+        if not found:
+            raise DataError(f"{folder}: has no pictures ({', '.join(_KINDS)}); give a folder that has, or no path")
+        return found
+    return [path for package in SHIPPED for path in _shipped(package)]
+
+
+def _shipped(package: str) -> list[Path]:
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        name = package.replace("sk", "scikit-")
+        raise DataError(
+            f"the photographs are those of scikit-image and scikit-learn, but {name} is missing; {_INSTALL}"
+        )
+    place, names = SHIPPED[package]
+    paths = [Path(spec.submodule_search_locations[0]) / place / name for name in names.split()]
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{path}: is missing, though the package is there; install it anew, or give a path")
+    return paths
+
+
+def read_size(path: Path) -> tuple[int, int]:
+    """Return (height, width); DataError if it is no picture, or too large for this machine."""
+    return Loader().extents(path)
+
+
+def read_grey(path: Path) -> np.ndarray:
+    """Return a picture's luminance (H, W) in [0, 1] as float32; DataError if it is no picture, or of 16 bits."""
+    return np.asarray(Loader("RGB").picture(path).convert("F"), np.float32) / 255

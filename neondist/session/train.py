@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..backends import get_backend
 from ..comm import ProcessGrid, all_or_none
 from ..files import write_text
+from ..memory import room_for
 from . import output
 from .checkpoint import Checkpoint
 from .consistency import check_consistency, check_data_consistency, outline
@@ -20,7 +21,6 @@ from .hooks import Hook
 from .ledger_log import LedgerLog
 from .metrics_log import MetricsLog
 from .pretrain import pretrain_stages
-from .room import room_for
 from .run import Record, Run, Stop
 from .start import start
 from .tiles_picture import TilesPicture

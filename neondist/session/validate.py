@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..backends import get_backend
-from ..datasets.room import require_room
 from ..errors import ConfigError, GridError, UserError
 from ..geometry import GridShape, grid_shape, split
+from ..memory import require_room
 from ..registry import Distributed
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from hdf5_toys import image_folder
 from test_convert import PIL, convert, converted
 
 import neondist as nd
-from neondist.datasets import room
+from neondist import memory
 from neondist.datasets.image_loader import Loader
 from neondist.errors import DataError
 from neondist.session.sources import open_source
@@ -273,7 +273,7 @@ def test_arrays_that_cannot_be_trained_on(tmp_path):
 
 
 def test_what_cannot_fit_is_refused_from_the_header(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(memory, "free_memory", lambda: 10**9)
     put(tmp_path / "in", picture(BYTES))
     assert "an image of 100000 x 100000 needs 30 GB" in convert(tmp_path, tmp_path / "in", "--size", "100000", "100000")
     bomb = io.BytesIO()

@@ -12,7 +12,7 @@ import pytest
 from dataset_toys import small_mnist
 
 from neondist.cli.data import bars
-from neondist.datasets import MNIST, download, mnist_files
+from neondist.datasets import MNIST, download, mnist
 from neondist.errors import DataError
 
 NAME = "train-images-idx3-ubyte.gz"
@@ -64,9 +64,9 @@ def mirror(tmp_path, monkeypatch):
     """A local mirror of four small files, whose checksums stand in for the official ones."""
     small_mnist(tmp_path / "mirror")
     files = []
-    for file in mnist_files.ALL:
+    for file in mnist.ALL:
         raw = gzip.decompress((tmp_path / "mirror" / f"{file.name}.gz").read_bytes())
-        files.append(mnist_files.MnistFile(file.name, file.magic, file.count, hashlib.md5(raw).hexdigest()))
+        files.append(mnist.MnistFile(file.name, file.magic, file.count, hashlib.md5(raw).hexdigest()))
     monkeypatch.setattr(download, "ALL", tuple(files))
     monkeypatch.setattr(download, "_PIECE", 1000)
     monkeypatch.setenv("no_proxy", "*")
@@ -96,7 +96,7 @@ def test_all_four_files(mirror, target):
     seen = []
     paths = download.download_mnist(target, mirror.url, lambda *report: seen.append(report))
     assert complete(target, mirror)
-    assert paths == [target / f"{file.name}.gz" for file in mnist_files.ALL]
+    assert paths == [target / f"{file.name}.gz" for file in mnist.ALL]
     size = (target / NAME).stat().st_size
     mine = [(there, total) for name, there, total in seen if name == NAME]
     assert mine[-1] == (size, size)
@@ -114,7 +114,7 @@ def test_good_files_are_kept_and_bad_ones_replaced(mirror, target):
     assert mirror.asked == [("t10k-labels-idx1-ubyte.gz", None)]
     assert complete(target, mirror)
     assert (target / NAME).stat().st_ino == good
-    assert set(seen) == {f"{file.name}.gz" for file in mnist_files.ALL}
+    assert set(seen) == {f"{file.name}.gz" for file in mnist.ALL}
 
 
 def _interrupted(mirror, target, bytes_sent=7000):
@@ -264,7 +264,7 @@ def test_the_console_shows_progress(mirror, target, capsys):
 
 def test_the_official_checksums(official_mnist, tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    for file in mnist_files.ALL:
+    for file in mnist.ALL:
         shutil.copy(official_mnist / f"{file.name}.gz", tmp_path)
     # all are good already, so that no mirror is asked
     download.download_mnist(tmp_path, "http://127.0.0.1:1/")

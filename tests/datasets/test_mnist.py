@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from dataset_toys import GRIDS, grids, idx, put, small_mnist, whole
 
-from neondist.datasets import MNIST, mnist_files
+from neondist.datasets import MNIST, mnist
 from neondist.datasets.idx import LABELS
 from neondist.errors import ConfigError, DataError
 
@@ -117,7 +117,7 @@ def test_tilde_and_missing_places(folder, monkeypatch):
     fails(folder / IMAGE_FILE, "is a file; give the folder")
 
 
-@pytest.mark.parametrize("file", [f.name for f in mnist_files.ALL])
+@pytest.mark.parametrize("file", [f.name for f in mnist.ALL])
 def test_a_missing_file(folder, file):
     (folder / f"{file}.gz").unlink()
     fails(folder, rf"has no {file}\[.gz\]; fetch the files with: neondist data mnist --to ")
@@ -151,9 +151,9 @@ def test_a_label_that_is_no_digit(folder):
     fails(folder, "train-labels-idx1-ubyte.gz: label 10 of sample 17 is not a digit", in_check=False)
 
 
-@pytest.mark.parametrize("pair", [mnist_files.TEST.images, mnist_files.TEST.labels])
+@pytest.mark.parametrize("pair", [mnist.TEST.images, mnist.TEST.labels])
 def test_official_counts_need_official_bytes(tmp_path, pair, official_mnist):
-    for file in mnist_files.ALL:
+    for file in mnist.ALL:
         shutil.copy(official_mnist / f"{file.name}.gz", tmp_path)
     path = tmp_path / f"{pair.name}.gz"
     import gzip

@@ -7,7 +7,7 @@ import pytest
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.datasets.whitening import whiten
+from neondist.datasets.photographs import whiten
 from neondist.errors import ConfigError, DataError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow reads the photographs")

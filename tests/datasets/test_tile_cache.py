@@ -6,7 +6,7 @@ import pytest
 from dataset_toys import grids, idx, put, small_mnist
 
 from neondist.datasets import MNIST, cache, mnist
-from neondist.datasets.cache_path import cache_path, check_template
+from neondist.datasets.cache import cache_path, check_template
 from neondist.errors import ConfigError, DataError
 
 ONE = grids(1, 1, 1)[0]
