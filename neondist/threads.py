@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -41,15 +41,17 @@ def limit(ranks: int) -> int | None:
     return threads
 
 
-def say_share(ranks: int, first: bool) -> None:
+def say_share(ranks: int, first: bool) -> Callable[[], None]:
     """Limit the threads as `limit` does, for a script under mpirun; the first rank says so, if that changes something.
 
-    More threads than cores make a job slower by a factor of 15 to 30: they wait for each other, turning round.
+    More threads than cores make a job slower by a factor of 15 to 30: they wait for each other, turning round. Returns
+    a function that takes it back.
     """
     if chosen(os.environ):
-        return
-    from threadpoolctl import threadpool_info
+        return lambda: None
+    from threadpoolctl import threadpool_info, threadpool_limits
 
+    found = threadpool_limits(None)  # changes nothing
     before = max((pool["num_threads"] for pool in threadpool_info()), default=1)
     given = limit(ranks)
     if first and given is not None and given < before:
@@ -57,6 +59,13 @@ def say_share(ranks: int, first: bool) -> None:
             "neondist: %d ranks share the cores of this machine: each computes with %s; set OMP_NUM_THREADS to choose",
             ranks, "1 thread" if given == 1 else f"{given} threads",
         )  # fmt: skip
+
+    def take_back() -> None:
+        found.restore_original_limits()
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+
+    return take_back
 
 
 def chosen(env: Mapping[str, str]) -> bool:

@@ -1,14 +1,14 @@
 """Ranks and what travels between them.
 
 transport: what a communicator must offer. single, loopback, mpi: one process, P threads, MPI. grid: who holds which
-tile. reductions: sums over ranks, recorded. agree, abort: errors. debug: looks for mistakes. segments: MPI's own
-files. Importing this package does not start MPI.
+tile. reductions: sums over ranks, recorded. agree: errors. effects: what grids change in their process. debug: looks
+for mistakes. segments: MPI's own files. Importing this package does not start MPI.
 """
 
 from . import loopback
-from .abort import abort_on_error, end_job
 from .agree import agree, all_or_none
 from .debug import DebugTransport
+from .effects import end_job
 from .grid import ProcessGrid, WideGrid
 from .reductions import GROUPS, Reductions, group_of
 from .single import SingleTransport
@@ -25,7 +25,6 @@ __all__ = [
     "SingleTransport",
     "Transport",
     "WideGrid",
-    "abort_on_error",
     "agree",
     "all_or_none",
     "end_job",

@@ -46,6 +46,11 @@ class DebugTransport(Transport):
         one, other = self.inner.cut(tiles)
         return DebugTransport(one, self.seed), DebugTransport(other, self.seed)
 
+    def close(self) -> None:
+        """Close the group that is watched."""
+        super().close()
+        self.inner.close()
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange over fixed arrays, which need not be contiguous."""
         return _DebugExchange(self, sends, receives)
@@ -81,9 +86,10 @@ class DebugTransport(Transport):
 
 
 class _DebugExchange(Exchange):
+    transport: DebugTransport
+
     def __init__(self, transport: DebugTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        super().__init__(sends, receives)
-        self.transport = transport
+        super().__init__(transport, sends, receives)
         self.leaving, self.arriving = ([_alone(m) for m in messages] for messages in (self.sends, self.receives))
         self.inner = transport.inner.exchange(self.leaving, self.arriving)
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, grid_shape, split
 from ..registry.arguments import checked
 from . import mpi
-from .abort import abort_on_error
+from .effects import Effects
 from .single import SingleTransport
-from .transport import Transport
+from .transport import CLOSED, Transport
 
 
 class ProcessGrid:
     """All ranks as replicas x rows x cols (x planes, for volumes).
 
-    The ranks of one replica share each sample, a tile each; the replicas share the batch. The first grid of a script
-    lets the ranks share the cores of their machine, if nobody has set the number of threads. Grids of one shape over
-    one communicator share the communicators of their tiles and replicas.
+    The ranks of one replica share each sample, a tile each; the replicas share the batch. Grids of one shape over one
+    communicator share the communicators of their tiles and replicas. From the first grid of several MPI ranks until
+    all are closed, an exception that nothing catches ends the job on all of them, and ranks on one machine share its
+    cores, if nobody has set the number of threads.
+
+    `with nd.ProcessGrid() as grid:` closes it at the end.
 
     Parameters
     ----------
@@ -35,7 +39,7 @@ class ProcessGrid:
     Raises
     ------
     GridError
-        If replicas x planes x rows x cols is not the number of ranks.
+        If replicas x planes x rows x cols is not the number of ranks. Later, if the grid is used after `close`.
     """
 
     @checked
@@ -52,6 +56,35 @@ class ProcessGrid:
         self.plane, self.row = divmod(place, self.rows)
         #: the ranks of this replica, by tile; and those that hold this tile, by replica
         self.tile_comm, self.replica_comm = self.world.cut(self.shape.tiles)
+        self._closing = ExitStack()
+        if self.world is not comm:  # a caller's own transport stays open, and the process as it is
+            self._closing.callback(self.world.close)
+            if self.size > 1:
+                self._closing.callback(Effects.enter(self.world).leave)
+        for group in (self.tile_comm, self.replica_comm):
+            self._closing.callback(group.close)
+
+    def close(self) -> None:
+        """Free the communicators that were made for this grid, and take back what it changed in this process.
+
+        Collective. Communicators that an open grid shares stay until that is closed as well. What was built on the
+        grid cannot communicate any more.
+        """
+        self._closing.close()
+        self.world = self.tile_comm = self.replica_comm = self.shape = CLOSED
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.world is CLOSED
+
+    def __enter__(self) -> ProcessGrid:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Close the grid; with an error that other ranks may not have, leave that to who catches it, or end the job."""
+        if error is None or getattr(error, "agreed", False) or self.size == 1:
+            self.close()
 
     def group(self, name: str) -> Transport:
         """Return the ranks of one of GROUPS."""
@@ -87,7 +120,7 @@ class ProcessGrid:
         return split(batch, self.replicas, self.replica)
 
     def __repr__(self) -> str:
-        return f"ProcessGrid(rank {self.rank} of {self.size}, {self.shape})"
+        return f"ProcessGrid(rank {self.rank} of {self.size}, {'closed' if self.closed else self.shape})"
 
 
 class WideGrid(ProcessGrid):
@@ -107,7 +140,4 @@ def _transport(comm: Any) -> Transport:
         return comm
     if not (comm is None or callable(getattr(comm, "Get_rank", None))):
         raise ConfigError(f"comm: expected an mpi4py communicator, a Transport or None, got {comm!r}")
-    transport = mpi.world() if comm is None else mpi.MPITransport(comm)
-    transport.share_cores()
-    abort_on_error(transport)  # a script that fails on one rank must not leave the others waiting
-    return transport
+    return mpi.world() if comm is None else mpi.MPITransport(comm)

@@ -20,22 +20,16 @@ import numpy as np
 
 from ..errors import RemoteError
 from ..registry.arguments import checked
-from .transport import Exchange, Message, ReduceOp, Transport
+from .transport import CLOSED, Exchange, Message, ReduceOp, Transport
 
 
 class _World:
-    """What the threads share: the mailboxes, and the word that one of them failed."""
+    """What the threads share: their turns, and the word that one of them failed."""
 
     def __init__(self, timeout: float, at_once: int | None) -> None:
         self.timeout = timeout
         self.turns = threading.Semaphore(at_once) if at_once else contextlib.nullcontext()
         self.failed = threading.Event()
-        self._lock = threading.Lock()
-        self._boxes: defaultdict[tuple, SimpleQueue] = defaultdict(SimpleQueue)
-
-    def box(self, *address: Any) -> SimpleQueue:
-        with self._lock:
-            return self._boxes[address]
 
     def receive(self, box: SimpleQueue) -> Any:
         with contextlib.suppress(Empty):
@@ -59,12 +53,24 @@ class _World:
         raise RemoteError("another virtual rank failed")
 
 
+class _Group:
+    """The mailboxes of a group of ranks, which live as long as a member."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.members = members
+        self._lock = threading.Lock()
+        self._boxes: defaultdict[tuple, SimpleQueue] = defaultdict(SimpleQueue)
+
+    def box(self, *address: int) -> SimpleQueue:
+        with self._lock:
+            return self._boxes[address]
+
+
 class LoopbackTransport(Transport):
     """One virtual rank's view of its group."""
 
-    def __init__(self, world: _World, group: tuple, rank: int, size: int) -> None:
+    def __init__(self, world: _World, group: _Group, rank: int, size: int) -> None:
         self.world, self.group, self.rank, self.size = world, group, rank, size
-        self._splits = 0
         self._pairs: Counter[tuple[int, int]] = Counter()
 
     def send(self, peer: int, value: Any) -> None:
@@ -77,10 +83,10 @@ class LoopbackTransport(Transport):
 
     def _put(self, peer: int, value: Any) -> None:
         """Put a value that nobody changes into the mailbox of `peer`."""
-        self.world.box(self.group, self.rank, peer).put(value)
+        self.group.box(self.rank, peer).put(value)
 
     def _take(self, peer: int) -> Any:
-        return self.world.receive(self.world.box(self.group, peer, self.rank))
+        return self.world.receive(self.group.box(peer, self.rank))
 
     def mailboxes(self, peers: Iterable[int], outgoing: bool) -> dict[int, SimpleQueue]:
         """Return a new mailbox to, or from, every peer; both ends of a pair open theirs in the same order."""
@@ -88,15 +94,18 @@ class LoopbackTransport(Transport):
         for peer in peers:
             pair = (self.rank, peer) if outgoing else (peer, self.rank)
             self._pairs[pair] += 1
-            boxes[peer] = self.world.box(self.group, *pair, self._pairs[pair])
+            boxes[peer] = self.group.box(*pair, self._pairs[pair])
         return boxes
 
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks that gave the same colour, ordered by key."""
-        self._splits += 1
-        members = sorted((k, r) for r, (c, k) in enumerate(self.allgather((color, key))) if c == color)
-        group = (*self.group, self._splits, color)
-        return LoopbackTransport(self.world, group, members.index((key, self.rank)), len(members))
+        group = self._through_first((color, key, self.rank), _grouped)[color]
+        return LoopbackTransport(self.world, group, group.members.index(self.rank), len(group.members))
+
+    def close(self) -> None:
+        """Let go of the mailboxes."""
+        super().close()
+        self.world = self.group = CLOSED
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange over fixed arrays."""
@@ -149,10 +158,19 @@ class LoopbackTransport(Transport):
         raise SystemExit(code)
 
 
+def _grouped(given: Iterable[tuple[int, int, int]]) -> dict[int, _Group]:
+    """Return a group for each colour, from the colour, key and rank of everybody."""
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    for color, _, rank in sorted(given):
+        members[color].append(rank)
+    return {color: _Group(ranks) for color, ranks in members.items()}
+
+
 class _LoopbackExchange(Exchange):
+    transport: LoopbackTransport
+
     def __init__(self, transport: LoopbackTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        super().__init__(sends, receives)
-        self.transport = transport
+        super().__init__(transport, sends, receives)
         # a mailbox of their own: messages of several exchanges may be under way, as with MPI
         self.outboxes = transport.mailboxes({m.peer for m in self.sends}, outgoing=True)
         self.inboxes = transport.mailboxes({m.peer for m in self.receives}, outgoing=False)
@@ -185,14 +203,14 @@ def run(
     Exception
         The error of the first rank that failed; the other ranks are ended.
     """
-    world = _World(timeout, at_once)
+    world, group = _World(timeout, at_once), _Group(range(ranks))
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
         try:
             with world.turns:
-                results[rank] = function(LoopbackTransport(world, ("world",), rank, ranks))
+                results[rank] = function(LoopbackTransport(world, group, rank, ranks))
         except BaseException as error:
             errors.append(error)
             world.failed.set()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
@@ -14,7 +15,7 @@ from .. import threads
 from ..errors import LaunchError
 from ..job import detect
 from .segments import forget_names, tidy_start
-from .transport import Exchange, Message, ReduceOp, Transport
+from .transport import CLOSED, Exchange, Message, ReduceOp, Transport
 
 
 def world() -> MPITransport:
@@ -51,38 +52,69 @@ def finish() -> None:
         MPI.Finalize()
 
 
-class MPITransport(Transport):
-    """An mpi4py communicator."""
+@dataclass
+class _Part:
+    """A part of a communicator, freed when its last user closes it, or with the whole."""
 
-    def __init__(self, comm: Any) -> None:
+    comm: Any
+    users: int = 0
+
+    def leave(self) -> None:
+        self.users -= 1
+        if not self.users:
+            self.free()
+
+    def free(self) -> None:
+        if self.comm:  # not freed yet
+            self.comm.Free()
+
+
+class MPITransport(Transport):
+    """An mpi4py communicator, which is the caller's unless it is a part."""
+
+    def __init__(self, comm: Any, part: _Part | None = None) -> None:
         from mpi4py import MPI
 
-        self.mpi, self.comm = MPI, comm
+        self.mpi, self.comm, self.part = MPI, comm, part
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        if part is not None:
+            part.users += 1
 
-    def share_cores(self) -> None:
+    def share_cores(self) -> Callable[[], None]:
         """Let a script's ranks on one machine share its cores, if nobody has said how many threads they shall use."""
         job = detect(os.environ)
-        if self.size > 1 and job is not None and job.local_size:
-            threads.say_share(job.local_size, first=self.mpi.COMM_WORLD.Get_rank() == 0)
+        if job is None or not job.local_size:
+            return super().share_cores()
+        return threads.say_share(job.local_size, first=self.mpi.COMM_WORLD.Get_rank() == 0)
 
-    def split(self, color: int, key: int) -> Transport:
+    def split(self, color: int, key: int) -> MPITransport:
         """Return the group of the ranks that gave the same colour, ordered by key."""
-        return MPITransport(self.comm.Split(color, key))
+        part = _Part(self.comm.Split(color, key))
+        return MPITransport(part.comm, part)
 
     def cut(self, tiles: int) -> tuple[Transport, Transport]:
-        """Return the groups of tiles and of replicas, the same ones whenever this communicator is cut so.
+        """Return the groups of tiles and of replicas, over the same communicators whenever this one is cut so.
 
         MPI has some thousands of communicators, and freeing one is collective, which no rank's garbage collector can
-        know: they stay with the communicator that they are parts of, and are freed with it.
+        know: they stay with the communicator that they are parts of until all who share them have closed them.
         """
-        parts = self.comm.Get_attr(_parts_key())
-        if parts is None:
-            self.comm.Set_attr(_parts_key(), parts := {})
-        if tiles not in parts:
-            parts[tiles] = super().cut(tiles)
-        found: tuple[Transport, Transport] = parts[tiles]
-        return found
+        cuts = self.comm.Get_attr(_cuts_key())
+        if cuts is None:
+            self.comm.Set_attr(_cuts_key(), cuts := {})
+        parts = cuts.get(tiles)
+        if parts and all(part.comm for part in parts):
+            return MPITransport(parts[0].comm, parts[0]), MPITransport(parts[1].comm, parts[1])
+        made: Any = super().cut(tiles)
+        cuts[tiles] = [group.part for group in made]
+        return made
+
+    def close(self) -> None:
+        """Free the communicator, if it is a part that nobody else has open; collective."""
+        if not self.closed:
+            super().close()
+            if self.part is not None:
+                self.part.leave()
+                self.comm = CLOSED
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange with persistent requests, straight from and into the arrays."""
@@ -125,14 +157,14 @@ class MPITransport(Transport):
 
 
 @cache
-def _parts_key() -> int:
-    """Return the key of the attribute of a communicator that holds its parts."""
+def _cuts_key() -> int:
+    """Return the key of the attribute of a communicator that holds its parts, by the number of tiles."""
     from mpi4py import MPI
 
-    def free(comm: Any, key: int, parts: dict[int, tuple[MPITransport, ...]]) -> None:
+    def free(comm: Any, key: int, cuts: dict[int, list[_Part]]) -> None:
         if comm != MPI.COMM_WORLD:  # which ends with MPI, when nothing can be freed
-            for part in (part for cut in parts.values() for part in cut):
-                part.comm.Free()
+            for part in (part for cut in cuts.values() for part in cut):
+                part.free()
 
     key: int = MPI.Comm.Create_keyval(delete_fn=free)
     return key
@@ -142,7 +174,7 @@ class _MPIExchange(Exchange):
     """Persistent requests with subarray datatypes: nothing is packed (mpi-notes: 180 µs against 255 packed)."""
 
     def __init__(self, transport: MPITransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        super().__init__(sends, receives)
+        super().__init__(transport, sends, receives)
         self.mpi = transport.mpi
         self.types: list[Any] = []
         # receives first, so that no message arrives unexpected

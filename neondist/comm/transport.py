@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+
+from ..errors import GridError
 
 ReduceOp = Literal["sum", "max"]
 
@@ -34,6 +36,11 @@ class Message:
 class Exchange(ABC):
     """Messages that are planned once and run many times; empty messages are left out.
 
+    Parameters
+    ----------
+    transport : Transport
+        Once it is closed nothing can be sent.
+
     Attributes
     ----------
     sends, receives : list of Message
@@ -45,7 +52,8 @@ class Exchange(ABC):
         Whether they have been started and not finished.
     """
 
-    def __init__(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def __init__(self, transport: Transport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.transport = transport
         self.sends = [message for message in sends if message.nbytes]
         self.receives = [message for message in receives if message.nbytes]
         self.bytes_sent = sum(message.nbytes for message in self.sends)
@@ -58,6 +66,8 @@ class Exchange(ABC):
 
     def start(self) -> None:
         """Send what the send boxes hold now; none of the arrays may be touched before `finish`."""
+        if self.transport.closed:
+            raise closed_error()
         self.runs, self.under_way = self.runs + 1, True
         self._start()
 
@@ -74,11 +84,33 @@ class Exchange(ABC):
     def _finish(self) -> None: ...
 
 
+class _Closed:
+    def __getattr__(self, name: str) -> Any:
+        raise closed_error()
+
+
+def closed_error() -> GridError:
+    """Return the error that tells that a grid is closed."""
+    return GridError("this process grid is closed: make another with nd.ProcessGrid(), and build models on that")
+
+
+CLOSED: Any = _Closed()
+"""Stands where a communicator was: whatever is asked of it is an error."""
+
+
 class Transport(ABC):
-    """A group of ranks. All methods but `abort` are collective."""
+    """A group of ranks. All methods but `abort` are collective.
+
+    Attributes
+    ----------
+    rank, size : int
+    closed : bool
+        Whether `close` was called.
+    """
 
     rank: int
     size: int
+    closed: bool = False
 
     @abstractmethod
     def split(self, color: int, key: int) -> Transport:
@@ -88,6 +120,14 @@ class Transport(ABC):
         """Return the group of `tiles` consecutive ranks that this one is in, and that of its place in all of them."""
         replica, tile = divmod(self.rank, tiles)
         return self.split(replica, tile), self.split(tile, replica)
+
+    def close(self) -> None:
+        """Free what this group has of its own; nothing can be sent through it any more."""
+        self.closed = True
+
+    def share_cores(self) -> Callable[[], None]:
+        """Let ranks on one machine share its cores, if nobody has set the threads; return what takes that back."""
+        return lambda: None
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:

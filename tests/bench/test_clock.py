@@ -50,7 +50,7 @@ class SlowExchange(Exchange):
 
 class SlowTransport(SingleTransport):
     def exchange(self, sends, receives):
-        return SlowExchange(sends, receives)
+        return SlowExchange(self, sends, receives)
 
 
 def test_messages_are_waited_for_however_they_are_sent(clock):

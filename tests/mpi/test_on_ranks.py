@@ -106,20 +106,3 @@ def test_a_sub_communicator_serves_as_a_grid():
     grid = nd.ProcessGrid(half)
     assert grid.size == half.size
     assert worst(train("perceptron", grid), train("perceptron")) < 1e-10
-
-
-def test_grids_of_one_shape_share_their_communicators_which_end_with_their_parent():
-    """MPI has some thousands; a program may make a grid for each of its evaluations."""
-    whole = [nd.ProcessGrid(replicas=r) for r in (1, world.size) for _ in range(2)]
-    one, two, three, four = (grid.tile_comm.comm for grid in whole)
-    assert one == two
-    assert three == four
-    assert (one == three) == (world.size == 1)
-    parts = []
-    for _ in range(3):
-        own = world.Dup()
-        debug = nd.ProcessGrid(DebugTransport(mpi.MPITransport(own)))
-        parts += [part.comm for part in (nd.ProcessGrid(own).tile_comm, debug.tile_comm.inner)]
-        assert parts[-1].allreduce(1) == world.size
-        own.Free()
-    assert all(part == MPI.COMM_NULL for part in parts)

@@ -37,7 +37,7 @@ class SoloTransport(Transport):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange that only notes its messages."""
-        return _Noted(self.notes, sends, receives)
+        return _Noted(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Note it; the array stays this rank's share."""
@@ -65,12 +65,10 @@ class SoloTransport(Transport):
 
 
 class _Noted(Exchange):
-    def __init__(self, notes: Notes, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        super().__init__(sends, receives)
-        self.notes = notes
+    transport: SoloTransport
 
     def _start(self) -> None:
-        self.notes.exchanges.append((len(self.sends), self.bytes_sent))
+        self.transport.notes.exchanges.append((len(self.sends), self.bytes_sent))
 
     def _finish(self) -> None:
         for message in self.receives:
