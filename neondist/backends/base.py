@@ -24,6 +24,9 @@ class Backend(ABC):
     #: Numbers of a strip: smaller ones compute more overlap, larger ones leave the cache
     strip: int
 
+    def close(self) -> None:  # noqa: B027 - most change nothing
+        """Take back what the backend has changed in this process, such as numbers of threads."""
+
     @abstractmethod
     def full(self, shape: Ints, value: float, dtype: np.dtype) -> Any:
         """Return a new array filled with `value`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from math import prod
 from typing import Any
 
@@ -37,6 +38,8 @@ class TorchBackend(NumpyBackend):
     few_products = 1 << 22
 
     def __init__(self) -> None:
+        self._closing = ExitStack()
+        self._closing.callback(torch.set_num_threads, torch.get_num_threads())
         share = os.environ.get("OMP_NUM_THREADS", "")
         if share.isdecimal():  # torch read it already, unless it was imported before the launcher set it
             torch.set_num_threads(max(1, min(int(share), torch.get_num_threads())))
@@ -44,7 +47,11 @@ class TorchBackend(NumpyBackend):
         # and with one thread 2^19 is as fast as 2^20 (2^18 is 1.2 times slower)
         self.alone = torch.get_num_threads() == 1
         self.strip = 1 << 19 if self.alone else 1 << 22
-        keep_freed_memory()
+        self._closing.callback(keep_freed_memory())
+
+    def close(self) -> None:
+        """Take back PyTorch's number of threads and the setting of malloc."""
+        self._closing.close()
 
     def conv_forward(
         self,

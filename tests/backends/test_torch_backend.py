@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import numpy as np
+import psutil
 import pytest
 from present import kernels
 
 import neondist as nd
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 fast, plain = kernels("torch"), nd.get_backend("numpy")
 rng = np.random.default_rng(0)
 
@@ -169,3 +170,31 @@ def test_threads_are_those_of_the_rank(early):
     environment = {name: value for name, value in os.environ.items() if name not in unset} | SHOWN
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "1"
+
+
+SIZE = 1 << 26
+
+
+def resident_after_freeing():
+    """Bytes of memory that the process has after a large array is gone."""
+    array = np.ones(SIZE, np.uint8)
+    del array
+    return psutil.Process().memory_info().rss
+
+
+def test_a_closed_backend_takes_back_what_it_changed(monkeypatch):
+    """Large blocks that are freed go back to the system again."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        backend = nd.get_backend("torch")
+        assert torch.get_num_threads() == 1
+        kept = resident_after_freeing()
+        backend.close()
+        assert torch.get_num_threads() == 3
+        assert resident_after_freeing() < kept - SIZE // 2
+    finally:
+        torch.set_num_threads(before)
