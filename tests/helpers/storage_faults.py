@@ -39,7 +39,7 @@ model: !GBDist
 batch_size: 4
 epochs: 1
 """
-LIBRARIES = ["h5py", "yaml", "rich.progress", "threadpoolctl", "neondist.cli", "neondist.session"]
+LIBRARIES = ["h5py", "psutil", "yaml", "rich.progress", "threadpoolctl", "neondist.cli", "neondist.session"]
 LIBRARIES += ["neondist.session.environment", "neondist.backends.numpy", "neondist.datasets.convert"]
 # the name, what has to be there, and the words
 JOBS = {
