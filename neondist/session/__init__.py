@@ -1,23 +1,22 @@
 """Training sessions: the loop, what joins it, and what it writes.
 
-experiment: everything together, as a YAML file names it. fit, evaluate: the loop; pretrain: the same for autoencoders.
-hooks: how to join it; progress, stopping, time_limit, watchdog, metrics_log, checkpoint, curves, tiles_picture: the
-hooks that a run has; debug_halo: one that it may have. validate, describe, consistency: before a run.
+experiment: everything together, as a YAML file names it. train: from there to the files of a run. fit: the loop, and
+evaluation; pretrain: the same for autoencoders. run: what hooks look at; hooks: how to join a run. progress, stopping,
+watchdog, metrics_log, ledger_log, checkpoint, curves, tiles_picture, stage_pictures: the hooks that a run has;
+debug_halo: one that it may have. validate, describe, consistency: before a run. apply: after it.
 """
 
 from .apply import evaluate_checkpoint, predict
 from .debug_halo import DebugHalo
 from .describe import describe
-from .evaluate import evaluate
 from .experiment import FitExperiment
-from .fit import fit
+from .fit import evaluate, fit
 from .hooks import Hook
 from .pretrain import pretrain
 from .progress import ProgressBar
 from .run import Run, Stop
 from .stage_pictures import StagePictures
-from .stopping import StopOnSignal
-from .time_limit import TimeLimit
+from .stopping import StopOnSignal, TimeLimit
 from .train import RunResult
 from .watchdog import Watchdog
 

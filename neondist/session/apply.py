@@ -19,7 +19,7 @@ from ..geometry import split as share
 from ..metrics import Misclassification
 from ..registry.ranges import choice
 from .consistency import check_consistency, check_data_consistency, outline
-from .evaluate import evaluate
+from .fit import evaluate
 from .predictions import Predictions
 from .sources import Source, open_source
 from .validate import grid_shape_of

@@ -11,7 +11,7 @@ from typing import IO, Any
 from ..console import say
 from ..datasets.base import SPLITS
 from .hooks import Hook
-from .reconstruction_error import ReconstructionError
+from .pretrain import ReconstructionError
 from .run import Record, Run
 
 MISSED = ReconstructionError.name

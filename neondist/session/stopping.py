@@ -1,6 +1,10 @@
-"""Ending a run in good order when the batch system says so."""
+"""Ending a run in good order: when the batch system says so, and before its time is over."""
 
 from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
 
 from ..models.notices import Notice
 from ..signals import Signals
@@ -74,3 +78,74 @@ class StopOnSignal(Hook):
 
 def _stop(name: str) -> Stop:
     return Stop(f"{name} came; --resume goes on from here")
+
+
+DISK = 100e6
+"""Bytes a second that a checkpoint is taken to write, until one has been measured."""
+
+
+class TimeLimit(Hook):
+    """End the run, with a checkpoint, early enough that it is over before its time is.
+
+    Parameters
+    ----------
+    seconds : float
+    started : float, optional
+        When they began to count, as `clock` tells; default now.
+    clock : callable
+        time.time, but for tests.
+
+    Notes
+    -----
+    Rank 0 decides after step n, and all ranks stop after step n + 1, in whose sum of gradients they hear of it. Time is
+    kept for two of the longest steps of late and a checkpoint, and where an epoch may end in between, for its
+    evaluation and its checkpoint; for the latter two, what has been measured, or an estimate before that.
+    """
+
+    joins_pretraining = True
+
+    def __init__(self, seconds: float, started: float | None = None, clock: Callable[[], float] = time.time) -> None:
+        self.seconds, self.clock = seconds, clock
+        self.end = (clock() if started is None else started) + seconds
+        self.steps: deque[float] = deque(maxlen=100)
+        self.last, self.evaluation, self.saving, self.after_pause = 0.0, 0.0, 0.0, False
+
+    def before_run(self, run: Run) -> None:
+        """Begin to measure."""
+        self.last, self.after_pause = self.clock(), False
+
+    def after_step(self, run: Run) -> None:
+        """Stop, if rank 0 said so in this step; tell the others, if it is time."""
+        took = self._took()
+        if self.after_pause:
+            self.saving, self.after_pause = max(self.saving, took), False
+        else:
+            self.steps.append(took)
+        if run.stop is None and run.model.notices.ranks(Notice.TIME):
+            run.stop = Stop(f"the time limit of {self.seconds:g} s is near; --resume goes on from here")
+        elif run.first_rank and self.last + self.needed(run) > self.end:
+            run.model.notices.mine[Notice.TIME] = 1
+
+    def after_epoch(self, run: Run) -> None:
+        """Learn how long the evaluation took; what comes before the next step is mostly the checkpoint."""
+        self.evaluation, self.after_pause = max(self.evaluation, self._took()), True
+
+    def needed(self, run: Run) -> float:
+        """Return the seconds to keep for what there is to do still if the run is to stop."""
+        step = max(self.steps, default=self.saving)
+        saving, between = self.saving or _saving(run), 0.0
+        if len(run.dataset.train) - run.seen <= run.batch_size:  # the epoch may end before all ranks know
+            judged = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
+            between = saving + (self.evaluation or step * -(-judged // run.batch_size))
+        return 1.0 + 2 * step + between + saving
+
+    def _took(self) -> float:
+        before, self.last = self.last, self.clock()
+        return self.last - before
+
+
+def _saving(run: Run) -> float:
+    """Return how many seconds a checkpoint may take, before one has been measured."""
+    parameters = run.model.parameters
+    size = 0 if parameters is None else parameters.values.nbytes
+    return float(size * (1 + len(run.model.slots)) / DISK)

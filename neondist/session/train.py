@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..backends import get_backend
-from ..comm import ProcessGrid, all_or_none
+from ..checkpoint import opened, take
+from ..comm import ProcessGrid, Transport, all_or_none
 from ..files import write_text
 from ..memory import room_for
 from . import output
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, restore
 from .consistency import check_consistency, check_data_consistency, outline
 from .curves import Curves
 from .fit import proceed
 from .hooks import Hook
 from .ledger_log import LedgerLog
 from .metrics_log import MetricsLog
-from .pretrain import pretrain_stages
+from .output import CHECKPOINT, has_run, is_new
+from .pretrain import last_stage, pretrain_stages
 from .run import Record, Run, Stop
-from .start import start
 from .tiles_picture import TilesPicture
 
 if TYPE_CHECKING:
@@ -130,3 +131,50 @@ def _writers(folder: Path, checkpoint: Checkpoint) -> list[Hook]:
         Curves(folder / "curves.png"),
         TilesPicture(folder / "tiles.png"),
     ]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an experiment begins.
+
+    Attributes
+    ----------
+    resumed : whether the files of the earlier run stay
+    stage : the stage of pretraining whose checkpoint is to be read, 0 for none
+    pretrained : whether pretraining is over
+    """
+
+    resumed: bool = False
+    stage: int = 0
+    pretrained: bool = False
+
+
+def start(run: Run, folder: Path | None, resume: bool | str, init_from: str | Path | None) -> Start:
+    """Give `run` the weights, and the position, that it begins with; collective.
+
+    Raises
+    ------
+    DataError
+        On every rank: a file is missing, damaged or does not fit.
+    """
+    if resume and folder is not None:
+        stage = last_stage(run.grid.world, folder) if run.model.num_pretrain_epochs else 0
+        if stage:
+            return Start(True, stage)
+        if not _nothing_yet(run.grid.world, folder, resume):
+            restore(folder / CHECKPOINT, run)
+            return Start(True, pretrained=True)
+        run.notes.append("no earlier run has come to its first checkpoint: this one begins anew")
+    if init_from is not None:
+        with opened(Path(init_from), run.grid.world) as file:
+            run.notes.append(f"weights from {init_from}: {take(file, run.model.kept_arrays()['model'])}")
+    return Start()
+
+
+def _nothing_yet(world: Transport, folder: Path, resume: bool | str) -> bool:
+    """Tell whether a run that resumes begins anew; collective."""
+    new = False
+    with all_or_none(world):
+        if world.rank == 0:
+            new = not has_run(folder) if resume == "auto" else is_new(folder)
+    return bool(world.bcast(new))

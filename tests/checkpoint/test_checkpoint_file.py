@@ -229,7 +229,7 @@ def test_no_room_is_found_before_anything_is_written(tmp_path, monkeypatch):
 def test_keeping_the_last_three(tmp_path, monkeypatch, links):
     if not links:
         monkeypatch.setattr(keep.os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError()))
-    schedule = nd.session.schedule.CheckpointSchedule(keep=3)
+    schedule = nd.session.checkpoint.CheckpointSchedule(keep=3)
     hook, run = Checkpoint(tmp_path / "c.h5", schedule), begun(nd.ProcessGrid(SingleTransport()))
     for step in (5, 20, 100, 7):  # the last after going back to an older one
         run.model.step = step

@@ -9,8 +9,7 @@ from neondist.datasets import Synthetic
 from neondist.geometry import Box
 from neondist.layers import ConvLayerDist, FCLayerDist
 from neondist.session import tiles_picture
-from neondist.session.tiles_drawing import framed, strips
-from neondist.session.tiles_picture import collect, first_window
+from neondist.session.tiles_picture import collect, first_window, framed, strips
 
 matplotlib = pytest.importorskip("matplotlib")
 

@@ -8,8 +8,7 @@ from support import worst
 import neondist as nd
 from neondist.comm import loopback
 from neondist.models import optimal_stimulus
-from neondist.session.stage_drawing import draw_blocks, draw_rows
-from neondist.session.stage_pictures import StagePictures, filters, reconstructions, stimuli
+from neondist.session.stage_pictures import StagePictures, draw_blocks, draw_rows, filters, reconstructions, stimuli
 
 
 def collected(comm=None, replicas=1, kind="unshared"):
