@@ -6,6 +6,9 @@ watchdog, metrics_log, ledger_log, checkpoint, curves, tiles_picture, stage_pict
 debug_halo: one that it may have. validate, describe, consistency: before a run. apply: after it.
 """
 
+import warnings
+from typing import Any
+
 from .apply import evaluate_checkpoint, predict
 from .debug_halo import DebugHalo
 from .describe import describe
@@ -14,7 +17,7 @@ from .fit import evaluate, fit
 from .hooks import Hook
 from .pretrain import pretrain
 from .progress import ProgressBar
-from .run import Run, Stop
+from .run import Stop, TrainState
 from .stage_pictures import StagePictures
 from .stopping import StopOnSignal, TimeLimit
 from .train import RunResult
@@ -25,12 +28,12 @@ __all__ = [
     "FitExperiment",
     "Hook",
     "ProgressBar",
-    "Run",
     "RunResult",
     "StagePictures",
     "Stop",
     "StopOnSignal",
     "TimeLimit",
+    "TrainState",
     "Watchdog",
     "describe",
     "evaluate",
@@ -39,3 +42,10 @@ __all__ = [
     "predict",
     "pretrain",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Run":
+        warnings.warn("session.Run is called session.TrainState now", DeprecationWarning, stacklevel=2)
+        return TrainState
+    raise AttributeError(f"module 'neondist.session' has no attribute '{name}'")

@@ -3,20 +3,128 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint import REMEMBERED, Piece, memory_of, opened, remind, write
+from ..checkpoint.texts import LARGEST, of_kind, plain_json, whole
 from ..errors import ConfigError, DataError
 from ..registry import suggest
 from ..registry.ranges import integer, real
 from ..schemes import scheme_text
 from ..version import __version__
 from .hooks import Hook
-from .position import Position
-from .run import Run
+from .run import Record, Totals, TrainState
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run, independent of its grid.
+
+    Attributes
+    ----------
+    epoch, step : epochs and updates that are complete
+    seen : samples of the present epoch that are trained
+    samples : samples of an epoch
+    seed : of the order of the samples and of all random numbers
+    totals : sums over the present epoch; `sent_before` and `summed_before` count all ranks' bytes
+    history : one record per complete epoch
+    uncounted : updates that the optimiser does not count; None in the files of version 0.1
+    """
+
+    epoch: int = 0
+    step: int = 0
+    seen: int = 0
+    samples: int = 0
+    seed: int = 0
+    totals: Totals = field(default_factory=Totals)
+    history: list[Record] = field(default_factory=list)
+    uncounted: int | None = None
+
+    @classmethod
+    def of(cls, run: TrainState) -> Progress:
+        """Return where a run is; collective."""
+        totals = run.totals
+        sent, summed = totals.moved(run.grid)
+        sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
+        samples, model = len(run.dataset.train), run.model
+        return cls(run.epoch, run.step, run.seen, samples, model.seed, sums, list(run.history), model.uncounted)
+
+    def put(self, run: TrainState) -> None:
+        """Let `run` go on from here.
+
+        Raises
+        ------
+        DataError
+            Its seed, or in the middle of an epoch its number of samples, is another.
+        """
+        if run.model.seed != self.seed:
+            raise DataError(
+                f"was written with seed {self.seed}, the experiment has {run.model.seed}, so it would go on with other"
+                f" random numbers; set seed: {self.seed}"
+            )
+        if self.seen and len(run.dataset.train) != self.samples:
+            raise DataError(
+                f"was written in the middle of an epoch of {self.samples} samples, the data set has"
+                f" {len(run.dataset.train)}; resume with the same data"
+            )
+        run.epoch, run.seen, run.model.step = self.epoch, self.seen, self.step
+        run.totals, run.history = replace(self.totals), list(self.history)
+        known = run.model.uncounted_by(self.history) if self.uncounted is None else self.uncounted
+        run.model.uncounted = min(known, self.step)
+
+    def to_json(self) -> str:
+        """Return this as text; floats keep every bit."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Progress:
+        """Return what `to_json` wrote; ValueError, which says what is wrong, if it is something else."""
+        values = plain_json(text, dict)
+        known = {one.name for one in fields(cls)}
+        if not known - {"uncounted"} <= set(values) <= known:
+            raise ValueError("its fields are others")
+        totals = of_kind("'totals'", values["totals"], dict)
+        if set(totals) != {one.name for one in fields(Totals)}:
+            raise ValueError("'totals' has other fields")
+        for name in ("epoch", "step", "seen", "samples", "seed", "uncounted"):
+            if name != "uncounted" or values.get(name) is not None:
+                whole(f"'{name}'", values[name])
+        for name, value in totals.items():
+            if name in ("loss", "seconds"):
+                _number(f"totals.{name}", value)
+            else:
+                whole(f"'totals.{name}'", value)
+        if (values.get("uncounted") or 0) > values["step"]:
+            raise ValueError("'uncounted' is more than 'step'")
+        if values["seen"] > values["samples"]:
+            raise ValueError("'seen' is more than an epoch has")
+        history = [_record(record) for record in of_kind("'history'", values["history"], list)]
+        return cls(**values | {"totals": Totals(**totals), "history": history})
+
+
+def _number(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"'{name}' is no finite number")
+
+
+def _record(record: Any) -> Record:
+    """Return an epoch's record, after checking what the loop and its hooks read of it; a mean of nothing is NaN."""
+    if not isinstance(record, dict) or "epoch" not in record:
+        raise ValueError("an epoch's record has other fields")
+    for name, value in record.items():
+        if name in ("epoch", "step", "bytes_sent", "bytes_summed"):
+            whole(f"'{name}' of an epoch's record", value)
+        elif value is not None and type(value) not in ((str,) if name == "stage" else (int, float)):
+            raise ValueError(f"'{name}' of an epoch's record is no number")
+        elif type(value) is int and abs(value) >= LARGEST:
+            raise ValueError(f"'{name}' of an epoch's record is too large")
+    return Record.of(record)
+
 
 KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")
 
@@ -86,13 +194,13 @@ class Checkpoint(Hook):
         self.written = (-1, -1, -1)
         self.last = time.monotonic()
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: TrainState) -> None:
         """Write a first checkpoint, so that a place that cannot be written is found now, not after an epoch."""
         self.written, self.last = _place(run), time.monotonic()
         if run.step == 0:
             self.save(run)
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, run: TrainState) -> None:
         """Write a checkpoint, if one is due in the middle of an epoch."""
         ends = run.seen >= len(run.dataset.train)
         if not (ends and self.schedule.after_epoch(run.epoch + 1)) and (
@@ -100,21 +208,21 @@ class Checkpoint(Hook):
         ):
             self.save(run)
 
-    def after_epoch(self, run: Run) -> None:
+    def after_epoch(self, run: TrainState) -> None:
         """Write a checkpoint, if one is due."""
         if self.schedule.after_epoch(run.epoch):
             self.save(run)
 
-    def after_run(self, run: Run) -> None:
+    def after_run(self, run: TrainState) -> None:
         """Write the last state, unless it is written."""
         if self.written != _place(run):
             self.save(run)
 
-    def on_stop(self, run: Run) -> None:
+    def on_stop(self, run: TrainState) -> None:
         """Write a checkpoint of this very step, unless it is written."""
         self.after_run(run)
 
-    def save(self, run: Run) -> None:
+    def save(self, run: TrainState) -> None:
         """Write a checkpoint now; collective.
 
         Raises
@@ -124,7 +232,7 @@ class Checkpoint(Hook):
         """
         factor, offset = run.dataset.train.normalisation
         texts = {
-            "position": Position.of(run).to_json(),
+            "position": Progress.of(run).to_json(),
             "images": json.dumps({"shape": run.dataset.sample_shape, "factor": factor, "offset": offset}),
             "experiment": self.resolved or "",
             "written by": f"neondist {__version__}, {run.grid.shape}",
@@ -136,13 +244,13 @@ class Checkpoint(Hook):
         write(self.path, [*_pieces(run), *borders.pieces], texts, world, self.schedule.keep, run.step)
         self.written, self.last = _place(run), time.monotonic()
 
-    def _minutes_are_over(self, run: Run) -> bool:
+    def _minutes_are_over(self, run: TrainState) -> bool:
         """Tell, by rank 0's clock, whether a checkpoint is due; collective."""
         limit = self.schedule.every_minutes
         return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last >= 60 * limit))
 
 
-def restore(path: Path, run: Run) -> None:
+def restore(path: Path, run: TrainState) -> None:
     """Let `run` go on from where the file was written; collective.
 
     Raises
@@ -152,7 +260,7 @@ def restore(path: Path, run: Run) -> None:
     """
     with opened(path, run.grid.world) as file:
         try:
-            position = Position.from_json(file.facts.texts["position"])
+            position = Progress.from_json(file.facts.texts["position"])
         except (KeyError, ValueError) as problem:
             raise DataError(f"{path}: does not say how far its run was ({problem}); name another file") from None
         for group, arrays in run.model.kept_arrays().items():
@@ -167,11 +275,11 @@ def restore(path: Path, run: Run) -> None:
             run.notes.append(note)
 
 
-def _pieces(run: Run) -> list[Piece]:
+def _pieces(run: TrainState) -> list[Piece]:
     return [Piece.of(*each, group) for group, arrays in run.model.kept_arrays().items() for each in arrays]
 
 
-def _owner(run: Run) -> str:
+def _owner(run: TrainState) -> str:
     """Return what has to be the same, so that border schemes may go on with what they remembered."""
     schemes = {layer.name: scheme_text(layer.scheme) for layer in run.model.leaves if layer.scheme is not None}
     different = sorted(set(schemes.values()))
@@ -181,7 +289,7 @@ def _owner(run: Run) -> str:
     return f"{tiles} tiles, {shape.replicas} replicas, batches of {run.batch_size}, scheme {told}"
 
 
-def _place(run: Run) -> tuple[int, int, int]:
+def _place(run: TrainState) -> tuple[int, int, int]:
     return run.step, run.epoch, run.seen
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..comm import all_or_none
 from ..files import can_draw, write_figure
 from .hooks import Hook
-from .run import Record, Run
+from .run import Record, TrainState
 
 _STYLES = {"train": ("tab:blue", "o"), "validation": ("tab:green", "^"), "test": ("tab:orange", "s")}
 
@@ -20,20 +20,20 @@ class Curves(Hook):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def after_run(self, run: Run) -> None:
+    def after_run(self, run: TrainState) -> None:
         """Draw."""
         with all_or_none(run.grid.world):
             self._draw(run)
 
-    def on_stop(self, run: Run) -> None:
+    def on_stop(self, run: TrainState) -> None:
         """Draw what there is."""
         self.after_run(run)
 
-    def on_error(self, run: Run, error: BaseException) -> None:
+    def on_error(self, run: TrainState, error: BaseException) -> None:
         """Draw what there is."""
         self._draw(run)
 
-    def _draw(self, run: Run) -> None:
+    def _draw(self, run: TrainState) -> None:
         if run.first_rank and run.history and can_draw():
             draw_curves(run.history, self.path)
 

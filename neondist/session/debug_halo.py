@@ -8,7 +8,7 @@ from ..comm import DebugTransport
 from ..debug import guard_layer
 from ..registry.arguments import checked
 from .hooks import Hook
-from .run import Run
+from .run import TrainState
 
 if TYPE_CHECKING:
     from ..models import Model
@@ -43,6 +43,6 @@ class DebugHalo(Hook):
         for layer in model.leaves:
             guard_layer(layer, tiles)
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: TrainState) -> None:
         """Guard all layers."""
         self.guard(run.model)

@@ -15,7 +15,7 @@ from ..metrics import Metric, Misclassification
 from ..models import Model
 from ..registry.arguments import checked
 from .hooks import Hook, opened
-from .run import Record, Run, Totals
+from .run import Record, Totals, TrainState
 
 if TYPE_CHECKING:
     from ..datasets import Split
@@ -56,16 +56,16 @@ def fit(
         What is complete already, to continue an earlier run.
     """
     run, hooks = (
-        Run(model, dataset, epochs, batch_size, epoch, history=[Record.of(record) for record in history]),
+        TrainState(model, dataset, epochs, batch_size, epoch, history=[Record.of(record) for record in history]),
         list(hooks),
     )
     with opened(hooks):
-        proceed(run, hooks, metrics, seed)
+        train_loop(run, hooks, metrics, seed)
     return run.history
 
 
-def proceed(
-    run: Run, hooks: Iterable[Hook] = (), metrics: Sequence[Metric] | None = None, seed: int | None = None
+def train_loop(
+    run: TrainState, hooks: Iterable[Hook] = (), metrics: Sequence[Metric] | None = None, seed: int | None = None
 ) -> None:
     """Train from where `run` is to its end, or to where a hook sets `run.stop`; collective."""
     hooks = list(hooks)
@@ -93,7 +93,7 @@ def order(samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 
 
-def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
+def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     """Train what is left of the epoch, or until a hook sets `run.stop`."""
     model, split = run.model, run.dataset.train
     samples = order(len(split), seed, run.epoch)
@@ -118,7 +118,7 @@ def _train_epoch(run: Run, hooks: list[Hook], seed: int) -> None:
             _call(hooks, lambda hook: hook.after_step(run))
 
 
-def judge(run: Run, metrics: Sequence[Metric]) -> Record:
+def judge(run: TrainState, metrics: Sequence[Metric]) -> Record:
     """Return what a record has of the validation and the test split; collective."""
     record = Record()
     for name, split in run.dataset.splits.items():
@@ -130,7 +130,7 @@ def judge(run: Run, metrics: Sequence[Metric]) -> Record:
     return record
 
 
-def _close_epoch(run: Run, judged: Record) -> None:
+def _close_epoch(run: TrainState, judged: Record) -> None:
     """Count the epoch, append its record and begin the next one's sums."""
     totals, seen = run.totals, run.seen
     sent, summed = totals.moved(run.grid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from .run import Run
+from .run import TrainState
 
 
 class Hook:
@@ -27,22 +27,22 @@ class Hook:
     def close(self) -> None:
         """All is over, well or not, and all files are closed."""
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: TrainState) -> None:
         """Model and data are ready, nothing has been trained."""
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, run: TrainState) -> None:
         """One batch has been trained; `run.loss` is its mean loss."""
 
-    def after_epoch(self, run: Run) -> None:
+    def after_epoch(self, run: TrainState) -> None:
         """One epoch is complete; `run.history[-1]` is its record."""
 
-    def on_stop(self, run: Run) -> None:
+    def on_stop(self, run: TrainState) -> None:
         """The run ends here, before it is complete: `run.stop` says why. Called instead of `after_run`."""
 
-    def on_error(self, run: Run, error: BaseException) -> None:
+    def on_error(self, run: TrainState, error: BaseException) -> None:
         """The run has failed, perhaps on this rank only: put things in order, do not communicate."""
 
-    def after_run(self, run: Run) -> None:
+    def after_run(self, run: TrainState) -> None:
         """All epochs are complete."""
 
 

@@ -12,7 +12,7 @@ from ..errors import DataError
 from ..files import append, reason, write_text
 from ..models.ledger import Ledger
 from .hooks import Hook
-from .run import Run
+from .run import TrainState
 
 Key: TypeAlias = tuple[str, str, str, int | str]
 
@@ -35,7 +35,7 @@ class LedgerLog(Hook):
         self.before: Ledger = Counter()
         self.trained: Ledger = Counter()
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: TrainState) -> None:
         """Begin the file anew, with the lines of the epochs that the run continues from."""
         self.before = self.trained = run.model.ledger()
         with all_or_none(run.grid.world):
@@ -43,12 +43,12 @@ class LedgerLog(Hook):
                 lines = _lines(self.path) if run.epoch else []
                 write_text(self.path, "".join(f"{line}\n" for line in lines if _epoch(line) <= run.epoch))
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, run: TrainState) -> None:
         """Close the books of the training before the evaluation begins."""
         if run.seen == len(run.dataset.train):
             self.trained = run.model.ledger()
 
-    def after_epoch(self, run: Run) -> None:
+    def after_epoch(self, run: TrainState) -> None:
         """Append the epoch's lines; collective."""
         now = run.model.ledger()
         mine = [*_entries("training", self.trained - self.before), *_entries("evaluation", now - self.trained)]

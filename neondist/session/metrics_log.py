@@ -9,7 +9,7 @@ from pathlib import Path
 from ..comm import all_or_none
 from ..files import append, write_text
 from .hooks import Hook
-from .run import Record, Run
+from .run import Record, TrainState
 
 
 class MetricsLog(Hook):
@@ -22,13 +22,13 @@ class MetricsLog(Hook):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: TrainState) -> None:
         """Begin the file anew, with the epochs that the run continues from: an unfinished line must not stay."""
         with all_or_none(run.grid.world):
             if run.first_rank:
                 write_text(self.path, "".join(map(line, run.history)))
 
-    def after_epoch(self, run: Run) -> None:
+    def after_epoch(self, run: TrainState) -> None:
         """Append the epoch's line; it is in the file when this returns."""
         with all_or_none(run.grid.world):
             if run.first_rank:

@@ -13,10 +13,10 @@ from ..datasets import Dataset
 from ..models import Model
 from ..registry.arguments import checked
 from .checkpoint import Checkpoint, CheckpointSchedule, restore
-from .fit import judge, proceed
+from .fit import judge, train_loop
 from .hooks import Hook, opened
 from .metrics_log import MetricsLog
-from .run import Record, Run, Stop
+from .run import Record, Stop, TrainState
 from .stage_pictures import StagePictures
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
     hooks = list(hooks)
     with opened(hooks):
         for stage in model.stages if model.num_pretrain_epochs else ():
-            run = Run(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
+            run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
             _train(run, hooks, None)
             history = run.history
     return history
@@ -75,7 +75,7 @@ def pretrain_stages(
     history: list[Record] = []
     for number, stage in enumerate(model.stages if model.num_pretrain_epochs else (), 1):
         if number >= first:
-            run = Run(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
+            run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
             writers: list[Hook] = []
             if folder is not None:
                 checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", schedule, resolved)
@@ -96,7 +96,7 @@ def last_stage(world: Transport, folder: Path) -> int:
     return int(world.bcast(found))
 
 
-def _train(run: Run, hooks: list[Hook], checkpoint: Path | None) -> None:
+def _train(run: TrainState, hooks: list[Hook], checkpoint: Path | None) -> None:
     """Train a stage from its beginning, or from a checkpoint."""
     stage: Any = run.model
     stage.begin_epoch(0)
@@ -105,14 +105,14 @@ def _train(run: Run, hooks: list[Hook], checkpoint: Path | None) -> None:
     metrics: list[Any] = [ReconstructionError(stage, run.dataset.train, run.batch_size)]
     if checkpoint is None:
         run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **judge(run, metrics))]
-    proceed(run, [NameStage(), *hooks], metrics)
+    train_loop(run, [NameStage(), *hooks], metrics)
     stage.close()
 
 
 class NameStage(Hook):
     """Write the stage's name into its records."""
 
-    def after_epoch(self, run: Run) -> None:
+    def after_epoch(self, run: TrainState) -> None:
         """Complete the epoch's record."""
         stage: Any = run.model
         run.history[-1] = Record(stage=stage.name, **run.history[-1])

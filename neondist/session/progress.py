@@ -12,7 +12,7 @@ from ..console import say
 from ..datasets.base import SPLITS
 from .hooks import Hook
 from .pretrain import ReconstructionError
-from .run import Record, Run
+from .run import Record, TrainState
 
 MISSED = ReconstructionError.name
 _WORDS = {"train": "training"}
@@ -35,7 +35,7 @@ class ProgressBar(Hook):
         self.task: Any = None
         self.start, self.first = 0.0, 0
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: TrainState) -> None:
         """Say what will run, and show the bar."""
         if not run.first_rank:
             return
@@ -47,7 +47,7 @@ class ProgressBar(Hook):
             self._open_bar(run, console)
         self.start, self.first = time.perf_counter(), run.seen
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, run: TrainState) -> None:
         """Move the bar; say it if the step was skipped."""
         if run.first_rank and not math.isfinite(run.loss):
             self._print(run, f"step {run.step} skipped: not finite: {run.model.trouble.where}")
@@ -57,27 +57,27 @@ class ProgressBar(Hook):
                 self.task, completed=run.seen, epoch=run.epoch + 1, step=run.step, loss=run.loss, speed=speed
             )
 
-    def after_epoch(self, run: Run) -> None:
+    def after_epoch(self, run: TrainState) -> None:
         """Print the epoch's line."""
         if run.first_rank:
             self._print(run, summary(run.history[-1], run.epochs))
             self.start, self.first = time.perf_counter(), 0
 
-    def on_stop(self, run: Run) -> None:
+    def on_stop(self, run: TrainState) -> None:
         """Give the terminal back, and say where the run stopped and why."""
         self._close_bar()
         if run.first_rank and run.stop is not None:
             self._print(run, f"stopped at step {run.step}: {run.stop.reason}")
 
-    def on_error(self, run: Run, error: BaseException) -> None:
+    def on_error(self, run: TrainState, error: BaseException) -> None:
         """Give the terminal back."""
         self._close_bar()
 
-    def after_run(self, run: Run) -> None:
+    def after_run(self, run: TrainState) -> None:
         """Give the terminal back."""
         self._close_bar()
 
-    def _open_bar(self, run: Run, console: Any) -> None:
+    def _open_bar(self, run: TrainState, console: Any) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.bar = Progress(
@@ -97,7 +97,7 @@ class ProgressBar(Hook):
             self.bar.stop()
             self.bar = None
 
-    def _print(self, run: Run, text: str) -> None:
+    def _print(self, run: TrainState, text: str) -> None:
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
@@ -116,7 +116,7 @@ def terminal(file: IO[str] | None = None) -> Any:
     return console if console.is_terminal and not console.is_dumb_terminal else None
 
 
-def headline(run: Run) -> str:
+def headline(run: TrainState) -> str:
     """Return one line that says what is trained on what."""
     grid = run.grid
     tiles = f"{grid.planes} x " * (grid.planes > 1) + f"{grid.rows} x {grid.cols}"

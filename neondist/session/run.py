@@ -83,7 +83,7 @@ class Stop:
 
 
 @dataclass
-class Run:
+class TrainState:
     """The state of a training run; the same on every rank.
 
     Attributes

@@ -14,7 +14,7 @@ from ..files import can_draw, write_figure
 from ..layers import Sequential
 from ..models import Autoencoder, optimal_stimulus
 from .hooks import Hook
-from .run import Run
+from .run import TrainState
 
 if TYPE_CHECKING:
     from ..datasets import Split
@@ -45,7 +45,7 @@ class StagePictures(Hook):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def after_run(self, run: Run) -> None:
+    def after_run(self, run: TrainState) -> None:
         """Collect the pictures (collective), each from its tiles, and draw them."""
         split, shape = run.dataset.selection, run.dataset.sample_shape
         for stage in run.model.stages if len(shape) == 3 and len(split) else ():

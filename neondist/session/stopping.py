@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ..models.notices import Notice
 from ..signals import Signals
 from .hooks import Hook
-from .run import Run, Stop
+from .run import Stop, TrainState
 
 SIGNALS = {"SIGTERM": Notice.SIGTERM, "SIGUSR1": Notice.SIGUSR1}
 
@@ -31,7 +31,7 @@ class StopOnSignal(Hook):
 
     def __init__(self, signals: Signals | None = None) -> None:
         self.signals, self.own = signals or Signals(), signals is None
-        self.run: Run | None = None
+        self.run: TrainState | None = None
 
     def open(self) -> None:
         """Listen."""
@@ -43,7 +43,7 @@ class StopOnSignal(Hook):
         if self.own:
             self.signals.restore()
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: TrainState) -> None:
         """Join those who are told; stop before the first step, if a rank has heard a signal."""
         self.run, self.signals.cleans_up = run, True
         self.signals.join(self._tell)
@@ -51,23 +51,23 @@ class StopOnSignal(Hook):
         if heard and run.stop is None and run.epoch < run.epochs:
             run.stop = _stop(heard[0])
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, run: TrainState) -> None:
         """Stop, if a rank has heard a signal."""
         for name, notice in SIGNALS.items():
             if run.stop is None and run.model.notices.ranks(notice):
                 run.stop = _stop(name)
 
-    def after_run(self, run: Run) -> None:
+    def after_run(self, run: TrainState) -> None:
         """Leave those who are told."""
         if self.run is not None:
             self.run = None
             self.signals.listeners.remove(self._tell)
 
-    def on_stop(self, run: Run) -> None:
+    def on_stop(self, run: TrainState) -> None:
         """Leave those who are told."""
         self.after_run(run)
 
-    def on_error(self, run: Run, error: BaseException) -> None:
+    def on_error(self, run: TrainState, error: BaseException) -> None:
         """Leave those who are told."""
         self.after_run(run)
 
@@ -110,11 +110,11 @@ class TimeLimit(Hook):
         self.steps: deque[float] = deque(maxlen=100)
         self.last, self.evaluation, self.saving, self.after_pause = 0.0, 0.0, 0.0, False
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: TrainState) -> None:
         """Begin to measure."""
         self.last, self.after_pause = self.clock(), False
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, run: TrainState) -> None:
         """Stop, if rank 0 said so in this step; tell the others, if it is time."""
         took = self._took()
         if self.after_pause:
@@ -126,11 +126,11 @@ class TimeLimit(Hook):
         elif run.first_rank and self.last + self.needed(run) > self.end:
             run.model.notices.mine[Notice.TIME] = 1
 
-    def after_epoch(self, run: Run) -> None:
+    def after_epoch(self, run: TrainState) -> None:
         """Learn how long the evaluation took; what comes before the next step is mostly the checkpoint."""
         self.evaluation, self.after_pause = max(self.evaluation, self._took()), True
 
-    def needed(self, run: Run) -> float:
+    def needed(self, run: TrainState) -> float:
         """Return the seconds to keep for what there is to do still if the run is to stop."""
         step = max(self.steps, default=self.saving)
         saving, between = self.saving or _saving(run), 0.0
@@ -144,7 +144,7 @@ class TimeLimit(Hook):
         return self.last - before
 
 
-def _saving(run: Run) -> float:
+def _saving(run: TrainState) -> float:
     """Return how many seconds a checkpoint may take, before one has been measured."""
     parameters = run.model.parameters
     size = 0 if parameters is None else parameters.values.nbytes

@@ -12,7 +12,7 @@ from ..comm import ProcessGrid, all_or_none
 from ..files import can_draw, write_figure
 from ..geometry import Box
 from .hooks import Hook
-from .run import Run
+from .run import TrainState
 
 if TYPE_CHECKING:
     from ..datasets import Dataset
@@ -31,7 +31,7 @@ class TilesPicture(Hook):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: TrainState) -> None:
         """Collect the tiles (collective) and draw."""
         shape, grid = run.dataset.sample_shape, run.grid
         if len(shape) != 3 or not len(run.dataset.selection):

@@ -17,13 +17,13 @@ from . import output
 from .checkpoint import Checkpoint, restore
 from .consistency import check_consistency, check_data_consistency, outline
 from .curves import Curves
-from .fit import proceed
+from .fit import train_loop
 from .hooks import Hook
 from .ledger_log import LedgerLog
 from .metrics_log import MetricsLog
 from .output import CHECKPOINT, has_run, is_new
 from .pretrain import last_stage, pretrain_stages
-from .run import Record, Run, Stop
+from .run import Record, Stop, TrainState
 from .tiles_picture import TilesPicture
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _train(
     with all_or_none(grid.world), room_for("model", "fewer or smaller layers"):
         model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
     model.step = model.uncounted = 0
-    run = Run(model, dataset, experiment.epochs, experiment.batch_size)
+    run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
     begun = start(run, folder, resume, init_from)
     writers: list[Hook] = []
     if folder is not None:
@@ -98,7 +98,7 @@ def _train(
             keep = (experiment.checkpoint, resolved)
             run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, begun.stage, *keep)
         if run.stop is None:
-            proceed(run, [*hooks, *writers], experiment.metrics)
+            train_loop(run, [*hooks, *writers], experiment.metrics)
     files = output.present(folder) if folder is not None and grid.rank == 0 else []
     return RunResult(grid.world.bcast(files), run.history, run.stop)
 
@@ -149,7 +149,7 @@ class Start:
     pretrained: bool = False
 
 
-def start(run: Run, folder: Path | None, resume: bool | str, init_from: str | Path | None) -> Start:
+def start(run: TrainState, folder: Path | None, resume: bool | str, init_from: str | Path | None) -> Start:
     """Give `run` the weights, and the position, that it begins with; collective.
 
     Raises

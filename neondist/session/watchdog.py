@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .hooks import Hook
 from .io_counts import is_stopped, moved, written
-from .run import Run
+from .run import TrainState
 from .whereabouts import whereabouts
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Watchdog(Hook):
         self.grid: ProcessGrid | None = None
         self.peers: dict[int, int] = {}
         self.passes: Callable[[], int] = int
-        self.run: Run | None = None
+        self.run: TrainState | None = None
 
     def open(self) -> None:
         """Begin to watch the thread that calls, if the whole process is to be watched."""
@@ -104,17 +104,17 @@ class Watchdog(Hook):
         self.world, self.rank, self.size = world, world.rank, world.size
         self.peers = {rank: pid for rank, (name, pid) in enumerate(peers) if name == host and rank != world.rank}
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: TrainState) -> None:
         """Take note of the run."""
         self.run, self.grid, self.world = run, run.grid, run.grid.world
         self.rank, self.size, self.passes = run.grid.rank, run.grid.size, lambda: run.model.passes
         self._begin()
 
-    def after_run(self, run: Run) -> None:
+    def after_run(self, run: TrainState) -> None:
         """No step is to come."""
         self.run = None
 
-    def on_stop(self, run: Run) -> None:
+    def on_stop(self, run: TrainState) -> None:
         """No step is to come."""
         self.run = None
 

@@ -10,7 +10,7 @@ from elastic_runs import StopAfter
 import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import DataError
-from neondist.session import Run
+from neondist.session import TrainState
 from neondist.session.checkpoint import Checkpoint, restore
 
 SCHEMES = ["stale", "stale(steps=3)", "every(j=4)", "quantised(bits=8, feedback=true)"]
@@ -33,7 +33,7 @@ def begun(scheme, grid):
     made = experiment(scheme)
     made.dataset.open(grid)
     made.model.build((9, 8, 2), 10, grid)
-    return Run(made.model, made.dataset, 1, 10)
+    return TrainState(made.model, made.dataset, 1, 10)
 
 
 def train(run, sizes):

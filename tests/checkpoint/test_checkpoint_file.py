@@ -11,7 +11,7 @@ import neondist as nd
 from neondist.checkpoint import keep, pieces, seal, stream
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import DataError, OutputError
-from neondist.session import Run
+from neondist.session import TrainState
 from neondist.session.checkpoint import Checkpoint, restore
 
 LAYOUTS = [(1, None), (4, None), (6, None), (9, None), (4, {"replicas": 2}), (6, {"replicas": 3, "rows": 1})]
@@ -55,7 +55,7 @@ def test_a_serial_model_reads_it_too(tmp_path):
     )
     made.dataset.open(nd.ProcessGrid.serial())
     model.build((7, 6, 2), 10)
-    run = Run(model, made.dataset, 2, 10)
+    run = TrainState(model, made.dataset, 2, 10)
     restore(tmp_path / "c.h5", run)
     for name, array in arrays(run).items():
         np.testing.assert_array_equal(array, written[name])

@@ -10,7 +10,7 @@ from checkpoint_toys import experiment, forged, load, save
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import DataError
 from neondist.session import predict
-from neondist.session.position import Position
+from neondist.session.checkpoint import Progress
 
 STRANGE = [
     None,
@@ -72,12 +72,12 @@ def texts(tmp_path_factory):
 
 
 def test_positions(texts):
-    outcomes = [_outcome(Position.from_json, text) for text in crafted(texts[1]["position"])]
+    outcomes = [_outcome(Progress.from_json, text) for text in crafted(texts[1]["position"])]
     assert len(outcomes) > 300
     assert all(found is None or issubclass(found, ValueError) for found in outcomes)
     for name in WHOLE:
         for value in (-1, 0.5, True, None, "1", [], float("nan"), 1 << 60):
-            assert _outcome(Position.from_json, _with(texts[1]["position"], name, value)) is ValueError, (name, value)
+            assert _outcome(Progress.from_json, _with(texts[1]["position"], name, value)) is ValueError, (name, value)
 
 
 def _with(text, name, value):

@@ -5,7 +5,7 @@ import shutil
 import neondist as nd
 from neondist.checkpoint.seal import seal
 from neondist.comm import loopback
-from neondist.session import Run
+from neondist.session import TrainState
 from neondist.session.checkpoint import Checkpoint, restore
 
 
@@ -30,7 +30,7 @@ def begun(grid, steps=0, **fields):
     made = experiment(**fields)
     made.dataset.open(grid)
     made.model.build(made.dataset.sample_shape, made.batch_size, grid)
-    run = Run(made.model, made.dataset, made.epochs, made.batch_size)
+    run = TrainState(made.model, made.dataset, made.epochs, made.batch_size)
     for _ in range(steps):
         lo, hi = grid.sample_range(10)
         split = made.dataset.train

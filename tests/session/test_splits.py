@@ -5,14 +5,15 @@ import json
 import pytest
 from session_toys import ToyData, ToyModel, experiment
 
+from neondist import session
 from neondist.bench.schemes import read_results
 from neondist.comm import ProcessGrid, loopback
 from neondist.datasets import Synthetic
 from neondist.errors import ConfigError
 from neondist.metrics import LogLoss, Misclassification, TopK
 from neondist.session import evaluate, evaluate_checkpoint, fit
+from neondist.session.checkpoint import Progress
 from neondist.session.curves import draw_curves
-from neondist.session.position import Position
 from neondist.session.run import Record
 
 
@@ -107,8 +108,8 @@ def test_a_split_that_is_not_there(tmp_path):
 def test_a_run_folder_of_version_0_1_goes_on(tmp_path, monkeypatch):
     expected = experiment(3).run(hooks=[]).history
     with monkeypatch.context() as patch:
-        to_json = Position.to_json
-        patch.setattr(Position, "to_json", lambda self: to_json(self).replace('"test_', '"valid_'))
+        to_json = Progress.to_json
+        patch.setattr(Progress, "to_json", lambda self: to_json(self).replace('"test_', '"valid_'))
         first = experiment(1).run(output=tmp_path, hooks=[]).history
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(old(record)) + "\n" for record in first))
     history = experiment(3).run(output=tmp_path, resume=True, hooks=[]).history
@@ -146,3 +147,10 @@ def test_curves_have_a_line_for_each_split(tmp_path, pictures, kept, monkeypatch
     assert error.get_title().startswith(f"{names[0].capitalize()} error: ")
     shown = Record.of(history[-1])[f"{names[0]}_error"]
     assert error.lines[0].get_ydata()[-1] == pytest.approx(100 * shown)
+
+
+def test_the_name_of_version_0_1_leads_to_the_state_of_training():
+    with pytest.warns(DeprecationWarning, match=r"session\.Run is called session\.TrainState now"):
+        assert session.Run is session.TrainState
+    with pytest.raises(AttributeError, match="has no attribute 'Walk'"):
+        session.Walk  # noqa: B018
