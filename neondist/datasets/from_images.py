@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from .image_loader import Loader
+from .image_loader import SUFFIXES, Loader
 from .part import Block, Part, per_block
 
 _CLASS = np.dtype("i8")
@@ -168,7 +168,6 @@ def _words(array: np.ndarray) -> str:
     return f"{' x '.join(map(str, array.shape))} {array.dtype}"
 
 
-SUFFIXES = (".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".gif", ".webp")
 _CALLED = {"train": ("train", "training"), "validation": ("val", "valid", "validation"), "test": ("test", "testing")}
 
 

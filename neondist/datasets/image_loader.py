@@ -21,6 +21,7 @@ import numpy as np
 from ..errors import ConfigError, DataError, UserError
 from ..memory import require_room
 
+SUFFIXES = (".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".gif", ".webp")
 _BYTE_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _WIDE_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 _KEPT = ("L", "LA", "RGB", "RGBA", *_WIDE_MODES)
@@ -120,6 +121,14 @@ class Loader:
         if self.size is not None and image.size != self.size[::-1]:
             image = image.resize(self.size[::-1])
         return image
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """Return the pictures of a folder in the order of their names; DataError if it has none."""
+    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    if not found:
+        raise DataError(f"{folder}: has no pictures ({', '.join(SUFFIXES)}); give a folder that has some")
+    return found
 
 
 def _array(image: Any) -> np.ndarray:

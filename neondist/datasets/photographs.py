@@ -15,7 +15,7 @@ from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError
 from ..hdf5 import checksum
 from .base import Dataset, Split, tile_slices
-from .image_loader import Loader
+from .image_loader import Loader, pictures_in
 from .synthetic import _integer
 
 
@@ -147,7 +147,6 @@ SHIPPED = {
     "sklearn": ("datasets/images", "china.jpg flower.jpg"),
 }
 _INSTALL = "install them with: pip install 'neondist[examples]'"
-_KINDS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 
 
 def find_photographs(folder: Path | None) -> list[Path]:
@@ -162,14 +161,11 @@ def find_photographs(folder: Path | None) -> list[Path]:
         raise DataError(f"photographs need Pillow, scikit-image and scikit-learn; {_INSTALL}")
     if folder is not None:
         try:
-            found = sorted(path for path in folder.iterdir() if path.suffix.lower() in _KINDS)
+            return pictures_in(folder)
         except OSError as error:
             raise DataError(
                 f"{folder}: has no pictures: {error.strerror}; name a folder that has, or no path"
             ) from error
-        if not found:
-            raise DataError(f"{folder}: has no pictures ({', '.join(_KINDS)}); give a folder that has, or no path")
-        return found
     return [path for package in SHIPPED for path in _shipped(package)]
 
 

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..datasets.image_loader import Loader
+from ..datasets.image_loader import SUFFIXES, Loader, pictures_in
 from ..errors import DataError
 from ..hdf5 import CheckedArray, faults, find, open_file, state
 
-PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
-KINDS = f".npy, .h5, {', '.join(PICTURES)} or a folder of pictures"
+KINDS = f".npy, .h5, {', '.join(SUFFIXES)} or a folder of pictures"
 
 
 class Cells(Protocol):
@@ -83,7 +82,7 @@ def _open(text: str) -> Cells:
             return _hdf5(Path(file), name)
         if path.suffix == ".npy":
             return _numbers(text, _NPYCells(path))
-        if path.is_dir() or path.suffix.lower() in PICTURES:
+        if path.is_dir() or path.suffix.lower() in SUFFIXES:
             return _Pictures(path)
     except FileNotFoundError:
         raise DataError(f"{text}: no such file; check the path") from None
@@ -168,12 +167,9 @@ class _Pictures:
 
     def __init__(self, path: Path) -> None:
         self.single = not path.is_dir()
-        files = [path] if self.single else sorted(p for p in path.iterdir() if p.suffix.lower() in PICTURES)
-        if not files:
-            raise DataError(f"{path}: has no pictures ({', '.join(PICTURES)})")
-        self.files = files
-        first = self._decode(files[0])
-        self.shape = first.shape if self.single else (len(files), *first.shape)
+        self.files = [path] if self.single else pictures_in(path)
+        first = self._decode(self.files[0])
+        self.shape = first.shape if self.single else (len(self.files), *first.shape)
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         if self.single:

@@ -48,3 +48,12 @@ def test_filter(data, expected, size):
 
 def test_an_unfinished_line_does_not_wait():
     assert Filter().feed(b"epoch 1 ...") == b"epoch 1 ..."
+
+
+@pytest.mark.parametrize(("said", "spoken"), [(b"", False), (b"\n \n", False), (b"error: x\n", True), (b"10%", True)])
+def test_what_is_left_out_is_kept_for_jobs_that_say_nothing_else(said, spoken):
+    messages = Filter()
+    for data in (said, EXIT):
+        messages.feed(data)
+    messages.flush()
+    assert (messages.spoken, messages.left_out) == (spoken, EXIT)

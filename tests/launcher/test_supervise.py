@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from processes import alive
+from processes import alive, kill
 
 PARENT = """\
 import os, sys
@@ -67,11 +67,14 @@ def test_asked_gently():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_the_child_dies_with_its_parent():
-    process = start("sh", "-c", "echo $$; exec sleep 30")
+    process = start("sh", "-c", "echo $$; exec sleep 300")
     child = int(process.stdout.readline())
-    process.kill()
-    process.wait(60)
-    assert gone(child)
+    try:
+        process.kill()
+        process.wait(60)
+        assert gone(child, seconds=30)
+    finally:
+        kill([child])
 
 
 def test_stderr_comes_through_without_mpiruns_notices():
@@ -85,3 +88,11 @@ exit 1
     process = start("sh", "-c", text, stderr=subprocess.PIPE)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (1, "before\nafter\n")
+
+
+def test_a_job_that_fails_without_a_word_is_told_of_by_mpirun():
+    rule = "-" * 74
+    notice = f"{rule}\nprterun detected that one or more processes exited with non-zero status\n{rule}\n"
+    process = start("sh", "-c", 'printf "%s" "$0" >&2; exit 3', notice, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (3, notice)
