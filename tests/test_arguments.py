@@ -1,5 +1,7 @@
 """Constructors called with what cannot work: one message that names the field, as for a YAML file."""
 
+from typing import Annotated
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,9 @@ import neondist as nd
 import neondist.session
 from neondist.errors import ConfigError, UserError
 from neondist.registry import registered
+from neondist.registry.arguments import checked
 from neondist.registry.fields import fields
+from neondist.registry.ranges import Count, Finite, NotNegative, Positive, Range, Share
 
 NAN = float("nan")
 CLASSES = sorted(
@@ -74,6 +78,40 @@ def test_numbers_and_lists_of_numpy_are_numbers_and_lists():
     nd.ConvLayer(np.int64(2), np.array([3, 3]), padding=[np.int32(1), 1], bias=np.True_)
     nd.SGD(np.float32(0.5), momentum=0)
     nd.Convnet((nd.FCLayer(3),), dtype="float64", backend=nd.get_backend("numpy"))
+
+
+@pytest.mark.parametrize(
+    ("hint", "inside", "outside", "words"),
+    [
+        (Count, (1, np.int64(7)), (0, -1, 1.5), "an integer of at least 1"),
+        (Positive, (5e-324, 1, np.float32(2)), (0.0, -1, NAN, np.inf), "a number above 0"),
+        (Share, (0, 0.5), (1, -0.1, NAN), "a number of at least 0 and below 1"),
+        (Finite, (0, -1e300), (NAN, np.inf, -np.inf), "a number that is finite"),
+        (NotNegative | None, (0.0, None), (-1e-9, np.inf), "a number of at least 0 or null"),
+        (Annotated[int, Range(0, 9, below=False)], (0, 9), (10,), "an integer of at least 0 and of at most 9"),
+        (list[Count], ([], [1, 2]), ([1, 0], 1), r"a list \(each an integer of at least 1\)|an integer of at least 1"),
+    ],
+)
+def test_ranges(hint, inside, outside, words):
+    @checked
+    def function(field):
+        """Its hint is given below."""
+
+    function.__wrapped__.__annotations__["field"] = hint
+    for value in inside:
+        function(value)
+    for value in outside:
+        with pytest.raises(ConfigError, match=rf"^function: field(\.1)?: expected ({words}), got "):
+            function(value)
+
+
+def test_a_class_of_ones_own_that_passes_values_on():
+    class Own(nd.SGD):
+        def __init__(self, rate):
+            super().__init__(rate)
+
+    with pytest.raises(ConfigError, match="learning_rate: expected a number of at least 0, got -1"):
+        Own(-1)
 
 
 OUT_OF_RANGE = {

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 from ..registry import registered, suggest
+from ..registry.arguments import within
 from ..registry.words import bare, bases, members, words
 from .tree import Node, fault, join
 
@@ -30,8 +31,13 @@ def fit(node: Node, hint: Any, path: str, build: Build) -> Any:
     ConfigError
         With place, path, what is expected and what is there.
     """
-    if node.tag is not None:
-        return _object(node, hint, path, build)
+    value = _object(node, hint, path, build) if node.tag is not None else _value(node, hint, path, build)
+    if not within(value, hint):
+        raise _mismatch(node, hint, path)
+    return value
+
+
+def _value(node: Node, hint: Any, path: str, build: Build) -> Any:
     choices = members(hint)
     if not isinstance(node.value, list | dict) and type(node.value) in choices:
         return node.value  # at once, so that `float | int` keeps an int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..registry.ranges import Positive
 from .base import Cost, Total, alone
 from .labels import is_dense, pick
 
@@ -22,9 +22,7 @@ class Dice(Cost):
         Positive; keeps a class that is nowhere from dividing by zero.
     """
 
-    def __init__(self, smooth: float = 1.0) -> None:
-        if not smooth > 0:
-            raise ConfigError(f"smooth {smooth}: needs a positive number")
+    def __init__(self, smooth: Positive = 1.0) -> None:
         self.smooth = smooth
 
     def value(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> float:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import sqrt
 
 import numpy as np
 
 from .. import rng
 from ..errors import ConfigError
-from ..registry.ranges import real
+from ..registry.ranges import Finite, NotNegative
 from .base import Initializer
 
 
 class Constant(Initializer):
     """The same value everywhere."""
 
-    def __init__(self, value: float = 0.0) -> None:
-        self.value = real("value", value, -inf, open_low=True)
+    def __init__(self, value: Finite = 0.0) -> None:
+        self.value = float(value)
 
     def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return the constant."""
@@ -26,8 +26,8 @@ class Constant(Initializer):
 class Gaussian(Initializer):
     """Normal values of standard deviation `scale`."""
 
-    def __init__(self, scale: float = 0.01) -> None:
-        self.scale = real("scale", scale, 0.0)
+    def __init__(self, scale: NotNegative = 0.01) -> None:
+        self.scale = float(scale)
 
     def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return normal values."""
@@ -37,8 +37,8 @@ class Gaussian(Initializer):
 class Uniform(Initializer):
     """Uniform values in [low, high)."""
 
-    def __init__(self, low: float = -0.1, high: float = 0.1) -> None:
-        self.low, self.high = real("low", low, -inf, open_low=True), real("high", high, -inf, open_low=True)
+    def __init__(self, low: Finite = -0.1, high: Finite = 0.1) -> None:
+        self.low, self.high = float(low), float(high)
         if self.low > self.high:
             raise ConfigError(f"low {low} is above high {high}; exchange them")
 
@@ -50,8 +50,8 @@ class Uniform(Initializer):
 class FanInNormal(Initializer):
     """Normal values of standard deviation gain / sqrt(fan_in) (He et al. 2015: gain sqrt(2) for rectifiers)."""
 
-    def __init__(self, gain: float = 1.0) -> None:
-        self.gain = real("gain", gain, 0.0)
+    def __init__(self, gain: NotNegative = 1.0) -> None:
+        self.gain = float(gain)
 
     def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return scaled normal values."""

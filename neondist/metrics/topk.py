@@ -8,7 +8,7 @@ import numpy as np
 
 from ..costs.labels import labels_of, pick, tells_classes
 from ..errors import ConfigError
-from ..registry.ranges import integer
+from ..registry.ranges import Count
 from .base import Metric
 
 
@@ -23,8 +23,8 @@ class TopK(Metric):
         Number of guesses, at least 1 and at most the number of classes; 1 is `Misclassification`.
     """
 
-    def __init__(self, k: int = 5) -> None:
-        self.k = integer("k", k, 1)
+    def __init__(self, k: Count = 5) -> None:
+        self.k = int(k)
         self.name = f"top{self.k}_error"
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..registry.ranges import real
+from ..registry.ranges import NotNegative, Positive, Share
 from .base import Optimizer
 from .schedule import Schedule
 
@@ -35,17 +35,15 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        learning_rate: NotNegative = 1e-3,
+        beta1: Share = 0.9,
+        beta2: Share = 0.999,
+        eps: Positive = 1e-8,
+        weight_decay: NotNegative = 0.0,
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__(learning_rate, weight_decay, schedule)
-        self.beta1 = real("beta1", beta1, 0.0, 1.0)
-        self.beta2 = real("beta2", beta2, 0.0, 1.0)
-        self.eps = real("eps", eps, 0.0, open_low=True)
+        self.beta1, self.beta2, self.eps = float(beta1), float(beta2), float(eps)
 
     def apply(
         self,

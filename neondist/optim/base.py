@@ -9,7 +9,8 @@ from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from ..registry import Registered
-from ..registry.ranges import real
+from ..registry.arguments import checked
+from ..registry.ranges import NotNegative
 from .schedule import Schedule
 
 BLOCK = 1 << 15  # cells per block: parameters, gradients, slots and scratch of one block stay in the cache
@@ -33,13 +34,11 @@ class Optimizer(Registered, ABC):
 
     slot_names: tuple[str, ...] = ()
 
-    def __init__(self, learning_rate: float, weight_decay: float = 0.0, schedule: Schedule | None = None) -> None:
-        self.learning_rate = real("learning_rate", learning_rate, 0.0)
-        self.weight_decay = real("weight_decay", weight_decay, 0.0)
-        if not (schedule is None or callable(getattr(schedule, "factor", None))):
-            raise ConfigError(
-                f"schedule: {schedule!r} is no schedule; give one such as !StepDecay {{every_epochs: 10, factor: 0.1}}"
-            )
+    @checked
+    def __init__(
+        self, learning_rate: NotNegative, weight_decay: NotNegative = 0.0, schedule: Schedule | None = None
+    ) -> None:
+        self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
         self.schedule = schedule
 
     def slots(self, size: int, dtype: DTypeLike) -> dict[str, np.ndarray]:

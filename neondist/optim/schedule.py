@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 from ..errors import ConfigError
 from ..registry import Registered
-from ..registry.ranges import integer, real
+from ..registry.ranges import Count, Positive
 
 
 class Schedule(Registered, ABC):
@@ -32,9 +32,8 @@ class StepDecay(Schedule):
         What one drop multiplies the learning rate by.
     """
 
-    def __init__(self, every_epochs: int, factor: float = 0.1) -> None:
-        self.every_epochs = integer("every_epochs", every_epochs, 1)
-        self.drop = real("factor", factor, 0.0, open_low=True)
+    def __init__(self, every_epochs: Count, factor: Positive = 0.1) -> None:
+        self.every_epochs, self.drop = int(every_epochs), float(factor)
 
     def factor(self, epoch: float) -> float:
         """Return `factor` to the power of the number of drops so far."""
@@ -50,8 +49,8 @@ class CosineDecay(Schedule):
         Length of the fall; afterwards the factor stays 0.
     """
 
-    def __init__(self, epochs: int) -> None:
-        self.epochs = integer("epochs", epochs, 1)
+    def __init__(self, epochs: Count) -> None:
+        self.epochs = int(epochs)
 
     def check(self, epochs: int) -> None:
         """Raise ConfigError if the fall ends before a run of so many epochs does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import ConfigError
-from ..registry.ranges import flag, real
+from ..registry.ranges import NotNegative, Share
 from .base import Optimizer
 from .schedule import Schedule
 
@@ -34,15 +34,14 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float = 0.01,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
+        learning_rate: NotNegative = 0.01,
+        momentum: Share = 0.0,
+        weight_decay: NotNegative = 0.0,
         nesterov: bool = False,
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__(learning_rate, weight_decay, schedule)
-        self.momentum = real("momentum", momentum, 0.0, 1.0)
-        self.nesterov = flag("nesterov", nesterov)
+        self.momentum, self.nesterov = float(momentum), bool(nesterov)
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov: true needs a momentum; give momentum: 0.9 or leave nesterov out")
         self.slot_names = ("momentum",) if self.momentum else ()

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..errors import ConfigError
-from . import registered
+from . import registered, suggest
 from .fields import fields, hints_of
-from .words import bases, members, words
+from .words import bases, members, ranges, words
 
 _NUMBERS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
 
@@ -57,7 +57,12 @@ def _check(who: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None
 
 def fits(value: Any, hint: Any) -> bool:
     """Tell whether a value is what a type hint asks for."""
-    return any(_fits(value, member) for member in members(hint))
+    return any(_fits(value, member) for member in members(hint)) and within(value, hint)
+
+
+def within(value: Any, hint: Any) -> bool:
+    """Tell whether a number is in the range that a type hint gives."""
+    return all(limit.allows(value) for limit in ranges(hint))
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -151,8 +156,12 @@ def _remedy(value: Any, hint: Any) -> str:
     if wanted and isinstance(value, str):
         names = [name for name, cls in registered().items() if issubclass(cls, tuple(wanted))]
         by_word = {name.lower(): name for name in names}
-        near = difflib.get_close_matches(value.lower(), by_word, n=1, cutoff=0.5)
-        return f"; write {by_word[near[0]]}()" if near else ""
+        close = difflib.get_close_matches(value.lower(), by_word, n=1, cutoff=0.5)
+        return f"; write {by_word[close[0]]}()" if close else ""
+    literals = [arg for kind in choices if typing.get_origin(kind) is typing.Literal for arg in typing.get_args(kind)]
+    if isinstance(value, str) and literals:
+        near = suggest(value, map(str, literals))
+        return near if near.startswith("; did") else ""
     if isinstance(value, str) and {int, float} & set(choices):
         try:
             float(value)

@@ -52,7 +52,7 @@ def fields(cls: type) -> dict[str, Field]:
 def hints_of(init: Any) -> dict[str, Any]:
     """Return the type hints; one that cannot be evaluated (a name imported for type checkers only) is Any."""
     try:
-        return typing.get_type_hints(init)
+        return typing.get_type_hints(init, include_extras=True)
     except Exception:
         pass
     hints: dict[str, Any] = {}

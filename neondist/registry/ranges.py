@@ -1,13 +1,57 @@
-"""Numbers that a user gives: checked once, with a message that names field, value and remedy."""
+"""Ranges of numbers: in a constructor's type hints, `Annotated[int, at_least(1)]`, which files and Python share.
+
+The functions below check what has no hints of its own, such as an array.
+"""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
 
 from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low`, or above it, to `high`, or below it; all are finite."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    below: bool = True
+
+    def allows(self, value: Any) -> bool:
+        """Tell whether it is in the range; what is no number may be another member of a union."""
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            return True
+        number = float(value)
+        over = self.low < number if self.above or self.low == -math.inf else self.low <= number
+        return over and (number < self.high if self.below else number <= self.high)
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.above else 'of at least'} {self.low:g}" if self.low > -math.inf else ""
+        high = f"{'below' if self.below else 'of at most'} {self.high:g}" if self.high < math.inf else ""
+        return " and ".join(filter(None, (low, high))) or "that is finite"
+
+
+def at_least(low: float, below: float = math.inf) -> Range:
+    """Return the range from `low`."""
+    return Range(low, below)
+
+
+def above(low: float) -> Range:
+    """Return the range of larger numbers."""
+    return Range(low, above=True)
+
+
+Finite: TypeAlias = Annotated[float, Range()]
+Count: TypeAlias = Annotated[int, at_least(1)]
+Positive: TypeAlias = Annotated[float, above(0)]
+NotNegative: TypeAlias = Annotated[float, at_least(0)]
+Share: TypeAlias = Annotated[float, at_least(0, below=1)]
 
 
 def real(field: str, value: Any, low: float, below: float = math.inf, open_low: bool = False) -> float:

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from . import Registered, registered
+from .ranges import Range
 
 _PLAIN: dict[Any, str] = {
     int: "an integer",
@@ -41,6 +42,16 @@ def bare(hint: Any) -> Any:
             return type(None) if hint is None else hint
 
 
+def ranges(hint: Any) -> list[Range]:
+    """Return the ranges of the numbers that a hint asks for."""
+    if typing.get_origin(hint) is typing.Annotated:
+        inside, *notes = typing.get_args(hint)
+        return [note for note in notes if isinstance(note, Range)] + ranges(inside)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [found for part in typing.get_args(hint) for found in ranges(part)]
+    return []
+
+
 def bases(hint: Any) -> list[type]:
     """Return the classes of objects that a hint asks for."""
     return [member for member in members(hint) if isinstance(member, type) and issubclass(member, Registered)]
@@ -48,7 +59,8 @@ def bases(hint: Any) -> list[type]:
 
 def words(hint: Any, tag: str = "!") -> str:
     """Return 'an integer, text or null' for `int | str | None`; `tag` stands before the names of classes."""
-    parts = list(dict.fromkeys(_one(member, tag) for member in members(hint)))
+    limits = "".join(f" {limit}" for limit in ranges(hint))
+    parts = list(dict.fromkeys(_one(member, tag) + limits * (member in (int, float)) for member in members(hint)))
     return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 

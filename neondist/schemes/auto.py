@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
 from ..machine import Figures, Machine, read
+from ..registry.ranges import Count, Positive
 from .deep_halo import DeepHalo
 
 
@@ -36,17 +36,14 @@ class Auto(DeepHalo):
 
     def __init__(
         self,
-        latency: float | None = None,
-        bandwidth: float | None = None,
-        speed: float | None = None,
-        samples: int | None = None,
+        latency: Positive | None = None,
+        bandwidth: Positive | None = None,
+        speed: Positive | None = None,
+        samples: Count | None = None,
         machine: str | None = None,
     ) -> None:
         given = {"latency": latency, "bandwidth": bandwidth, "speed": speed, "samples": samples}
         self.given: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
-        for field, value in self.given.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise ConfigError(f"{field} {value!r}: needs a number above 0")
         super().__init__(layers=10**9)
         self.machine: Machine | None = None if machine is None else read(Path(machine).expanduser())
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from ..arrays import Way
 from ..machine import Figures
 from ..registry import Registered
+
+Fill: TypeAlias = Literal["zeros", "reflect", "replicate"]
+"""What may stand for cells of other tiles."""
 
 
 class Scheme(Registered, ABC):

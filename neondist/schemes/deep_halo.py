@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..arrays import Way
-from ..errors import ConfigError
+from ..registry.ranges import Count
 from .base import Scheme
 
 
@@ -24,9 +24,7 @@ class DeepHalo(Scheme):
     exact = True
     formula = "each way n c (2 R (h + w) + 4 R²) numbers once for all layers of a run; R is their radius together"
 
-    def __init__(self, layers: int = 2) -> None:
-        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-            raise ConfigError(f"layers {layers!r}: needs an integer of at least 1")
+    def __init__(self, layers: Count = 2) -> None:
         self.run = layers
 
     def forward(self, way: Way) -> None:

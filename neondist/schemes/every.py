@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ..arrays import Way
-from ..errors import ConfigError
-from .base import Scheme
-from .fills import check_fill
+from ..registry.ranges import Count
+from .base import Fill, Scheme
 
 
 class Every(Scheme):
@@ -24,10 +23,8 @@ class Every(Scheme):
 
     formula = "each way H / j in the mean, H = n c (2 O (h + w) + 4 O²) numbers"
 
-    def __init__(self, j: int = 2, between: Literal["reuse", "zeros", "reflect", "replicate"] = "reuse") -> None:
-        if isinstance(j, bool) or not isinstance(j, int) or j < 1:
-            raise ConfigError(f"j {j!r}: needs an integer of at least 1")
-        self.j, self.between, self.exact = j, check_fill("between", between, ("reuse",)), j == 1
+    def __init__(self, j: Count = 2, between: Literal["reuse"] | Fill = "reuse") -> None:
+        self.j, self.between, self.exact = j, between, j == 1
 
     def forward(self, way: Way) -> None:
         """Exchange, reuse or fill."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from ..arrays import Way
-from ..errors import ConfigError
-from ..registry import suggest
 from .base import Scheme
 
 
@@ -25,10 +23,6 @@ class Halo(Scheme):
     formula = "each way H = n c (2 O (h + w) + 4 O²) numbers; gathering, backward the same of the outputs"
 
     def __init__(self, backward: Literal["scatter", "gather", "auto"] = "scatter") -> None:
-        if backward not in ("scatter", "gather", "auto"):
-            raise ConfigError(
-                f"backward {backward!r} is unknown{suggest(str(backward), ('scatter', 'gather', 'auto'))}"
-            )
         self.way_back = backward
 
     def forward(self, way: Way) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..arrays import Way
-from ..errors import ConfigError
 from .base import Scheme
 
 
@@ -25,9 +24,7 @@ class Quantised(Scheme):
     remembers = ("rest",)
     formula = "each way H bits / 8 bytes and 4 for each message, H = n c (2 O (h + w) + 4 O²) numbers"
 
-    def __init__(self, bits: int = 16, feedback: bool = False) -> None:
-        if bits not in (16, 8):
-            raise ConfigError(f"bits {bits!r}: choose from 16, 8")
+    def __init__(self, bits: Literal[16, 8] = 16, feedback: bool = False) -> None:
         self.bits, self.feedback, self.kind = bits, feedback, np.dtype(f"int{bits}")
 
     def forward(self, way: Way) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arrays import Way
-from ..errors import ConfigError
+from ..registry.ranges import Count
 from .base import Scheme
 
 
@@ -22,9 +22,7 @@ class Stale(Scheme):
     steps : int
     """
 
-    def __init__(self, steps: int = 1) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"steps {steps!r}: needs an integer of at least 1")
+    def __init__(self, steps: Count = 1) -> None:
         self.steps = steps
 
     def forward(self, way: Way) -> None:

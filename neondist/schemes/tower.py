@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..arrays import Way
-from .base import Scheme
-from .fills import Fill, check_fill
+from .base import Fill, Scheme
 
 
 class Tower(Scheme):
@@ -25,7 +24,7 @@ class Tower(Scheme):
     formula = "0; H each way where merge is true"
 
     def __init__(self, fill: Fill = "zeros", merge: bool = False) -> None:
-        self.fill, self.merge, self.exact = check_fill("fill", fill), merge, merge
+        self.fill, self.merge, self.exact = fill, merge, merge
 
     def forward(self, way: Way) -> None:
         """Fill the cells, in bprop the adjoint; exchange where the towers meet."""

@@ -55,6 +55,14 @@ CASES = {
         layer("!ToyConv {out_channels: yes, kernel_size: 1}"),
         "exp.yaml:4: model.layers.0.out_channels: expected an integer, got true",
     ),
+    "number out of its range": (
+        "!ToyExperiment\nmodel: !ToyModel\n  layers: []\n  optimizer: !ToySGD\n    learning_rate: 0",
+        "exp.yaml:5: model.optimizer.learning_rate: expected a number above 0 or null, got 0",
+    ),
+    "item out of its range": (
+        "!ToyExperiment\nmodel: !ToyModel\n  layers: []\n  optimizer: !ToySGD {betas: [0,\n    -1.5]}",
+        "exp.yaml:5: model.optimizer.betas.1: expected a number of at least 0, got -1.5",
+    ),
     "bool for a number": (
         layer("!ToyConv {out_channels: 1, kernel_size: 1, scale: true}"),
         "exp.yaml:4: model.layers.0.scale: expected a number, got true",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from neondist.config import load_experiment
 from neondist.errors import ShapeError
 from neondist.registry import Distributed, Registered
+from neondist.registry.ranges import NotNegative, Positive
 
 
 class Toy(Registered):
@@ -69,7 +70,7 @@ class ToyWide(ToyConvDist):
 
 
 class ToySGD(Toy):
-    def __init__(self, learning_rate: float = 0.1, betas: tuple[float, ...] = (0.9, 0.999)) -> None: ...
+    def __init__(self, learning_rate: Positive | None = 0.1, betas: tuple[NotNegative, ...] = (0.9, 0.999)) -> None: ...
 
 
 class ToyModel(Toy):

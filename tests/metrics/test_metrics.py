@@ -77,7 +77,7 @@ def test_a_network_that_gives_nan_is_wrong():
 
 
 def test_values_out_of_range():
-    with pytest.raises(ConfigError, match=r"^k: 0 .* at least 1"):
+    with pytest.raises(ConfigError, match=r"^TopK: k: expected an integer of at least 1, got 0"):
         TopK(0)
     with pytest.raises(ConfigError, match=r"^k: 5 .* 3 classes"):
         TopK(5).check(3)

@@ -39,10 +39,10 @@ MISTAKES = {
     "tower(fil=zeros)": "tower has no argument 'fil'; did you mean 'fill'",
     "halo(x=1)": "halo has no argument 'x'",
     "tower(fill=mirror)": "fill: expected .*got the text 'mirror'",
-    "every(j=0)": "j 0: needs an integer of at least 1",
+    "every(j=0)": "Every: j: expected an integer of at least 1, got 0",
     "every(between=never)": "between: expected 'reuse' or",
     "stale(steps=none)": "steps: expected an integer",
-    "quantised(bits=4)": "bits 4: choose from 16, 8",
+    "quantised(bits=4)": "Quantised: bits: expected 16 or 8, got 4",
 }
 
 

@@ -67,5 +67,5 @@ def test_what_is_computed_twice_is_that_of_the_fullest_tile():
 
 
 def test_mistakes():
-    with pytest.raises(ConfigError, match="speed 0: needs a number above 0"):
+    with pytest.raises(ConfigError, match="Auto: speed: expected a number above 0 or null, got 0"):
         nd.Auto(speed=0)

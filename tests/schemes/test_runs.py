@@ -202,7 +202,11 @@ NOT_HERE = {
         "overlap_tile(statistics=mine)",
         "statistics: expected 'global' or null, got the text 'mine'",
     ),
-    "layers": (lambda: [conv(1, 3)], "deep_halo(layers=0)", "layers 0: needs an integer of at least 1"),
+    "layers": (
+        lambda: [conv(1, 3)],
+        "deep_halo(layers=0)",
+        "layers: expected an integer of at least 1, got 0",
+    ),
 }
 
 
