@@ -106,6 +106,7 @@ class HDF5Dataset(Dataset):
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits; their tiles stay in the file."""
         groups = self._groups()
+        first = groups["train"]
         self.content = content(groups.values())
         numbers = {name: np.arange(len(group)) for name, group in groups.items()}
         if self._share(groups):
@@ -115,7 +116,6 @@ class HDF5Dataset(Dataset):
         if self._kept is not None:
             kept = self.count_kept(len(numbers["train"]))
             numbers["train"], numbers["validation"] = _drawn("validation", numbers["train"], kept)
-        first = groups["train"]
         splits = {name: self._split(grid, groups.get(name, first), first, of) for name, of in numbers.items()}
         return splits["train"], splits.get("validation"), splits.get("test")
 

@@ -51,6 +51,14 @@ def test_evaluate_and_predict_on_two_ranks_as_on_one(folder):
     np.testing.assert_allclose(np.load(folder / "y2.npy"), np.load(folder / "y0.npy"), rtol=1e-12)
 
 
+def test_evaluate_on_the_validation_split(folder):
+    words = "evaluate", *WORDS, "--split", "validation"
+    found = json.loads(succeed(folder, *words, "--set", "dataset.validation=3"))
+    assert found["samples"] == 3
+    code, _, err, _ = call(neondist(*words), folder)
+    assert (code, "the data set has no validation split; choose from train, test" in err) == (2, True)
+
+
 def test_predict_needs_no_data_set_and_tells_classes(folder):
     words = "predict", *WORDS, "--input", "x.npy", "--output", "c.h5", "--classes"
     assert "written: c.h5, 9" in succeed(folder, *words, "--set", "dataset=!MNIST {path: nowhere}")
