@@ -5,9 +5,10 @@
 ranks: where a command's ranks come from: an MPI job, mpirun, threads of this process, or this process alone.
 launch: mpirun with the same command; what its ranks are told. mpirun: which one, and its options. pinning: their cores.
 supervise: signals go to mpirun, its exit code comes back. filter_mpirun: its output, less its own messages.
-parent_watch: nobody outlives the process that has started it. cleanup: nor do files.
+parent_watch: nobody outlives the process that has started it. cleanup: nor do files; `comm.segments`: in the ranks.
 restarts: a job that has lost a rank begins again.
 report: a mistake is told once, and ends all ranks.
+tell_mpi: a process of `neondist doctor`, which MPI may end or hang.
 
-`arguments` is a command as `neondist.cli.arguments` parses it.
+`arguments` is a command as `neondist.cli.arguments` parses it: its words, what they mean, and what its parser sets.
 """
