@@ -17,17 +17,17 @@ TAPS = [(i, j, (i - 1) * (1, 2, 1)[j] / 8, (j - 1) * (1, 2, 1)[i] / 8) for i in 
 class SobelLayer(nd.Layer):
     window = nd.Window(kernel=3, padding=1, mode="replicate")
 
-    def forward(self, view):
-        self.shape, (h, w) = view.shape, self.ofmshape[:2]
-        self.dv = sum(v * view[:, i : i + h, j : j + w] for i, j, v, _ in TAPS)
-        self.dh = sum(u * view[:, i : i + h, j : j + w] for i, j, _, u in TAPS)
-        self.y = np.sqrt(self.dv**2 + self.dh**2 + 1e-6)  # smooth where the image is flat
-        return self.y.copy()  # the next layer may work in place
+    def forward(self, ctx, view):
+        h, w = ctx.output_box.shape
+        dv = sum(v * view[:, i : i + h, j : j + w] for i, j, v, _ in TAPS)
+        dh = sum(u * view[:, i : i + h, j : j + w] for i, j, _, u in TAPS)
+        ctx.save(dv=dv, dh=dh, y=np.sqrt(dv**2 + dh**2 + 1e-6), shape=view.shape)  # smooth where the image is flat
+        return ctx.y
 
-    def backward(self, dy):
-        dview, (h, w) = np.zeros(self.shape, dy.dtype), self.ofmshape[:2]
+    def backward(self, ctx, dy):
+        dview, (h, w) = np.zeros(ctx.shape, dy.dtype), ctx.output_box.shape
         for i, j, v, u in TAPS:
-            dview[:, i : i + h, j : j + w] += dy / self.y * (v * self.dv + u * self.dh)
+            dview[:, i : i + h, j : j + w] += dy / ctx.y * (v * ctx.dv + u * ctx.dh)
         return dview
 
 

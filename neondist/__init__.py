@@ -69,8 +69,10 @@ from .layers import (
     PadLayerDist,
     Parameter,
     RectLin,
+    Reduction,
     Sequential,
     Softmax,
+    StepContext,
     Sum,
     Tanh,
     UpsampleLayer,
@@ -78,6 +80,7 @@ from .layers import (
 )
 from .metrics import LogLoss, Metric, Misclassification, TopK
 from .models import GB, MLP, Convnet, ConvnetDist, DistModel, GBDist, MLPDist, Model, distribute
+from .observer import Observer
 from .optim import SGD, Adam, CosineDecay, Optimizer, StepDecay
 from .schemes import Auto, DeepHalo, Every, Halo, HaloOneway, OverlapTile, Quantised, Scheme, Stale, Tower
 from .session import DebugHalo, FitExperiment, Hook, fit, pretrain
@@ -169,6 +172,7 @@ __all__ = [
     "NeondistError",
     "Node",
     "NotReadyError",
+    "Observer",
     "Optimizer",
     "OutputError",
     "OverlapTile",
@@ -181,6 +185,7 @@ __all__ = [
     "ProcessGrid",
     "Quantised",
     "RectLin",
+    "Reduction",
     "RemoteError",
     "RepartitionPlan",
     "Scheme",
@@ -190,6 +195,7 @@ __all__ = [
     "SoftmaxCrossEntropy",
     "Split",
     "Stale",
+    "StepContext",
     "StepDecay",
     "Sum",
     "SumSquared",

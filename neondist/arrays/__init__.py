@@ -2,11 +2,10 @@
 
 padded: serial, and everything that the distributed array shares with it. global_array: tiles over ranks. frame: the
 buffers of one view. way, courier: what a scheme sees of the border, and its messages. border: an array's scheme and
-books. arena: memory that arrays share. phase: what a pass is for. padding, local_fill: cells copied from inside the
-image, and from inside the tile. real: what callers give.
+books. phase: what a pass is for. padding, local_fill: cells copied from inside the image, and from inside the tile.
+real: what callers give.
 """
 
-from .arena import Arena, Room, Span, pack
 from .border import Border, Exact
 from .courier import Courier
 from .global_array import GlobalArray
@@ -16,16 +15,12 @@ from .real import real_array
 from .way import Way
 
 __all__ = [
-    "Arena",
     "Border",
     "Courier",
     "Exact",
     "GlobalArray",
     "PaddedArray",
     "Phase",
-    "Room",
-    "Span",
     "Way",
-    "pack",
     "real_array",
 ]

@@ -1,4 +1,4 @@
-"""How the borders of one array are treated: its scheme, the pass at work, and what was sent."""
+"""How the borders of one array are treated: its scheme, what that remembers, and what was sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..comm import Exchange
-from .phase import Phase
 
 if TYPE_CHECKING:
     from .way import Way
@@ -55,15 +54,15 @@ class Border:
     scheme : Carrier
     reverse : bool
         True where the halo adds in fprop and is fetched in bprop, as under a transposed convolution.
-    phase : Phase
-        What the pass at work is for.
+    memory : dict of (samples, direction) to dict
+        What the scheme keeps from step to step.
     booked : list of (direction, Exchange)
         Every exchange of the array, 'forward' or 'backward'; each counts its runs.
     """
 
     scheme: Carrier = field(default_factory=Exact)
     reverse: bool = False
-    phase: Phase = field(default_factory=Phase)
+    memory: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
     booked: list[tuple[str, Exchange]] = field(default_factory=list)
 
     def carry(self, way: Way) -> None:

@@ -9,12 +9,14 @@ import numpy as np
 from ..backends import Backend
 from ..comm import Transport
 from ..geometry import Box, HaloPlan, Piece
-from .arena import Room
+from ..observer import Observers
 from .border import Border
 from .padding import fold_back, fold_in
+from .phase import Phase
 from .way import Fetch, Home
 
-Rooms = tuple[Room | None, Room | None]
+Rooms = tuple[Any, Any]
+"""Where a view and its gradient live: `.array(shape)` is their memory; None: in memory of their own."""
 
 
 class Frame:
@@ -29,12 +31,15 @@ class Frame:
         backend: Backend,
         tiles: Transport,
         border: Border,
+        observers: Observers,
         rooms: Rooms = (None, None),
     ) -> None:
         self.plan, self.samples, self.channels, self.border = plan, samples, channels, border
+        self.observers = observers
         self.shape = samples, *plan.buffer.shape, channels
         self.dtype, self.backend, self.tiles = dtype, backend, tiles
         self.buffer, self._gradients_room = self._new(rooms[0]), rooms[1]
+        self.phase = Phase()
         self.gradient: Any = None
         self.dview: Any = None  # made at the first bprop: evaluation needs none
         self.own, self.need = self.index(plan.own), self.index(plan.need)
@@ -47,8 +52,9 @@ class Frame:
         self.fetch = Fetch(self, plan.sends, plan.receives, forward=not border.reverse)
         self.home = Home(self, plan.receives, plan.sends, forward=border.reverse)
 
-    def forward(self, tile: Any) -> Any:
+    def forward(self, tile: Any, phase: Phase) -> Any:
         """Place the tile, fetch the halo, fold the padding; return the view."""
+        self.phase = phase
         if tile is not self.tile:
             self.backend.copy(tile, self.tile)
         if self.shared:  # others may have used the memory
@@ -59,8 +65,9 @@ class Frame:
         fold_in(self.buffer, self.plan)
         return self.view
 
-    def backward(self, dview: Any) -> Any:
+    def backward(self, dview: Any, phase: Phase) -> Any:
         """Unfold the padding, send the halo's gradient home, add what comes; return the tile's gradient."""
+        self.phase = phase
         if dview is not self.dview:
             self.backend.copy(dview, self.dview_place())
         gradient = self.gradient
@@ -84,7 +91,7 @@ class Frame:
         for cells in self.outside:
             cells.fill(self.plan.window.fill)
 
-    def _new(self, room: Room | None) -> Any:
+    def _new(self, room: Any) -> Any:
         return room.array(self.shape) if room else self.backend.empty(self.shape, self.dtype)
 
     def dview_place(self) -> Any:

@@ -14,6 +14,7 @@ from ..geometry import HaloPlan, Partition, Window
 from ..registry.arguments import checked
 from .border import Border
 from .frame import Frame, Rooms
+from .phase import WHOLE, Phase
 from .real import real_array
 from .way import Way
 
@@ -43,8 +44,6 @@ class PaddedArray:
         How cells of other tiles reach a view: `border.scheme`, default an exact exchange.
     reductions : Reductions
         What was summed over ranks for it.
-    rooms : (Room or None, Room or None)
-        Where the view and its gradient live; None: in memory of their own.
     bytes_sent : int
         Bytes of halos sent by this rank since construction.
     """
@@ -75,7 +74,6 @@ class PaddedArray:
         if window is not None:
             window.check(self.extent)
         self.border, self.reductions = Border(), Reductions(grid)
-        self.rooms: Rooms = (None, None)
         self.cut()
 
     def cut(self, tiles: Partition | None = None, outputs: Partition | None = None) -> None:
@@ -95,8 +93,7 @@ class PaddedArray:
         lo, hi = grid.sample_range(self.global_shape[0])
         self.local_shape = (hi - lo, *self.own.shape, self.channels)
         self.view_shape = (hi - lo, *self.need.shape, self.channels)
-        self._frames: dict[int, Frame] = {}
-        self._plains: dict[tuple[int, int], Any] = {}
+        self._frames: dict[tuple[int, int], Frame] = {}
 
     @property
     def held(self) -> int:
@@ -124,13 +121,15 @@ class PaddedArray:
         """Bytes of halos sent by this rank since construction."""
         return self.border.bytes_sent
 
-    def get_fprop_view(self, tile: Any) -> Any:
+    def get_fprop_view(self, tile: Any, phase: Phase = WHOLE) -> Any:
         """Return the cells that the window needs, halo and padding filled in.
 
         Parameters
         ----------
         tile : array (n, *own.shape, C)
             This rank's tile.
+        phase : Phase, optional
+            What it is for, where a scheme asks.
 
         Returns
         -------
@@ -140,9 +139,9 @@ class PaddedArray:
         self.check_tile("tile", tile)
         if self.plan.trivial:
             return self._given(tile)
-        return self._given(self.frame(len(tile)).forward(tile))
+        return self._given(self.frame(len(tile)).forward(tile, phase))
 
-    def get_bprop_view(self, dview: Any) -> Any:
+    def get_bprop_view(self, dview: Any, phase: Phase = WHOLE) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
 
         Contributions of other ranks' windows travel home and are added; those of the padding go where it came from.
@@ -158,20 +157,8 @@ class PaddedArray:
         dview = self._taken("dview", dview)
         self._check("dview", dview, self.view_shape[1:])
         if self.plan.trivial:
-            return self._given(self._lasting(dview))
-        return self._given(self.frame(len(dview)).backward(dview))
-
-    def place(self, samples: int) -> Any | None:
-        """Return the part of the view that is the tile's: what is written there, `get_fprop_view` need not copy."""
-        if self.plan.trivial:
-            return self._plain(0, samples)
-        return self.frame(samples).tile if self.reuse else None
-
-    def dview_place(self, samples: int) -> Any | None:
-        """Return an array for the gradient of the view: what is written there, `get_bprop_view` need not copy."""
-        if self.plan.trivial:
-            return self._plain(1, samples)
-        return self.frame(samples).dview_place() if self.reuse else None
+            return self._given(dview)
+        return self._given(self.frame(len(dview)).backward(dview, phase))
 
     def scatter(self, whole: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
@@ -201,10 +188,19 @@ class PaddedArray:
         group, total = group_of(self.tiled, replicas), array.copy()
         return total if group is None else self.reductions.allreduce(group, total)
 
-    def frame(self, samples: int) -> Frame:
-        """Return the buffers for batches of so many samples (of this rank's replica)."""
-        if samples not in self._frames:
-            self._frames[samples] = Frame(
+    def frame(self, samples: int, number: int = -1, rooms: Rooms = (None, None)) -> Frame:
+        """Return the buffers for batches of so many samples (of this rank's replica).
+
+        Parameters
+        ----------
+        number : int
+            Of the workspace that they belong to; -1: of none, for calls from outside of passes.
+        rooms : pair
+            Where the view and its gradient live, if they are made now.
+        """
+        key = number, samples
+        if key not in self._frames:
+            self._frames[key] = Frame(
                 self.plan,
                 samples,
                 self.channels,
@@ -212,16 +208,17 @@ class PaddedArray:
                 self.backend,
                 self.grid.tile_comm,
                 self.border,
-                self.rooms,
+                self.grid.observers,
+                rooms,
             )
-        return self._frames[samples]
+        return self._frames[key]
 
     @property
     def ways(self) -> dict[tuple[int, str], Way]:
         """The ways over the border that have been used so far, by number of samples and direction."""
         return {
             (samples, way.direction): way
-            for samples, frame in self._frames.items()
+            for (_, samples), frame in self._frames.items()
             for way in (frame.fetch, frame.home)
         }
 
@@ -241,29 +238,12 @@ class PaddedArray:
         for key, way in self.ways.items():
             self.border.scheme.remember(way, memory.get(key, []))
 
-    def _plain(self, which: int, samples: int) -> Any | None:
-        """Return the array in the place of a view, or of its gradient, that is the tile itself."""
-        room = self.rooms[which]
-        if room is None:
-            return None
-        key = which, samples
-        if key not in self._plains:
-            self._plains[key] = room.array((samples, *self.own.shape, self.channels))
-        return self._plains[key]
-
-    def _lasting(self, dview: Any) -> Any:
-        """Return dview; a copy in its own place, if it lies in that of an array whose time may soon be over."""
-        place, room = self._plain(1, len(dview)), self.rooms[1]
-        if room is None or dview is place or not room.arena.owns(dview):
-            return dview
-        self.backend.copy(dview, place)
-        return place
-
     def forget_frames(self) -> None:
         """Make new buffers, with the transport that `grid.tile_comm` is now; schemes keep their memory; collective."""
         memory = self.remembered()
         self.border.settle()
         self._frames = {}
+        self.border.memory.clear()
         for key, arrays in memory.items():
             if arrays:
                 self.border.scheme.remember(self.way(*key), arrays)

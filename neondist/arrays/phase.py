@@ -11,3 +11,7 @@ class Phase(NamedTuple):
     training: bool = True
     step: int = 0
     first_sample: int = 0
+
+
+WHOLE = Phase()
+"""Of calls that do not say."""

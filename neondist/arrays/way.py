@@ -36,17 +36,17 @@ class Way(ABC):
     def __init__(self, frame: Frame, sends: Sequence[Piece], receives: Sequence[Piece], forward: bool) -> None:
         self.frame, self.sends, self.receives = frame, sends, receives
         self.direction = "forward" if forward else "backward"
-        self.memory: dict[str, Any] = {}
+        self.memory: dict[str, Any] = frame.border.memory.setdefault((frame.samples, self.direction), {})
 
     @property
     def training(self) -> bool:
         """Whether the pass at work trains; in evaluation there is no step before."""
-        return self.frame.border.phase.training
+        return self.frame.phase.training
 
     @property
     def step(self) -> int:
         """Number of the training step."""
-        return self.frame.border.phase.step
+        return self.frame.phase.step
 
     @abstractmethod
     def exchange(self) -> None:
@@ -91,6 +91,7 @@ class Way(ABC):
 
     def booked(self, exchange: Exchange) -> Exchange:
         """Return the exchange, entered into the array's books."""
+        exchange.observers = self.frame.observers
         self.frame.border.booked.append((self.direction, exchange))
         return exchange
 

@@ -40,7 +40,8 @@ def limits(model: Model, layers: list[dict[str, Any]], machine: dict[str, float]
 
     Bytes are those of its input, output and their gradients, each read or written once. Sums over all ranks.
     """
-    known = {str(layer.name): _work(layer, model.batch_size) for layer in model.leaves}
+    first = model.executor.graph.first_layers
+    known = {str(layer.name): _work(layer, model.batch_size, layer not in first) for layer in model.leaves}
     made = []
     for row in layers:
         extra: dict[str, Any] = {}
@@ -54,9 +55,8 @@ def limits(model: Model, layers: list[dict[str, Any]], machine: dict[str, float]
     return made
 
 
-def _work(layer: Layer, batch: int) -> tuple[int, int]:
-    """Return flops and bytes of a step."""
-    back = layer.needs_input_gradient  # as the last step has set it
+def _work(layer: Layer, batch: int, back: bool) -> tuple[int, int]:
+    """Return flops and bytes of a step; `back`: the input's gradient is needed."""
     inputs, outputs = prod(layer.input_shape), prod(layer.output_shape)
     weights = layer.parameters_for(layer.input_shape).get("weights")
     cells = 1 if weights is None or weights.tiled else prod(layer.output_shape[:-1])

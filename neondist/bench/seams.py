@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ..files import make_folder, write_figure, write_text
 from ..geometry import Partition
-from ..models.wrapping import wrapped
+from ..observer import Observer
 from .tables import markdown
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ Profile = dict[str, list[float]]
 Found = dict[str, dict[str, Profile]]
 """By scheme and layer."""
 SHOWN = 6
-KINDS = {"fprop": "output", "bprop": "gradient"}
+KINDS = {"output": "output", "gradient of the input": "gradient"}
 
 
 def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: int = 0) -> dict[str, Profile]:
@@ -56,21 +56,23 @@ def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: i
     return {name: profile for name, profile in found.items() if profile}
 
 
+class _Kept(Observer):
+    """Copies of all outputs and input gradients of the last batch."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[tuple[str, str], Any] = {}
+
+    def value(self, layer: Layer, name: str, array: Any) -> None:
+        """Keep a copy."""
+        if name in KINDS:
+            self.arrays[str(layer.name), KINDS[name]] = None if array is None else array.copy()
+
+
 def _traced(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, str], Any]:
     """Return copies of all outputs and input gradients of the last batch; no weight changes."""
-    kept: dict[tuple[str, str], Any] = {}
-
-    def keeping(layer: Layer, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            result = method(*args)
-            kept[str(layer.name), KINDS[name]] = None if result is None else result.copy()
-            return result
-
-        return call
-
-    step = model.step
+    kept, step = _Kept(), model.step
     try:
-        with wrapped(model.leaves, keeping):
+        with model.grid.observers.watched_by(kept):
             for number, x in enumerate(batches):
                 model.step = number
                 y = model.fprop(x)
@@ -79,7 +81,7 @@ def _traced(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, 
                 model.bprop(model.scatter_output(whole)[: len(y)])
     finally:
         model.step = step
-    return kept
+    return kept.arrays
 
 
 def _own(layer: Layer, kind: str, array: Any) -> Any:

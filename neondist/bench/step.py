@@ -59,16 +59,13 @@ def bench_step(
     dict
         What the JSON file says: seconds are medians, of the slowest rank; in 'layers' they are means over the ranks.
     """
-    clock, model, dataset = Clock(), experiment.model, experiment.dataset
-    empty = memory.resident()
-    clock.watch_messages(grid)
+    model, dataset, empty = experiment.model, experiment.dataset, memory.resident()
     dataset.open(model.reading_grid(dataset.sample_shape, grid))
     batch = np.arange(experiment.batch_size) % len(dataset.train)
     lo, hi = grid.sample_range(len(batch))
     x, targets = dataset.train.images(batch[lo:hi], model.dtype), dataset.train.targets(batch)
     memory.forget_peak()
     model.build(dataset.sample_shape, len(batch), grid)
-    clock.watch_model(model)
     made = {"bench": "step", "batch_size": len(batch), "steps": steps, "backend": model.leaves[0].kernels.name}
     made |= environment(grid, dtype=str(model.dtype), seed=model.seed)
 
@@ -98,7 +95,7 @@ def bench_step(
             "ratios": [seconds / theirs for seconds, theirs, _ in rounds],
             "peak_bytes": max(peak for *_, peak in rounds),
         }
-    layers = _by_layer(model, grid, clock, lambda: train(count), count)
+    layers = _by_layer(model, grid, lambda: train(count), count)
     if roofline:
         machine = peaks(model, grid.world)
         made, layers = made | {"machine": machine}, limits(model, layers, machine)
@@ -120,7 +117,7 @@ def _rival(
     whole, labels = model.gather_input(x), model.output.gather(model.local_targets(targets, batch)[..., None])[..., 0]
     rival = Rival(described, whole, labels.astype(np.int64), threads) if grid.rank == 0 else None
     try:
-        loss, gradients = _without_dropout(model, lambda: model.train_batch(x, targets, batch_size=batch))
+        loss, gradients = _without_dropout(model, lambda: model.loss_and_gradients(x, targets, batch))
         agreement = {}
         if rival:
             theirs, expected = rival.check()
@@ -144,17 +141,15 @@ def _their_turn(rival: Rival | None, grid: ProcessGrid, count: int) -> tuple[flo
 
 def _without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
     """Return loss and gradients of a step that changes no weights: random masks are not the same elsewhere."""
-    rates = [(layer, layer.rate) for layer in model.leaves if hasattr(layer, "rate")]
-    update, state, count = model.optimizer.update, model.state(), model.step
+    rates: list[tuple[Any, float]] = [(layer, layer.rate) for layer in model.leaves if hasattr(layer, "rate")]
+    state = model.state()
     try:
         for layer, _ in rates:
-            vars(layer)["rate"] = 0.0
-        vars(model.optimizer)["update"] = lambda *args, **kwargs: None
+            layer.rate = 0.0
         loss = train()
     finally:
-        vars(model.optimizer)["update"], model.step = update, count
         for layer, rate in rates:
-            vars(layer)["rate"] = rate
+            layer.rate = rate
     gradients = {name: array.copy() for name, array in model.gradients().items()}
     model.load_state(state)  # running statistics
     return loss, gradients
@@ -169,14 +164,12 @@ def worst_gradient(found: dict[str, Any], expected: dict[str, Any]) -> tuple[flo
     )
 
 
-def _by_layer(model: Model, grid: ProcessGrid, clock: Clock, train: Any, count: int) -> list[dict[str, Any]]:
+def _by_layer(model: Model, grid: ProcessGrid, train: Any, count: int) -> list[dict[str, Any]]:
     """Return what a step of every layer takes, from steps that are watched."""
     sent = {str(layer.name): layer.bytes_sent for layer in model.leaves}
-    clock.running = True
-    try:
+    clock = Clock()
+    with grid.observers.watched_by(clock):
         train()
-    finally:
-        clock.running = False
     names = {str(layer.name): serial_class(type(layer)).__name__ for layer in model.leaves}
     rows = list(dict.fromkeys([*names, *(row for row, _ in clock.seconds)]))
     mine = {(row, kind): clock.seconds[row, kind] / count for row in rows for kind in KINDS}

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, grid_shape, split
+from ..observer import Observers
 from ..registry.arguments import checked
 from . import mpi
 from .effects import Effects
@@ -46,7 +47,7 @@ class ProcessGrid:
     def __init__(
         self, comm: Any = None, replicas: int = 1, rows: int | None = None, cols: int | None = None, planes: int = 1
     ) -> None:
-        self.world = _transport(comm)
+        self.world, self.observers = _transport(comm), Observers()
         self.shape: GridShape = grid_shape(self.world.size, replicas, rows, cols, planes)
         self.size, self.rank = self.world.size, self.world.rank
         self.replicas, self.planes = replicas, planes

@@ -50,10 +50,22 @@ class Reductions:
     def allreduce(self, group: str, array: Any, op: ReduceOp = "sum") -> Any:
         """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over that."""
         transport = self.grid.group(group)
-        transport.allreduce(array, op)
+        if self.grid.observers:
+            with self.grid.observers.during("wait", "", self.direction):
+                transport.allreduce(array, op)
+        else:
+            transport.allreduce(array, op)
         if transport.size > 1 and array.nbytes:
             self.recorded[self.direction, group, array.nbytes] += 1
         return array
+
+    def gather(self, group: str, array: Any) -> Any:
+        """Return all ranks' arrays, stacked in their order; collective over one of GROUPS."""
+        transport = self.grid.group(group)
+        if transport.size > 1 and array.nbytes:
+            self.recorded[self.direction, group, array.nbytes] += 1
+        with self.grid.observers.during("wait", "", self.direction):
+            return transport.allgather_array(array)
 
     @property
     def bytes_reduced(self) -> int:

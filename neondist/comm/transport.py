@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import GridError
+from ..observer import Observers
 
 ReduceOp = Literal["sum", "max"]
 
@@ -48,6 +49,8 @@ class Exchange(ABC):
         Of one run.
     runs : int
         How often they were sent.
+    observers : Observers
+        Are told when it waits.
     under_way : bool
         Whether they have been started and not finished.
     """
@@ -58,6 +61,7 @@ class Exchange(ABC):
         self.receives = [message for message in receives if message.nbytes]
         self.bytes_sent = sum(message.nbytes for message in self.sends)
         self.runs, self.under_way = 0, False
+        self.observers = Observers()
 
     def run(self) -> None:
         """Send what the send boxes hold now, and fill the receive boxes."""
@@ -69,13 +73,20 @@ class Exchange(ABC):
         if self.transport.closed:
             raise closed_error()
         self.runs, self.under_way = self.runs + 1, True
-        self._start()
+        self._watched(self._start)
 
     def finish(self) -> None:
         """Wait until the receive boxes are filled and the send boxes free again; at once, if nothing is under way."""
         if self.under_way:
-            self._finish()
+            self._watched(self._finish)
             self.under_way = False
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        if not self.observers:
+            work()
+            return
+        with self.observers.during("wait"):
+            work()
 
     @abstractmethod
     def _start(self) -> None: ...

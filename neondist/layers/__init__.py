@@ -6,6 +6,7 @@ from .base import Dist, Layer, Parameter
 from .batchnorm import BatchNormLayer, BatchNormLayerDist
 from .branches import Branches, Concat, Sum
 from .containers import Sequential
+from .context import StepContext
 from .conv import ConvLayer, ConvLayerDist
 from .crop import CropLayer, CropLayerDist, PadLayer, PadLayerDist
 from .deconv import DeconvLayer, DeconvLayerDist
@@ -18,9 +19,9 @@ from .lcn import LCNLayer, LCNLayerDist
 from .linear import FCLayer, FCLayerDist
 from .local import LocalFilteringLayer, LocalFilteringLayerDist
 from .lrn import LRNLayer, LRNLayerDist
-from .node import Context, Node, Phase
+from .node import Context, Node
 from .pooling import MaxPoolingLayer, MaxPoolingLayerDist
-from .sums import LayerSum
+from .reduction import Reduction
 from .upsample import UpsampleLayer, UpsampleLayerDist
 
 __all__ = [
@@ -59,7 +60,6 @@ __all__ = [
     "LRNLayer",
     "LRNLayerDist",
     "Layer",
-    "LayerSum",
     "LocalFilteringLayer",
     "LocalFilteringLayerDist",
     "Logistic",
@@ -69,10 +69,11 @@ __all__ = [
     "PadLayer",
     "PadLayerDist",
     "Parameter",
-    "Phase",
     "RectLin",
+    "Reduction",
     "Sequential",
     "Softmax",
+    "StepContext",
     "Sum",
     "Tanh",
     "UpsampleLayer",

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..schemes import Scheme
 from .base import Dist
+from .context import StepContext
 from .pooling import PoolingLayer
 
 
@@ -23,6 +24,8 @@ class AvgPoolingLayer(PoolingLayer):
         True: divide by the window's cells; False: by those of them that lie inside the image.
     """
 
+    saves_input = saves_output = False
+
     def __init__(
         self,
         kernel_size: int | Sequence[int],
@@ -35,23 +38,24 @@ class AvgPoolingLayer(PoolingLayer):
         super().__init__(kernel_size, stride, padding, name, scheme)
         self.count_include_pad = count_include_pad
 
-    def forward(self, view: Any) -> Any:
+    def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the means."""
-        self.extent = view.shape[1:-1]
         y = self.kernels.window_sum(view, *self._kernel_and_stride)
-        y *= self._weights(y.dtype)
+        y *= self._weights(ctx)
         return y
 
-    def backward(self, dy: Any) -> Any:
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Spread each gradient evenly."""
-        return self.kernels.window_spread(dy * self._weights(dy.dtype), self.extent, *self._kernel_and_stride)
+        extent = ctx.input_box.shape
+        return self.kernels.window_spread(dy * self._weights(ctx), extent, *self._kernel_and_stride)
 
-    def _weights(self, dtype: Any) -> Any:
+    def _weights(self, ctx: StepContext) -> Any:
         """Return 1 / the number of cells that count, for every window: (*out, 1)."""
         kernel, stride = self._kernel_and_stride
+        dtype = self.context.dtype
         weights = np.ones((1,) * len(kernel) + (1,), dtype)
         for axis, ((lo, hi), n, k, s) in enumerate(
-            zip(self.input.need.axes(), self.input.extent, kernel, stride, strict=True)
+            zip(ctx.input_box.axes(), self.input_shape[:-1], kernel, stride, strict=True)
         ):
             starts = np.arange(lo, hi - k + 1, s)
             inside = np.minimum(starts + k, n) - np.maximum(starts, 0)

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
-
-import numpy as np
 
 from ..arrays import GlobalArray, PaddedArray
 from ..backends import Backend
@@ -20,9 +19,10 @@ from ..geometry import Box, GridShape, Partition, Window
 from ..initializers import Constant, Initializer
 from ..registry import Distributed, dist_class
 from ..schemes import Scheme, as_scheme
+from .context import StepContext
 from .functions import Activation
-from .node import Context, Node, Phase, Shape, Taker
-from .sums import LayerSum
+from .node import Context, Node, Shape
+from .reduction import Reduction
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,19 @@ class Layer(Node):
         trained.
     input : PaddedArray or GlobalArray
         Makes views, and offers `total`, `own`, `need` and `extent`.
-    phase : Phase
-        What the pass at work is for.
     scheme : Scheme or None
         How cells of other tiles reach a view; None until the model says.
     regions : pair of Partition or None
         Which cells of the input and of the output each tile has, in a run of layers that computes some twice.
-    direct : bool
-        True: `forward` applies the activation itself and writes into `new_output`, and `backward` undoes it and writes
-        into `new_dview`. It holds for the methods of the class that says so; a subclass with a `forward` or `backward`
-        of its own gets the safe way: its results are copied, and the activation is applied to them.
-    keeps_view : bool
-        False: neither what `forward` returns nor what `backward` needs is memory of the view, which others may then
-        use. It holds as `direct` does.
+    activation : Activation or None
+        Applied to what `forward` returns, unless it does that itself with `ctx.activate`.
+    saves_input : bool
+        False: `backward` needs nothing of the view, whose memory others may then use.
+    saves_output : bool
+        False: it needs nothing of the memory that `forward` returned.
+    gathers, scatters : GlobalArray or None
+        Layers whose gradients of outputs are fetched before `input_gradient`, and layers whose windows slide over the
+        output: what `forward` returns goes to those tiles that own the cells, and is added there.
     """
 
     has_dist_twin = True
@@ -88,32 +88,27 @@ class Layer(Node):
     sums_image = False
     regions: tuple[Partition | None, Partition | None] = (None, None)
     activation: Activation | None = None
-    direct = False
-    keeps_view = True
-    preceding: Node | None = None
-    following: Taker | None = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Take back what a base class said of a `forward` or `backward` that this class replaces."""
-        super().__init_subclass__(**kwargs)
-        written = min(_first(cls, method) for method in ("forward", "backward", "fprop", "bprop"))
-        for name, safe in (("direct", False), ("keeps_view", True)):
-            if written < _first(cls, name):
-                setattr(cls, name, safe)
+    saves_input = True
+    saves_output = True
+    gathers: PaddedArray | None = None
+    scatters: PaddedArray | None = None
 
     def __init__(self, name: str | None = None, scheme: Scheme | str | None = None) -> None:
         self.name = name
         self.scheme = None if scheme is None else as_scheme(scheme)
         self.params: dict[str, Any] = {}
-        self.grads: dict[str, Any] = {}
+        self.grads: Any = {}
         self.state: dict[str, Any] = {}
-        self.phase = Phase()
 
     # What a subclass may say of itself: functions of the global input shape alone.
 
     def window_for(self, input_shape: Shape) -> Window | None:
         """Return the window for inputs of this shape."""
         return self.window
+
+    def view_window_for(self, input_shape: Shape, grid: GridShape) -> Window | None:
+        """Return the window of what `forward` gets, where that is not all that an output depends on."""
+        return self.window_for(input_shape)
 
     def channels_for(self, input_shape: Shape) -> int:
         """Return the number of output channels."""
@@ -145,8 +140,8 @@ class Layer(Node):
         """Return what `gathers_for` would if the scheme said 'gather'; None: this layer cannot."""
         return None
 
-    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
-        """Return what is summed over ranks in a training step, the gradients of the weights not counted."""
+    def reductions_for(self, input_shape: Shape) -> list[Reduction]:
+        """Return what ranks combine in a training step: at most one array before `forward`, one before `backward`."""
         return []
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
@@ -160,30 +155,43 @@ class Layer(Node):
     # What a subclass computes.
 
     @abstractmethod
-    def forward(self, view: Any) -> Any:
-        """Return this rank's outputs (n, *out, C') for its view (n, *need, C); keep what `backward` needs."""
+    def forward(self, ctx: StepContext, view: Any) -> Any:
+        """Return this rank's outputs (n, *out, C') for its view (n, *need, C); `ctx.save` what `backward` needs."""
 
     @abstractmethod
-    def backward(self, dy: Any) -> Any:
-        """Return the gradient of the view, given that of the outputs; fill `grads` with this rank's share."""
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the gradient of the view, given that of the outputs; fill `ctx.grads` with this rank's share."""
+
+    def reduce(self, ctx: StepContext, view: Any) -> Any:
+        """Return this rank's part of a reduction, before `forward`, which gets the result as `ctx.reduced`.
+
+        It is declared in `reductions_for`; None, on all ranks: there is nothing to reduce in this pass.
+        """
+
+    def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the same before `backward`."""
+
+    def finish(self, ctx: StepContext, y: Any) -> Any:
+        """Return the outputs, where `scatters`, for what all tiles' windows have added up to in y."""
+        return y
+
+    def to_gather(self, ctx: StepContext, dy: Any) -> Any:
+        """Return what other tiles need of the gradient of the outputs, where `gathers`."""
+        return dy
+
+    def input_gradient(self, ctx: StepContext, seen: Any) -> Any:
+        """Return the gradient of the input tile, where `gathers`, given all that its windows' outputs sent."""
+        raise NotImplementedError
 
     # What the model calls.
 
     def build(self, input_shape: Shape, context: Context) -> None:
         """Fix shapes and make the input, for a global input shape without the batch."""
         self.context, self.input_shape = context, tuple(input_shape)
-        self.window = self.window_for(self.input_shape)
+        self.window = self.view_window_for(self.input_shape, context.grid.shape)
         self.output_shape = self.output_shape_for(self.input_shape)
         self.arrays: list[PaddedArray] = []
         self.adjust_for_dist()
-
-    def connect(self, preceding: Node | None, following: Taker | None) -> None:
-        """Remember the neighbours."""
-        self.preceding, self.following = preceding, following
-
-    def input_place(self, samples: int) -> Any:
-        """Return the middle of the view."""
-        return self.input.place(samples)
 
     def adjust_for_dist(self) -> None:
         """Create `input` for this rank's tile, and set the local ifmshape and ofmshape."""
@@ -204,34 +212,6 @@ class Layer(Node):
         """Return a PaddedArray; the mixin `Dist` returns a GlobalArray."""
         return PaddedArray(shape, window, str(self.context.dtype), self.context.backend, reuse=True)
 
-    def fprop(self, x: Any, phase: Phase) -> Any:
-        """Return this rank's tile of the output for its tile of the input."""
-        self._enter(phase)
-        view = self.input.get_fprop_view(x)
-        y = self.forward(view)
-        if self.activation is not None:
-            if not self.direct:  # what the activation overwrites must not be the input of others
-                y = self.activation.fprop(y.copy() if np.may_share_memory(y, view) else y)
-            self.output = y
-        return y
-
-    def bprop(self, dy: Any) -> Any:
-        """Return the gradient of this rank's tile of the input, given that of the output."""
-        self.input.reductions.direction = "backward"
-        if self.activation is not None and not self.direct:
-            dy = self.activation.bprop(self.output, dy)
-        dview = self.backward(dy)
-        return self.send_home(dview) if self.needs_input_gradient else None
-
-    def send_home(self, dview: Any) -> Any:
-        """Return the gradient of this rank's tile, given that of its view."""
-        return self.input.get_bprop_view(dview)
-
-    def _enter(self, phase: Phase) -> None:
-        self.phase, self.input.reductions.direction = phase, "forward"
-        for array in self.arrays:
-            array.border.phase = phase
-
     def settle(self) -> None:
         """Wait for messages that a scheme has left under way; collective."""
         for array in self.arrays:
@@ -245,19 +225,30 @@ class Layer(Node):
         """Yield nothing."""
         yield from ()
 
+    def lower(self, graph: Any, value: int) -> int:
+        """Append this layer to the graph."""
+        found: int = graph.layer(self, value)
+        return found
+
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name this layer, if it has no name."""
         self._name_itself(prefix, counts)
+        self._check_form()
+
+    def _check_form(self) -> None:
+        """Raise ConfigError for a layer as neondist 0.1 wanted it."""
+        for method in (self.forward, self.backward):
+            if len(inspect.signature(method).parameters) < 2:
+                raise ConfigError(
+                    f"layer '{self.name}': {type(self).__name__}.{method.__name__} takes one array, as in neondist 0.1;"
+                    " write forward(self, ctx, view) and backward(self, ctx, dy), and keep what backward needs with"
+                    " ctx.save(name=array) instead of on self (docs/adding_a_layer.md)"
+                )
 
     def twin(self) -> Layer:
         """Return a new layer of the distributed class, with the same arguments and name."""
         found: Layer = dist_class(type(self))(**self.arguments() | {"name": self.name})
         return found
-
-    @property
-    def first_leaves(self) -> list[Layer]:
-        """This layer."""
-        return [self]
 
     @property
     def leaves(self) -> list[Layer]:
@@ -269,7 +260,10 @@ class Layer(Node):
         """Bytes of halos that this rank has sent for this layer."""
         return sum(array.bytes_sent for array in self.arrays)
 
-    # What `forward` and `backward` may use.
+    @property
+    def keeps_output(self) -> bool:
+        """Whether what it returned has to stay as it is until the way back."""
+        return self.saves_output or self.activation is not None
 
     @property
     def tile(self) -> Box:
@@ -277,58 +271,10 @@ class Layer(Node):
         grid, outputs = self.context.grid, self.regions[1]
         return grid.tile_box(self.output_shape[:-1]) if outputs is None else outputs.box(grid.tile)
 
-    def counted(self, array: Any) -> Any:
-        """Return the part of an array over this rank's input cells that no other rank has too."""
-        if self.regions[0] is None:
-            return array
-        own = self.context.grid.tile_box(self.input_shape[:-1]).relative_to(self.input.own)
-        return array[(slice(None), *own.slices)]
-
     @property
     def kernels(self) -> Backend:
         """The backend's kernels."""
         return self.context.backend
-
-    def new_output(self, samples: int) -> Any:
-        """Return an array (samples, *ofmshape) to write the outputs to: where the next layer wants them, if it does."""
-        wanted = self.following.input_place(samples) if self.direct and self.following else None
-        return np.empty((samples, *self.ofmshape), self.context.dtype) if wanted is None else wanted
-
-    def new_dview(self, samples: int) -> Any:
-        """Return an array (samples, *view) to write the gradient of the view to."""
-        wanted = self.input.dview_place(samples) if self.direct else None
-        shape = self.input.view_shape[1:]
-        return np.empty((samples, *shape), self.context.dtype) if wanted is None else wanted
-
-    def write_activated(self, z: Any, y: Any) -> None:
-        """Write the activation of z, a part of the outputs that may be overwritten, into y; for direct layers."""
-        if self.activation is None or not self.direct:
-            self.kernels.copy(z, y)
-        else:
-            self.activation.finish(z, y, self.kernels)
-
-    def before_activation(self, dy: Any, part: tuple) -> Any:
-        """Return the gradient of z of `write_activated`, contiguous, for a part (an index) of the outputs."""
-        if self.activation is None or not self.direct:
-            return np.ascontiguousarray(dy[part])
-        return self.activation.begin(self.output[part], dy[part], self.kernels)
-
-    def total(self, array: Any, replicas: bool = False) -> Any:
-        """Return the sum over all tiles (and replicas) of what each rank counted over its own cells."""
-        return self.input.total(array, replicas)
-
-    def share(self, array: Any) -> Any:
-        """Return this rank's share in a sum over all ranks of something computed from the output.
-
-        Outputs with no spatial axes are known whole on every tile's rank, and must be counted once.
-        """
-        counted = self.output_shape[:-1] or self.context.grid.tile == 0
-        return array if counted else 0 * array
-
-
-def _first(cls: type, name: str) -> int:
-    """Return how far up the line of its bases a class finds an attribute."""
-    return next(at for at, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 class Dist(Distributed):

@@ -10,15 +10,16 @@ from ..comm import group_of
 from ..errors import ConfigError
 from ..initializers import Constant
 from .base import Dist, Layer, Parameter, Shape
-from .sums import LayerSum
+from .context import StepContext
+from .reduction import Reduction
 
 
 class BatchNormLayer(Layer):
     """Normalises each channel over the batch and all cells (Ioffe and Szegedy 2015).
 
-    While training, mean and variance are those of the whole batch over all tiles and replicas, weighted by their cells,
-    in two passes so that nothing cancels. Parameters 'gamma' and 'beta' (C,), state 'mean' and 'var' (C,), the latter
-    unbiased. Input and output (N, *spatial, C), local.
+    While training, mean and variance are those of the whole batch over all tiles and replicas, weighted by their cells;
+    ranks join their moments, so that nothing cancels. Parameters 'gamma' and 'beta' (C,), state 'mean' and 'var' (C,),
+    the latter unbiased. Input and output (N, *spatial, C), local.
 
     Parameters
     ----------
@@ -35,12 +36,15 @@ class BatchNormLayer(Layer):
         self.momentum, self.eps = momentum, eps
 
     sums_image = True
+    saves_input = saves_output = False
 
-    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
-        """Return those of the sums and cells, of the squares, and of the gradients."""
-        group, channels = group_of(len(input_shape) > 1, replicas=True) or "", input_shape[-1]
-        forward, back = (channels + 1, channels), 2 * channels
-        return [*(LayerSum("forward", group, once=n) for n in forward), LayerSum("backward", group, once=back)]
+    def reductions_for(self, input_shape: Shape) -> list[Reduction]:
+        """Return the moments of the batch, and the sums of the gradients."""
+        group, channels = group_of(len(input_shape) > 1, replicas=True), input_shape[-1]
+        return [
+            Reduction("forward", group, once=1 + 2 * channels, combine="moments"),
+            Reduction("backward", group, once=2 * channels),
+        ]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'gamma' and 'beta'."""
@@ -50,39 +54,47 @@ class BatchNormLayer(Layer):
         """Return the running 'mean' and 'var'."""
         return {"mean": Parameter(input_shape[-1:]), "var": Parameter(input_shape[-1:], Constant(1.0))}
 
-    def forward(self, view: Any) -> Any:
-        """Return the normalised cells."""
-        mean, var = self._statistics(view) if self.phase.training else (self.state["mean"], self.state["var"])
-        self.scale = 1 / np.sqrt(var + view.dtype.type(self.eps))
-        self.normal = (view - mean) * self.scale
-        return self.normal * self.params["gamma"] + self.params["beta"]
-
-    def backward(self, dy: Any) -> Any:
-        """Return the gradient through the statistics; fill those of gamma and beta."""
-        by_gamma, by_beta = self.kernels.channel_sum(dy * self.normal), self.kernels.channel_sum(dy)
-        self.grads["gamma"], self.grads["beta"] = self.share(by_gamma), self.share(by_beta)
-        if not self.needs_input_gradient:
+    def reduce(self, ctx: StepContext, view: Any) -> Any:
+        """Return count, means and sums of squared differences of this rank's cells; none in evaluation."""
+        if not ctx.training:
             return None
-        through = self.params["gamma"] * self.scale
-        if not self.phase.training:
-            return dy * through
-        sums = self.total(np.concatenate([by_gamma, by_beta]), replicas=True) / self.cells
-        along, offset = np.split(sums, 2)
-        dx = through * dy
-        own = self.counted(dx)  # the statistics are those of cells that count
-        own -= through * (offset + self.counted(self.normal) * along)
-        return dx
-
-    def _statistics(self, view: Any) -> tuple[Any, Any]:
-        cells = self.counted(view)
-        local = np.append(self.kernels.channel_sum(cells), view.dtype.type(cells.size // view.shape[-1]))
-        *sums, self.cells = self.total(local, replicas=True)
-        mean = np.asarray(sums, view.dtype) / self.cells
+        cells = ctx.owned(view)
+        count = cells.size // view.shape[-1]
+        mean = self.kernels.channel_sum(cells) / max(1, count)
         from_mean = cells - mean
-        var = self.total(self.kernels.channel_sum(from_mean * from_mean), replicas=True) / self.cells
-        for name, new in (("mean", mean), ("var", var * (self.cells / max(1, self.cells - 1)))):
-            self.state[name] += self.momentum * (new - self.state[name])
-        return mean, var
+        return np.concatenate([np.array([count], view.dtype), mean, self.kernels.channel_sum(from_mean * from_mean)])
+
+    def forward(self, ctx: StepContext, view: Any) -> Any:
+        """Return the normalised cells."""
+        mean, var = ctx.state["mean"], ctx.state["var"]
+        if ctx.training:
+            count, (mean, squares) = ctx.reduced[0], np.split(ctx.reduced[1:], 2)
+            var = squares / count
+            for name, new in (("mean", mean), ("var", squares / max(1, count - 1))):
+                ctx.state[name] += self.momentum * (new - ctx.state[name])
+            ctx.save(count=count)
+        scale = 1 / np.sqrt(var + view.dtype.type(self.eps))
+        normal = (view - mean) * scale
+        ctx.save(scale=scale, normal=normal)
+        return normal * ctx.params["gamma"] + ctx.params["beta"]
+
+    def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Fill the gradients of gamma and beta; return both in one array, of this rank's cells."""
+        by_gamma, by_beta = self.kernels.channel_sum(dy * ctx.normal), self.kernels.channel_sum(dy)
+        ctx.grads["gamma"], ctx.grads["beta"] = ctx.local_contribution(by_gamma), ctx.local_contribution(by_beta)
+        return np.concatenate([by_gamma, by_beta]) if ctx.training and ctx.needs_input_gradient else None
+
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the gradient through the statistics."""
+        if not ctx.needs_input_gradient:
+            return None
+        through = ctx.params["gamma"] * ctx.scale
+        dx = through * dy
+        if ctx.training:
+            along, offset = np.split(ctx.reduced / ctx.count, 2)
+            own = ctx.owned(dx)  # the statistics are those of cells that count
+            own -= through * (offset + ctx.owned(ctx.normal) * along)
+        return dx
 
 
 class BatchNormLayerDist(Dist, BatchNormLayer):

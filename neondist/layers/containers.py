@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError
 from ..registry.arguments import expected
 from .base import Layer
-from .node import Context, Node, Phase, Shape, Taker
-
-if TYPE_CHECKING:
-    from .branches import Branches
+from .node import Context, Node, Shape
 
 
 class Container(Node):
@@ -45,11 +42,6 @@ class Container(Node):
         for layer, shape in self.inputs(input_shape):
             yield from layer.chains(shape)
 
-    def joins(self, input_shape: Shape) -> Iterator[tuple[Branches, Shape]]:
-        """Yield those of all that is inside."""
-        for layer, shape in self.inputs(input_shape):
-            yield from layer.joins(shape)
-
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name the container, and what is inside with the container's name in front."""
         self._name_itself(prefix, counts)
@@ -61,11 +53,6 @@ class Container(Node):
         """Return the container of the twins."""
         made: Node = type(self)([layer.twin() for layer in self.layers], name=self.name)
         return made
-
-    @property
-    def first_leaves(self) -> list[Layer]:
-        """Those of all that is directly inside."""
-        return [leaf for layer in self.layers for leaf in layer.first_leaves]
 
     @property
     def leaves(self) -> list[Layer]:
@@ -81,8 +68,6 @@ class Sequential(Container):
     layers : sequence of layers or containers
         A list among them stands for a Sequential.
     """
-
-    first: Taker | None = None
 
     def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every layer with what the one before gives."""
@@ -101,50 +86,11 @@ class Sequential(Container):
             input_shape = layer.output_shape_for(input_shape)
         return input_shape
 
-    def connect(self, preceding: Node | None, following: Taker | None) -> None:
-        """Connect every layer with its neighbours; what only gives on what comes in is passed over."""
-        layers = [layer for layer in self.layers if not layer.transparent]
-        self.first = layers[0] if layers else following
-        for before, layer, after in zip([preceding, *layers], layers, [*layers[1:], following], strict=False):
-            layer.connect(before, after)
-
-    @property
-    def first_leaves(self) -> list[Layer]:
-        """Those of the first layer that is more than the identity."""
-        return next((layer.first_leaves for layer in self.layers if layer.leaves), [])
-
-    @property
-    def writes_early(self) -> bool:
-        """Whether the last layer does."""
-        layers = [layer for layer in self.layers if not layer.transparent]
-        return bool(layers) and layers[-1].writes_early
-
-    @property
-    def transparent(self) -> bool:
-        """True if nothing is inside."""
-        return all(layer.transparent for layer in self.layers)
-
-    def input_place(self, samples: int) -> Any | None:
-        """Return what the first layer wants."""
-        return self.first.input_place(samples) if self.first else None
-
-    def fprop(self, x: Any, phase: Phase) -> Any:
-        """Pass x through all layers."""
+    def lower(self, graph: Any, value: int) -> int:
+        """Append every layer with what the one before gives."""
         for layer in self.layers:
-            x = layer.fprop(x, phase)
-        return x
-
-    def bprop(self, dy: Any) -> Any:
-        """Pass dy back through all layers."""
-        needed = self.needs_input_gradient
-        for layer in self.layers:
-            layer.needs_input_gradient = needed
-            needed = needed or bool(layer.leaves)
-        for layer in reversed(self.layers):
-            dy = layer.bprop(dy)
-            if not layer.needs_input_gradient:
-                return None
-        return dy
+            value = layer.lower(graph, value)
+        return value
 
 
 def as_node(layer: Any) -> Node:

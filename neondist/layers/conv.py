@@ -11,6 +11,7 @@ from ..geometry import Dependents, GridShape, Window, received_cells, same_paddi
 from ..initializers import FanInUniform, Initializer
 from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
+from .context import StepContext
 from .functions import Activation
 
 
@@ -38,7 +39,7 @@ class ConvLayer(Layer):
 
     needs_image = True
 
-    direct = True
+    saves_output = False
     window: Window
 
     def __init__(
@@ -115,44 +116,43 @@ class ConvLayer(Layer):
         """Create the array of output gradients too, if they are gathered."""
         super().adjust_for_dist()
         gathers = self.gathers_for(self.input_shape, self.context.grid.shape)
-        self.outputs: Any = None if gathers is None else self.make_array(*gathers)
-        if self.outputs is not None:
-            self.outputs.border.reverse = True
+        self.gathers = None if gathers is None else self.make_array(*gathers)
+        if self.gathers is not None:
+            self.gathers.border.reverse = True
 
-    def forward(self, view: Any) -> Any:
+    def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the convolution plus bias, after the activation."""
-        self.view, y = view, self.new_output(len(view))
-        bias = self.params["bias"] if self.bias else None
-        self.kernels.conv_into(y, view, self.params["weights"], *self._how, bias, self.write_activated)
+        y, bias = ctx.out, ctx.params["bias"] if self.bias else None
+        self.kernels.conv_into(y, view, ctx.params["weights"], *self._how, bias, ctx.activate)
+        ctx.save(view=view, y=None if self.activation is None else y)
         return y
 
-    def backward(self, dy: Any) -> Any:
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view; fill those of weights and bias."""
-        scatters = self.needs_input_gradient and self.outputs is None
-        dview = self.new_dview(len(dy)) if scatters else None
+        dview = ctx.out if ctx.needs_input_gradient else None
         by_weights, by_bias = self.kernels.conv_back_into(
             dview,
-            self.view,
+            ctx.view,
             dy,
-            self.params["weights"],
+            ctx.params["weights"],
             *self._how,
-            lambda part: self.before_activation(dy, part),
+            lambda part: ctx.activation_gradient(None if ctx.y is None else ctx.y[part], dy[part]),
             self.input.outside,
         )
-        self.grads["weights"] = by_weights
+        ctx.grads["weights"] = by_weights
         if self.bias:
-            self.grads["bias"] = by_bias
-        return dview if scatters or not self.needs_input_gradient else self._gather(dy)
+            ctx.grads["bias"] = by_bias
+        return dview
 
-    def send_home(self, dview: Any) -> Any:
-        """Return dview, if it is that of the tile already."""
-        return super().send_home(dview) if self.outputs is None else dview
+    def to_gather(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the gradient of the convolution."""
+        return ctx.activation_gradient(ctx.y, dy)
 
-    def _gather(self, dy: Any) -> Any:
+    def input_gradient(self, ctx: StepContext, seen: Any) -> Any:
         """Return the gradient of the tile, from that of all outputs that look at it."""
-        seen = self.outputs.get_fprop_view(self.before_activation(dy, (slice(None),)))
-        region, own = self.window.needs(self.outputs.need), self.input.own
-        array = self.kernels.conv_backward_input(seen, self.params["weights"], region.shape, *self._how)
+        assert self.gathers is not None
+        region, own = self.window.needs(self.gathers.need), self.input.own
+        array = self.kernels.conv_backward_input(seen, ctx.params["weights"], region.shape, *self._how)
         both, dx = own.intersect(region), self.kernels.zeros((len(array), *own.shape, array.shape[-1]), array.dtype)
         dx[(slice(None), *both.relative_to(own).slices)] = array[(slice(None), *both.relative_to(region).slices)]
         return dx

@@ -9,6 +9,7 @@ from ..errors import ConfigError
 from ..geometry import Window
 from ..schemes import Scheme
 from .base import Dist, Layer, Shape
+from .context import StepContext
 
 
 class PadLayer(Layer):
@@ -25,6 +26,7 @@ class PadLayer(Layer):
     """
 
     needs_image = True
+    saves_input = saves_output = False
 
     def __init__(
         self,
@@ -41,11 +43,11 @@ class PadLayer(Layer):
         """Return a window of one cell, which the padding shifts."""
         return Window(1, padding=self.padding, fill=self.fill, mode=self.mode, ndim=len(input_shape) - 1)
 
-    def forward(self, view: Any) -> Any:
-        """Return a copy of the view: the next layer may work in place."""
-        return view.copy()
+    def forward(self, ctx: StepContext, view: Any) -> Any:
+        """Return the view."""
+        return view
 
-    def backward(self, dy: Any) -> Any:
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return dy."""
         return dy
 

@@ -11,6 +11,7 @@ from ..geometry import GridShape, Window
 from ..initializers import FanInUniform, Initializer
 from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
+from .context import StepContext
 from .functions import Activation
 
 
@@ -36,6 +37,7 @@ class DeconvLayer(Layer):
     needs_image = True
 
     reverse_halos = True
+    saves_output = False
     no_recompute = "its windows slide over the output"
 
     def __init__(
@@ -98,26 +100,31 @@ class DeconvLayer(Layer):
         """Create the array of outputs too: its halo travels."""
         super().adjust_for_dist()
         self.over = self.sliding(self.input_shape)
-        self.spread = self.make_array(self.output_shape, self.over)
-        self.spread.border.reverse = self.reverse_halos
+        self.scatters = self.make_array(self.output_shape, self.over)
+        self.scatters.border.reverse = self.reverse_halos
 
-    def forward(self, view: Any) -> Any:
-        """Return what all windows, those of other tiles too, add up to, plus bias."""
-        self.view = view
-        parts = self.kernels.conv_backward_input(
-            view, self._turned(self.params["weights"]), self.spread.need.shape, *self._how
-        )
-        y = self.spread.get_bprop_view(parts)
-        return y + self.params["bias"] if self.bias else y.copy()
+    def forward(self, ctx: StepContext, view: Any) -> Any:
+        """Return what this rank's windows add to the outputs, those of other tiles too."""
+        assert self.scatters is not None
+        ctx.save(view=view)
+        extent = self.scatters.need.shape
+        return self.kernels.conv_backward_input(view, self._turned(ctx.params["weights"]), extent, *self._how)
 
-    def backward(self, dy: Any) -> Any:
-        """Return the gradient of the view: a convolution of dy with its halo."""
-        seen = self.spread.get_fprop_view(dy)
-        weights = self.kernels.conv_backward_weights(seen, self.view, self.over.kernel, *self._how)
-        self.grads["weights"] = self._turned(weights)
+    def finish(self, ctx: StepContext, y: Any) -> Any:
+        """Return what all windows add up to, plus bias."""
+        return y + ctx.params["bias"] if self.bias else y.copy()
+
+    def to_gather(self, ctx: StepContext, dy: Any) -> Any:
+        """Fill the gradient of the bias; return dy."""
         if self.bias:
-            self.grads["bias"] = self.kernels.channel_sum(dy)
-        return self.kernels.conv_forward(seen, self._turned(self.params["weights"]), *self._how)
+            ctx.grads["bias"] = self.kernels.channel_sum(dy)
+        return dy
+
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the gradient of the view: a convolution of dy, which comes with its halo."""
+        weights = self.kernels.conv_backward_weights(dy, ctx.view, self.over.kernel, *self._how)
+        ctx.grads["weights"] = self._turned(weights)
+        return self.kernels.conv_forward(dy, self._turned(ctx.params["weights"]), *self._how)
 
     @property
     def _how(self) -> tuple[Shape, Shape, int]:

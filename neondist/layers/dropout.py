@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import rng
 from ..errors import ConfigError
 from .base import Dist, Layer
+from .context import StepContext
 
 
 class DropoutLayer(Layer):
@@ -16,28 +16,25 @@ class DropoutLayer(Layer):
     output (N, *spatial, C), local.
     """
 
+    saves_input = saves_output = False
+
     def __init__(self, rate: float = 0.5, name: str | None = None) -> None:
         super().__init__(name)
         if not 0 <= rate < 1:
             raise ConfigError(f"rate {rate}: needs a probability in [0, 1)")
         self.rate = rate
 
-    def forward(self, view: Any) -> Any:
+    def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the masked cells; in evaluation, all of them."""
-        self.mask = self._mask(len(view)) if self.phase.training and self.rate else None
-        return view if self.mask is None else view * self.mask
+        if not ctx.training or not self.rate:
+            ctx.save(mask=None)
+            return view
+        ctx.save(mask=ctx.random("dropout").at_least(self.rate) * view.dtype.type(1 / (1 - self.rate)))
+        return view * ctx.mask
 
-    def backward(self, dy: Any) -> Any:
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the masked gradient."""
-        return dy if self.mask is None else dy * self.mask
-
-    def _mask(self, samples: int) -> Any:
-        first = self.phase.first_sample
-        whole = (first + samples, *self.input_shape)
-        cells = (slice(first, first + samples), *self.input.own.slices, slice(None))
-        stream = rng.key(self.context.seed, "dropout", str(self.name), self.phase.step)
-        kept = rng.at_least(self.rate, stream, rng.box_index(whole, cells))
-        return kept * self.context.dtype.type(1 / (1 - self.rate))
+        return dy if ctx.mask is None else dy * ctx.mask
 
 
 class DropoutLayerDist(Dist, DropoutLayer):

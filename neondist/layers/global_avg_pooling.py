@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import ShapeError
 from .base import Dist, Layer, Shape
-from .sums import LayerSum
+from .context import StepContext
+from .reduction import Reduction
 
 
 class GlobalAvgPoolingLayer(Layer):
@@ -16,7 +17,7 @@ class GlobalAvgPoolingLayer(Layer):
     Local sums and one allreduce of N x C numbers; nothing is gathered.
     """
 
-    direct, keeps_view = True, False
+    saves_input = saves_output = False
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return (C,)."""
@@ -24,21 +25,23 @@ class GlobalAvgPoolingLayer(Layer):
             raise ShapeError(f"global average pooling needs an image, but its input has shape {input_shape}")
         return input_shape[-1:]
 
-    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
+    def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the sum of the channels."""
-        return [LayerSum("forward", "tiles", each=input_shape[-1])]
+        return [Reduction("forward", "tiles", each=input_shape[-1])]
 
-    def forward(self, view: Any) -> Any:
+    def reduce(self, ctx: StepContext, view: Any) -> Any:
+        """Return the sums over this rank's cells."""
+        return self.kernels.sample_sum(view)
+
+    def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the means over all tiles."""
-        return self.total(self.kernels.sample_sum(view)) / prod(self.input_shape[:-1])
+        return ctx.reduced / prod(self.input_shape[:-1])
 
-    def backward(self, dy: Any) -> Any:
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Spread the gradient evenly over the cells."""
+        dview = ctx.out
         each = dy / prod(self.input_shape[:-1])
-        cells = self.input.own.shape
-        each = each.reshape(len(dy), *(1 for _ in cells), dy.shape[-1])
-        dview = self.new_dview(len(dy))
-        dview[...] = each
+        dview[...] = each.reshape(len(dy), *(1 for _ in dview.shape[1:-1]), dy.shape[-1])
         return dview
 
 

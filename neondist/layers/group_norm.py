@@ -12,18 +12,20 @@ from ..comm import group_of
 from ..errors import ConfigError, ShapeError
 from ..initializers import Constant
 from .base import Dist, Layer, Parameter, Shape
-from .sums import LayerSum
+from .context import StepContext
+from .reduction import Reduction
 
 
 class SampleNormLayer(Layer):
     """Base of the layers that normalise groups of channels over all cells of a sample.
 
-    Mean and (biased) variance are those of the whole image: each rank sums its own cells, and the tiles add up, in two
-    passes so that nothing cancels. Training and evaluation are the same. Parameters 'gamma' and 'beta' (C,) if
-    `affine`. Input and output (N, *spatial, C), local.
+    Mean and (biased) variance are those of the whole image: the tiles join their moments, so that nothing cancels.
+    Training and evaluation are the same. Parameters 'gamma' and 'beta' (C,) if `affine`. Input and output
+    (N, *spatial, C), local.
     """
 
     sums_image = True
+    saves_input = saves_output = False
 
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
         super().__init__(name)
@@ -40,51 +42,71 @@ class SampleNormLayer(Layer):
         self.groups_for(input_shape)
         return input_shape
 
-    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
-        """Return those of the means, of the variances, and of the gradients."""
+    def reductions_for(self, input_shape: Shape) -> list[Reduction]:
+        """Return the moments of all groups, and the sums of the gradients."""
         group, groups = group_of(len(input_shape) > 1, replicas=False), self.groups_for(input_shape)
-        passes = [("forward", groups), ("forward", groups), ("backward", 2 * groups)]
-        return [LayerSum(direction, group, each=numbers) for direction, numbers in passes] if group else []
+        return [
+            Reduction("forward", group, each=2 * groups, once=1, combine="moments"),
+            Reduction("backward", group, each=2 * groups),
+        ]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'gamma' and 'beta', if any."""
         shape = input_shape[-1:]
         return {"gamma": Parameter(shape, Constant(1.0)), "beta": Parameter(shape)} if self.affine else {}
 
-    def forward(self, view: Any) -> Any:
-        """Return the normalised cells."""
-        from_mean = view - self._mean(self.kernels.sample_sum(self.counted(view)), view.shape)
-        counted = self.counted(from_mean)
-        var = self._mean(self.kernels.sample_sum(counted * counted), view.shape)
-        self.scale = 1 / np.sqrt(var + self.eps)
-        self.normal = from_mean * self.scale
-        if not self.affine:
-            return self.normal.copy()  # the next layer may work in place
-        return self.normal * self.params["gamma"] + self.params["beta"]
+    def reduce(self, ctx: StepContext, view: Any) -> Any:
+        """Return count, means and sums of squared differences of all groups (n, groups) of this rank's cells."""
+        cells = ctx.owned(view)
+        each = view.shape[-1] // self.groups_for(self.input_shape)
+        count = prod(cells.shape[1:-1]) * each
+        mean = self._by_group(self.kernels.sample_sum(cells)) / max(1, count)
+        from_mean = cells - self._by_channel(mean, cells.ndim)
+        squares = self._by_group(self.kernels.sample_sum(from_mean * from_mean))
+        return np.concatenate([np.array([count], view.dtype), mean.ravel(), squares.ravel()])
 
-    def backward(self, dy: Any) -> Any:
-        """Return the gradient through the statistics; fill those of gamma and beta."""
+    def forward(self, ctx: StepContext, view: Any) -> Any:
+        """Return the normalised cells."""
+        count, moments = ctx.reduced[0], ctx.reduced[1:].reshape(2, len(view), self.groups_for(self.input_shape))
+        mean, var = (self._by_channel(numbers, view.ndim) for numbers in (moments[0], moments[1] / count))
+        scale = 1 / np.sqrt(var + view.dtype.type(self.eps))
+        normal = (view - mean) * scale
+        ctx.save(scale=scale, normal=normal)
+        return normal * ctx.params["gamma"] + ctx.params["beta"] if self.affine else normal.copy()
+
+    def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Fill the gradients of gamma and beta; return what the groups' statistics need of this rank's cells."""
         if self.affine:
-            self.grads["gamma"] = self.share(self.kernels.channel_sum(dy * self.normal))
-            self.grads["beta"] = self.share(self.kernels.channel_sum(dy))
-            dy = dy * self.params["gamma"]
-        if not self.needs_input_gradient:
+            ctx.grads["gamma"] = ctx.local_contribution(self.kernels.channel_sum(dy * ctx.normal))
+            ctx.grads["beta"] = ctx.local_contribution(self.kernels.channel_sum(dy))
+            dy = dy * ctx.params["gamma"]
+        if not ctx.needs_input_gradient:
             return None
-        both = np.concatenate([self.kernels.sample_sum(dy * self.normal), self.kernels.sample_sum(dy)])
-        means = self._mean(both, (2 * len(dy), *dy.shape[1:]))
-        along, offset = means[: len(dy)], means[len(dy) :]
-        dx = self.scale * dy
-        own = self.counted(dx)  # the statistics are those of cells that count
-        own -= self.scale * (offset + self.counted(self.normal) * along)
+        return np.stack([self._by_group(self.kernels.sample_sum(part)) for part in (dy * ctx.normal, dy)])
+
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the gradient through the statistics."""
+        if not ctx.needs_input_gradient:
+            return None
+        if self.affine:
+            dy = dy * ctx.params["gamma"]
+        count = prod(self.input_shape[:-1]) * (dy.shape[-1] // self.groups_for(self.input_shape))
+        along, offset = (self._by_channel(sums / count, dy.ndim) for sums in ctx.reduced)
+        dx = ctx.scale * dy
+        own = ctx.owned(dx)  # the statistics are those of cells that count
+        own -= ctx.scale * (offset + ctx.owned(ctx.normal) * along)
         return dx
 
-    def _mean(self, sums: Any, shape: Shape) -> Any:
-        """Return the groups' means over all tiles, for each channel (N, 1, ..., C), from sums (N, C) over own cells."""
-        groups, channels = self.groups_for(self.input_shape), self.input_shape[-1]
-        each = channels // groups
-        by_group = np.ascontiguousarray(sums.reshape(len(sums), groups, each).sum(axis=-1))
-        means = self.total(by_group) / (prod(self.input_shape[:-1]) * each)
-        return np.repeat(means, each, axis=1).reshape(shape[0], *(1 for _ in shape[1:-1]), channels)
+    def _by_group(self, sums: Any) -> Any:
+        """Return the sums of each group (n, groups), given those of the channels (n, C)."""
+        groups = self.groups_for(self.input_shape)
+        return sums.reshape(len(sums), groups, sums.shape[-1] // groups).sum(axis=-1)
+
+    def _by_channel(self, numbers: Any, ndim: int) -> Any:
+        """Return each channel's number (n, 1, ..., C), given those of the groups (n, groups)."""
+        channels = self.input_shape[-1]
+        found = np.repeat(numbers, channels // numbers.shape[-1], axis=1)
+        return found.reshape(len(found), *(1,) * (ndim - 2), channels)
 
 
 class GroupNormLayer(SampleNormLayer):

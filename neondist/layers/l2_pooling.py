@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import Phase
 from .base import Dist
+from .context import StepContext
 from .pooling import PoolingLayer
 
 
@@ -15,28 +17,30 @@ class L2PoolingLayer(PoolingLayer):
 
     pools_squares = True
 
-    def forward(self, view: Any) -> Any:
+    def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the roots."""
-        self.root = np.sqrt(self._sums(view))
-        return self.root.copy()  # the next layer may work in place
+        root = np.sqrt(self._sums(view))
+        ctx.save(view=view, root=root)
+        return root
 
-    def backward(self, dy: Any) -> Any:
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return x times the sum, over its windows, of dy / y."""
-        ratio = np.divide(dy, self.root, out=np.zeros_like(dy), where=self.root > 0)
-        return self._spread(ratio)
+        ratio = np.divide(dy, ctx.root, out=np.zeros_like(dy), where=ctx.root > 0)
+        return self._spread(ctx.view, ratio)
 
-    def squares(self, x: Any) -> Any:
-        """Return the sums without the root for this rank's tile of the input; collective over the tiles.
+    def squares(self, x: Any, phase: Phase) -> tuple[Any, Any]:
+        """Return the sums without the root for this rank's tile of the input, and the view; collective over the tiles.
 
         They are those of own cells alone, also where a run of layers computes others too.
         """
-        return self._sums(self.input.get_fprop_view(x))[self._own_outputs]
+        view = self.input.get_fprop_view(x, phase)
+        return self._sums(view)[self._own_outputs], view
 
-    def squares_backward(self, dsums: Any) -> Any:
+    def squares_backward(self, view: Any, dsums: Any, phase: Phase) -> Any:
         """Return the gradient of the tile that `squares` got, given that of the sums; collective over the tiles."""
         by_cell = np.zeros((len(dsums), *self.ofmshape), dsums.dtype)
         by_cell[self._own_outputs] = 2 * dsums
-        return self.input.get_bprop_view(self._spread(by_cell))
+        return self.input.get_bprop_view(self._spread(view, by_cell), phase)
 
     @property
     def _own_outputs(self) -> tuple[slice, ...]:
@@ -44,11 +48,10 @@ class L2PoolingLayer(PoolingLayer):
         return slice(None), *own.relative_to(self.tile).slices
 
     def _sums(self, view: Any) -> Any:
-        self.view = view
         return self.kernels.window_sum(view * view, *self._kernel_and_stride)
 
-    def _spread(self, by_cell: Any) -> Any:
-        return self.view * self.kernels.window_spread(by_cell, self.view.shape[1:-1], *self._kernel_and_stride)
+    def _spread(self, view: Any, by_cell: Any) -> Any:
+        return view * self.kernels.window_spread(by_cell, view.shape[1:-1], *self._kernel_and_stride)
 
 
 class L2PoolingLayerDist(Dist, L2PoolingLayer):

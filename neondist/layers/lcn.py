@@ -13,8 +13,9 @@ from ..geometry import Box, GridShape, Window
 from ..registry import suggest
 from ..schemes import Scheme
 from .base import Dist, Layer, Shape
+from .context import StepContext
 from .lcn_window import Halos, InView, LocalWindow, middle
-from .sums import LayerSum
+from .reduction import Reduction
 
 CHOICES = {"window": ("gaussian", "uniform"), "padding_mode": ("zeros", "reflect"), "halo": ("auto", "twice", "wide")}
 
@@ -46,6 +47,7 @@ class LCNLayer(Layer):
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
+    saves_input = saves_output = False
     no_recompute = "its two stages exchange means"
 
     def __init__(
@@ -87,24 +89,30 @@ class LCNLayer(Layer):
                 )
         return window
 
+    def view_window_for(self, input_shape: Shape, grid: GridShape) -> Window | None:
+        """Return none where two halos of means travel: x itself stays where it is."""
+        halos = self.halos_for(input_shape, grid)
+        return halos[0][1] if len(halos) == 1 else None
+
     def halos_for(self, input_shape: Shape, grid: GridShape) -> Halos:
         """Return the halos of the way asked for, or of the one that sends fewer numbers."""
         way = self.local.fewest(input_shape, grid) if self.halo == "auto" else self.halo
         return self.local.ways(input_shape)[way]
 
-    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
+    def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return those of the mean deviation, forth and back, if it is asked for."""
         both = ("forward", "backward") if self.min_deviation == "mean" else ()
-        return [LayerSum(direction, "tiles", each=1) for direction in both]
+        return [Reduction(direction, "tiles", each=1) for direction in both]
 
     def adjust_for_dist(self) -> None:
         """Choose the way, and create the arrays whose halos travel."""
         halos = self.halos_for(self.input_shape, self.context.grid.shape)
         wide = len(halos) == 1
-        self.window = halos[0][1] if wide else None  # two halos of means: x itself stays where it is
         super().adjust_for_dist()
         self.taps = self.local.taps(self.input_shape)
         # what makes views of the means over the channels, first of x and then of v²
+        self.means: Any
+        self.squares: Any
         self.means, self.squares = (self._in_view(stages) if wide else self.make_array(*halos[0]) for stages in (2, 1))
 
     def _in_view(self, stages: int) -> InView:
@@ -114,46 +122,63 @@ class LCNLayer(Layer):
         image = region if self.local.mode == "reflect" else Box.of(self.input_shape[:-1])
         return InView(region, image, self.context.dtype)
 
-    def forward(self, view: Any) -> Any:
-        """Return v over its local deviation; v is kept for all cells that the view allows, own ones in the middle."""
-        kernels = self.kernels
-        seen = self.means.get_fprop_view(view.mean(axis=-1, keepdims=True))
-        mean = kernels.separable_filter(seen, self.taps)
-        self.v = view[middle(view, mean)] - mean
-        squares = self.squares.get_fprop_view((self.v * self.v).mean(axis=-1, keepdims=True))
-        self.seen = seen.shape[1:-1], squares.shape[1:-1]
-        self.sigma = np.sqrt(kernels.separable_filter(squares, self.taps))
-        self.least = self._average(self.sigma) if self.min_deviation == "mean" else self.min_deviation
-        divisor = np.maximum(self.sigma, self.least)
-        self.scale = np.divide(1, divisor, out=np.zeros_like(divisor), where=divisor != 0)  # a blank image stays blank
-        return self.v[middle(self.v, divisor)] * self.scale
+    def reduce(self, ctx: StepContext, view: Any) -> Any:
+        """Return each sample's sum of the deviations of this rank's cells."""
+        self._deviations(ctx, view)
+        return self.kernels.sample_sum(ctx.sigma)
 
-    def backward(self, dy: Any) -> Any:
-        """Return the gradient of the view: through the cell itself, the deviations and the means around it."""
-        if not self.needs_input_gradient:
+    def forward(self, ctx: StepContext, view: Any) -> Any:
+        """Return v over its local deviation."""
+        if self.min_deviation != "mean":
+            self._deviations(ctx, view)
+        least = self._average(ctx, ctx.reduced) if self.min_deviation == "mean" else self.min_deviation
+        divisor = np.maximum(ctx.sigma, least)
+        scale = np.divide(1, divisor, out=np.zeros_like(divisor), where=divisor != 0)  # a blank image stays blank
+        ctx.save(least=least, scale=scale)
+        return ctx.v[middle(ctx.v, divisor)] * scale
+
+    def _deviations(self, ctx: StepContext, view: Any) -> None:
+        """Keep v for all cells that the view allows, own ones in the middle, and the deviations of these."""
+        seen = ctx.gather(self.means, view.mean(axis=-1, keepdims=True))
+        mean = self.kernels.separable_filter(seen, self.taps)
+        v = view[middle(view, mean)] - mean
+        squares = ctx.gather(self.squares, (v * v).mean(axis=-1, keepdims=True))
+        sigma = np.sqrt(self.kernels.separable_filter(squares, self.taps))
+        ctx.save(v=v, sigma=sigma, extents=(seen.shape[1:-1], squares.shape[1:-1]))
+
+    def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the sums of what goes back through the mean deviation."""
+        if not ctx.needs_input_gradient:
             return None
-        kernels, own = self.kernels, middle(self.v, dy)
-        by_square = self._by_square((dy * self.v[own]).sum(axis=-1, keepdims=True))
-        dsquares = self.squares.get_bprop_view(kernels.separable_spread(by_square, self.seen[1], self.taps))
-        dv = self.v * (dsquares * (2 / dy.shape[-1]))
-        dv[own] += dy * self.scale
-        by_mean = kernels.separable_spread(-dv.mean(axis=-1, keepdims=True), self.seen[0], self.taps)
-        dview = np.repeat(self.means.get_bprop_view(by_mean), dy.shape[-1], axis=-1)
+        by_divisor, by_sigma = self._by_sigma(ctx, dy)
+        return self.kernels.sample_sum(by_divisor - by_sigma)
+
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the gradient of the view: through the cell itself, the deviations and the means around it."""
+        if not ctx.needs_input_gradient:
+            return None
+        kernels, own = self.kernels, middle(ctx.v, dy)
+        _, by_sigma = self._by_sigma(ctx, dy)
+        if self.min_deviation == "mean":
+            by_sigma = by_sigma + self._average(ctx, ctx.reduced)  # least rises with every deviation of the image
+        by_square = np.divide(by_sigma, 2 * ctx.sigma, out=np.zeros_like(by_sigma), where=ctx.sigma > 0)
+        dsquares = ctx.scatter_add(self.squares, kernels.separable_spread(by_square, ctx.extents[1], self.taps))
+        dv = ctx.v * (dsquares * (2 / dy.shape[-1]))
+        dv[own] += dy * ctx.scale
+        by_mean = kernels.separable_spread(-dv.mean(axis=-1, keepdims=True), ctx.extents[0], self.taps)
+        dview = np.repeat(ctx.scatter_add(self.means, by_mean), dy.shape[-1], axis=-1)
         dview[middle(dview, dv)] += dv
         return dview
 
-    def _by_square(self, by_scale: Any) -> Any:
-        """Return the gradient of the square of the deviation, given that of 1 / max(least, deviation)."""
-        by_divisor = -by_scale * self.scale * self.scale
-        by_sigma = np.where(self.sigma > self.least, by_divisor, 0)
-        if self.min_deviation == "mean":
-            by_sigma += self._average(by_divisor - by_sigma)  # least rises with every deviation of the image
-        return np.divide(by_sigma, 2 * self.sigma, out=np.zeros_like(by_sigma), where=self.sigma > 0)
+    def _by_sigma(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
+        """Return the gradients of max(least, deviation) and, by it alone, of the deviation."""
+        by_scale = (dy * ctx.v[middle(ctx.v, dy)]).sum(axis=-1, keepdims=True)
+        by_divisor = -by_scale * ctx.scale * ctx.scale
+        return by_divisor, np.where(ctx.sigma > ctx.least, by_divisor, 0)
 
-    def _average(self, array: Any) -> Any:
-        """Return each sample's mean over all cells of the image, (n, 1, ..., 1)."""
-        means = self.total(self.kernels.sample_sum(array)) / prod(self.input_shape[:-1])
-        return means.reshape(len(array), *(1 for _ in self.input_shape))
+    def _average(self, ctx: StepContext, sums: Any) -> Any:
+        """Return each sample's mean over all cells of the image, (n, 1, ..., 1), given the sums (n, 1)."""
+        return sums.reshape(len(sums), *(1 for _ in self.input_shape)) / prod(self.input_shape[:-1])
 
 
 class LCNLayerDist(Dist, LCNLayer):

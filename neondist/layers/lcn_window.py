@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import Phase
 from ..geometry import Box, GridShape, Window, split
 from .node import Shape
 
@@ -88,11 +89,11 @@ class InView:
         self.inside = np.zeros((1, *region.shape, 1), dtype)
         self.inside[(slice(None), *region.intersect(image).relative_to(region).slices)] = 1
 
-    def get_fprop_view(self, x: Any) -> Any:
+    def get_fprop_view(self, x: Any, phase: Phase) -> Any:
         """Return x with zeros outside the image."""
         return x * self.inside
 
-    def get_bprop_view(self, dview: Any) -> Any:
+    def get_bprop_view(self, dview: Any, phase: Phase) -> Any:
         """Return the adjoint."""
         return dview * self.inside
 

@@ -11,8 +11,9 @@ from ..errors import ConfigError
 from ..geometry import split
 from ..initializers import FanInUniform, Initializer
 from .base import Dist, Layer, Parameter, Shape
+from .context import StepContext
 from .functions import Activation
-from .sums import LayerSum
+from .reduction import Reduction
 
 
 class FCLayer(Layer):
@@ -29,6 +30,8 @@ class FCLayer(Layer):
     weights_init : Initializer, optional
         Default FanInUniform.
     """
+
+    saves_output = False
 
     def __init__(
         self,
@@ -48,10 +51,10 @@ class FCLayer(Layer):
         """Return (out_features,)."""
         return (self.out_features,)
 
-    def sums_for(self, input_shape: Shape) -> list[LayerSum]:
+    def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the sum that joins the outputs, and for a vector the one that joins its gradient."""
-        back = [LayerSum("backward", "tiles", each=input_shape[0])] if len(input_shape) == 1 else []
-        return [LayerSum("forward", "tiles", each=self.out_features), *back]
+        back = [Reduction("backward", "tiles", each=input_shape[0])] if len(input_shape) == 1 else []
+        return [Reduction("forward", "tiles", each=self.out_features), *back]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights' and 'bias'."""
@@ -61,31 +64,38 @@ class FCLayer(Layer):
             found["bias"] = Parameter((self.out_features,))
         return found
 
-    def forward(self, view: Any) -> Any:
-        """Return the products, summed over the tiles, plus bias."""
+    def reduce(self, ctx: StepContext, view: Any) -> Any:
+        """Return the products of this rank's inputs; those of all tiles add up."""
         mine = view[(slice(None), *self._part)]
-        self.view = mine.reshape(len(view), prod(mine.shape[1:]))  # -1 fails where there are no samples
-        y = self._join(self.kernels.matmul(self.view, self._rows(self.params["weights"])))
-        if self.bias:
-            y += self.params["bias"]
-        return y
+        ctx.save(view=mine.reshape(len(view), prod(mine.shape[1:])))  # -1 fails where there are no samples
+        return self.kernels.matmul(ctx.view, self._rows(ctx.params["weights"]))
 
-    def backward(self, dy: Any) -> Any:
-        """Return the gradient of the view; the weights' is this rank's rows, zero elsewhere."""
-        gradient = self.grads["weights"]
-        gradient[...] = 0
-        rows = gradient.reshape(*self.input_shape, -1)[self._place]
-        rows[...] = self.kernels.matmul(self.view.T, dy).reshape(rows.shape)
-        if self.bias:
-            self.grads["bias"] = self.share(dy.sum(axis=0))
-        if not self.needs_input_gradient:
+    def forward(self, ctx: StepContext, view: Any) -> Any:
+        """Return the products plus bias."""
+        return ctx.reduced + ctx.params["bias"] if self.bias else ctx.reduced
+
+    def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the gradient of this rank's range of a vector, zero elsewhere; those of all tiles add up."""
+        if not ctx.needs_input_gradient:
             return None
-        dview = self.kernels.matmul(dy, self._rows(self.params["weights"]).T)
-        if self.input.tiled:
-            return dview.reshape(len(dy), *self.input.view_shape[1:])
         whole = np.zeros((len(dy), *self.input_shape), dy.dtype)
-        whole[(slice(None), *self._part)] = dview
-        return self._join(whole)
+        whole[(slice(None), *self._part)] = self._back(ctx, dy)
+        return whole
+
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the gradient of the view; the weights' is this rank's rows, zero elsewhere."""
+        gradient = np.zeros_like(ctx.params["weights"])
+        rows = gradient.reshape(*self.input_shape, -1)[self._place]
+        rows[...] = self.kernels.matmul(ctx.view.T, dy).reshape(rows.shape)
+        ctx.grads["weights"] = gradient
+        if self.bias:
+            ctx.grads["bias"] = ctx.local_contribution(dy.sum(axis=0))
+        if not ctx.needs_input_gradient:
+            return None
+        return self._back(ctx, dy).reshape(len(dy), *self.input.view_shape[1:]) if self.input.tiled else ctx.reduced
+
+    def _back(self, ctx: StepContext, dy: Any) -> Any:
+        return self.kernels.matmul(dy, self._rows(ctx.params["weights"]).T)
 
     @property
     def _place(self) -> tuple[slice, ...]:
@@ -102,10 +112,6 @@ class FCLayer(Layer):
 
     def _rows(self, weights: Any) -> Any:
         return weights.reshape(*self.input_shape, -1)[self._place].reshape(-1, self.out_features)
-
-    def _join(self, partial: Any) -> Any:
-        """Add up the tiles' products; unlike `total`, a vector's ranges are parts of one sum too."""
-        return self.input.reductions.allreduce("tiles", partial)
 
 
 class FCLayerDist(Dist, FCLayer):

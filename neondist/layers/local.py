@@ -11,6 +11,7 @@ from ..geometry import Window
 from ..initializers import FanInUniform, Initializer
 from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
+from .context import StepContext
 from .filters import BlockFilters, Filters, OwnFilters, orthonormal
 from .functions import Activation
 
@@ -43,6 +44,7 @@ class LocalFilteringLayer(Layer):
 
     window: Window
     autoencodes = True
+    saves_output = False
 
     no_recompute = "each tile keeps the weights of its own outputs alone"
 
@@ -107,21 +109,21 @@ class LocalFilteringLayer(Layer):
         if block is not None:
             self.filters = BlockFilters(kernels, self.window, self.context.grid.tile_box(extent), block)
 
-    def forward(self, view: Any) -> Any:
+    def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return every cell's filter on its window."""
-        self.view = view
-        y = self.filters.correlate(view, self.params["weights"])
+        ctx.save(view=view)
+        y = self.filters.correlate(view, ctx.params["weights"])
         if self.bias:
-            y += self.params["bias"]
+            y += ctx.params["bias"]
         return y
 
-    def backward(self, dy: Any) -> Any:
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view; fill those of this tile's weights."""
-        weights = self.params["weights"]
-        self.grads["weights"] = self.filters.gradient(self.view, dy, weights)
+        weights = ctx.params["weights"]
+        ctx.grads["weights"] = self.filters.gradient(ctx.view, dy, weights)
         if self.bias:
-            self.grads["bias"] = dy.sum(axis=0)
-        return self.filters.spread(dy, weights, self.view.shape[1:-1]) if self.needs_input_gradient else None
+            ctx.grads["bias"] = dy.sum(axis=0)
+        return self.filters.spread(dy, weights, ctx.view.shape[1:-1]) if ctx.needs_input_gradient else None
 
     def orthonormalise(self) -> None:
         """Make the filters of each cell orthonormal, but for one length that all filters have.

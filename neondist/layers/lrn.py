@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from .base import Dist, Layer
+from .context import StepContext
 
 
 class LRNLayer(Layer):
@@ -36,25 +37,25 @@ class LRNLayer(Layer):
                 raise ConfigError(f"{field} {value}: needs a number {'above' if field == 'k' else 'of at least'} 0")
         self.depth, self.alpha, self.beta, self.k = depth, alpha, beta, k
 
-    def forward(self, view: Any) -> Any:
+    def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
-        self.view = view
         width = [(0, 0)] * (view.ndim - 1) + [(self.depth // 2, (self.depth - 1) // 2)]
         squares = np.pad(view * view, width)
         # the channels take the place of a spatial axis
         sums = self.kernels.window_sum(self._as_line(squares), (self.depth,), (1,)).reshape(view.shape)
-        self.base = sums * (self.alpha / self.depth) + self.k
-        self.y = view * self.base**-self.beta
-        return self.y.copy()  # the next layer may work in place
+        base = sums * (self.alpha / self.depth) + self.k
+        y = view * base**-self.beta
+        ctx.save(view=view, base=base, y=y)
+        return y
 
-    def backward(self, dy: Any) -> Any:
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient through the cell itself and through its neighbours' sums."""
         channels = dy.shape[-1]
-        through = self._as_line(dy * self.y / self.base)
+        through = self._as_line(dy * ctx.y / ctx.base)
         spread = self.kernels.window_spread(through, (channels + self.depth - 1,), (self.depth,), (1,))
         first = self.depth // 2
         neighbours = spread[:, first : first + channels].reshape(dy.shape)
-        return dy * self.base**-self.beta - self.view * neighbours * (2 * self.alpha * self.beta / self.depth)
+        return dy * ctx.base**-self.beta - ctx.view * neighbours * (2 * self.alpha * self.beta / self.depth)
 
     @staticmethod
     def _as_line(array: Any) -> Any:

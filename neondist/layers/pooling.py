@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from ..geometry import Window
 from ..schemes import Scheme
 from .base import Dist, Layer, Shape
+from .context import StepContext
 
 
 class PoolingLayer(Layer):
@@ -60,21 +61,19 @@ class PoolingLayer(Layer):
 class MaxPoolingLayer(PoolingLayer):
     """Maximum over each window; padding never wins, and of equal values the first in row-major order does."""
 
-    direct, keeps_view = True, False
+    saves_input = saves_output = False
     fill = -inf
-    places: Any = None
 
-    def forward(self, view: Any) -> Any:
+    def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the maxima."""
-        self.places = None  # those of the last step must not live beside the new ones
-        y = self.new_output(len(view))
-        self.places = self.kernels.max_pool_into(y, view, *self._kernel_and_stride)
+        y = ctx.out
+        ctx.save(places=self.kernels.max_pool_into(y, view, *self._kernel_and_stride))
         return y
 
-    def backward(self, dy: Any) -> Any:
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Send each gradient to where the maximum was."""
-        dview = self.new_dview(len(dy))
-        self.kernels.max_pool_back_into(dview, dy, self.places, *self._kernel_and_stride)
+        dview = ctx.out
+        self.kernels.max_pool_back_into(dview, dy, ctx.places, *self._kernel_and_stride)
         return dview
 
 

@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..geometry import Upsampling
 from ..schemes import Scheme
 from .base import Dist, Layer, Shape
+from .context import StepContext
 
 MODES = ("nearest", "bilinear")
 
@@ -30,6 +31,7 @@ class UpsampleLayer(Layer):
     """
 
     needs_image = True
+    saves_input = saves_output = False
 
     window: Upsampling
 
@@ -56,34 +58,32 @@ class UpsampleLayer(Layer):
             raise ConfigError(f"factor {self.factor}: needs one integer, or one for each of {ndim} axes")
         return Upsampling(factor, self.mode == "bilinear")
 
-    def forward(self, view: Any) -> Any:
+    def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the enlarged cells, one axis after the other."""
-        self.view_shape = view.shape
         for axis in range(1, view.ndim - 1):
             shape = list(view.shape)
-            shape[axis] = self.ofmshape[axis - 1]
+            shape[axis] = ctx.output_box.shape[axis - 1]
             y = np.zeros(shape, view.dtype)
-            for out, cells, weight in self._phases(axis):
+            for out, cells, weight in self._phases(ctx, axis):
                 y[out] += view[cells] * view.dtype.type(weight)
             view = y
         return view
 
-    def backward(self, dy: Any) -> Any:
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the adjoint, axes in the opposite order."""
         for axis in range(dy.ndim - 2, 0, -1):
             shape = list(dy.shape)
-            shape[axis] = self.view_shape[axis]
+            shape[axis] = ctx.input_box.shape[axis - 1]
             dview = np.zeros(shape, dy.dtype)
-            for out, cells, weight in self._phases(axis):
+            for out, cells, weight in self._phases(ctx, axis):
                 dview[cells] += dy[out] * dy.dtype.type(weight)
             dy = dview
         return dy
 
-    def _phases(self, axis: int) -> Iterator[tuple[tuple, tuple, float]]:
+    def _phases(self, ctx: StepContext, axis: int) -> Iterator[tuple[tuple, tuple, float]]:
         """Yield (output cells, view cells, weight): every factor-th output cell reads neighbouring input cells."""
-        window, place = self.window, axis - 1
-        factor, start = window.factor[place], self.input.need.lo[place]
-        box = self.tile
+        window, place, box = self.window, axis - 1, ctx.output_box
+        factor, start = window.factor[place], ctx.input_box.lo[place]
         lo, n = box.lo[place], box.shape[place]
         if box.empty:
             return

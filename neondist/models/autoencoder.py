@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..arrays import real_array
-from ..layers import Layer, LocalFilteringLayer, Phase, Sequential
+from ..arrays import Phase, real_array
+from ..layers import Layer, LocalFilteringLayer
 from .nonfinite import SchemeMemory, finite, locate_in_stage
 from .notices import Notice
 from .parameters import gather, load
@@ -35,7 +35,7 @@ class Autoencoder:
         self.number, self.stages = number, [self]
         self.end = model.starts[number] if number < len(model.starts) else model.top_start
         self.model, self.name = model, str(model.layers[index].name)
-        self.before = Sequential(model.layers[:index])
+        self.start = index
         self.layer = cast(LocalFilteringLayer, model.layers[index])
         following: Any = model.layers[index + 1 : index + 2]
         self.pool: Any = following[0] if following and following[0].pools_squares else EachAlone()
@@ -48,6 +48,7 @@ class Autoencoder:
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
         self.learning_rate_scale, self.step, self.uncounted, self.passes = 1.0, 0, 0, 0
         self.slots: dict[str, Any] = {}
+        self.phase = Phase(training=False)
 
     def __str__(self) -> str:
         return f"Autoencoder of '{self.name}'"
@@ -71,37 +72,38 @@ class Autoencoder:
 
     def inputs(self, x: Any) -> Any:
         """Return this rank's tile of the stage's input for its tile of the images."""
-        self.model.last_pass.forget("pretraining has used the layers' arrays")
-        return self.before.fprop(real_array("x", x, self.dtype), Phase(training=False))
+        with self.model.executor.passing(real_array("x", x, self.dtype), Phase(training=False), self.start) as run:
+            return run.output.copy()
 
     def encode(self, x: Any) -> Any:
         """Return this rank's tile of z = W x for its tile of the stage's input; collective over the tiles."""
-        self.view = self.layer.input.get_fprop_view(x)
+        self.view = self.layer.input.get_fprop_view(x, self.phase)
         return self.layer.filters.correlate(self.view, self._weights)
 
     def decode(self, z: Any) -> Any:
         """Return this rank's tile of Wᵀ z, the parts of other ranks' windows added; collective over the tiles."""
         dview = self.layer.filters.spread(z, self._weights, self.layer.input.view_shape[1:-1])
-        return self.layer.input.get_bprop_view(dview)
+        return self.layer.input.get_bprop_view(dview, self.phase)
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Reconstruction:
         """Return the reconstruction of the stage's input for this rank's tile of the images."""
         self.passes += 1
-        phase = Phase(training, self.step)  # the schemes ask for it
-        for array in (*self.layer.arrays, *self.pool.arrays):
-            array.border.phase = phase
+        self.phase = Phase(training, self.step)  # the schemes ask for it
         x = self.inputs(x)
         self.z = self.encode(x)
-        return Reconstruction(x, self.decode(self.z) - x, self.pool.squares(self.z))
+        residual = self.decode(self.z) - x
+        pooled, self.pooled_view = self.pool.squares(self.z, self.phase)
+        return Reconstruction(x, residual, pooled)
 
     def bprop(self, y: Reconstruction, scale: float = 1.0) -> None:
         """Fill the layer's gradient with that of `scale` times the cost of `y`, which fprop has just returned."""
         filters, weights, z = self.layer.filters, self._weights, self.z
-        error = self.residuals.get_fprop_view(y.residual)
-        dz = filters.correlate(error, weights) + self.pool.squares_backward(self.cost.by_pooled(y.pooled))
+        error, by_pooled = self.residuals.get_fprop_view(y.residual, self.phase), self.cost.by_pooled(y.pooled)
+        dz = filters.correlate(error, weights) + self.pool.squares_backward(self.pooled_view, by_pooled, self.phase)
         gradient = filters.gradient(self.view, dz, weights)  # W as the encoder
         gradient += filters.gradient(error, z, weights)  # and as the decoder
         gradient *= self.dtype.type(scale)
+        self.layer.grads.begin()
         self.layer.grads["weights"] = gradient
         group = "replicas" if self.entry.parameter.tiled else "world"
         self.parameters.reductions.allreduce(group, self.layer.grads["weights"])
@@ -193,14 +195,13 @@ class EachAlone:
 
     arrays = ()
 
-    def squares(self, z: Any) -> Any:
-        """Return z²."""
-        self.z = z
-        return z * z
+    def squares(self, z: Any, phase: Phase) -> tuple[Any, Any]:
+        """Return z², and z."""
+        return z * z, z
 
-    def squares_backward(self, dsquares: Any) -> Any:
+    def squares_backward(self, z: Any, dsquares: Any, phase: Phase) -> Any:
         """Return the gradient of z."""
-        return 2 * self.z * dsquares
+        return 2 * z * dsquares
 
 
 def words_sent(plans: Sequence[LayerPlan], at: int, pooled: bool) -> list[int]:

@@ -10,9 +10,9 @@ from ..comm import ProcessGrid
 from ..costs import Cost
 from ..errors import ConfigError
 from ..layers import Node
-from ..layers import Sequential as Chain
 from ..optim import Adam, Optimizer
 from ..registry.ranges import flag, integer, real
+from ..runtime import Pass
 from ..schemes import Scheme
 from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
@@ -92,9 +92,8 @@ class GB(Convnet):
         rest = range(self.starts[-1] + 1, len(self.layers))
         trained = (i for i in rest if any(leaf.params for leaf in self.layers[i].leaves))
         self.top_start = next(trained, len(self.layers))
-        self.top = Chain(self.layers[self.top_start :])
         self.stages = [Autoencoder(self, number) for number in range(1, len(self.starts) + 1)]
-        inside = self.top.leaves
+        inside = [leaf for layer in self.layers[self.top_start :] for leaf in layer.leaves]
         self.top_part = Part(self._built(), lambda layer, _: layer in inside)
         self.top_alone = False
 
@@ -120,19 +119,18 @@ class GB(Convnet):
         ends = [record.get("step", 0) for record in history if record["epoch"] == self.num_initial_epochs]
         return int(ends[-1]) if ends else 0
 
-    def fill_gradients(self, dy: Any) -> None:
+    def fill_gradients(self, run: Pass, dy: Any) -> None:
         """Go back no further than to what is trained."""
         if self.top_alone:
-            self.top.needs_input_gradient = False
-            self.top.bprop(dy)
+            self.run_backward(run, dy, wanted=False, first=self.top_start)
             self.top_part.sum_gradients()
         else:
-            super().fill_gradients(dy)
+            super().fill_gradients(run, dy)
 
     def update(self) -> None:
         """Change what is trained."""
-        self.last_pass.forget("the weights have changed")
         if self.top_alone:
+            self._built().version += 1
             count, scale = self.step - self.uncounted, self.learning_rate_scale
             self.top_part.update(self.optimizer, self.slots, count, scale)
         else:

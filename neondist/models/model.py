@@ -7,25 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import GlobalArray, real_array
+from ..arrays import GlobalArray, Phase, real_array
 from ..backends import Backend, get_backend
 from ..comm import ProcessGrid, WideGrid
 from ..costs import Cost, CrossEntropy
-from ..errors import ConfigError, GridError, ShapeError
+from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..geometry import GridShape
-from ..layers import Context, Layer, Node, Phase, Sequential
+from ..layers import Context, Layer, Node, Sequential
 from ..optim import SGD, Optimizer
+from ..plan import Graph
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import integer, shape_of
+from ..runtime import Executor, LayerTask, Pass
 from ..schemes import Scheme, as_scheme
 from .entry import Entry
-from .last_pass import LastPass
 from .ledger import Ledger, accounts, ledger
-from .lifetimes import arena_of
 from .nonfinite import SchemeMemory, Trouble, locate
 from .notices import Notice, Notices
 from .parameters import Parameters, gather, load
+from .passes import ModelPass
 from .plan import LayerPlan, ModelPlan, plan_layers, share
 from .runs import find_regions, whole_gradient, wide_tiles
 from .targets import local_targets
@@ -103,9 +104,8 @@ class Model(Registered):
         self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
         self._pending: dict[str, Any] | None = None
-        self.last_pass = LastPass()
+        self.last_pass: ModelPass | None = None
         self._name_layers()
-        self.chain.connect(None, None)
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
@@ -143,42 +143,61 @@ class Model(Registered):
         self._check_grid(batch_size)
         self.plan(self.input_shape)  # names the layer if something does not fit
         self.output_shape = self.chain.output_shape_for(self.input_shape)
-        context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
+        context = self.context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
         regions = find_regions(self.chain, self.input_shape, self.grid.shape, share(batch_size, self.grid.shape))
         for layer in self.leaves:
             layer.regions = regions.get(id(layer), (None, None))
         self.chain.build(self.input_shape, context)
-        self.arena = arena_of(self.leaves, [join for join, _ in self.chain.joins(self.input_shape)], context)
+        self.last_pass = None
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         tiles = wide_tiles(regions, self.leaves)
         if tiles is not None:
             self.input.cut(tiles, tiles)
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
         self.parameters = Parameters(self.leaves, context)
+        self.make_executor()
         self.slots = self.optimizer.slots(self.parameters.values.size, self.dtype)
-        self.last_pass = LastPass()
         if self._pending is not None:
             self.load_state(self._pending)
 
+    def make_executor(self, layer_task: Any = LayerTask) -> None:
+        """Run all passes from now on by a new executor; `layer_task` is what runs a layer's step in it."""
+        graph = Graph(self.layers, self.input_shape)
+        self.last_pass = None
+        self.executor = Executor(graph, self.context, self.input.local_shape[1:], layer_task)
+
     # The passes.
 
-    def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
-        """Return this rank's tile of the output (or the whole output after an FC layer) for its tile of the input.
+    def forward(self, x: Any, training: bool = True, batch_size: int | None = None) -> ModelPass:
+        """Return a pass for this rank's tile of the input: `run.output`, and the way back, `run.backward(dy)`.
+
+        Passes may interleave: each keeps what is its own.
 
         Parameters
         ----------
         x : array (n, *tile, C)
-            Real numbers of any kind and order in memory; it may be changed before `bprop`.
+            Real numbers of any kind and order in memory; it may be changed afterwards.
         training : bool
             False: as for inference, without dropout and with running statistics.
         batch_size : int, optional
             Samples over all replicas, where they are not those that the model was built for.
-
-        Returns
-        -------
-        array (n, *tile, C'), a new one
         """
-        return self.run_fprop(real_array("x", x, self.dtype, copy=True), training, batch_size).copy()
+        run = self.run_forward(real_array("x", x, self.dtype, copy=True), training, batch_size)
+        return ModelPass(self, run)
+
+    def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
+        """Return this rank's tile of the output (or the whole output after an FC layer), a new array (n, *tile, C').
+
+        The arguments are those of `forward`, whose pass `bprop` goes back through.
+        """
+        last = self.last_pass
+        between = not training and last is not None and (last.trains or last.between)
+        last = None
+        self.last_pass = None  # its memory is used for this one
+        run = self.forward(x, training, batch_size)
+        run.between = between
+        self.last_pass = run
+        return run.output
 
     def bprop(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
@@ -198,33 +217,41 @@ class Model(Registered):
         ------
         PassError
             There was no `fprop`, one with `training=False` came after one with `training=True`, or the weights have
-            changed since. `last_pass.forget()` before an `fprop` says that it is the one to go back through.
+            changed since.
         """
         self._built()
-        dy = real_array("dy", dy, self.dtype)
-        self.last_pass.check(dy)
-        with self.arena.kept(len(dy)):
-            dx = self.run_bprop(dy)
-            return None if dx is None else dx.copy()
+        if self.last_pass is None:
+            raise PassError(
+                "bprop: there is no fprop to go back through: none was yet, it failed, or train_batch came since; run"
+                " fprop of its batch right before bprop"
+            )
+        if self.last_pass.between:
+            raise PassError(
+                "bprop: an fprop with training=False came after the one with training=True; run fprop of its batch"
+                " right before bprop, or keep passes apart: run = model.forward(x), then run.backward(dy)"
+            )
+        return self.last_pass.backward(dy)
 
-    def run_fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
-        """Do as `fprop` without a copy: layers may keep x, and the next pass may overwrite what is returned."""
+    def run_forward(self, x: Any, training: bool = True, batch_size: int | None = None) -> Pass:
+        """Do as `forward` without a copy: layers may keep x, and the output is memory of the pass."""
         batch = self._batch(x, batch_size)
+        self.input.check_tile("x", x)
         self.passes += 1
-        self.last_pass.begin(training)
-        y = self.chain.fprop(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
-        self.last_pass.end(training, len(x))
-        return y
+        return self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
 
-    def run_bprop(self, dy: Any) -> Any:
-        """Do as `bprop` without copies, once: the next pass may overwrite what is returned."""
-        self.last_pass.check(dy)
+    def run_backward(self, run: Pass, dy: Any, wanted: bool = True, again: bool = False, first: int = 0) -> Any:
+        """Fill this rank's share of the gradients, going back no further than to the node of number `first`.
+
+        Returns this rank's share of the gradient of the input, if it is wanted; see Executor.backward.
+        """
         self.output.check_tile("dy", dy)
-        dx = self.chain.bprop(dy)
-        if dx is not None:
-            dx = self.whole_input_gradient(dx)
-        self._built().sum_gradients()
-        return dx
+        self._built().begin_gradients()
+        return self.executor.backward(run, dy, first, wanted, again)
+
+    def owned(self, x: Any) -> Any:
+        """Return the part of an array over this rank's tile of the input that no other rank has too."""
+        own = self.grid.tile_box(self.input_shape[:-1]).relative_to(self.input.own)
+        return x[(slice(None), *own.slices)]
 
     def whole_input_gradient(self, dx: Any) -> Any:
         """Return the gradient of this rank's tile of the input, given its share in it; collective.
@@ -255,34 +282,55 @@ class Model(Registered):
         """
         batch, parameters = self._batch(x, batch_size), self._built()
         kept, memory = parameters.kept_values.copy(), SchemeMemory(self.leaves, self.nonfinite == "skip")
-        self.chain.needs_input_gradient = False
-        try:
-            y = self.run_fprop(real_array("x", x, self.dtype), training=True, batch_size=batch)
-            local = self.local_targets(targets, batch)
-            scale = 1.0 / (batch * self.cost.cells(self.output_shape))
-            loss = self.total_over_output(np.array([self.cost.value(y, local, self.output.total)]))
-            self.notices.mine[Notice.NON_FINITE] = not np.isfinite(loss[0])
-            self.fill_gradients(self.cost.gradient(y, local, self.output.total) * self.dtype.type(scale))
+        with self.grid.observers.during("step"):
+            loss = self.loss_and_gradients(x, targets, batch)
             if good := parameters.finite():
-                self.update()
-            else:
-                memory.put_back()
-                where = locate(self, x, targets, batch)
-                memory.put_back()
-                parameters.kept_values[...] = kept
-        finally:
-            self.chain.needs_input_gradient = True
-            self.last_pass.forget("train_batch has used the layers' arrays")
+                with self.grid.observers.during("update"):
+                    self.update()
+        if not good:
+            memory.put_back()
+            where = locate(self, x, targets, batch)
+            memory.put_back()
+            parameters.kept_values[...] = kept
         self.trouble.after_step(self.step, self.nonfinite, None if good else where)
         self.step += 1
         if not good:
             self.uncounted += 1
             return float("nan")
+        return loss
+
+    def loss_and_gradients(self, x: Any, targets: Any, batch_size: int) -> float:
+        """Return the mean loss over the global batch, and fill the gradients of what is trained at present.
+
+        The arguments are those of `train_batch`, which updates the weights too.
+        """
+        observers, self.last_pass = self.grid.observers, None
+        scale = 1.0 / (batch_size * self.cost.cells(self.output_shape))
+        run = self.run_forward(real_array("x", x, self.dtype), training=True, batch_size=batch_size)
+        try:
+            with observers.during("cost"):
+                y, local = run.output, self.local_targets(targets, batch_size)
+                loss = self.total_over_output(np.array([self.cost.value(y, local, self.output.total)]))
+                self.notices.mine[Notice.NON_FINITE] = not np.isfinite(loss[0])
+                dy = self.cost.gradient(y, local, self.output.total) * self.dtype.type(scale)
+            self.fill_gradients(run, dy)
+        finally:
+            run.close()
         return float(loss[0] * scale)
 
     def pretraining_words(self, plans: Sequence[LayerPlan]) -> dict[str, list[int]]:
         """Return, for each of `stages`, the numbers that each tile sends for a sample in a step of pretraining."""
         return {}
+
+    def sum_gradients(self) -> None:
+        """Add up all ranks' shares of the gradients; collective."""
+        with self.grid.observers.during("sync"):
+            self._built().sum_gradients()
+
+    @property
+    def weights_version(self) -> int:
+        """How often the weights have changed since `build`."""
+        return self._built().version
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Take note that an epoch begins or, if samples of it have been `seen`, goes on; `epoch` counts from 0."""
@@ -291,14 +339,15 @@ class Model(Registered):
         """Return how many steps of a run the optimiser does not count, if none was skipped, by its epochs' records."""
         return 0
 
-    def fill_gradients(self, dy: Any) -> None:
+    def fill_gradients(self, run: Pass, dy: Any) -> None:
         """Fill the gradients of what is trained at present, given that of this rank's part of the output."""
-        self.run_bprop(dy)
+        self.run_backward(run, dy, wanted=False)
+        self.sum_gradients()
 
     def update(self) -> None:
         """Change what is trained at present by its gradients."""
         parameters = self._built()
-        self.last_pass.forget("the weights have changed")
+        parameters.version += 1
         self.optimizer.update(
             parameters.values, parameters.grads, self.slots, self.step - self.uncounted, self.learning_rate_scale
         )
@@ -346,7 +395,7 @@ class Model(Registered):
         if self.parameters is None:
             self._pending = {name: np.copy(array) for name, array in state.items()}
         else:
-            self.last_pass.forget("the weights have changed")
+            self.parameters.version += 1
             load(self.parameters.arrays(), state, "state")
 
     def gradients(self) -> dict[str, Any]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arrays import real_array
 from ..comm import Transport
 from ..errors import NonFiniteError
 from ..layers import Layer
-from .wrapping import wrapped
+from ..observer import Observer
 
 if TYPE_CHECKING:
     from .autoencoder import Autoencoder
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 REMEDY = "lower the learning rate, look at the data, or set nonfinite: skip"
 PATIENCE = 100
 """Steps in a row that may be skipped."""
-
-Note = Callable[[str, Iterable[Any]], None]
 
 
 @dataclass
@@ -81,42 +80,53 @@ class SchemeMemory:
             array.remember(memory)
 
 
+class _Finite(Observer):
+    """Takes note of what is finite, in the order of a step."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, bool]] = []
+
+    def note(self, what: str, array: Any) -> None:
+        """Look at an array."""
+        self.notes.append((what, array is not None and not finite(array)))
+
+    def value(self, layer: Layer, name: str, array: Any) -> None:
+        """Look at an array of a layer."""
+        self.note(f"the {name} of layer '{layer.name}'", array)
+
+
 def locate(model: Model, x: Any, targets: Any, batch: int) -> str:
     """Return in words where a step first meets what is not finite; it is run again, without an update; collective."""
-    notes: list[tuple[str, bool]] = []
-
-    def note(what: str, arrays: Iterable[Any]) -> None:
-        notes.append((what, not all(finite(array) for array in arrays if array is not None)))
-
-    with np.errstate(all="ignore"), wrapped(model.leaves, _noting(note)):
-        note("the images", [x])
-        y = model.fprop(x, training=True, batch_size=batch)
-        local = model.local_targets(targets, batch)
-        note("the cost", [np.array([model.cost.value(y, local, model.output.total)])])
-        dy = model.cost.gradient(y, local, model.output.total)
-        note("the gradient of the cost", [dy])
-        model.fill_gradients((dy / batch).astype(model.dtype))
-    return first(model.grid.world, notes) or "the sum of the gradients over all ranks"
+    found = _Finite()
+    with np.errstate(all="ignore"), model.grid.observers.watched_by(found):
+        found.note("the images", x)
+        run = model.run_forward(real_array("x", x, model.dtype), training=True, batch_size=batch)
+        try:
+            y, local = run.output, model.local_targets(targets, batch)
+            found.note("the cost", np.array([model.cost.value(y, local, model.output.total)]))
+            dy = model.cost.gradient(y, local, model.output.total)
+            found.note("the gradient of the cost", dy)
+            model.fill_gradients(run, (dy / batch).astype(model.dtype))
+        finally:
+            run.close()
+    return first(model.grid.world, found.notes) or "the sum of the gradients over all ranks"
 
 
 def locate_in_stage(stage: Autoencoder, x: Any, batch: int) -> str:
     """Return the same for a step of pretraining; collective."""
-    notes: list[tuple[str, bool]] = []
-
-    def note(what: str, arrays: Iterable[Any]) -> None:
-        notes.append((what, not all(finite(array) for array in arrays)))
-
-    name, weights = stage.name, stage.layer.params.values()
-    with np.errstate(all="ignore"), wrapped(stage.before.leaves, _noting(note)):
-        note("the images", [x])
+    found, name = _Finite(), stage.name
+    with np.errstate(all="ignore"), stage.grid.observers.watched_by(found):
+        found.note("the images", x)
         y = stage.fprop(x, training=True)
-        note(f"the weights of layer '{name}'", weights)
-        note(f"the output of layer '{name}'", [stage.z])
-        note(f"the reconstruction of the input of layer '{name}'", [y.residual])
-        note(f"the cost of {stage}", [np.array([stage.cost.value(y)])])
+        for weights in stage.layer.params.values():
+            found.note(f"the weights of layer '{name}'", weights)
+        found.note(f"the output of layer '{name}'", stage.z)
+        found.note(f"the reconstruction of the input of layer '{name}'", y.residual)
+        found.note(f"the cost of {stage}", np.array([stage.cost.value(y)]))
         stage.bprop(y, 1 / batch)
-        note(f"the gradients of the weights of layer '{name}'", stage.layer.grads.values())
-    return first(stage.grid.world, notes) or f"the cost of {stage}"
+        for gradient in stage.layer.grads.values():
+            found.note(f"the gradients of the weights of layer '{name}'", gradient)
+    return first(stage.grid.world, found.notes) or f"the cost of {stage}"
 
 
 def first(world: Transport, notes: list[tuple[str, bool]]) -> str | None:
@@ -128,28 +138,3 @@ def first(world: Transport, notes: list[tuple[str, bool]]) -> str | None:
             on = f" on rank{'s'[: len(ranks) > 1]} {', '.join(ranks[:4])}{' ...' if len(ranks) > 4 else ''}"
             return what + on * (world.size > 1)
     return None
-
-
-def _noting(note: Note) -> Callable[[Layer, str, Any], Any]:
-    """Return what makes of a layer's pass one that notes what it returns."""
-    return lambda layer, name, method: (_forward if name == "fprop" else _backward)(layer, method, note)
-
-
-def _forward(layer: Layer, fprop: Any, note: Note) -> Any:
-    def watched(x: Any, phase: Any) -> Any:
-        note(f"the weights of layer '{layer.name}'", layer.params.values())
-        y = fprop(x, phase)
-        note(f"the output of layer '{layer.name}'", [y])
-        return y
-
-    return watched
-
-
-def _backward(layer: Layer, bprop: Any, note: Note) -> Any:
-    def watched(dy: Any) -> Any:
-        dx = bprop(dy)
-        note(f"the gradients of the weights of layer '{layer.name}'", layer.grads.values())
-        note(f"the gradient of the input of layer '{layer.name}'", [dx])
-        return dx
-
-    return watched

@@ -28,6 +28,39 @@ class Views(dict[str, Any]):
         self[name][...] = values
 
 
+class Gradients(Views):
+    """Gradients by name: what is assigned is added to what was assigned since `begin`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stale: set[str] = set()
+
+    def begin(self) -> None:
+        """Let everything be zero, which costs nothing until it is read."""
+        self.stale.update(self)
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        if name in self.stale:
+            super().__setitem__(name, values)
+            self.stale.discard(name)
+        elif values is not self[name]:
+            if np.shape(values) != self[name].shape:
+                raise ShapeError(f"gradient of '{name}' of shape {np.shape(values)}: expected {self[name].shape}")
+            self[name][...] += values
+
+    def __getitem__(self, name: str) -> Any:
+        array = super().__getitem__(name)
+        if name in self.stale:
+            self.stale.discard(name)
+            array[...] = 0
+        return array
+
+    def settle(self) -> None:
+        """Make zero what nothing was assigned to."""
+        for name in list(self.stale):
+            self[name]
+
+
 class Parameters:
     """The trained arrays of all layers, their gradients and the arrays that are kept beside them.
 
@@ -40,6 +73,8 @@ class Parameters:
         What every rank holds alike comes first; then the arrays that are cut into tiles, this rank's part.
     kept_values : flat array
         What is kept but not trained.
+    version : int
+        Counts the changes of the values.
     notices : Notices
         They travel with every sum of gradients.
     reductions : Reductions
@@ -66,8 +101,9 @@ class Parameters:
         self.reductions.direction = "backward"
         self.notices, self._told = Notices(), context.backend.zeros((ROOM + self.values.size,), context.dtype)
         self.grads = self._told[ROOM:]
+        self.layers, self.version = layers, 0
         for layer in layers:
-            layer.params, layer.grads, layer.state = Views(), Views(), Views()
+            layer.params, layer.grads, layer.state = Views(), Gradients(), Views()
         for entry, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
             dict.__setitem__(entry.layer.params, entry.name, value)
             dict.__setitem__(entry.layer.grads, entry.name, gradient)
@@ -85,9 +121,16 @@ class Parameters:
             start = stop
         return parts
 
+    def begin_gradients(self) -> None:
+        """Let all gradients be zero."""
+        for layer in self.layers:
+            layer.grads.begin()
+
     def sum_gradients(self) -> None:
         """Add up every rank's share in one allreduce over all ranks; what is cut into tiles, over the replicas."""
         notices = self.notices
+        for layer in self.layers:
+            layer.grads.settle()
         if self.shared < len(self.grads):
             self.reductions.allreduce("replicas", self.grads[self.shared :])
             notices.mine[Notice.NON_FINITE] += not finite(self.grads[self.shared :])

@@ -9,7 +9,7 @@ from math import prod
 
 from ..errors import ShapeError, UserError
 from ..geometry import Box, GridShape, HaloPlan, Partition, Window, split
-from ..layers import Layer, LayerSum, Node, Sequential
+from ..layers import Layer, Node, Reduction, Sequential
 from ..schemes import Halo, Scheme
 from .runs import Found, find_regions
 
@@ -35,6 +35,8 @@ class LayerPlan:
     """every tile's view of the input"""
     kept: list[Box]
     """the box of the array that holds both a tile's view and the tile itself"""
+    windows: list[bool]
+    """whether a tile's view is more than the tile itself"""
     halo_cells: list[int]
     """cells that each tile receives in fprop, channels not counted"""
     forward: list[list[int]]
@@ -44,7 +46,7 @@ class LayerPlan:
     scheme: Scheme
     reverse: bool
     """whether the halo adds in fprop and is fetched in bprop"""
-    sums: list[LayerSum]
+    sums: list[Reduction]
 
     @property
     def sent_words(self) -> list[int]:
@@ -144,7 +146,7 @@ def _plan(
         for pieces in (lambda plan: plan.sends, lambda plan: plan.receives)
     )
     count = sum(prod(p.shape) for p in parameters)
-    around = _halos(input_shape, window or everywhere, grid, inputs, outputs)
+    around = _halos(input_shape, layer.view_window_for(input_shape, grid) or everywhere, grid, inputs, outputs)
     views = [halo.need for halo in around]
     largest = max(count, prod(output_shape), *(view.size * input_shape[-1] for view in views))
     if largest > _MOST:
@@ -163,12 +165,13 @@ def _plan(
         tiles=(outputs or grid.partition(output_shape[:-1])).boxes(),
         views=views,
         kept=[halo.buffer for halo in around],
+        windows=[not halo.trivial for halo in around],
         halo_cells=[sum(plans[tile].received_cells for plans, _ in halos) for tile in tiles],
         forward=out if not layer.reverse_halos else home,
         backward=home if not layer.reverse_halos else out,
         scheme=layer.scheme or Halo(),
         reverse=layer.reverse_halos,
-        sums=layer.sums_for(input_shape),
+        sums=[one for one in layer.reductions_for(input_shape) if one.group],
     )
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from .. import rng
+from ..arrays import Phase
 from ..geometry import Box
-from ..layers import Phase
-from ..layers import Sequential as Chain
 from .model import Model
 
 
@@ -40,9 +39,8 @@ def optimal_stimulus(
     values : array (units,)
         The units' values, the same on all ranks; collective over the tiles.
     """
-    chain, grid = Chain(model.layers[: layer + 1]), model.grid
-    model.last_pass.forget("optimal_stimulus has used the layers' arrays")
-    extent = chain.output_shape_for(model.input_shape)[:-1]
+    executor, grid = model.executor, model.grid
+    extent = executor.graph.shapes[executor.graph.ends[layer + 1][1]][:-1]
     node, own = model.layers[layer], grid.tile_box(extent)
     tile = node.leaves[0].tile if node.leaves == [node] else own  # in a run of layers it has cells of other ranks too
     # what a tile's rank does not own is empty here; a vector is whole on every rank
@@ -50,27 +48,30 @@ def optimal_stimulus(
     places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(here, units, strict=True)) if box.size]
     index = tuple(np.array(places, int).reshape(-1, len(extent) + 2).T)
 
-    def evaluate(x: Any) -> tuple[Any, np.ndarray]:
-        y, values = chain.fprop(x, Phase(training=False)), np.zeros(len(units))
-        values[index[0]] = y[index]
-        if extent:
-            grid.tile_comm.allreduce(values)
-        return y, values
+    def evaluate(x: Any, back: bool = False) -> tuple[np.ndarray, Any]:
+        """Return the units' values and, if asked for, their gradients."""
+        values = np.zeros(len(units))
+        with executor.passing(x, Phase(training=False), layer + 1) as run:
+            y = run.output
+            values[index[0]] = y[index]
+            if extent:
+                grid.tile_comm.allreduce(values)
+            if not back:
+                return values, None
+            dy = np.zeros_like(y)
+            dy[index] = 1
+            return values, model.whole_input_gradient(executor.backward(run, dy))
 
     x = _scaled(model, _noise(model, len(units)), norm)
-    y, values = evaluate(x)
     length = np.full(len(units), 1.0)
     for _ in range(steps):
-        dy = np.zeros_like(y)
-        dy[index] = 1
-        gradient = _scaled(model, model.whole_input_gradient(chain.bprop(dy)), norm)
-        moved = _scaled(model, x + _each(length, x) * gradient, norm)
-        _, found = evaluate(moved)
+        values, gradient = evaluate(x, back=True)
+        moved = _scaled(model, x + _each(length, x) * _scaled(model, gradient, norm), norm)
+        found, _ = evaluate(moved)
         better = found > values
-        x, values = np.where(_each(better, x), moved, x), np.where(better, found, values)
+        x = np.where(_each(better, x), moved, x)
         length[~better] /= 2
-        y, _ = evaluate(x)  # what bprop goes back through
-    return x, values
+    return x, evaluate(x)[0]
 
 
 def _cell(unit: Sequence[int]) -> Box:
@@ -86,7 +87,7 @@ def _noise(model: Model, count: int) -> Any:
 
 def _scaled(model: Model, x: Any, norm: float) -> Any:
     """Return each sample with the norm asked for, taken over all tiles; what is 0 stays so."""
-    own = model.leaves[0].counted(x)
+    own = model.owned(x)
     squares = np.asarray(np.sum(own * own, axis=tuple(range(1, x.ndim)), dtype=np.float64))
     model.grid.tile_comm.allreduce(squares)
     return x * _each(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..arrays import pack
 from ..geometry import GridShape, split
-from ..models.lifetimes import spans
+from ..plan import Graph, plan_memory
 
 if TYPE_CHECKING:
     from ..models import Model
@@ -40,13 +39,13 @@ class LayerCosts:
         )
 
 
-def layer_costs(model: Model, plans: list[LayerPlan], batch_size: int, grid: GridShape) -> list[LayerCosts]:
+def layer_costs(model: Model, plans: ModelPlan, batch_size: int, grid: GridShape) -> list[LayerCosts]:
     """Return the costs of every layer in one step of a whole batch."""
     itemsize = model.dtype.itemsize
     per_value = itemsize * (2 + len(model.optimizer.slots(0, model.dtype)))  # value, gradient, slots
     shares = [hi - lo for lo, hi in (split(batch_size, grid.replicas, i) for i in range(grid.replicas))]
     samples = shares[0]  # of the fullest replica
-    costs, ungiven = [], model.chain.first_leaves
+    costs, ungiven = [], Graph(model.layers, plans.input_shape).first_layers
     for index, (layer, plan) in enumerate(zip(model.leaves, plans, strict=True)):
         channels = plan.input_shape[-1] * itemsize
         home = layer not in ungiven  # the images need no gradient, so nothing travels home from what they go into
@@ -68,14 +67,18 @@ def planned_memory(model: Model, plans: ModelPlan, batch_size: int, grid: GridSh
 
     Arrays that never live at the same moment of a step share memory in it; kernels' scratch space is not counted.
     """
-    samples = split(batch_size, grid.replicas, 0)[1]
-    joins = list(model.chain.joins(plans.input_shape))
-    shapes = [join.shapes_for(shape) for join, shape in joins]
+    samples, graph = split(batch_size, grid.replicas, 0)[1], Graph(model.layers, plans.input_shape)
+    by_layer = {id(layer): plan for layer, plan in zip(model.leaves, plans, strict=True)}
+    of_steps = [by_layer.get(id(step.layer)) for step in graph.steps]
 
     def held(tile: int) -> int:
-        numbers = [plan.kept[tile].size * plan.input_shape[-1] for plan in plans]
-        rooms = [[grid.partition(s[:-1]).box(tile).size * s[-1] for s in of_join] for of_join in shapes]
-        return pack(spans(model.leaves, [join for join, _ in joins], numbers, rooms))[1]
+        views = [0 if plan is None else plan.kept[tile].size * plan.input_shape[-1] for plan in of_steps]
+        windowed = [plan is not None and plan.windows[tile] for plan in of_steps]
+        values = [grid.partition(shape[:-1]).box(tile).size * shape[-1] for shape in graph.shapes]
+        for step, plan in zip(graph.steps, of_steps, strict=True):
+            if plan is not None:
+                values[step.output] = plan.tiles[tile].size * plan.output_shape[-1]
+        return plan_memory(graph, views, windowed, values).length
 
     return max(map(held, range(grid.tiles))) * samples * model.dtype.itemsize
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..comm import DebugTransport
-from ..debug import guard_layer
+from ..debug import guard_model
 from ..registry.arguments import checked
 from .hooks import Hook
 from .run import TrainState
@@ -39,9 +38,7 @@ class DebugHalo(Hook):
 
     def guard(self, model: Model) -> None:
         """Guard all layers of a built model, before its first step."""
-        tiles = DebugTransport(model.grid.tile_comm, self.seed)
-        for layer in model.leaves:
-            guard_layer(layer, tiles)
+        guard_model(model, self.seed)
 
     def before_run(self, run: TrainState) -> None:
         """Guard all layers."""

@@ -104,7 +104,7 @@ def stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
     cells = [np.unravel_index(i * prod(extent) // UNITS, extent) for i in range(UNITS)]
     units = [(*map(int, cell), i % channels) for i, cell in enumerate(cells)]
     images = split.images(np.arange(min(SAMPLES, len(split))), stage.dtype)
-    own = model.leaves[0].counted(images)
+    own = model.owned(images)
     squares = np.array([np.sum(own * own, dtype=np.float64)])
     model.grid.tile_comm.allreduce(squares)
     tiles, _ = optimal_stimulus(model, stage.end - 1, units, norm=float(np.sqrt(squares[0] / len(images))))

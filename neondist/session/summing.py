@@ -10,6 +10,7 @@ from ..comm import group_of
 from ..geometry import GridShape, split
 from ..models.ledger import GRADIENTS, LOSS
 from ..models.notices import ROOM
+from ..plan import Graph
 
 if TYPE_CHECKING:
     from ..models import Model
@@ -24,12 +25,12 @@ def sums_of_step(model: Model, plans: ModelPlan, batch_size: int, grid: GridShap
     replica, tile = divmod(rank, grid.tiles)
     lo, hi = split(batch_size, grid.replicas, replica)
     ranks = {"world": grid.size, "tiles": grid.tiles, "replicas": grid.replicas}
-    size, samples, ungiven = model.dtype.itemsize, hi - lo, model.chain.first_leaves
+    size, samples, ungiven = model.dtype.itemsize, hi - lo, Graph(model.layers, plans.input_shape).first_layers
     found = {
         plan.name: sum(
             (one.each * samples + one.once) * size
             for one in plan.sums
-            if ranks[one.group] > 1 and (one.direction == "forward" or layer not in ungiven)
+            if one.group and ranks[one.group] > 1 and (one.direction == "forward" or layer not in ungiven)
         )
         for layer, plan in zip(model.leaves, plans, strict=True)
     }

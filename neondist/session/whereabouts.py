@@ -23,7 +23,7 @@ def whereabouts(frame: FrameType | None, grid: ProcessGrid | None) -> str:
         frame = frame.f_back
     doing = _doing(frames, grid)
     for each in frames:
-        passing = {"fprop": "forward", "bprop": "backward"}.get(each.f_code.co_name)
+        passing = each.f_code.co_name if each.f_code.co_name in ("forward", "backward") else ""
         layer = getattr(each.f_locals.get("self"), "name", None)
         if passing and layer:
             return f"{passing} pass of layer '{layer}': {doing}"

@@ -8,16 +8,7 @@ import pytest
 import neondist as nd
 from neondist.bench.clock import REST, Clock
 from neondist.comm import Exchange, SingleTransport, loopback
-
-
-class Work:
-    def outer(self):
-        time.now += 1
-        self.inner()
-        time.now += 2
-
-    def inner(self):
-        time.now += 4
+from neondist.observer import Observers
 
 
 @pytest.fixture
@@ -27,16 +18,24 @@ def clock(monkeypatch):
     return Clock()
 
 
+def work(observers):
+    with observers.during("layer", "conv1", "forward"):
+        time.now += 1
+        with observers.during("wait"):
+            time.now += 4
+        time.now += 2
+
+
 def test_innermost(clock):
-    work = Work()
-    clock._wrap(work, "outer", "conv1", "forward")
-    clock._wrap(work, "inner", None, "wait")
-    work.outer()
+    observers = Observers()
+    work(observers)
     assert not clock.seconds
-    clock.running = True
-    work.outer()
-    time.now += 8  # nobody's
-    work.inner()
+    with observers.watched_by(clock):
+        work(observers)
+        time.now += 8  # nobody's
+        with observers.during("wait"):
+            time.now += 4
+    work(observers)
     assert clock.seconds == {("conv1", "forward"): 3, ("conv1", "wait"): 4, (REST, "wait"): 4}
 
 
@@ -48,41 +47,31 @@ class SlowExchange(Exchange):
         time.now += 4
 
 
-class SlowTransport(SingleTransport):
-    def exchange(self, sends, receives):
-        return SlowExchange(self, sends, receives)
-
-
 def test_messages_are_waited_for_however_they_are_sent(clock):
-    transport = SlowTransport()
-    clock._watch_transport(transport)
-    exchange = transport.exchange([], [])
+    exchange = SlowExchange(SingleTransport(), [], [])
+    exchange.observers = observers = Observers()
+    with observers.watched_by(clock):
+        for direction in ("forward", "backward"):
+            with observers.during("halo", direction, direction):
+                time.now += 8
+                exchange.start()
+                time.now += 16
+                exchange.finish()
+                exchange.finish()
+            assert clock.seconds.pop((direction, "wait")) == 5
+    assert clock.seconds == {("forward", "exchange"): 24, ("backward", "exchange"): 24}
 
-    class Halo:
-        def fetch(self):
-            time.now += 8
-            exchange.run()
 
-        def send_home(self):
-            exchange.start()
-            time.now += 16
-            exchange.finish()
-
-    halo, clock.running = Halo(), True
-    for method in ("fetch", "send_home"):
-        clock._wrap(halo, method, method, "exchange")
-        getattr(halo, method)()
-        assert clock.seconds.pop((method, "wait")) == 5
-    assert clock.seconds == {("fetch", "exchange"): 8, ("send_home", "exchange"): 16}
+def fail(observers):
+    with observers.during("layer", "conv1", "forward"):
+        time.now += 1
+        raise ZeroDivisionError
 
 
 def test_an_error_passes_and_the_clock_goes_on(clock):
-    work = Work()
-    work.inner = lambda: 1 / 0
-    clock._wrap(work, "outer", "conv1", "forward")
-    clock.running = True
-    with pytest.raises(ZeroDivisionError):
-        work.outer()
+    observers = Observers()
+    with observers.watched_by(clock), pytest.raises(ZeroDivisionError):
+        fail(observers)
     assert clock.seconds == {("conv1", "forward"): 1}
     assert not clock._stack
 
@@ -90,15 +79,13 @@ def test_an_error_passes_and_the_clock_goes_on(clock):
 def test_every_layer_of_a_model_is_watched():
     def rows(transport):
         grid, clock = nd.ProcessGrid(transport), Clock()
-        clock.watch_messages(grid)
         conv = nd.ConvLayerDist(2, 3, padding=1, name="conv")
         model = nd.ConvnetDist([nd.Sum([[conv], []]), nd.FCLayerDist(3)], backend="numpy")
         model.build((6, 5, 2), 2, grid)
-        clock.watch_model(model)
-        clock.running = True
-        model.train_batch(model.scatter(np.ones((2, 6, 5, 2))), np.array([0, 1]))
+        with grid.observers.watched_by(clock):
+            model.train_batch(model.scatter(np.ones((2, 6, 5, 2))), np.array([0, 1]))
         return {key for key, seconds in clock.seconds.items() if seconds > 0}
 
     for found in loopback.run(2, rows):
         assert found >= {("conv", kind) for kind in ("forward", "backward", "exchange", "wait")}
-        assert found >= {("fc1", "forward"), ("fc1", "wait"), ("update", "backward"), ("sum of gradients", "wait")}
+        assert found >= {("fc1", "forward"), ("fc1", "wait"), ("update", "forward"), ("sum of gradients", "wait")}

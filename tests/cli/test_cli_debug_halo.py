@@ -7,9 +7,9 @@ import neondist as nd
 
 class CentresDist(nd.ConvLayerDist):
     'Centres its view in place.'
-    def forward(self, view):
+    def forward(self, ctx, view):
         view -= view.mean()
-        return super().forward(view)
+        return super().forward(ctx, view)
 """
 
 

@@ -20,10 +20,10 @@ class Right(nd.ConvLayerDist):
 class Beyond:
     """Sees one row more than its view has, through the memory behind it."""
 
-    def forward(self, view):
+    def forward(self, ctx, view):
         n, h, w, c = view.shape
         more = np.lib.stride_tricks.as_strided(view, (n, h + 1, w, c), view.strides)
-        return super().forward(view) + more[:, -1:, :1].sum(axis=-1, keepdims=True)
+        return super().forward(ctx, view) + more[:, -1:, :1].sum(axis=-1, keepdims=True)
 
 
 class ReadsBeyond(Beyond, Right):
@@ -33,36 +33,33 @@ class ReadsBeyond(Beyond, Right):
 class WritesIntoView(Right):
     """Centres its view in place."""
 
-    def forward(self, view):
+    def forward(self, ctx, view):
         view -= view.mean()
-        return super().forward(view)
+        return super().forward(ctx, view)
 
 
 class WritesLater(Right):
     """Does so in backward."""
 
-    def backward(self, dy):
-        dview = super().backward(dy)
-        self.view *= 2
+    def backward(self, ctx, dy):
+        dview = super().backward(ctx, dy)
+        ctx.view *= 2
         return dview
 
 
 class WritesIntoGradient(Right):
     """Changes dy, which branches may share."""
 
-    def backward(self, dy):
+    def backward(self, ctx, dy):
         dy *= 2
-        return super().backward(dy)
+        return super().backward(ctx, dy)
 
 
 class ForgetsOutputs(Right):
     """Does not write the last row of its outputs."""
 
-    direct = True
-
-    def forward(self, view):
-        y, whole = self.new_output(len(view)), super().forward(view).copy()
-        y = self.new_output(len(view))
+    def forward(self, ctx, view):
+        y, whole = ctx.out, super().forward(ctx, view)
         y[:, :-1] = whole[:, :-1]
         return y
 
@@ -70,8 +67,8 @@ class ForgetsOutputs(Right):
 class ForgetsGradient(Right):
     """Does not write the first row of its view's gradient."""
 
-    def backward(self, dy):
-        dview, whole = self.new_dview(len(dy)), super().backward(dy)
+    def backward(self, ctx, dy):
+        dview, whole = ctx.out, super().backward(ctx, dy)
         dview[:, 1:] = whole[:, 1:]
         return dview
 

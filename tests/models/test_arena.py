@@ -1,7 +1,6 @@
 """Memory that arrays share: what lives at one moment never overlaps, and no layer can be hurt by it."""
 
 import tracemalloc
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,15 +9,15 @@ from hypothesis import strategies as st
 from present import NAMES
 
 import neondist as nd
-from neondist.arrays import Span, pack
 from neondist.geometry import GridShape
-from neondist.models.lifetimes import arena_of, lifetimes, spans
+from neondist.plan.memory import LiveRange, pack
+from neondist.runtime import Arena, LayerTask
 from neondist.session.costing import planned_memory
 
 
-@given(st.lists(st.builds(Span, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=12))
+@given(st.lists(st.builds(LiveRange, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=12))
 def test_what_meets_does_not_overlap(spans):
-    spans = [Span(n, min(a, b), max(a, b)) for n, a, b in spans]
+    spans = [LiveRange(n, min(a, b), max(a, b)) for n, a, b in spans]
     places, length = pack(spans)
     cells = [set(range(place, place + span.numbers)) for place, span in zip(places, spans, strict=True)]
     for at, span in enumerate(spans):
@@ -31,25 +30,25 @@ def test_what_meets_does_not_overlap(spans):
 class Keeper(nd.Layer):
     """A naive layer that keeps its view and its output, and returns what it got wherever it can."""
 
-    def forward(self, view):
-        self.view = self.out = view
+    def forward(self, ctx, view):
+        ctx.save(view=view)
         return view
 
-    def backward(self, dy):
-        self.seen = self.view.copy()
-        return dy
+    def backward(self, ctx, dy):
+        return dy + 0 * ctx.view
 
 
 class Squarer(nd.Layer):
     """A naive layer whose gradient is memory that it got in the forward pass."""
 
-    def forward(self, view):
-        self.view = view
+    def forward(self, ctx, view):
+        ctx.save(view=view, half=view / 2)
         return view * view / 2
 
-    def backward(self, dy):
-        self.view *= dy
-        return self.view
+    def backward(self, ctx, dy):
+        ctx.half *= 2 * dy
+        ctx.save(half=ctx.view / 2, given=ctx.half)
+        return ctx.given
 
 
 class Passer(nd.Layer):
@@ -57,11 +56,27 @@ class Passer(nd.Layer):
 
     activation = nd.RectLin()
 
-    def forward(self, view):
+    def forward(self, ctx, view):
         return view
 
-    def backward(self, dy):
+    def backward(self, ctx, dy):
         return dy
+
+
+class Liar(nd.Layer):
+    """It says that it needs neither its input nor its output, keeps both, and is right all the same."""
+
+    saves_input = saves_output = False
+
+    def forward(self, ctx, view):
+        y = ctx.out
+        np.sin(view, out=y)
+        ctx.save(view=view, y=y)
+        return y
+
+    def backward(self, ctx, dy):
+        np.testing.assert_allclose(ctx.y, np.sin(ctx.view))
+        return dy * np.cos(ctx.view)
 
 
 def conv(**more):
@@ -99,6 +114,7 @@ def networks():
             nd.Concat([[nd.Concat([[], []]), Keeper()], [[], nd.ConvLayer(3, 1, activation=tanh)]]),
             nd.Sum([[], [nd.Concat([[]])]]),
         ],
+        "liars": [conv(), Liar(), conv(), nd.Sum([Liar(), [conv(), Liar()]]), Liar(), conv(), pool(2), Liar()],
         "passers": [nd.Sum([Passer(), []]), conv(), nd.Concat([[], Passer(), [Passer(), Passer()]]), Passer()],
         "empty lists first": [[], [[], conv(), [[[]], conv()]], nd.Sequential([nd.Sequential([]), Squarer()]), conv()],
         "branches first": [nd.Concat([conv(), [], [nd.Sum([conv(), conv()])]]), conv()],
@@ -108,72 +124,60 @@ def networks():
     }
 
 
-class Apart:
-    """Instead of an arena: every array in memory of its own, and no layer writes where another wants it."""
+class Apart(Arena):
+    """Nothing shares memory."""
 
-    length = 0
-
-    def __init__(self, layers, joins, context):
-        for layer in (*layers, *joins):
-            layer.following = None
-
-    def owns(self, array):
-        return False
-
-    def kept(self, samples):
-        return nullcontext()
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.places = np.cumsum([0, *(live.numbers for live in self.ranges[:-1])]).tolist() if self.ranges else []
+        self.length = sum(live.numbers for live in self.ranges)
 
 
-def poison(layers, joins, context):
-    """An arena where nothing overlaps, but what does not live at a moment is NaN."""
-    arena = arena_of(layers, joins, context)
-    held = [[int(np.prod(shape)) for shape in join.local_shapes] for join in joins]
-    planned = spans(layers, joins, [layer.input.held for layer in layers], held)
-    lengths = [-(-span.numbers // 16) * 16 for span in planned]
-    arena.places = np.cumsum([0, *lengths[:-1]]).tolist()
-    arena.length = sum(lengths)
+class PoisonTask(LayerTask):
+    """Before a layer works, all that does not live at that moment is NaN; memory is apart."""
 
-    def at_moment(moment, call):
-        def called(array, *others):
-            for at, span in enumerate(planned):
-                if not span.first <= moment <= span.last:
-                    arena.array(at, (len(array), span.numbers)).fill(np.nan)
-            return call(array, *others)
+    def _forward(self, run, *inputs):
+        poison(run, self.at)
+        return super()._forward(run, *inputs)
 
-        return called
-
-    for at, layer in enumerate(layers):
-        layer.fprop = at_moment(at, layer.fprop)
-        layer.bprop = at_moment(2 * len(layers) - 1 - at, layer.bprop)
-    return arena
+    def _backward(self, run, dy, needed):
+        poison(run, 2 * len(run.executor.tasks) - 1 - self.at)
+        return super()._backward(run, dy, needed)
 
 
-def trained(layers, name, make_arena):
+def poison(run, moment):
+    arena = run.workspace.arena
+    for at, live in enumerate(arena.ranges):
+        if not live.first <= moment <= live.last:
+            arena.array(at, (run.samples, live.numbers)).fill(np.nan)
+
+
+def trained(layers, name, arena, task, monkeypatch):
     """Outputs, input gradients, gradients and state of some steps with batches of several sizes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("neondist.models.model.arena_of", make_arena)
-        model = nd.Convnet(layers, cost=nd.SumSquared(), seed=3, backend=name, dtype="float64")
-        model.build((8, 8, 2), batch_size=4)
+    monkeypatch.setattr("neondist.runtime.executor.Arena", arena)
+    model = nd.Convnet(layers, cost=nd.SumSquared(), seed=3, backend=name, dtype="float64")
+    model.build((8, 8, 2), batch_size=4)
+    model.make_executor(task)
     rng, found = np.random.default_rng(5), []
     for samples, training in ((4, True), (3, False), (4, True), (6, True), (1, False), (4, True)):
         x = rng.normal(size=(samples, 8, 8, 2))
+        model.last_pass = None
         y = model.fprop(x, training=training)
         dx = model.bprop(rng.normal(size=y.shape))
         kept = y.copy(), dx.copy()
         found += [*kept, model.gradients()]
         model.train_batch(x, rng.normal(size=y.shape))
         np.testing.assert_array_equal(y, kept[0])  # what a caller holds is not overwritten
-        if model.arena.length:
-            assert not model.arena.owns(dx)
+        assert not any(space.arena.owns(array) for space in model.executor.free for array in (y, dx))
     return [*found, model.state()]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("network", networks())
-def test_sharing_memory_changes_no_number(network, name):
-    expected = trained(networks()[network], name, Apart)
-    for make_arena in (arena_of, poison):
-        found = trained(networks()[network], name, make_arena)
+def test_sharing_memory_changes_no_number(network, name, monkeypatch):
+    expected = trained(networks()[network], name, Apart, LayerTask, monkeypatch)
+    for how in ((Arena, LayerTask), (Apart, PoisonTask)):
+        found = trained(networks()[network], name, *how, monkeypatch)
         for ours, theirs in zip(found, expected, strict=True):
             for key in ours if isinstance(ours, dict) else [slice(None)]:
                 np.testing.assert_array_equal(ours[key], theirs[key])
@@ -188,22 +192,18 @@ def test_an_activation_in_place_leaves_the_input_alone():
     np.testing.assert_array_equal(x, before)
 
 
-def test_lifetimes_of_a_chain():
+def test_live_ranges_of_a_chain():
     model = nd.Convnet([conv(), nd.MaxPoolingLayer(2), nd.MaxPoolingLayer(2), conv()])
-    views, gradients = zip(*lifetimes(model.leaves), strict=True)
-    # conv1 needs its input, and its output for the rectifier; the second pooling layer's input nobody needs
-    assert views == ((0, 7), (0, 7), (1, 2), (2, 4))
-    assert gradients == (None, (6, 7), (5, 6), (4, 5))
-
-
-def test_a_layer_says_for_itself_alone_what_it_keeps():
-    class Mine(nd.MaxPoolingLayer):
-        def backward(self, dy):
-            return super().backward(dy)
-
-    assert not nd.MaxPoolingLayerDist.keeps_view
-    assert Mine.keeps_view
-    assert not Mine.direct
+    model.build((8, 8, 2), 1)
+    plan = model.executor.plan
+    views, gradients = (
+        [tuple(plan.ranges[found[at]][1:]) if at in found else None for at in range(4)]
+        for found in (plan.views, plan.gradients)
+    )
+    # conv1 needs its input, and its output for the rectifier, which is no view; pooling layers' inputs nobody needs
+    assert views == [(0, 7), None, None, (2, 4)]
+    assert gradients == [None, (6, 7), (5, 6), (4, 5)]
+    assert [tuple(plan.ranges[plan.values[value]][1:]) for value in (1, 2, 4)] == [(0, 7), (1, 2), (3, 4)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -253,5 +253,5 @@ def test_check_plans_what_is_built(network):
     model.build((8, 8, 2), batch_size=4)
     planned = planned_memory(model, model.plan((8, 8, 2)), 4, GridShape())
     rounded = 4 * 4 * 16 * (2 * len(model.leaves) + 9 * len(networks()[network]))  # every span to a cache line
-    made = 4 * 4 * model.arena.length
+    made = 4 * 4 * model.executor.plan.length
     assert 0.94 * planned <= made <= planned + rounded  # the plan knows nothing of what LCN keeps outside of its view

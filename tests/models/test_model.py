@@ -14,6 +14,16 @@ def small(**kwargs):
     return model
 
 
+class Dtypes(nd.Observer):
+    """The dtypes of all arrays, by what they are."""
+
+    def __init__(self):
+        self.found = {}
+
+    def value(self, layer, name, array):
+        self.found.setdefault(name, set()).add(array.dtype)
+
+
 def test_layers_are_named_after_their_class():
     layers = [nd.ConvLayer(1, 1), nd.MaxPoolingLayer(1), nd.ConvLayer(1, 1), nd.FCLayer(2), nd.L2PoolingLayer(1)]
     names = [layer.name for layer in nd.Convnet(layers).layers]
@@ -65,15 +75,12 @@ def test_float32_stays_float32():
         ]
     )
     model.build((9, 9, 1), batch_size=2)
-    y = x = np.ones((2, 9, 9, 1), np.float32)
-    for layer in model.layers:
-        y = layer.fprop(y, layer.phase)
-        assert y.dtype == np.float32, layer.name
-    dy = y
-    for layer in reversed(model.layers):
-        dy = layer.bprop(dy)
-        assert dy.dtype == np.float32, layer.name
-    assert dy.shape == x.shape
+    seen = Dtypes()
+    with model.grid.observers.watched_by(seen):
+        y = model.fprop(np.ones((2, 9, 9, 1), np.float32))
+        model.bprop(y)
+    assert set(seen.found) == {"weights", "output", "gradients of the weights", "gradient of the input"}
+    assert all(kinds == {np.dtype("float32")} for kinds in seen.found.values())
     assert all(array.dtype == np.float32 for array in model.state().values())
 
 
@@ -84,9 +91,10 @@ def test_every_layer_has_random_numbers_of_its_own():
         layers = [nd.FCLayer(40, bias=False, name=names[0]), nd.FCLayer(40, bias=False, name=names[1])]
         model = nd.MLP([*layers, *(nd.DropoutLayer(0.5, name=name) for name in names[2:])], seed=seed)
         model.build((40,), batch_size=3)
-        for layer in model.layers[2:]:
-            layer.fprop(np.ones((3, 40), np.float32), nd.layers.Phase(True, step))
-        return [*(layer.params["weights"] for layer in layers), *(layer.mask for layer in model.layers[2:])]
+        model.step = step
+        run = model.run_forward(np.ones((3, 40), np.float32))
+        masks = [context.mask for context in run.contexts[2:]]
+        return [*(layer.params["weights"] for layer in layers), *masks]
 
     one = drawn(1, "a", "b", "c", "d")
     assert not np.array_equal(one[0], one[1])
@@ -125,10 +133,10 @@ def test_dropout_keeps_the_rate_and_is_off_in_evaluation():
 class Untwinned(nd.Layer):
     """A layer that nobody has distributed."""
 
-    def forward(self, view):
+    def forward(self, ctx, view):
         return view
 
-    def backward(self, dy):
+    def backward(self, ctx, dy):
         return dy
 
 
@@ -186,7 +194,7 @@ MISTAKES = {
         ShapeError,
         "5 targets came",
     ),
-    "image": (lambda: small().fprop(np.zeros((2, 5, 5, 1), np.float32)), ShapeError, "tile of shape"),
+    "image": (lambda: small().fprop(np.zeros((2, 5, 5, 1), np.float32)), ShapeError, "x of shape"),
 }
 
 

@@ -300,16 +300,26 @@ def test_pretraining_names_the_place_and_keeps_the_weights(ranks, factors, spoil
     assert {told for told, _ in found} == {found[-1][1] + place}
 
 
-def test_the_search_leaves_what_others_put_before_a_pass():
-    model, calls = built(None, "skip"), []
-    for layer in model.leaves:
-        layer.bprop = lambda dy, bprop=layer.bprop, name=layer.name: (calls.append(name), bprop(dy))[1]
+class Calls(nd.Observer):
+    """The names of layers in the order of the backward pass."""
+
+    def __init__(self):
+        self.made = []
+
+    def begin(self, what, name, direction):
+        if what == "layer" and direction == "backward":
+            self.made.append(name)
+
+
+def test_the_search_leaves_other_observers_alone():
+    model, calls = built(None, "skip"), Calls()
     images, targets = batch(0)
-    for x in (images, images * np.nan, images):
-        calls.clear()
-        model.train_batch(model.scatter(x), targets)
-    assert calls == [layer.name for layer in reversed(model.leaves)]
-    assert not any("fprop" in vars(layer) for layer in model.leaves)
+    with model.grid.observers.watched_by(calls):
+        for x in (images, images * np.nan, images):
+            calls.made.clear()
+            model.train_batch(model.scatter(x), targets)
+    assert calls.made == [layer.name for layer in reversed(model.leaves)]
+    assert not model.grid.observers
 
 
 def test_an_end_to_skipping():

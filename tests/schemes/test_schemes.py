@@ -136,10 +136,10 @@ def series(scheme, steps, training=True):
         ga.border.scheme = as_scheme(scheme)
         found = []
         for number in range(steps):
-            ga.border.phase = nd.arrays.Phase(training, number)
+            phase = nd.arrays.Phase(training, number)
             rng = np.random.default_rng(number)
             x, dview = rng.normal(size=ga.global_shape), rng.normal(size=ga.view_shape)
-            found.append((ga.get_fprop_view(ga.scatter(x)), ga.get_bprop_view(dview)))
+            found.append((ga.get_fprop_view(ga.scatter(x), phase), ga.get_bprop_view(dview, phase)))
         own = ga.own.relative_to(ga.need).slices
         mine = np.zeros(ga.view_shape, bool)
         mine[(slice(None), *own)] = True

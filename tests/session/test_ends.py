@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_ledger(name):
         plans = model.plan(SHAPE, grid.shape)
         assert sums_of_step(model, plans, BATCH, grid.shape, grid.rank) == kinds["sum"]
         assert plans.output_shape == model.output_shape
-        return kinds["halo"], 8 * BATCH * model.arena.length
+        return kinds["halo"], 8 * BATCH * model.executor.plan.length
 
     model = model_of(name)
     told = loopback.run(4, job)

@@ -20,15 +20,15 @@ class SleepsDist(ActivationLayerDist):
 
     where, woken = "", None
 
-    def forward(self, view):
-        if self.phase.step == 2 and self.where == "fprop" and self.context.grid.tile == 1:
+    def forward(self, ctx, view):
+        if ctx.step == 2 and self.where == "fprop" and self.context.grid.tile == 1:
             self.woken.wait(60)
-        return super().forward(view)
+        return super().forward(ctx, view)
 
-    def backward(self, dy):
-        if self.phase.step == 2 and self.where == "bprop" and self.context.grid.tile == 1:
+    def backward(self, ctx, dy):
+        if ctx.step == 2 and self.where == "bprop" and self.context.grid.tile == 1:
             self.woken.wait(60)
-        return super().backward(dy)
+        return super().backward(ctx, dy)
 
 
 class SleepingHook(Hook):

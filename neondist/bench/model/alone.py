@@ -52,17 +52,14 @@ def rank_alone(experiment: Any, shape: GridShape, least: float = LONG) -> Alone:
     """
     model: Model = experiment.model
     step, notes, samples = _prepared(experiment, shape)
-    clock = Clock()
-    clock.watch_model(model)
     step()
     turns = [_timed(step, least / TURNS), _timed(step, least / TURNS)]
     while len(turns) < TURNS and sum(turns) < 4 * least:  # long steps need no more turns
         turns.append(_timed(step, least / TURNS))
-    clock.running = True
-    count = max(1, round(least / TURNS / min(turns)))
-    for _ in range(count):
-        step()
-    clock.running = False
+    clock, count = Clock(), max(1, round(least / TURNS / min(turns)))
+    with model.grid.observers.watched_by(clock):
+        for _ in range(count):
+            step()
     spent = {
         str(layer.name): (clock.seconds[str(layer.name), "forward"] + clock.seconds[str(layer.name), "backward"])
         / (count * max(1, samples) * layer.tile.size)
@@ -123,7 +120,7 @@ def _held(model: Model) -> int:
     """Return the bytes of parameters, gradients and slots, and of the block of all views and their gradients."""
     assert model.parameters is not None
     flat = [model.parameters.values, model.parameters.grads, *model.slots.values()]
-    block = model.arena.length * model.arena.samples * model.dtype.itemsize
+    block = model.executor.plan.length * model.input.local_shape[0] * model.dtype.itemsize
     return sum(array.nbytes for array in flat) + block
 
 

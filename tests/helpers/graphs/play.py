@@ -108,13 +108,18 @@ class Player:
         self.sent: list[tuple[int, dict[str, int], int]] = []
 
     def passes(self) -> None:
-        """One pass forward and one back."""
+        """One pass forward and one back; another one, of other images, comes between."""
         model, samples = self.model, self.case.batch
-        y = model.fprop(self._tile("the images", model.scatter(self.data.images(99, samples))), batch_size=samples)
-        self._lend("what fprop returned", y)
-        self.found["y"] = model.gather(y)
-        dx = model.bprop(self._tile("the gradient", model.scatter_output(self.data.gradient(samples))))
-        self._lend("what bprop returned", dx)
+        run = model.forward(self._tile("the images", model.scatter(self.data.images(99, samples))), batch_size=samples)
+        self._lend("what forward returned", run.output)
+        self.found["y"] = model.gather(run.output)
+        dy = self._tile("the gradient", model.scatter_output(self.data.gradient(samples)))
+        between = model.forward(
+            self._tile("other images", model.scatter(self.data.images(97, samples))), training=False
+        )
+        self._lend("what the other backward returned", between.backward(dy))
+        dx = run.backward(dy)
+        self._lend("what backward returned", dx)
         self.found["dx"] = model.gather_input(dx)
         self.found |= {f"gradient {name}": array for name, array in model.gradients().items()}
 

@@ -1,0 +1,178 @@
+"""A layer's task under guard: the layer sees nothing but its view, writes nothing but its outputs, or is named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..arrays import PaddedArray
+from ..comm import DebugTransport
+from ..errors import HaloError
+from ..layers import StepContext
+from ..models import Model
+from ..runtime import LayerTask
+from .mark import mark, marked
+from .shadow import Shadow
+
+
+def guard_model(model: Model, seed: int) -> None:
+    """Run a built model with guarded layers from now on; collective.
+
+    Parameters
+    ----------
+    seed : int
+        Of the delays of messages.
+    """
+    tiles = DebugTransport(model.grid.tile_comm, seed)
+    for array in {id(array): array for layer in model.leaves for array in layer.arrays}.values():
+        array.grid = copy.copy(array.grid)
+        array.grid.tile_comm = tiles
+        array.forget_frames()
+    model.make_executor(GuardedTask)
+
+
+class GuardedContext(StepContext):
+    """The ctx of a guarded call; `view` and `dy` are the layer's copies."""
+
+    shadow: Shadow | None = None
+    others: tuple[Shadow, ...] = ()
+
+    @property
+    def out(self) -> Any:
+        """The array where the result is wanted, full of marks."""
+        out = super().out
+        mark(out)
+        return out
+
+    def _halo(self, direction: str, move: Callable[..., Any], array: Any) -> Any:
+        padded: Any = getattr(move, "__self__", None)
+        if not hasattr(padded, "border"):  # the view holds the neighbours already
+            return super()._halo(direction, move, array)
+        gathers = (direction == "forward") != padded.border.reverse
+        if gathers:
+            found = self.filled(padded, super()._halo, direction, move, array)
+            shadow = Shadow(found)
+            self.others = *self.others, shadow
+            return shadow.array
+        self.check_whole(direction, array, padded)
+        return self.named(direction, super()._halo, direction, move, array)
+
+    def filled(self, array: PaddedArray, fetch: Callable[..., Any], direction: str, *arguments: Any) -> Any:
+        """Return the view that `fetch` returns, all of whose cells have been filled since the call."""
+        if not array.plan.trivial:
+            _mark_frame(array.frame(len(arguments[-1])))
+        return self.complete(array, self.named(direction, fetch, direction, *arguments), direction)
+
+    def complete(self, array: PaddedArray, view: Any, direction: str) -> Any:
+        """Return a view; HaloError if cells of it were not filled."""
+        missing = marked(view)
+        if missing.any():
+            raise self.problem(
+                direction,
+                f"{missing.sum()} numbers of its view were never filled, the first for cell {_cell(array, missing)};"
+                f" scheme {type(array.border.scheme).__name__} has to fill every cell of other tiles",
+            )
+        return view
+
+    def check_whole(self, direction: str, dview: Any, array: PaddedArray) -> None:
+        """Raise HaloError if the gradient of a view is not all written."""
+        missing = marked(dview)
+        if missing.any():
+            raise self.problem(
+                direction,
+                f"{missing.sum()} numbers of its view's gradient were never written, or computed from cells that are"
+                f" not its own, the first for cell {_cell(array, missing)}",
+            )
+
+    def named(self, direction: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a call returns; a HaloError gets the layer's name."""
+        try:
+            return call(*arguments)
+        except HaloError as error:
+            if getattr(error, "subject", None) is not None:
+                raise
+            raise self.problem(direction, str(error)) from None
+
+    def problem(self, direction: str, what: str) -> HaloError:
+        """Return the error that names the layer, the direction and the step."""
+        layer = self._layer
+        error = HaloError(f"layer '{layer.name}' ({type(layer).__name__}), {direction}, step {self.step}: {what}")
+        error.subject = layer
+        return error
+
+    def check_views(self, direction: str, what: str) -> None:
+        """Raise HaloError if the layer has written into what it was given to look at."""
+        if any(shadow.changed for shadow in (self.shadow, *self.others) if shadow is not None):
+            raise self.problem(direction, what)
+
+    def check_marks(self, direction: str, what: str, array: Any) -> None:
+        """Raise HaloError if an array holds marks."""
+        found = marked(array)
+        if found.any():
+            raise self.problem(
+                direction,
+                f"{found.sum()} of its {what} were computed from cells beyond what it was given, or never written, the"
+                f" first at index {tuple(map(int, np.argwhere(found)[0]))}; its window may be too small",
+            )
+
+
+class GuardedTask(LayerTask):
+    """A layer's task that gives copies among marks, and compares."""
+
+    context_class = GuardedContext
+
+    def compute(self, ctx: Any, view: Any) -> Any:
+        """Call forward with a copy of the view."""
+        y = self.layer.forward(ctx, self._shadow(ctx, view))
+        ctx.check_views("forward", "wrote into its view; work on a copy")
+        ctx.check_marks("forward", "outputs", y)
+        return y
+
+    def partial_result(self, direction: str, ctx: Any, array: Any) -> Any:
+        """Call reduce with the copy of the view that forward gets."""
+        return super().partial_result(direction, ctx, self._shadow(ctx, array) if direction == "forward" else array)
+
+    def compute_back(self, ctx: Any, dy: Any) -> Any:
+        """Call backward with a copy of dy."""
+        ctx.check_views("backward", "finds that its view has been written to since its forward; work on a copy")
+        given = Shadow(dy)
+        dview = self.layer.backward(ctx, given.array)
+        if given.changed:
+            raise ctx.problem("backward", "wrote into the gradient of its outputs; work on a copy")
+        ctx.check_views("backward", "wrote into its view; work on a copy")
+        for name, gradient in self.layer.grads.items():
+            ctx.check_marks("backward", f"gradients of '{name}'", gradient)
+        if dview is not None:
+            ctx.check_marks("backward", "gradients of its view", dview)
+        return dview
+
+    def halo(self, direction: str, ctx: Any, frame: Any, array: Any) -> Any:
+        """Fetch a view all of which must be filled, or take home the gradient of one, which must be whole."""
+        if direction == "backward":
+            ctx.check_whole(direction, array, self.array)
+            return ctx.named(direction, super().halo, direction, ctx, frame, array)
+        _mark_frame(frame)
+        return ctx.complete(self.array, ctx.named(direction, super().halo, direction, ctx, frame, array), direction)
+
+    @staticmethod
+    def _shadow(ctx: Any, view: Any) -> Any:
+        if ctx.shadow is None:
+            ctx.shadow = Shadow(view)
+        return ctx.shadow.array
+
+
+def _mark_frame(frame: Any) -> None:
+    """Mark what has to be filled: all cells but the own ones, which may lie there already, and constant padding."""
+    tile = frame.tile.copy()
+    mark(frame.buffer)
+    frame.fill_outside()  # once for all
+    frame.tile[...] = tile
+
+
+def _cell(array: PaddedArray, missing: Any) -> tuple[int, ...]:
+    """Return the first of these cells of the view, as cell of the image."""
+    first = np.argwhere(missing)[0][1:-1]
+    return tuple(int(lo + at) for lo, at in zip(array.need.lo, first, strict=True))

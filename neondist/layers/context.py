@@ -1,0 +1,209 @@
+"""`ctx`: the state of one call of a layer, as in torch.autograd.Function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import rng
+from ..errors import ConfigError
+from ..geometry import Box
+
+if TYPE_CHECKING:
+    from ..arrays import PaddedArray, Phase
+    from ..backends import Backend
+    from .base import Layer
+
+
+class StepContext:
+    """What `forward` and `backward` of a layer get beside their array; it is this call's, and no other's.
+
+    Attributes
+    ----------
+    training : bool
+    step : int
+        The training step's number.
+    samples : (int, int)
+        The half-open range of the batch, over all replicas, that the arrays hold.
+    needs_input_gradient : bool
+        False: `backward` may return None.
+    reduced : array or None
+        What all ranks' results of `reduce` (in backward: of `reduce_backward`) come to.
+    out : array
+        Where the result is wanted. Writing there saves a copy; returning any other array is right too. Asked for again,
+        it is another array.
+    """
+
+    reduced: Any = None
+    needs_input_gradient = True
+    #: whether `forward` has applied the layer's activation itself
+    activated = False
+    #: what the activation gave, where the layer did not apply it
+    output: Any = None
+    #: `out`, once somebody has asked for it
+    offered: Any = None
+
+    def __init__(self, layer: Layer, phase: Phase, samples: int, place: Callable[[], Any]) -> None:
+        self._layer, self.phase = layer, phase
+        self.training, self.step = phase.training, phase.step
+        self._count, self._saved = samples, {}  # type: int, dict[str, Any]
+        self.offer(place)
+
+    def offer(self, place: Callable[[], Any]) -> None:
+        """Let `out` be what `place` returns."""
+        self._place, self.offered = place, None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"ctx has no '{name}': forward has to keep it, with ctx.save({name}=...)")
+
+    # What is kept.
+
+    def save(self, **arrays: Any) -> None:
+        """Keep what `backward` needs, as attributes: `ctx.save(view=view)` makes `ctx.view`.
+
+        It may be the view, or what `forward` returns.
+        """
+        for name in arrays.keys() & _RESERVED:
+            raise ConfigError(f"ctx.save({name}=...): ctx has a '{name}' of its own; take another name")
+        self._saved.update(arrays)
+        self.__dict__.update(arrays)
+
+    def shield(self, memory: Any) -> None:
+        """Replace what was saved by copies, where it lies in memory that others will use."""
+        for name, kept in self._saved.items():
+            if isinstance(kept, np.ndarray) and np.may_share_memory(kept, memory):
+                self.save(**{name: kept.copy()})
+
+    # What belongs to the layer, and where this call's cells are.
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The trained arrays by name, this rank's parts."""
+        return self._layer.params
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The arrays that are kept but not trained."""
+        return self._layer.state
+
+    @property
+    def grads(self) -> dict[str, Any]:
+        """Takes this rank's contribution to the gradients; what several calls assign is added up."""
+        return self._layer.grads
+
+    @property
+    def kernels(self) -> Backend:
+        """The backend's kernels."""
+        return self._layer.context.backend
+
+    @property
+    def samples(self) -> tuple[int, int]:
+        """The half-open range of samples of the whole batch."""
+        first = self.phase.first_sample
+        return first, first + self._count
+
+    @property
+    def input_box(self) -> Box:
+        """The cells of the view, in coordinates of the image; it reaches outside where there is padding."""
+        return self._layer.input.need
+
+    @property
+    def output_box(self) -> Box:
+        """The cells of the output."""
+        return self._layer.tile
+
+    @property
+    def input_tile(self) -> Box:
+        """The cells of the view that came in: without halo and padding."""
+        return self._layer.input.own
+
+    def owned(self, array: Any) -> Any:
+        """Return the part of an array over the input tile that no other rank has too."""
+        layer = self._layer
+        if layer.regions[0] is None:
+            return array
+        own = layer.context.grid.tile_box(layer.input_shape[:-1]).relative_to(layer.input.own)
+        return array[(slice(None), *own.slices)]
+
+    def local_contribution(self, array: Any) -> Any:
+        """Return this rank's share in a sum over all ranks of something computed from the output.
+
+        Outputs with no spatial axes are known whole on every tile's rank, and must be counted once.
+        """
+        layer = self._layer
+        counted = layer.output_shape[:-1] or layer.context.grid.tile == 0
+        return array if counted else 0 * array
+
+    def random(self, purpose: str) -> CellRandom:
+        """Return random numbers for every cell of the input tile, keyed by seed, layer, step and GLOBAL index."""
+        layer = self._layer
+        stream = rng.key(layer.context.seed, purpose, str(layer.name), self.step)
+        return CellRandom(stream, self.samples, layer.input.own, layer.input_shape)
+
+    # Memory and activations.
+
+    @property
+    def out(self) -> Any:
+        """The array where the result is wanted; asked for again, it is another one."""
+        if self.offered is not None:  # as when a subclass calls its parent's forward twice
+            return np.empty_like(self.offered)
+        self.offered = self._place()
+        return self.offered
+
+    def activate(self, z: Any, y: Any) -> None:
+        """Write the layer's activation of z, a part of the outputs that may be overwritten, into y."""
+        self.activated, activation = True, self._layer.activation
+        if activation is None:
+            self.kernels.copy(z, y)
+        else:
+            activation.finish(z, y, self.kernels)
+
+    def activation_gradient(self, y: Any, dy: Any) -> Any:
+        """Return the gradient of z of `activate`, contiguous, given (a part of) the outputs and their gradient."""
+        activation = self._layer.activation
+        if activation is None or not self.activated:
+            return np.ascontiguousarray(dy)
+        return activation.begin(y, dy, self.kernels)
+
+    # Halos beside the view's, which the layer has declared in `halos_for`.
+
+    def gather(self, array: PaddedArray, tile: Any) -> Any:
+        """Return the view that a declared array's window has of a tile; valid until the next call; collective."""
+        return self._halo("forward", array.get_fprop_view, tile)
+
+    def scatter_add(self, array: PaddedArray, dview: Any) -> Any:
+        """Return the adjoint: the gradient of the tile; valid until the next call; collective."""
+        return self._halo("backward", array.get_bprop_view, dview)
+
+    def _halo(self, direction: str, move: Callable[[Any, Phase], Any], array: Any) -> Any:
+        observers = self._layer.context.grid.observers
+        if not observers:
+            return move(array, self.phase)
+        with observers.during("halo", str(self._layer.name), direction):
+            return move(array, self.phase)
+
+
+class CellRandom:
+    """Random numbers for the cells of a tile, the same on every grid."""
+
+    def __init__(self, stream: int, samples: tuple[int, int], tile: Box, image_shape: tuple[int, ...]) -> None:
+        self.stream = stream
+        cells = (slice(*samples), *tile.slices, slice(None))
+        self.index = rng.box_index((samples[1], *image_shape), cells)
+
+    def at_least(self, rate: float) -> Any:
+        """Return where uniform numbers are at least `rate`: (n, *tile, C)."""
+        return rng.at_least(rate, self.stream, self.index)
+
+    def uniform(self) -> Any:
+        """Return float64 numbers in [0, 1)."""
+        return rng.uniform(self.stream, self.index)
+
+    def normal(self) -> Any:
+        """Return standard normal float64 numbers."""
+        return rng.normal(self.stream, self.index)
+
+
+_RESERVED = frozenset(name for name in dir(StepContext) if not name.startswith("__")) | {"training", "step"}

@@ -1,0 +1,28 @@
+"""What a layer reduces over ranks in a pass, from its shapes alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Reduction(NamedTuple):
+    """An array that all ranks of a group combine before `forward`, or before `backward`.
+
+    Attributes
+    ----------
+    direction : 'forward' or 'backward'
+        Whether `reduce` returns this rank's partial result, or `reduce_backward`.
+    group : str or None
+        One of `comm.GROUPS`; None: nobody else has a part.
+    each, once : int
+        Numbers of the partial result for each sample of this rank's replica, and numbers whatever their count.
+    combine : 'sum' or 'moments'
+        'moments': a flat array (count, means, sums of squares of the differences from them), joined without
+        cancellation, in the order of the ranks (Chan, Golub and LeVeque 1983).
+    """
+
+    direction: str
+    group: str | None
+    each: int = 0
+    once: int = 0
+    combine: str = "sum"

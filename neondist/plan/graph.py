@@ -1,0 +1,77 @@
+"""A network as a list of steps: what containers of layers come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ..layers import Branches, Layer, Node
+
+Shape = tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """One operation. Values are numbered: 0 is the network's input, and each step makes a new one.
+
+    Attributes
+    ----------
+    layer : Layer or None
+        What computes it from one value.
+    join : Branches or None
+        What joins several values, where no layer computes.
+    inputs, output : values
+    """
+
+    layer: Layer | None
+    join: Branches | None
+    inputs: tuple[int, ...]
+    output: int
+
+
+class Graph:
+    """The steps of a chain of nodes, in the order of the forward pass.
+
+    Attributes
+    ----------
+    steps : list of Step
+    shapes : list of tuple
+        The global shape of every value, without the batch.
+    ends : list of (int, int)
+        For every number of nodes: how many steps they are, and the value that they give.
+    """
+
+    def __init__(self, nodes: Sequence[Node], input_shape: Shape) -> None:
+        self.steps: list[Step] = []
+        self.shapes = [input_shape]
+        self.ends = [(0, 0)]
+        for node in nodes:
+            value = node.lower(self, self.ends[-1][1])
+            self.ends.append((len(self.steps), value))
+        self.output = self.ends[-1][1]
+        self.readers: list[list[int]] = [[] for _ in self.shapes]
+        for at, step in enumerate(self.steps):
+            for value in step.inputs:
+                self.readers[value].append(at)
+
+    def layer(self, layer: Layer, value: int) -> int:
+        """Append a layer, and return the value that it gives."""
+        return self._append(layer, None, (value,), layer.output_shape_for(self.shapes[value]))
+
+    def join(self, join: Branches, values: Sequence[int], shape: Shape) -> int:
+        """Append what joins several values."""
+        return self._append(None, join, tuple(values), shape)
+
+    def _append(self, layer: Layer | None, join: Branches | None, inputs: tuple[int, ...], shape: Shape) -> int:
+        self.shapes.append(shape)
+        self.steps.append(Step(layer, join, inputs, len(self.shapes) - 1))
+        return len(self.shapes) - 1
+
+    def ends_at(self, steps: int) -> int:
+        """Return the value that the first so many steps, which are those of whole nodes, give."""
+        return next(value for count, value in reversed(self.ends) if count == steps)
+
+    @property
+    def first_layers(self) -> list[Layer]:
+        """Those that read the network's input, whose gradient nobody needs in training."""
+        return [step.layer for step in self.steps if step.layer is not None and 0 in step.inputs]

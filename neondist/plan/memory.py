@@ -1,0 +1,146 @@
+"""When the arrays of a step live: from it follows which of them may share memory.
+
+A pass of L steps has 2 L moments: step i works forward at moment i, and backward at moment 2 L - 1 - i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from .graph import Graph, Step
+
+_ALIGNED = 16  # numbers: a cache line of float32
+
+
+class LiveRange(NamedTuple):
+    """So many numbers for each sample, from one moment of a pass to another, both included."""
+
+    numbers: int
+    first: int
+    last: int
+
+    def meets(self, other: LiveRange) -> bool:
+        """Tell whether both live at the same moment."""
+        return self.first <= other.last and other.first <= self.last
+
+
+def pack(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
+    """Return a place for every range, so that those that meet do not overlap, and the length of all.
+
+    Largest first, each at the lowest free place: what they need is rarely more than the most that lives at one moment.
+    """
+    places: dict[int, int] = {}
+    for at in sorted(range(len(ranges)), key=lambda at: -ranges[at].numbers):
+        start = 0
+        met = [other for other in places if ranges[at].meets(ranges[other])]
+        for lo, hi in sorted((places[other], places[other] + ranges[other].numbers) for other in met):
+            if start + ranges[at].numbers <= lo:
+                break
+            start = max(start, hi)
+        places[at] = start
+    length = max((place + ranges[at].numbers for at, place in places.items()), default=0)
+    return [places[at] for at in range(len(ranges))], length
+
+
+@dataclass
+class MemoryPlan:
+    """Which arrays of a pass live in the arena, and when.
+
+    Attributes
+    ----------
+    ranges : list of LiveRange
+    views, gradients : dict of step to int
+        Which range holds a step's view of its input (where that is more than the value itself), and the gradient of it.
+    values, sums : dict of value to int
+        Which range holds a value that lies in no view, and the sum of the gradients from several readers.
+    homes : dict of value to step
+        In the middle of whose view a value lies.
+    turn : int
+        The moment at which the backward pass begins.
+    """
+
+    turn: int
+    ranges: list[LiveRange] = field(default_factory=list)
+    views: dict[int, int] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)
+    values: dict[int, int] = field(default_factory=dict)
+    sums: dict[int, int] = field(default_factory=dict)
+    homes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Numbers of a sample that all of them need together."""
+        return pack([aligned(live) for live in self.ranges])[1]
+
+    def add(self, numbers: int, first: int, last: int) -> int:
+        """Append a range, and return its place in `ranges`."""
+        self.ranges.append(LiveRange(numbers, first, last))
+        return len(self.ranges) - 1
+
+
+def aligned(live: LiveRange) -> LiveRange:
+    """Return a range whose neighbour begins with a cache line of its own."""
+    return live._replace(numbers=-(-live.numbers // _ALIGNED) * _ALIGNED)
+
+
+def plan_memory(graph: Graph, held: Sequence[int], windowed: Sequence[bool], numbers: Sequence[int]) -> MemoryPlan:
+    """Return what lives when on one rank.
+
+    Parameters
+    ----------
+    held : of each step, the numbers of the view of its input with the tile in it, for one sample
+    windowed : whether that is more than the input itself
+    numbers : of each value, the numbers of its tile
+    """
+    steps, end = graph.steps, 2 * len(graph.steps) - 1
+    made = {step.output: at for at, step in enumerate(steps)}
+    plan = MemoryPlan(len(steps))
+
+    @cache
+    def read_last(value: int) -> int:
+        """Return when the gradient of a value is read last; joins hand theirs on as it is."""
+        if value == 0:
+            return end
+        at = made[value]
+        last = end - at
+        if steps[at].join is not None:
+            last = max([last, *(read_last(v) for v in steps[at].inputs if len(graph.readers[v]) == 1)])
+        return last
+
+    for value, readers in enumerate(graph.readers):
+        if len(readers) == 1 and windowed[readers[0]]:
+            plan.homes[value] = readers[0]
+        elif value:
+            first = made[value]
+            saved = [end - at for at in readers if not windowed[at] and _saves(steps[at])]
+            last = max([first, *readers, *saved, *_looked_at(steps, value, made)])
+            plan.values[value] = plan.add(numbers[value], first, last)
+        if value and len(readers) > 1:
+            plan.sums[value] = plan.add(numbers[value], end - max(readers), read_last(value))
+    for at, step in enumerate(steps):
+        if step.layer is None:
+            continue
+        (value,) = step.inputs
+        back, homed = end - at, plan.homes.get(value) == at
+        if windowed[at]:
+            first = made.get(value, at) if homed else at
+            last = max([at, *([back] if _saves(step) else []), *(_looked_at(steps, value, made) if homed else [])])
+            plan.views[at] = plan.add(held[at], first, last)
+        if value:
+            alone = len(graph.readers[value]) == 1
+            plan.gradients[at] = plan.add(held[at], back, read_last(value) if alone else back)
+    return plan
+
+
+def _saves(step: Step) -> bool:
+    return step.layer is not None and step.layer.saves_input
+
+
+def _looked_at(steps: Sequence[Step], value: int, made: dict[int, int]) -> list[int]:
+    """Return when what made a value looks at it again."""
+    at = made.get(value)
+    layer = None if at is None else steps[at].layer
+    return [] if at is None or layer is None or not layer.keeps_output else [2 * len(steps) - 1 - at]

@@ -1,0 +1,236 @@
+"""Passes through a network: one after the other, interleaved, or again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from ..arrays import Phase
+from ..layers import Context, Layer, StepContext
+from ..plan import Graph, MemoryPlan, Step, plan_memory
+from .arena import Arena, ArenaSlot
+from .tasks import JoinTask, LayerTask, Task
+
+
+class Workspace:
+    """The memory of one pass at a time: the arena, and the buffers of all views in it.
+
+    Parameters
+    ----------
+    number : int
+        Counts a network's workspaces. All but the first are there for passes that interleave.
+    """
+
+    def __init__(self, number: int, arena: Arena, shapes: list[tuple[int, ...]]) -> None:
+        self.number, self.arena, self.plan, self.shapes = number, arena, arena.plan, shapes
+        self._values: dict[tuple[int, int], Any] = {}
+        self._views: dict[tuple[int, int], Any] = {}
+
+    def view(self, task: LayerTask, samples: int) -> Any:
+        """Return the buffers of a step's view for batches of so many samples."""
+        key = task.at, samples
+        if key not in self._views:
+            self._views[key] = task.array.frame(samples, self.number, self._slots(task.at))
+        return self._views[key]
+
+    def value_place(self, value: int, samples: int) -> Any:
+        """Return the array (samples, *tile, C) where a value is wanted."""
+        task = self.homes.get(value)
+        if task is not None:
+            return self.view(task, samples).tile
+        return self._array("value", self.plan.values[value], self.shapes[value], samples)
+
+    def gradient_place(self, task: LayerTask, samples: int) -> Any:
+        """Return the array where the gradient of a step's view is wanted; what lies there lasts until it is read."""
+        if task.windowed:
+            return self.view(task, samples).dview_place()
+        slot, shape = self.plan.gradients.get(task.at), self.shapes[task.inputs[0]]
+        if slot is None:
+            return self.arena.backend.empty((samples, *shape), self.arena.dtype)
+        return self._array("gradient", slot, shape, samples)
+
+    def sum_place(self, value: int, samples: int) -> Any:
+        """Return the array for the sum of a value's gradients."""
+        slot, shape = self.plan.sums.get(value), self.shapes[value]
+        if slot is None:
+            return self.arena.backend.empty((samples, *shape), self.arena.dtype)
+        return self._array("sum", slot, shape, samples)
+
+    def use(self, tasks: Sequence[Task]) -> None:
+        """Take note of whose views values lie in."""
+        self.homes: dict[int, Any] = {value: tasks[at] for value, at in self.plan.homes.items()}
+
+    def _array(self, what: str, slot: int, shape: tuple[int, ...], samples: int) -> Any:
+        key = slot, samples
+        if key not in self._values:
+            self._values[key] = self.arena.array(slot, (samples, *shape))
+        return self._values[key]
+
+    def _slots(self, at: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
+        view, gradient = self.plan.views[at], self.plan.gradients.get(at)
+        return ArenaSlot(self.arena, view), None if gradient is None else ArenaSlot(self.arena, gradient)
+
+
+class Pass:
+    """One pass through a network, and all that is kept of it.
+
+    Attributes
+    ----------
+    output : array
+        This rank's tile of the output.
+    phase : Phase
+    samples : int
+        Of this rank.
+    """
+
+    def __init__(self, executor: Executor, workspace: Workspace, phase: Phase, samples: int, steps: int) -> None:
+        self.executor, self.phase, self.samples, self.steps = executor, phase, samples, steps
+        self._workspace: Workspace | None = workspace
+        self.contexts: list[StepContext | None] = [None] * steps
+        self.output: Any = None
+
+    @property
+    def workspace(self) -> Workspace:
+        """The memory of the pass, until it is closed."""
+        assert self._workspace is not None
+        return self._workspace
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory has been given back."""
+        return self._workspace is None
+
+    def close(self) -> None:
+        """Give the memory back; there is no way back through the pass any more."""
+        if self._workspace is not None:
+            self.executor.free.append(self._workspace)
+            self._workspace, self.contexts = None, []
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Executor:
+    """Runs the steps of a graph on this rank, and owns all memory and state of its passes.
+
+    Parameters
+    ----------
+    graph : Graph
+        Of built layers.
+    context : Context
+    input_tile : tuple of int
+        Shape of this rank's tile of the input, without the batch.
+    layer_task : type
+        What runs a layer's step.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        context: Context,
+        input_tile: tuple[int, ...],
+        layer_task: Callable[[int, Step, Layer], Task] = LayerTask,
+    ) -> None:
+        self.graph, self.context = graph, context
+        self.tasks: list[Task] = []
+        for at, step in enumerate(graph.steps):
+            if step.layer is not None:
+                self.tasks.append(layer_task(at, step, step.layer))
+            elif step.join is not None:
+                self.tasks.append(JoinTask(at, step, step.join))
+        grid = context.grid
+        self.shapes = [input_tile, *(step.layer.ofmshape if step.layer is not None else () for step in graph.steps)]
+        for step in graph.steps:
+            if step.layer is None:
+                shape = graph.shapes[step.output]
+                self.shapes[step.output] = *grid.tile_box(shape[:-1]).shape, shape[-1]
+        self.free: list[Workspace] = []
+        self.made = 0
+        self.plan = self._memory()
+        self._last_reader = [max(readers, default=-1) for readers in graph.readers]
+
+    def _memory(self) -> MemoryPlan:
+        layers = [step.layer for step in self.graph.steps]
+        held = [0 if layer is None else layer.input.held for layer in layers]
+        windowed = [layer is not None and not layer.input.plan.trivial for layer in layers]
+        numbers = [_size(shape) for shape in self.shapes]
+        return plan_memory(self.graph, held, windowed, numbers)
+
+    # Passes.
+
+    def forward(self, x: Any, phase: Phase, nodes: int | None = None) -> Pass:
+        """Return a new pass for this rank's tile of the input, through the first so many nodes (default: all)."""
+        steps, last = self.graph.ends[-1 if nodes is None else nodes]
+        run = Pass(self, self._workspace(), phase, len(x), steps)
+        values = {0: x}
+        for task in self.tasks[:steps]:
+            y = task.forward(run, *[values[value] for value in task.inputs])
+            for value in task.inputs:
+                if self._last_reader[value] == task.at and value != last:
+                    values.pop(value, None)
+            values[task.output] = y
+        run.output = values[last]
+        return run
+
+    def backward(self, run: Pass, dy: Any, first: int = 0, wanted: bool = True, again: bool = True) -> Any:
+        """Return the gradient of this rank's tile of the input, given that of the output; fill in the layers' grads.
+
+        Parameters
+        ----------
+        first : int
+            Go back no further than to the node of this number, whose input then stands for the network's.
+        wanted : bool
+            False: nobody needs the gradient of the input.
+        again : bool
+            Whether the pass may be gone back through again; costs a copy of what a way back uses up.
+        """
+        stop, value = self.graph.ends[first]
+        with run.workspace.arena.kept(run.samples) if again else nullcontext():
+            gradients = {self.graph.ends_at(run.steps): dy}
+            for task in reversed(self.tasks[stop : run.steps]):
+                needed = [wanted or v != value for v in task.inputs]
+                found = task.backward(run, gradients.pop(task.output), needed)
+                for v, dx, need in zip(task.inputs, found, needed, strict=True):
+                    if need:
+                        self._add(run, gradients, v, dx)
+                if not again:
+                    run.contexts[task.at] = None
+            dx = gradients.get(value) if wanted else None
+            return dx.copy() if again and dx is not None else dx
+
+    def _add(self, run: Pass, gradients: dict[int, Any], value: int, dx: Any) -> None:
+        if len(self.graph.readers[value]) == 1:
+            gradients[value] = dx
+        elif value in gradients:
+            gradients[value] += dx
+        else:
+            total = gradients[value] = run.workspace.sum_place(value, run.samples)
+            self.context.backend.copy(dx, total)
+
+    @contextmanager
+    def passing(self, x: Any, phase: Phase, nodes: int | None = None) -> Iterator[Pass]:
+        """Run forward, and close the pass at the end of the block."""
+        run = self.forward(x, phase, nodes)
+        try:
+            yield run
+        finally:
+            run.close()
+
+    def _workspace(self) -> Workspace:
+        if self.free:
+            self.free.sort(key=lambda space: -space.number)
+            return self.free.pop()
+        lo, hi = self.context.grid.sample_range(self.context.batch_size)
+        arena = Arena(self.plan, hi - lo, self.context.dtype, self.context.backend)
+        space = Workspace(self.made, arena, self.shapes)
+        space.use(self.tasks)
+        self.made += 1
+        return space
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
