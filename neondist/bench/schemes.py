@@ -14,7 +14,7 @@ from ..config import dump
 from ..errors import ConfigError
 from ..files import append, can_draw, make_folder, write_figure, write_text
 from ..schemes import as_scheme
-from ..session.run import Record
+from ..session import Record
 from .tables import markdown
 
 if TYPE_CHECKING:

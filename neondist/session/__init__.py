@@ -17,7 +17,7 @@ from .fit import evaluate, fit
 from .hooks import Hook
 from .pretrain import pretrain
 from .progress import ProgressBar
-from .run import Stop, TrainState
+from .run import Record, Stop, TrainState
 from .stage_pictures import StagePictures
 from .stopping import StopOnSignal, TimeLimit
 from .train import RunResult
@@ -28,6 +28,7 @@ __all__ = [
     "FitExperiment",
     "Hook",
     "ProgressBar",
+    "Record",
     "RunResult",
     "StagePictures",
     "Stop",

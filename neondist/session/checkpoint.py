@@ -52,7 +52,7 @@ class Progress:
         sent, summed = totals.moved(run.grid)
         sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
         samples, model = len(run.dataset.train), run.model
-        return cls(run.epoch, run.step, run.seen, samples, model.seed, sums, list(run.history), model.uncounted)
+        return cls(run.epoch, run.step, run.samples_seen, samples, model.seed, sums, list(run.history), model.uncounted)
 
     def put(self, run: TrainState) -> None:
         """Let `run` go on from here.
@@ -72,7 +72,7 @@ class Progress:
                 f"was written in the middle of an epoch of {self.samples} samples, the data set has"
                 f" {len(run.dataset.train)}; resume with the same data"
             )
-        run.epoch, run.seen, run.model.step = self.epoch, self.seen, self.step
+        run.epoch, run.samples_seen, run.model.step = self.epoch, self.seen, self.step
         run.totals, run.history = replace(self.totals), list(self.history)
         known = run.model.uncounted_by(self.history) if self.uncounted is None else self.uncounted
         run.model.uncounted = min(known, self.step)
@@ -202,7 +202,7 @@ class Checkpoint(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Write a checkpoint, if one is due in the middle of an epoch."""
-        ends = run.seen >= len(run.dataset.train)
+        ends = run.samples_seen >= len(run.dataset.train)
         if not (ends and self.schedule.after_epoch(run.epoch + 1)) and (
             self.schedule.after_step(run.step) or self._minutes_are_over(run)
         ):
@@ -290,7 +290,7 @@ def _owner(run: TrainState) -> str:
 
 
 def _place(run: TrainState) -> tuple[int, int, int]:
-    return run.step, run.epoch, run.seen
+    return run.step, run.epoch, run.samples_seen
 
 
 def _compare(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

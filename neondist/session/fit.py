@@ -97,18 +97,18 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     """Train what is left of the epoch, or until a hook sets `run.stop`."""
     model, split = run.model, run.dataset.train
     samples = order(len(split), seed, run.epoch)
-    model.begin_epoch(run.epoch, run.seen)
+    model.begin_epoch(run.epoch, run.samples_seen)
     totals, start = run.totals, time.perf_counter() - run.totals.seconds
     sent, summed = model.bytes_sent - totals.sent, model.bytes_summed - totals.summed
-    batches = [samples[first : first + run.batch_size] for first in range(run.seen, len(split), run.batch_size)]
+    batches = [samples[first : first + run.batch_size] for first in range(run.samples_seen, len(split), run.batch_size)]
     mine = (batch[slice(*model.grid.sample_range(len(batch)))] for batch in batches)
     with closing(split.batches(mine, model.dtype)) as read:
         for batch, (x, targets) in zip(batches, read, strict=True):
             if run.stop is not None:
                 return
-            model.learning_rate_scale = model.optimizer.scale(run.epoch + run.seen / len(split))
+            model.learning_rate_scale = model.optimizer.scale(run.epoch + run.samples_seen / len(split))
             run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
-            run.seen += len(batch)
+            run.samples_seen += len(batch)
             if math.isfinite(run.loss):
                 totals.loss += run.loss * len(batch)
             else:
@@ -132,9 +132,9 @@ def judge(run: TrainState, metrics: Sequence[Metric]) -> Record:
 
 def _close_epoch(run: TrainState, judged: Record) -> None:
     """Count the epoch, append its record and begin the next one's sums."""
-    totals, seen = run.totals, run.seen
+    totals, seen = run.totals, run.samples_seen
     sent, summed = totals.moved(run.grid)
-    run.epoch, run.seen, run.totals = run.epoch + 1, 0, Totals()
+    run.epoch, run.samples_seen, run.totals = run.epoch + 1, 0, Totals()
     run.history.append(
         Record(
             epoch=run.epoch,

@@ -45,7 +45,7 @@ class LedgerLog(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Close the books of the training before the evaluation begins."""
-        if run.seen == len(run.dataset.train):
+        if run.samples_seen == len(run.dataset.train):
             self.trained = run.model.ledger()
 
     def after_epoch(self, run: TrainState) -> None:

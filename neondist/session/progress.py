@@ -45,16 +45,16 @@ class ProgressBar(Hook):
             self._print(run, f"all {run.epochs} epochs are complete; raise epochs to train on")
         elif (console := terminal(self.file)) is not None:
             self._open_bar(run, console)
-        self.start, self.first = time.perf_counter(), run.seen
+        self.start, self.first = time.perf_counter(), run.samples_seen
 
     def after_step(self, run: TrainState) -> None:
         """Move the bar; say it if the step was skipped."""
         if run.first_rank and not math.isfinite(run.loss):
             self._print(run, f"step {run.step} skipped: not finite: {run.model.trouble.where}")
         if self.bar is not None:
-            speed = (run.seen - self.first) / max(time.perf_counter() - self.start, 1e-9)
+            speed = (run.samples_seen - self.first) / max(time.perf_counter() - self.start, 1e-9)
             self.bar.update(
-                self.task, completed=run.seen, epoch=run.epoch + 1, step=run.step, loss=run.loss, speed=speed
+                self.task, completed=run.samples_seen, epoch=run.epoch + 1, step=run.step, loss=run.loss, speed=speed
             )
 
     def after_epoch(self, run: TrainState) -> None:
@@ -122,7 +122,7 @@ def headline(run: TrainState) -> str:
     tiles = f"{grid.planes} x " * (grid.planes > 1) + f"{grid.rows} x {grid.cols}"
     ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {tiles})"
     done = f", from epoch {run.epoch}" if run.epoch else ""
-    done += f", {run.seen} samples into the next" if run.seen else ""
+    done += f", {run.samples_seen} samples into the next" if run.samples_seen else ""
     *others, last = [f"{len(split)} {_WORDS.get(name, name)}" for name, split in run.dataset.splits.items()]
     return (
         f"{run.model} on {ranks}: {', '.join(others)} and {last} samples of"

@@ -92,7 +92,7 @@ class TrainState:
     epochs : epochs after which the run ends
     batch_size : samples of a whole batch, over all replicas
     epoch : epochs that are complete
-    seen : samples of the present epoch so far, those before a resume included
+    samples_seen : samples of the present epoch so far, those before a resume included
     loss : mean loss of the last batch
     history : one record per complete epoch, those before a resume included
     stop : set it, on every rank in the same hook call, to end the run there: a checkpoint is written, and `--resume`
@@ -106,12 +106,18 @@ class TrainState:
     epochs: int
     batch_size: int
     epoch: int = 0
-    seen: int = 0
+    samples_seen: int = 0
     loss: float = float("nan")
     history: list[Record] = field(default_factory=list)
     stop: Stop | None = None
     totals: Totals = field(default_factory=Totals)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def seen(self) -> int:
+        """`samples_seen` by its name of version 0.1."""
+        warnings.warn("run.seen is called run.samples_seen now", DeprecationWarning, stacklevel=2)
+        return self.samples_seen
 
     @property
     def grid(self) -> ProcessGrid:

@@ -134,7 +134,7 @@ class TimeLimit(Hook):
         """Return the seconds to keep for what there is to do still if the run is to stop."""
         step = max(self.steps, default=self.saving)
         saving, between = self.saving or _saving(run), 0.0
-        if len(run.dataset.train) - run.seen <= run.batch_size:  # the epoch may end before all ranks know
+        if len(run.dataset.train) - run.samples_seen <= run.batch_size:  # the epoch may end before all ranks know
             judged = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
             between = saving + (self.evaluation or step * -(-judged // run.batch_size))
         return 1.0 + 2 * step + between + saving

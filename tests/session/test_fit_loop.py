@@ -36,7 +36,7 @@ def test_records():
 
     class Losses(Recorder):
         def after_step(self, run):
-            losses.append((run.loss, run.seen))
+            losses.append((run.loss, run.samples_seen))
 
     history = fit(model, data, 2, 4, [Losses()], metrics=[Misclassification(), LogLoss()])
     assert [r["epoch"] for r in history] == [1, 2]

@@ -11,10 +11,9 @@ from neondist.comm import ProcessGrid, loopback
 from neondist.datasets import Synthetic
 from neondist.errors import ConfigError
 from neondist.metrics import LogLoss, Misclassification, TopK
-from neondist.session import evaluate, evaluate_checkpoint, fit
+from neondist.session import Record, evaluate, evaluate_checkpoint, fit
 from neondist.session.checkpoint import Progress
 from neondist.session.curves import draw_curves
-from neondist.session.run import Record
 
 
 def data():
@@ -152,5 +151,8 @@ def test_curves_have_a_line_for_each_split(tmp_path, pictures, kept, monkeypatch
 def test_the_name_of_version_0_1_leads_to_the_state_of_training():
     with pytest.warns(DeprecationWarning, match=r"session\.Run is called session\.TrainState now"):
         assert session.Run is session.TrainState
+    state = session.TrainState(ToyModel(), ToyData(), 1, 4, samples_seen=3)
+    with pytest.warns(DeprecationWarning, match=r"run\.seen is called run\.samples_seen now"):
+        assert state.seen == 3
     with pytest.raises(AttributeError, match="has no attribute 'Walk'"):
         session.Walk  # noqa: B018
