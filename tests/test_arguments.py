@@ -11,7 +11,7 @@ from neondist.errors import ConfigError, UserError
 from neondist.registry import registered
 from neondist.registry.arguments import checked
 from neondist.registry.fields import fields
-from neondist.registry.ranges import Count, Finite, NotNegative, Positive, Range, Share
+from neondist.registry.ranges import Count, Finite, NotNegative, Positive, Share, between
 
 NAN = float("nan")
 CLASSES = sorted(
@@ -62,7 +62,7 @@ WRONG = {
     "a schedule": (lambda: nd.SGD(schedule=0.1), "schedule: expected an object .*, got 0.1"),
     "grid": (
         lambda: nd.FitExperiment(data(), model(), grid={"rows": "2"}),
-        r"grid\.rows: expected an integer or null, got the text '2'",
+        r"grid\.rows: expected an integer of at least 1 or null, got the text '2'",
     ),
 }
 
@@ -88,7 +88,7 @@ def test_numbers_and_lists_of_numpy_are_numbers_and_lists():
         (Share, (0, 0.5), (1, -0.1, NAN), "a number of at least 0 and below 1"),
         (Finite, (0, -1e300), (NAN, np.inf, -np.inf), "a number that is finite"),
         (NotNegative | None, (0.0, None), (-1e-9, np.inf), "a number of at least 0 or null"),
-        (Annotated[int, Range(0, 9, below=False)], (0, 9), (10,), "an integer of at least 0 and of at most 9"),
+        (Annotated[int, between(0, 9)], (0, 9), (10, -1, 10**400), "an integer from 0 to 9"),
         (list[Count], ([], [1, 2]), ([1, 0], 1), r"a list \(each an integer of at least 1\)|an integer of at least 1"),
     ],
 )

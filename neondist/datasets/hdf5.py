@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from .. import rng
 from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError
+from ..registry.ranges import Count, above
 from .base import Dataset, Split
 from .hdf5_source import ArrayFacts, GroupFacts, content, look
 from .hdf5_tiles import HDF5Tiles, StreamedSplit
@@ -66,8 +67,8 @@ class HDF5Dataset(Dataset):
         labels: str = "labels",
         train: str = "train",
         test: str = "test",
-        test_share: float | None = None,
-        classes: int | None = None,
+        test_share: Annotated[float, above(0, below=1)] | None = None,
+        classes: Count | None = None,
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
         scale: float | None = None,
@@ -78,10 +79,6 @@ class HDF5Dataset(Dataset):
             raise ConfigError(f"path: {path!r} is not a path; give an HDF5 file")
         for field, name in (("images", images), ("labels", labels), ("train", train), ("test", test)):
             _name(field, name)
-        if test_share is not None and not 0 < test_share < 1:
-            raise ConfigError(f"test_share: {test_share!r} is not between 0 and 1; give a share such as 0.1")
-        if classes is not None and classes < 1:
-            raise ConfigError(f"classes: {classes!r} is not a number of classes; give 1 or more")
         self.path, self.images, self.labels = path, images, labels
         self.places = {"train": (self.file, train), "test": (self.file, test)}
         if isinstance(validation, (str, Mapping)):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -14,9 +14,10 @@ from .. import rng
 from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError
 from ..hdf5 import checksum
+from ..registry.ranges import at_least
 from .base import Dataset, Split, tile_slices
 from .image_loader import Loader, pictures_in
-from .synthetic import _integer
+from .synthetic import Extent
 
 
 class Photographs(Dataset):
@@ -46,20 +47,19 @@ class Photographs(Dataset):
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
-        crop: int | Sequence[int] = 200,
-        train: int = 2000,
-        test: int = 200,
-        seed: int = 0,
+        crop: Extent | Sequence[Extent] = 200,
+        train: Extent = 2000,
+        test: Extent = 200,
+        seed: Annotated[int, at_least(0)] = 0,
         validation: float | int | None = None,
     ) -> None:
         super().__init__(validation)
-        sides = [crop, crop] if isinstance(crop, int) else list(crop)
+        sides = list(crop) if isinstance(crop, Sequence | np.ndarray) else [crop, crop]
         if len(sides) != 2:
             raise ConfigError(f"crop: {crop!r} cannot be used; give a side, or [height, width]")
         self.path = None if path is None else Path(os.path.expanduser(path))
-        self.sample_shape = (*(_integer("crop", side, 1) for side in sides), 1)
-        self.counts = {"train": _integer("train", train, 1), "test": _integer("test", test, 1)}
-        self.seed = _integer("seed", seed, 0)
+        self.sample_shape = (*map(int, sides), 1)
+        self.counts, self.seed = {"train": int(train), "test": int(test)}, int(seed)
 
     def check(self) -> None:
         """Find the photographs, and check that a crop fits into each; reads their headers, not the pixels."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
@@ -12,10 +11,11 @@ from .. import rng
 from ..comm import ProcessGrid
 from ..errors import ConfigError
 from ..memory import require_room
+from ..registry.ranges import NotNegative, at_least, between
 from .base import Dataset, Split, tile_slices
 
 _MOST = 1 << 48  # beyond it, products of extents leave what NumPy can index
-
+Extent: TypeAlias = Annotated[int, between(1, _MOST)]
 _KEPT = 40  # bytes of a sample: its label and phase, its place in the order
 
 
@@ -50,23 +50,20 @@ class Synthetic(Dataset):
 
     def __init__(
         self,
-        shape: Sequence[int] = (256, 256, 3),
-        classes: int = 4,
-        train: int = 256,
-        test: int = 64,
-        seed: int = 0,
-        noise: float = 1.0,
+        shape: Sequence[Extent] = (256, 256, 3),
+        classes: Annotated[int, between(2, _MOST)] = 4,
+        train: Extent = 256,
+        test: Extent = 64,
+        seed: Annotated[int, at_least(0)] = 0,
+        noise: NotNegative = 1.0,
         validation: float | int | None = None,
     ) -> None:
         super().__init__(validation)
-        if not isinstance(shape, (list, tuple)) or len(shape) < 2:
+        if len(shape) < 2:
             raise ConfigError(f"shape: {shape!r} is not a list of extents; give [H, W, C] or [*spatial, C]")
-        if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < float("inf"):
-            raise ConfigError(f"noise: {noise!r} is not a number from 0; give one, for instance 1.0")
-        self.sample_shape = tuple(_integer("shape", extent, 1) for extent in shape)
-        self.classes = _integer("classes", classes, 2)
-        self.counts = {"train": _integer("train", train, 1), "test": _integer("test", test, 1)}
-        self.seed, self.noise = _integer("seed", seed, 0), float(noise)
+        self.sample_shape, self.classes = tuple(map(int, shape)), int(classes)
+        self.counts = {"train": int(train), "test": int(test)}
+        self.seed, self.noise = int(seed), float(noise)
 
     def check(self) -> None:
         """Check that there is memory for what is kept of each sample; the constructor has checked the arguments."""
@@ -82,12 +79,6 @@ class Synthetic(Dataset):
         }
         train, test = (Split(made, made.labels, scale=1.0) for made in tiles.values())
         return train, test
-
-
-def _integer(field: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= _MOST:
-        raise ConfigError(f"{field}: {value!r} is not a whole number from {least} to {_MOST}; give one")
-    return int(value)
 
 
 _BLOCK = 1 << 18

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low`, or above it, to `high`, or below it; all are finite."""
+    """Finite numbers from `low`, or above it, and below `high`, or from `low` to `high`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -27,13 +27,15 @@ class Range:
         """Tell whether it is in the range; what is no number may be another member of a union."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return True
-        number = float(value)
+        number: Any = value
         over = self.low < number if self.above or self.low == -math.inf else self.low <= number
-        return over and (number < self.high if self.below else number <= self.high)
+        return bool(over and (number < self.high if self.below else number <= self.high))
 
     def __str__(self) -> str:
-        low = f"{'above' if self.above else 'of at least'} {self.low:g}" if self.low > -math.inf else ""
-        high = f"{'below' if self.below else 'of at most'} {self.high:g}" if self.high < math.inf else ""
+        if not (self.above or self.below):
+            return f"from {self.low:.15g} to {self.high:.15g}"
+        low = f"{'above' if self.above else 'of at least'} {self.low:.15g}" if self.low > -math.inf else ""
+        high = f"below {self.high:.15g}" if self.high < math.inf else ""
         return " and ".join(filter(None, (low, high))) or "that is finite"
 
 
@@ -42,9 +44,14 @@ def at_least(low: float, below: float = math.inf) -> Range:
     return Range(low, below)
 
 
-def above(low: float) -> Range:
+def above(low: float, below: float = math.inf) -> Range:
     """Return the range of larger numbers."""
-    return Range(low, above=True)
+    return Range(low, below, above=True)
+
+
+def between(low: float, high: float) -> Range:
+    """Return the range that has both its ends."""
+    return Range(low, high, below=False)
 
 
 Finite: TypeAlias = Annotated[float, Range()]

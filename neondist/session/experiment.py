@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ..metrics import Metric, Misclassification
 from ..models import Model
 from ..registry import Registered, suggest
 from ..registry.arguments import checked
-from ..registry.ranges import choice, flag, integer
+from ..registry.ranges import Count, at_least
 from .checkpoint import CheckpointSchedule
 from .hooks import Hook, opened
 from .progress import ProgressBar
@@ -62,28 +62,24 @@ class FitExperiment(Registered):
         self,
         dataset: Dataset,
         model: Model,
-        batch_size: int = 128,
-        epochs: int = 1,
+        batch_size: Count = 128,
+        epochs: Count = 1,
         dist_flag: bool = True,
-        grid: Mapping[str, int | None] | None = None,
+        grid: Mapping[str, Count | None] | None = None,
         backend: str | None = None,
-        dtype: str | None = None,
-        seed: int | None = None,
+        dtype: Literal["float32", "float64"] | None = None,
+        seed: Annotated[int, at_least(0)] | None = None,
         metrics: Sequence[Metric] | None = None,
         checkpoint: Mapping[str, float | int | None] | None = None,
-        nonfinite: str = "stop",
+        nonfinite: Literal["stop", "skip"] = "stop",
     ) -> None:
-        require("dataset", dataset, Dataset, "a data set such as !MNIST {}")
-        require("model", model, Model, "a model such as !ConvnetDist {layers: [...]}")
         self.dataset, self.model = dataset, model
-        self.batch_size = integer("batch_size", batch_size, 1)
-        self.epochs = integer("epochs", epochs, 1)
-        self.dist_flag = flag("dist_flag", dist_flag)
+        self.batch_size, self.epochs, self.dist_flag = int(batch_size), int(epochs), bool(dist_flag)
         self.grid = grid_factors(grid)
         self.metrics = all_metrics(metrics)
         self.checkpoint = CheckpointSchedule.of(checkpoint)
         settle(model, backend, dtype, seed)
-        model.nonfinite = choice("nonfinite", nonfinite, ("stop", "skip"))
+        model.nonfinite = nonfinite
 
     @checked
     def validate(self, ranks: int = 1) -> None:
@@ -157,38 +153,24 @@ class FitExperiment(Registered):
 GRID_KEYS = ("replicas", "rows", "cols", "planes")
 
 
-def require(field: str, value: Any, kind: type, example: str) -> None:
-    """Raise ConfigError if `value` is not of the class `kind`."""
-    if not isinstance(value, kind):
-        raise ConfigError(f"{field}: {value!r} cannot be used; give {example}")
-
-
 def grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
     """Return the factors of the grid that are given; ConfigError if a name or a number is wrong."""
-    if not isinstance(grid, Mapping | None):
-        raise ConfigError(f"grid: {grid!r} cannot be used; give a mapping such as {{replicas: 1, rows: 2, cols: 2}}")
     for key in grid or {}:
         if key not in GRID_KEYS:
             raise ConfigError(f"grid: unknown key '{key}'{suggest(str(key), GRID_KEYS)}")
-    return {key: integer(f"grid: {key}", value, 1) for key, value in (grid or {}).items() if value is not None}
+    return {key: int(value) for key, value in (grid or {}).items() if value is not None}
 
 
 def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
     """Return the misclassification and the metrics that are asked for beside it."""
-    if not isinstance(metrics, Sequence | None):
-        raise ConfigError(f"metrics: {metrics!r} cannot be used; give a list such as [!TopK {{k: 5}}]")
-    for metric in metrics or ():
-        require("metrics", metric, Metric, "a list of metrics such as [!TopK {k: 5}]")
     return list({metric.name: metric for metric in (Misclassification(), *(metrics or ()))}.values())
 
 
 def settle(model: Model, backend: str | None, dtype: str | None, seed: int | None) -> None:
-    """Give the model what the experiment says in its place; ConfigError if that is no dtype or seed."""
+    """Give the model what the experiment says in its place."""
     if backend is not None:
         model.backend = backend
     if dtype is not None:
-        if str(dtype) not in ("float32", "float64"):
-            raise ConfigError(f"dtype: {dtype!r} cannot be used; give float32 or float64")
         model.dtype = np.dtype(dtype)
     if seed is not None:
-        model.seed = integer("seed", seed, 0)
+        model.seed = int(seed)

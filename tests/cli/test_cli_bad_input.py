@@ -29,7 +29,10 @@ CASES = {
         r"--set model\.cost=!CrossEntropi \{\}: model\.cost: unknown tag !CrossEntropi; did you mean 'CrossEntropy'\?",
     ),
     "unknown field": (["toy.yaml", "--set", "epoch=3"], r"--set epoch=3: epoch: .*; did you mean 'epochs'\?"),
-    "wrong type": (["toy.yaml", "--set", "epochs=3.5"], r"--set epochs=3\.5: epochs: expected an integer, got 3\.5"),
+    "wrong type": (
+        ["toy.yaml", "--set", "epochs=3.5"],
+        r"--set epochs=3\.5: epochs: expected an integer of at least 1, got 3\.5",
+    ),
     "kernel too large": (
         ["toy.yaml", "--set", "model.layers.0.kernel_size=15"],
         r"--set model\.layers\.0\.kernel_size=15: model\.layers\.0\.kernel_size: .*15.*",

@@ -244,8 +244,8 @@ def test_files_that_are_none(path, tmp_path):
     [
         ({"path": ""}, "path: '' is not a path"),
         ({"images": ""}, "images: '' is not the name"),
-        ({"test_share": 1.0}, "test_share: 1.0 is not between"),
-        ({"classes": 0}, "classes: 0 is not a number"),
+        ({"test_share": 1.0}, "test_share: expected a number above 0 and below 1 or null, got 1.0"),
+        ({"classes": 0}, "classes: expected an integer of at least 1 or null, got 0"),
         ({"std": [1.0, 0.0]}, r"std: \[1.0, 0.0\] cannot be used; give positive"),
         ({"mean": float("nan")}, "mean: nan cannot be used"),
     ],

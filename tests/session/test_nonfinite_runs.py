@@ -81,5 +81,5 @@ class SpoilAll(Hook):
 
 
 def test_choices():
-    with pytest.raises(ConfigError, match="nonfinite: 'no' cannot be used; choose from stop, skip"):
+    with pytest.raises(ConfigError, match="nonfinite: expected 'stop' or 'skip', got the text 'no'"):
         experiment(1, nonfinite="no")
