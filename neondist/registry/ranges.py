@@ -61,16 +61,12 @@ NotNegative: TypeAlias = Annotated[float, at_least(0)]
 Share: TypeAlias = Annotated[float, at_least(0, below=1)]
 
 
-def real(field: str, value: Any, low: float, below: float = math.inf, open_low: bool = False) -> float:
-    """Return `value` as a float in [low, below), or in (low, below) if `open_low`; otherwise raise ConfigError."""
-    fits: bool = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if fits:
-        fits = (low < value if open_low else low <= value) and value < below
-    if fits:
+def real(field: str, value: Any, low: float, open_low: bool = False) -> float:
+    """Return `value` as a finite float of at least `low`, or above it if `open_low`; otherwise raise ConfigError."""
+    limit = Range(low, above=open_low)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and limit.allows(value):
         return float(value)
-    limits = f"{'above' if open_low else 'of at least'} {low:g}" + (f" and below {below:g}" if below < math.inf else "")
-    hint = f" (YAML reads '{value}' as text; write it with a dot, like 1.0e-3)" if _looks_real(value) else ""
-    raise ConfigError(f"{field}: {value!r} cannot be used; give a number {limits}{hint}")
+    raise ConfigError(f"{field}: {value!r} cannot be used; give a number {limit}")
 
 
 def integer(field: str, value: Any, low: int) -> int:
@@ -100,13 +96,3 @@ def choice(field: str, value: Any, choices: Sequence[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value
     raise ConfigError(f"{field}: {value!r} cannot be used; choose from {', '.join(choices)}")
-
-
-def _looks_real(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return True
