@@ -23,9 +23,11 @@ class Observer:
     def value(self, layer: Any, name: str, array: Any) -> None:
         """An array was made: 'weights', 'output', 'gradients of the weights' or 'gradient of the input' of a layer.
 
+        And, of none, 'cost' and 'gradient of the cost'.
+
         Parameters
         ----------
-        layer : Layer
+        layer : Layer or None
         array : array or None
         """
 

@@ -62,9 +62,9 @@ class _Kept(Observer):
     def __init__(self) -> None:
         self.arrays: dict[tuple[str, str], Any] = {}
 
-    def value(self, layer: Layer, name: str, array: Any) -> None:
+    def value(self, layer: Layer | None, name: str, array: Any) -> None:
         """Keep a copy."""
-        if name in KINDS:
+        if layer is not None and name in KINDS:
             self.arrays[str(layer.name), KINDS[name]] = None if array is None else array.copy()
 
 

@@ -38,6 +38,8 @@ class StepContext:
 
     reduced: Any = None
     needs_input_gradient = True
+    #: whether another call has changed the state for this one, as where micro-batches have the same statistics
+    repeats = False
     #: whether `forward` has applied the layer's activation itself
     activated = False
     #: what the activation gave, where the layer did not apply it
@@ -86,7 +88,8 @@ class StepContext:
     @property
     def state(self) -> dict[str, Any]:
         """The arrays that are kept but not trained."""
-        return self._layer.state
+        state = self._layer.state
+        return {name: array.copy() for name, array in state.items()} if self.repeats else state
 
     @property
     def grads(self) -> dict[str, Any]:

@@ -26,3 +26,8 @@ class Reduction(NamedTuple):
     each: int = 0
     once: int = 0
     combine: str = "sum"
+
+    @property
+    def over_batch(self) -> bool:
+        """Whether the samples of a batch are reduced to one result, for which all of them are needed."""
+        return not self.each

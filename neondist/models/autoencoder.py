@@ -47,6 +47,7 @@ class Autoencoder:
         self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
         self.learning_rate_scale, self.step, self.uncounted, self.passes = 1.0, 0, 0, 0
+        self.accumulate = model.accumulate
         self.slots: dict[str, Any] = {}
         self.phase = Phase(training=False)
 
@@ -96,15 +97,31 @@ class Autoencoder:
         return Reconstruction(x, residual, pooled)
 
     def bprop(self, y: Reconstruction, scale: float = 1.0) -> None:
-        """Fill the layer's gradient with that of `scale` times the cost of `y`, which fprop has just returned."""
+        """Add that of `scale` times the cost of `y`, which fprop has just returned, to the layer's gradient."""
         filters, weights, z = self.layer.filters, self._weights, self.z
         error, by_pooled = self.residuals.get_fprop_view(y.residual, self.phase), self.cost.by_pooled(y.pooled)
         dz = filters.correlate(error, weights) + self.pool.squares_backward(self.pooled_view, by_pooled, self.phase)
         gradient = filters.gradient(self.view, dz, weights)  # W as the encoder
         gradient += filters.gradient(error, z, weights)  # and as the decoder
         gradient *= self.dtype.type(scale)
-        self.layer.grads.begin()
         self.layer.grads["weights"] = gradient
+
+    def cost_and_gradient(self, x: Any, scale: float = 1.0) -> float:
+        """Return this rank's share of the cost of its samples, and fill the gradient of `scale` times the whole cost.
+
+        The gradient is summed over the ranks; collective.
+        """
+        cost = 0.0
+        self.layer.grads.begin()
+        for lo, hi in self.model.micro_batches(len(x)):
+            y = self.fprop(x[lo:hi], training=True)
+            cost += self.cost.value(y)
+            self.bprop(y, scale)
+        self.sum_gradient()
+        return cost
+
+    def sum_gradient(self) -> None:
+        """Add up the ranks' shares of the layer's gradient; collective."""
         group = "replicas" if self.entry.parameter.tiled else "world"
         self.parameters.reductions.allreduce(group, self.layer.grads["weights"])
 
@@ -113,9 +130,7 @@ class Autoencoder:
         """Run one step and return the mean cost over the global batch; as Model.train_batch, but for the targets."""
         batch = batch_size or len(x) * self.grid.replicas
         memory = SchemeMemory(self.leaves, self.model.nonfinite == "skip")
-        y = self.fprop(x, training=True)
-        value = self.cost.value(y)
-        self.bprop(y, 1.0 / batch)
+        value = self.cost_and_gradient(x, 1.0 / batch)
         self.notices.mine[Notice.NON_FINITE] = not finite(self.layer.grads["weights"])
         cost = self.total_over_output(np.array([value, *self.notices.mine]))
         self.notices.heard[...] = cost[1:]

@@ -11,8 +11,7 @@ from ..costs import Cost
 from ..errors import ConfigError
 from ..layers import Node
 from ..optim import Adam, Optimizer
-from ..registry.ranges import flag, integer, real
-from ..runtime import Pass
+from ..registry.ranges import Count, flag, integer, real
 from ..schemes import Scheme
 from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
@@ -39,7 +38,7 @@ class GB(Convnet):
 
     Parameters
     ----------
-    layers, cost, optimizer, seed, backend, dtype, scheme
+    layers, cost, optimizer, seed, backend, dtype, scheme, accumulate
         As in Model.
     num_pretrain_epochs : int
         For each stage; 0 leaves the first weights as they are.
@@ -73,8 +72,9 @@ class GB(Convnet):
         epsilon: float = 1e-2,
         orthonormal: bool = False,
         pretrain_optimizer: Optimizer | None = None,
+        accumulate: Count = 1,
     ) -> None:
-        super().__init__(layers, cost, optimizer, seed, backend, dtype, scheme)
+        super().__init__(layers, cost, optimizer, seed, backend, dtype, scheme, accumulate)
         self.num_pretrain_epochs = integer("num_pretrain_epochs", num_pretrain_epochs, 0)
         self.num_initial_epochs = integer("num_initial_epochs", num_initial_epochs, 0)
         self.sparsity, self.epsilon = real("sparsity", sparsity, 0.0), real("epsilon", epsilon, 0.0, open_low=True)
@@ -119,13 +119,17 @@ class GB(Convnet):
         ends = [record.get("step", 0) for record in history if record["epoch"] == self.num_initial_epochs]
         return int(ends[-1]) if ends else 0
 
-    def fill_gradients(self, run: Pass, dy: Any) -> None:
-        """Go back no further than to what is trained."""
+    @property
+    def trained_from(self) -> int:
+        """The top's first node, while it is trained alone."""
+        return self.top_start if self.top_alone else 0
+
+    def sum_trained(self) -> None:
+        """Add up what is trained."""
         if self.top_alone:
-            self.run_backward(run, dy, wanted=False, first=self.top_start)
             self.top_part.sum_gradients()
         else:
-            super().fill_gradients(run, dy)
+            super().sum_trained()
 
     def update(self) -> None:
         """Change what is trained."""

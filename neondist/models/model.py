@@ -12,15 +12,15 @@ from ..backends import Backend, get_backend
 from ..comm import ProcessGrid, WideGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
-from ..geometry import GridShape
+from ..geometry import GridShape, split
 from ..layers import Context, Layer, Node, Sequential
 from ..optim import SGD, Optimizer
 from ..plan import Graph
 from ..registry import Registered
 from ..registry.arguments import checked
-from ..registry.ranges import integer, shape_of
+from ..registry.ranges import Count, integer, shape_of
 from ..runtime import Executor, LayerTask, Pass
-from ..schemes import Scheme, as_scheme
+from ..schemes import Scheme, as_scheme, scheme_text
 from .entry import Entry
 from .ledger import Ledger, accounts, ledger
 from .nonfinite import SchemeMemory, Trouble, locate
@@ -50,6 +50,10 @@ class Model(Registered):
     dtype : {'float32', 'float64'}
     scheme : Scheme or str
         How cells of other tiles reach the views of all layers that have no scheme of their own.
+    accumulate : int
+        In how many micro-batches a rank's samples go through a training step, or one for each sample if these are
+        fewer. The numbers are those of the whole batch, but for rounding; it takes less memory, unless a layer has
+        statistics over the batch, for which all have to be kept.
 
     Attributes
     ----------
@@ -90,6 +94,7 @@ class Model(Registered):
         backend: str | Backend = "auto",
         dtype: str = "float32",
         scheme: Scheme | str = "halo",
+        accumulate: Count = 1,
     ) -> None:
         if not layers:
             raise ConfigError("layers: a model needs at least one layer")
@@ -100,6 +105,7 @@ class Model(Registered):
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = integer("seed", seed, 0), backend, np.dtype(dtype)
+        self.accumulate = accumulate
         self.learning_rate_scale, self.step, self.uncounted, self.passes = 1.0, 0, 0, 0
         self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
@@ -109,6 +115,12 @@ class Model(Registered):
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
+            if self.accumulate > 1 and layer.scheme.has_memory:
+                raise ConfigError(
+                    f"accumulate {self.accumulate}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}'"
+                    " keeps cells from step to step, which micro-batches would mix up; set accumulate to 1, or take an"
+                    " exact scheme, such as halo"
+                )
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -164,7 +176,8 @@ class Model(Registered):
         """Run all passes from now on by a new executor; `layer_task` is what runs a layer's step in it."""
         graph = Graph(self.layers, self.input_shape)
         self.last_pass = None
-        self.executor = Executor(graph, self.context, self.input.local_shape[1:], layer_task)
+        samples = max(hi - lo for lo, hi in self.micro_batches(self.input.local_shape[0]))
+        self.executor = Executor(graph, self.context, self.input.local_shape[1:], samples, layer_task)
 
     # The passes.
 
@@ -239,14 +252,14 @@ class Model(Registered):
         self.passes += 1
         return self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
 
-    def run_backward(self, run: Pass, dy: Any, wanted: bool = True, again: bool = False, first: int = 0) -> Any:
-        """Fill this rank's share of the gradients, going back no further than to the node of number `first`.
+    def run_backward(self, run: Pass, dy: Any) -> Any:
+        """Fill this rank's share of the gradients, and return its share of the gradient of the input.
 
-        Returns this rank's share of the gradient of the input, if it is wanted; see Executor.backward.
+        The pass may be gone back through again.
         """
         self.output.check_tile("dy", dy)
         self._built().begin_gradients()
-        return self.executor.backward(run, dy, first, wanted, again)
+        return self.executor.backward(run, dy)
 
     def owned(self, x: Any) -> Any:
         """Return the part of an array over this rank's tile of the input that no other rank has too."""
@@ -305,18 +318,47 @@ class Model(Registered):
         The arguments are those of `train_batch`, which updates the weights too.
         """
         observers, self.last_pass = self.grid.observers, None
-        scale = 1.0 / (batch_size * self.cost.cells(self.output_shape))
-        run = self.run_forward(real_array("x", x, self.dtype), training=True, batch_size=batch_size)
-        try:
-            with observers.during("cost"):
-                y, local = run.output, self.local_targets(targets, batch_size)
-                loss = self.total_over_output(np.array([self.cost.value(y, local, self.output.total)]))
-                self.notices.mine[Notice.NON_FINITE] = not np.isfinite(loss[0])
-                dy = self.cost.gradient(y, local, self.output.total) * self.dtype.type(scale)
-            self.fill_gradients(run, dy)
-        finally:
-            run.close()
+        x = real_array("x", x, self.dtype)
+        batch = self._batch(x, batch_size)
+        self.input.check_tile("x", x)
+        local, first = self.local_targets(targets, batch), self.grid.sample_range(batch)[0]
+        scale, value = 1.0 / (batch * self.cost.cells(self.output_shape)), 0.0
+        self.passes += 1
+        self._built().begin_gradients()
+        parts = self.micro_batches(len(x))
+        for together in [parts] if self.executor.over_batch else [[part] for part in parts]:
+            phases = [Phase(True, self.step, first + lo) for lo, _ in together]
+            runs = self.executor.forward_together([x[lo:hi] for lo, hi in together], phases)
+            try:
+                with observers.during("cost"):
+                    dys = []
+                    for run, (lo, hi) in zip(runs, together, strict=True):
+                        found, dy = self._cost_of(run.output, local[lo:hi])
+                        value += found
+                        dys.append(dy * self.dtype.type(scale))
+                self.executor.backward_together(runs, dys, self.trained_from)
+            finally:
+                for run in runs:
+                    run.close()
+        with observers.during("cost"):
+            loss = self.total_over_output(np.array([value]))
+        self.notices.mine[Notice.NON_FINITE] = not np.isfinite(loss[0])
+        self.sum_trained()
         return float(loss[0] * scale)
+
+    def _cost_of(self, y: Any, targets: Any) -> tuple[float, Any]:
+        """Return the cost of samples, and its gradient."""
+        observers, total = self.grid.observers, self.output.total
+        value = self.cost.value(y, targets, total)
+        observers.value(None, "cost", np.array([value]))
+        dy = self.cost.gradient(y, targets, total)
+        observers.value(None, "gradient of the cost", dy)
+        return value, dy
+
+    def micro_batches(self, samples: int) -> list[tuple[int, int]]:
+        """Return the ranges of this rank's samples that go through a training step one after the other."""
+        count = max(1, min(self.accumulate, samples))
+        return [split(samples, count, at) for at in range(count)]
 
     def pretraining_words(self, plans: Sequence[LayerPlan]) -> dict[str, list[int]]:
         """Return, for each of `stages`, the numbers that each tile sends for a sample in a step of pretraining."""
@@ -339,9 +381,13 @@ class Model(Registered):
         """Return how many steps of a run the optimiser does not count, if none was skipped, by its epochs' records."""
         return 0
 
-    def fill_gradients(self, run: Pass, dy: Any) -> None:
-        """Fill the gradients of what is trained at present, given that of this rank's part of the output."""
-        self.run_backward(run, dy, wanted=False)
+    @property
+    def trained_from(self) -> int:
+        """The number of the node where what is trained at present begins."""
+        return 0
+
+    def sum_trained(self) -> None:
+        """Add up all ranks' shares of the gradients of what is trained at present; collective."""
         self.sum_gradients()
 
     def update(self) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import real_array
 from ..comm import Transport
 from ..errors import NonFiniteError
 from ..layers import Layer
@@ -84,15 +83,15 @@ class _Finite(Observer):
     """Takes note of what is finite, in the order of a step."""
 
     def __init__(self) -> None:
-        self.notes: list[tuple[str, bool]] = []
+        self.notes: dict[str, bool] = {}
 
     def note(self, what: str, array: Any) -> None:
         """Look at an array."""
-        self.notes.append((what, array is not None and not finite(array)))
+        self.notes[what] = self.notes.get(what, False) or (array is not None and not finite(array))
 
-    def value(self, layer: Layer, name: str, array: Any) -> None:
-        """Look at an array of a layer."""
-        self.note(f"the {name} of layer '{layer.name}'", array)
+    def value(self, layer: Layer | None, name: str, array: Any) -> None:
+        """Look at an array of a layer, or at the cost."""
+        self.note(f"the {name}" if layer is None else f"the {name} of layer '{layer.name}'", array)
 
 
 def locate(model: Model, x: Any, targets: Any, batch: int) -> str:
@@ -100,15 +99,7 @@ def locate(model: Model, x: Any, targets: Any, batch: int) -> str:
     found = _Finite()
     with np.errstate(all="ignore"), model.grid.observers.watched_by(found):
         found.note("the images", x)
-        run = model.run_forward(real_array("x", x, model.dtype), training=True, batch_size=batch)
-        try:
-            y, local = run.output, model.local_targets(targets, batch)
-            found.note("the cost", np.array([model.cost.value(y, local, model.output.total)]))
-            dy = model.cost.gradient(y, local, model.output.total)
-            found.note("the gradient of the cost", dy)
-            model.fill_gradients(run, (dy / batch).astype(model.dtype))
-        finally:
-            run.close()
+        model.loss_and_gradients(x, targets, batch)
     return first(model.grid.world, found.notes) or "the sum of the gradients over all ranks"
 
 
@@ -117,22 +108,24 @@ def locate_in_stage(stage: Autoencoder, x: Any, batch: int) -> str:
     found, name = _Finite(), stage.name
     with np.errstate(all="ignore"), stage.grid.observers.watched_by(found):
         found.note("the images", x)
-        y = stage.fprop(x, training=True)
-        for weights in stage.layer.params.values():
-            found.note(f"the weights of layer '{name}'", weights)
-        found.note(f"the output of layer '{name}'", stage.z)
-        found.note(f"the reconstruction of the input of layer '{name}'", y.residual)
-        found.note(f"the cost of {stage}", np.array([stage.cost.value(y)]))
-        stage.bprop(y, 1 / batch)
-        for gradient in stage.layer.grads.values():
-            found.note(f"the gradients of the weights of layer '{name}'", gradient)
+        stage.layer.grads.begin()
+        for lo, hi in stage.model.micro_batches(len(x)):
+            y = stage.fprop(x[lo:hi], training=True)
+            for weights in stage.layer.params.values():
+                found.note(f"the weights of layer '{name}'", weights)
+            found.note(f"the output of layer '{name}'", stage.z)
+            found.note(f"the reconstruction of the input of layer '{name}'", y.residual)
+            found.note(f"the cost of {stage}", np.array([stage.cost.value(y)]))
+            stage.bprop(y, 1 / batch)
+        stage.sum_gradient()
+        found.note(f"the gradients of the weights of layer '{name}'", stage.layer.grads["weights"])
     return first(stage.grid.world, found.notes) or f"the cost of {stage}"
 
 
-def first(world: Transport, notes: list[tuple[str, bool]]) -> str | None:
+def first(world: Transport, notes: dict[str, bool]) -> str | None:
     """Return the first of the notes, made in the same order on all ranks, that is bad on a rank; collective."""
-    found = world.allgather([bad for _, bad in notes])
-    for (what, _), everywhere in zip(notes, zip(*found, strict=True), strict=True):
+    found = world.allgather(list(notes.values()))
+    for what, everywhere in zip(notes, zip(*found, strict=True), strict=True):
         ranks = [str(rank) for rank, bad in enumerate(everywhere) if bad]
         if ranks:
             on = f" on rank{'s'[: len(ranks) > 1]} {', '.join(ranks[:4])}{' ...' if len(ranks) > 4 else ''}"

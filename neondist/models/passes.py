@@ -59,7 +59,7 @@ class ModelPass:
                 f"dy has {len(dy)} samples, but the pass forward had {self._run.samples}; run fprop of its batch right"
                 " before bprop"
             )
-        dx = model.whole_input_gradient(model.run_backward(self._run, dy, again=True))
+        dx = model.whole_input_gradient(model.run_backward(self._run, dy))
         model.sum_gradients()
         return dx
 

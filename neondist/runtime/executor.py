@@ -121,6 +121,8 @@ class Executor:
     context : Context
     input_tile : tuple of int
         Shape of this rank's tile of the input, without the batch.
+    samples : int
+        Of this rank, in most passes: memory is made for so many.
     layer_task : type
         What runs a layer's step.
     """
@@ -130,9 +132,10 @@ class Executor:
         graph: Graph,
         context: Context,
         input_tile: tuple[int, ...],
+        samples: int,
         layer_task: Callable[[int, Step, Layer], Task] = LayerTask,
     ) -> None:
-        self.graph, self.context = graph, context
+        self.graph, self.context, self.samples = graph, context, samples
         self.tasks: list[Task] = []
         for at, step in enumerate(graph.steps):
             if step.layer is not None:
@@ -161,17 +164,23 @@ class Executor:
 
     def forward(self, x: Any, phase: Phase, nodes: int | None = None) -> Pass:
         """Return a new pass for this rank's tile of the input, through the first so many nodes (default: all)."""
+        return self.forward_together([x], [phase], nodes)[0]
+
+    def forward_together(self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None) -> list[Pass]:
+        """Return passes that take each step together: micro-batches, which have the statistics of all of them."""
         steps, last = self.graph.ends[-1 if nodes is None else nodes]
-        run = Pass(self, self._workspace(), phase, len(x), steps)
-        values = {0: x}
+        runs = [Pass(self, self._workspace(), phase, len(x), steps) for x, phase in zip(xs, phases, strict=True)]
+        values: list[dict[int, Any]] = [{0: x} for x in xs]
         for task in self.tasks[:steps]:
-            y = task.forward(run, *[values[value] for value in task.inputs])
-            for value in task.inputs:
-                if self._last_reader[value] == task.at and value != last:
-                    values.pop(value, None)
-            values[task.output] = y
-        run.output = values[last]
-        return run
+            found = task.forward(runs, [[held[value] for value in task.inputs] for held in values])
+            for held, y in zip(values, found, strict=True):
+                for value in task.inputs:
+                    if self._last_reader[value] == task.at and value != last:
+                        held.pop(value, None)
+                held[task.output] = y
+        for run, held in zip(runs, values, strict=True):
+            run.output = held[last]
+        return runs
 
     def backward(self, run: Pass, dy: Any, first: int = 0, wanted: bool = True, again: bool = True) -> Any:
         """Return the gradient of this rank's tile of the input, given that of the output; fill in the layers' grads.
@@ -185,19 +194,34 @@ class Executor:
         again : bool
             Whether the pass may be gone back through again; costs a copy of what a way back uses up.
         """
-        stop, value = self.graph.ends[first]
         with run.workspace.arena.kept(run.samples) if again else nullcontext():
-            gradients = {self.graph.ends_at(run.steps): dy}
-            for task in reversed(self.tasks[stop : run.steps]):
-                needed = [wanted or v != value for v in task.inputs]
-                found = task.backward(run, gradients.pop(task.output), needed)
-                for v, dx, need in zip(task.inputs, found, needed, strict=True):
-                    if need:
-                        self._add(run, gradients, v, dx)
-                if not again:
-                    run.contexts[task.at] = None
-            dx = gradients.get(value) if wanted else None
+            contexts = run.contexts[:]
+            (dx,) = self.backward_together([run], [dy], first, wanted)
+            if again:
+                run.contexts = contexts
             return dx.copy() if again and dx is not None else dx
+
+    def backward_together(
+        self, runs: Sequence[Pass], dys: Sequence[Any], first: int = 0, wanted: bool = False
+    ) -> list[Any]:
+        """Return the same for each of the passes of `forward_together`, once."""
+        stop, value = self.graph.ends[first]
+        steps = runs[0].steps
+        gradients: list[dict[int, Any]] = [{self.graph.ends_at(steps): dy} for dy in dys]
+        for task in reversed(self.tasks[stop:steps]):
+            needed = [wanted or v != value for v in task.inputs]
+            found = task.backward(runs, [held.pop(task.output) for held in gradients], needed)
+            for run, held, dxs in zip(runs, gradients, found, strict=True):
+                for v, dx, need in zip(task.inputs, dxs, needed, strict=True):
+                    if need:
+                        self._add(run, held, v, dx)
+                run.contexts[task.at] = None
+        return [held.get(value) if wanted else None for held in gradients]
+
+    @property
+    def over_batch(self) -> bool:
+        """Whether a step of training needs all samples at once somewhere: then micro-batches have to go together."""
+        return any(task.over_batch for task in self.tasks)
 
     def _add(self, run: Pass, gradients: dict[int, Any], value: int, dx: Any) -> None:
         if len(self.graph.readers[value]) == 1:
@@ -221,8 +245,7 @@ class Executor:
         if self.free:
             self.free.sort(key=lambda space: -space.number)
             return self.free.pop()
-        lo, hi = self.context.grid.sample_range(self.context.batch_size)
-        arena = Arena(self.plan, hi - lo, self.context.dtype, self.context.backend)
+        arena = Arena(self.plan, self.samples, self.context.dtype, self.context.backend)
         space = Workspace(self.made, arena, self.shapes)
         space.use(self.tasks)
         self.made += 1

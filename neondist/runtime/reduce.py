@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from ..comm import Reductions
 from ..layers import Reduction
+
+
+def joined(how: Reduction, partials: Sequence[Any]) -> Any:
+    """Return what the partial results of this rank's micro-batches come to; None, as each of them: nothing."""
+    if len(partials) == 1 or partials[0] is None:
+        return partials[0]
+    return sum(partials[1:], partials[0]) if how.combine == "sum" else merged(np.stack(partials))
 
 
 def combine(log: Reductions, how: Reduction, partial: Any) -> Any:

@@ -11,25 +11,28 @@ import numpy as np
 
 from ..layers import Branches, Layer, StepContext
 from ..plan import Step
-from .reduce import combine
+from .reduce import combine, joined
 
 if TYPE_CHECKING:
     from .executor import Pass
 
 
 class Task(ABC):
-    """A step of the graph, on this rank."""
+    """A step of the graph, on this rank, for all passes that go together."""
+
+    #: whether it needs all samples of a batch at once
+    over_batch = False
 
     def __init__(self, at: int, step: Step) -> None:
         self.at, self.inputs, self.output = at, step.inputs, step.output
 
     @abstractmethod
-    def forward(self, run: Pass, *inputs: Any) -> Any:
-        """Return this rank's tile of the value, given those of the inputs."""
+    def forward(self, runs: Sequence[Pass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return, for each pass, this rank's tile of the value, given those of the inputs."""
 
     @abstractmethod
-    def backward(self, run: Pass, dy: Any, needed: Sequence[bool]) -> Sequence[Any]:
-        """Return the gradients of the inputs, None for those that are not needed, given that of the value."""
+    def backward(self, runs: Sequence[Pass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+        """Return the gradients of each pass's inputs, None for those not needed, given that of the value."""
 
 
 class JoinTask(Task):
@@ -39,15 +42,16 @@ class JoinTask(Task):
         super().__init__(at, step)
         self.join = join
 
-    def forward(self, run: Pass, *inputs: Any) -> Any:
-        """Write the joined value where its reader wants it."""
-        y = run.workspace.value_place(self.output, run.samples)
-        self.join.combine(inputs, y)
-        return y
+    def forward(self, runs: Sequence[Pass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        """Write the joined values where their reader wants them."""
+        found = [run.workspace.value_place(self.output, run.samples) for run in runs]
+        for values, y in zip(inputs, found, strict=True):
+            self.join.combine(values, y)
+        return found
 
-    def backward(self, run: Pass, dy: Any, needed: Sequence[bool]) -> Sequence[Any]:
+    def backward(self, runs: Sequence[Pass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return parts of dy, or dy itself."""
-        return self.join.split(dy)
+        return [self.join.split(dy) for dy in dys]
 
 
 class LayerTask(Task):
@@ -60,36 +64,47 @@ class LayerTask(Task):
         self.layer, self.array, self.name = layer, layer.input, str(layer.name)
         self.windowed = not self.array.plan.trivial
         self.reductions = {one.direction: one for one in layer.reductions_for(layer.input_shape)}
+        self.over_batch = any(one.over_batch for one in self.reductions.values())
         self.observers = layer.context.grid.observers
 
-    def forward(self, run: Pass, *inputs: Any) -> Any:
-        """Make the view, reduce, compute, activate."""
+    def forward(self, runs: Sequence[Pass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        """Make the views, reduce, compute, activate."""
         if not self.observers:
-            return self._forward(run, *inputs)
+            return self._forward(runs, inputs)
         for weights in self.layer.params.values():
             self.observers.value(self.layer, "weights", weights)
         with self.observers.during("layer", self.name, "forward"):
-            y = self._forward(run, *inputs)
-        self.observers.value(self.layer, "output", y)
-        return y
+            found = self._forward(runs, inputs)
+        for y in found:
+            self.observers.value(self.layer, "output", y)
+        return found
 
-    def backward(self, run: Pass, dy: Any, needed: Sequence[bool]) -> Sequence[Any]:
+    def backward(self, runs: Sequence[Pass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Do the adjoint of all that, and fill in the layer's gradients."""
         if not self.observers:
-            return [self._backward(run, dy, needed[0])]
+            return self._backward(runs, dys, needed[0])
         with self.observers.during("layer", self.name, "backward"):
-            dx = self._backward(run, dy, needed[0])
+            found = self._backward(runs, dys, needed[0])
         for gradient in self.layer.grads.values():
             self.observers.value(self.layer, "gradients of the weights", gradient)
-        self.observers.value(self.layer, "gradient of the input", dx)
-        return [dx]
+        for (dx,) in found:
+            self.observers.value(self.layer, "gradient of the input", dx)
+        return found
 
-    def _forward(self, run: Pass, x: Any) -> Any:
+    def _forward(self, runs: Sequence[Pass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        calls = [self._seen(run, x) for run, (x,) in zip(runs, inputs, strict=True)]
+        self._reduce("forward", calls)
+        return [self._computed(ctx, view) for ctx, view in calls]
+
+    def _seen(self, run: Pass, x: Any) -> tuple[StepContext, Any]:
+        """Return a new call's ctx and view."""
         layer, space, samples = self.layer, run.workspace, run.samples
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_place, self.output, samples))
         run.contexts[self.at] = ctx
-        view = x if not self.windowed else self.halo("forward", ctx, space.view(self, samples), x)
-        ctx.reduced = self._reduced("forward", ctx, view)
+        return ctx, x if not self.windowed else self.halo("forward", ctx, space.view(self, samples), x)
+
+    def _computed(self, ctx: StepContext, view: Any) -> Any:
+        layer = self.layer
         y = self.compute(ctx, view)
         if layer.scatters is not None:
             y = layer.finish(ctx, ctx.scatter_add(layer.scatters, y))
@@ -114,24 +129,34 @@ class LayerTask(Task):
             ctx.shield(y)
         return y
 
-    def _backward(self, run: Pass, dy: Any, needed: bool) -> Any:
-        layer, space, samples = self.layer, run.workspace, run.samples
-        ctx = run.contexts[self.at]
+    def _backward(self, runs: Sequence[Pass], dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
+        calls = [self._given(run, dy, needed) for run, dy in zip(runs, dys, strict=True)]
+        self._reduce("backward", calls)
+        return [[self._computed_back(run, *call)] for run, call in zip(runs, calls, strict=True)]
+
+    def _given(self, run: Pass, dy: Any, needed: bool) -> tuple[StepContext, Any]:
+        """Return a call's ctx, and the gradient of what the layer's forward returned."""
+        layer, ctx = self.layer, run.contexts[self.at]
         assert ctx is not None
         if layer.activation is not None and not ctx.activated:
             dy = layer.activation.bprop(ctx.output, dy)
+        ctx.needs_input_gradient = needed
+        if layer.gathers is None or not needed:
+            ctx.offer(partial(run.workspace.gradient_place, self, run.samples))
+        return ctx, dy
+
+    def _computed_back(self, run: Pass, ctx: StepContext, dy: Any) -> Any:
+        layer, space = self.layer, run.workspace
+        needed = ctx.needs_input_gradient
         if layer.gathers is not None and needed:
             return self._gathered(ctx, dy)
-        ctx.needs_input_gradient = needed
-        ctx.offer(partial(space.gradient_place, self, samples))
         if layer.scatters is not None:
             dy = ctx.gather(layer.scatters, layer.to_gather(ctx, dy))
-        ctx.reduced = self._reduced("backward", ctx, dy)
         dview = self.compute_back(ctx, dy)
         if not needed:
             return None
         if self.windowed:
-            return self.halo("backward", ctx, space.view(self, samples), dview)
+            return self.halo("backward", ctx, space.view(self, run.samples), dview)
         return self._copied(ctx, dview) if dview is not ctx.offered and space.arena.owns(dview) else dview
 
     def _copied(self, ctx: StepContext, array: Any) -> Any:
@@ -168,14 +193,20 @@ class LayerTask(Task):
         with self.observers.during("halo", self.name, direction):
             return move(array, ctx.phase)
 
-    def _reduced(self, direction: str, ctx: StepContext, array: Any) -> Any:
-        """Return what all ranks' partial results come to; None: the layer reduces nothing in this pass."""
+    def _reduce(self, direction: str, calls: Sequence[tuple[StepContext, Any]]) -> None:
+        """Let each ctx have what all ranks' partial results come to; None: nothing is reduced in this pass."""
         how = self.reductions.get(direction)
         if how is None:
-            return None
-        mine = self.partial_result(direction, ctx, array)
-        if mine is None or how.group is None:
-            return mine
-        self.array.reductions.direction = direction
-        with self.observers.during("reduce", self.name, direction):
-            return combine(self.array.reductions, how, mine)
+            for ctx, _ in calls:
+                ctx.reduced = None
+            return
+        mine = [self.partial_result(direction, ctx, array) for ctx, array in calls]
+        if how.over_batch:
+            mine = [joined(how, mine)]
+        if mine[0] is not None and how.group is not None:
+            self.array.reductions.direction = direction
+            with self.observers.during("reduce", self.name, direction):
+                mine = [combine(self.array.reductions, how, one) for one in mine]
+        for at, (ctx, _) in enumerate(calls):
+            ctx.repeats = how.over_batch and at > 0
+            ctx.reduced = mine[0 if how.over_batch else at]

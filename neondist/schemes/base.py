@@ -40,6 +40,11 @@ class Scheme(Registered, ABC):
     remembers: Sequence[str] = ()
     formula = "each way H = n c (2 O (h + w) + 4 O²) numbers"
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether it keeps something from one training step for the next."""
+        return bool(self.remembers) or type(self).remembered is not Scheme.remembered
+
     @abstractmethod
     def forward(self, way: Way) -> None:
         """Carry cells over the border."""

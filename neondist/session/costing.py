@@ -44,12 +44,12 @@ def layer_costs(model: Model, plans: ModelPlan, batch_size: int, grid: GridShape
     itemsize = model.dtype.itemsize
     per_value = itemsize * (2 + len(model.optimizer.slots(0, model.dtype)))  # value, gradient, slots
     shares = [hi - lo for lo, hi in (split(batch_size, grid.replicas, i) for i in range(grid.replicas))]
-    samples = shares[0]  # of the fullest replica
+    samples = held_samples(model, plans, shares[0])  # of the fullest replica
     costs, ungiven = [], Graph(model.layers, plans.input_shape).first_layers
     for index, (layer, plan) in enumerate(zip(model.leaves, plans, strict=True)):
         channels = plan.input_shape[-1] * itemsize
         home = layer not in ungiven  # the images need no gradient, so nothing travels home from what they go into
-        sent = sent_bytes(plan, samples, itemsize, home)
+        sent = sent_bytes(plan, shares[0], itemsize, home)
         held = max((1 + (index > 0)) * box.size * channels for box in plan.kept)
         costs.append(
             LayerCosts(
@@ -62,12 +62,19 @@ def layer_costs(model: Model, plans: ModelPlan, batch_size: int, grid: GridShape
     return costs
 
 
+def held_samples(model: Model, plans: ModelPlan, samples: int) -> int:
+    """Return how many of a rank's samples are in memory at once: a micro-batch, if none waits for another."""
+    over_batch = any(one.over_batch for plan in plans for one in plan.sums)
+    return samples if over_batch else -(-samples // model.accumulate)
+
+
 def planned_memory(model: Model, plans: ModelPlan, batch_size: int, grid: GridShape) -> int:
     """Return the bytes of one block for all views and gradients, on the rank that needs most.
 
     Arrays that never live at the same moment of a step share memory in it; kernels' scratch space is not counted.
     """
-    samples, graph = split(batch_size, grid.replicas, 0)[1], Graph(model.layers, plans.input_shape)
+    samples = held_samples(model, plans, split(batch_size, grid.replicas, 0)[1])
+    graph = Graph(model.layers, plans.input_shape)
     by_layer = {id(layer): plan for layer, plan in zip(model.leaves, plans, strict=True)}
     of_steps = [by_layer.get(id(step.layer)) for step in graph.steps]
 

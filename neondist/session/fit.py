@@ -164,7 +164,7 @@ def evaluate(model: Model, split: Split, batch_size: int, metrics: Sequence[Metr
     split : Split
         This rank's tiles and all targets.
     batch_size : int
-        Samples per pass, over all replicas.
+        Samples per pass, over all replicas; fewer, if the model accumulates micro-batches.
     metrics : sequence of Metric
 
     Returns
@@ -173,6 +173,7 @@ def evaluate(model: Model, split: Split, batch_size: int, metrics: Sequence[Metr
         Equal on every rank; NaN where there is nothing to count.
     """
     sums = np.zeros(1 + 2 * len(metrics))
+    batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
     parts = (at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts))
     with closing(split.batches(parts, model.dtype)) as read:

@@ -57,7 +57,7 @@ def pretrain_steps(kind, grid=None, batch=6, steps=3):
         found[f"{stage.name} cost"] = np.array([stage.train_batch(x, None, batch) for _ in range(steps)])
         y = stage.fprop(x)
         found[f"{stage.name} reconstruction"] = stage.output.gather(y.residual + y.x)
-        stage.bprop(y, 1 / batch)
+        stage.cost_and_gradient(x, 1 / batch)
         found[f"{stage.name} gradient"] = model.gradients()[f"{stage.name}/weights"]
     labels = np.arange(batch) % 4
     losses = []

@@ -20,7 +20,7 @@ class ToyModel:
         self.grid, self.dtype, self.seed = ProcessGrid.serial(), np.dtype("float64"), 7
         self.optimizer, self.cost = optimizer or SGD(0.1), CrossEntropy()
         self.output_shape, self.bytes_sent, self.bytes_summed = (classes,), 0, 0
-        self.step, self.learning_rate_scale = 0, 1.0
+        self.step, self.learning_rate_scale, self.accumulate = 0, 1.0, 1
         self.weights = np.linspace(-1, 1, classes)
         self.slots = self.optimizer.slots(classes, self.dtype)
         self.output = SimpleNamespace(total=lambda array: array)

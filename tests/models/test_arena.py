@@ -136,13 +136,15 @@ class Apart(Arena):
 class PoisonTask(LayerTask):
     """Before a layer works, all that does not live at that moment is NaN; memory is apart."""
 
-    def _forward(self, run, *inputs):
-        poison(run, self.at)
-        return super()._forward(run, *inputs)
+    def _forward(self, runs, inputs):
+        for run in runs:
+            poison(run, self.at)
+        return super()._forward(runs, inputs)
 
-    def _backward(self, run, dy, needed):
-        poison(run, 2 * len(run.executor.tasks) - 1 - self.at)
-        return super()._backward(run, dy, needed)
+    def _backward(self, runs, dys, needed):
+        for run in runs:
+            poison(run, 2 * len(run.executor.tasks) - 1 - self.at)
+        return super()._backward(runs, dys, needed)
 
 
 def poison(run, moment):

@@ -55,7 +55,7 @@ def test_the_gradient_is_that_of_the_whole_cost(kind):
     model, x = built(kind, batch=2)
     model.sparsity = 0.7
     for stage in model.stages:
-        stage.bprop(stage.fprop(x))
+        stage.cost_and_gradient(x)
         gradient, weights = stage.layer.grads["weights"].copy(), stage.layer.params["weights"]
         direction = np.random.default_rng(0).normal(size=weights.shape)
         step = 1e-5 * direction

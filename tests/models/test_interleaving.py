@@ -43,9 +43,9 @@ def layers(kind=""):
     ]
 
 
-def built(kind="", grid=None, backend="numpy", **more):
+def built(kind="", grid=None, backend="numpy", batch=4, **more):
     model = (nd.ConvnetDist if kind else nd.Convnet)(layers(kind), dtype="float64", seed=3, backend=backend, **more)
-    model.build(SHAPE, 4, grid)
+    model.build(SHAPE, batch, grid)
     return model
 
 
