@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,14 @@ class Observer:
     'reduce' (all ranks add up), 'wait' (inside MPI), 'cost', 'sync' (of the gradients), 'update'.
     """
 
-    def begin(self, what: str, name: str, direction: str) -> None:
-        """Something begins, for the layer of this name where there is one, in the 'forward' or 'backward' pass."""
+    def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
+        """Something begins, for the layer of this name where there is one, in the 'forward' or 'backward' pass.
+
+        Parameters
+        ----------
+        subject : Exchange, str or None
+            What a 'wait' is for: messages, or one of comm.GROUPS, whose ranks add up.
+        """
 
     def end(self, what: str, name: str, direction: str) -> None:
         """It has ended, or failed."""
@@ -36,7 +42,7 @@ class Observers:
     """All that watch one grid's ranks; at first nobody does, and the cost is one `if`."""
 
     def __init__(self) -> None:
-        self.watching: list[Observer] = []
+        self.watching: tuple[Observer, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.watching)
@@ -46,23 +52,40 @@ class Observers:
         for observer in self.watching:
             observer.value(layer, name, array)
 
-    @contextmanager
-    def during(self, what: str, name: str = "", direction: str = "") -> Iterator[None]:
-        """Tell that something begins and, at the end of the block, ends."""
-        watching = self.watching[:]
-        for observer in watching:
-            observer.begin(what, name, direction)
-        try:
-            yield
-        finally:
-            for observer in reversed(watching):
-                observer.end(what, name, direction)
+    def during(self, what: str, name: str = "", direction: str = "", subject: Any = None) -> During:
+        """Return a block at whose beginning and end all are told of it."""
+        return During(self.watching, what, name, direction, subject)
+
+    def add(self, *observers: Observer) -> None:
+        """Let these watch from now on; whatever is at work already ends unseen."""
+        self.watching = (*self.watching, *observers)
+
+    def remove(self, *observers: Observer) -> None:
+        """Let them watch no longer; they still see the end of what is at work."""
+        self.watching = tuple(one for one in self.watching if one not in observers)
 
     @contextmanager
     def watched_by(self, *observers: Observer) -> Iterator[None]:
         """Let these watch, in the block."""
-        self.watching = [*self.watching, *observers]
+        self.add(*observers)
         try:
             yield
         finally:
-            self.watching = [one for one in self.watching if one not in observers]
+            self.remove(*observers)
+
+
+class During:
+    """The time of something that observers are told of; a generator would cost a step more."""
+
+    __slots__ = "direction", "name", "subject", "watching", "what"
+
+    def __init__(self, watching: Sequence[Observer], what: str, name: str, direction: str, subject: Any) -> None:
+        self.watching, self.what, self.name, self.direction, self.subject = watching, what, name, direction, subject
+
+    def __enter__(self) -> None:
+        for observer in self.watching:
+            observer.begin(self.what, self.name, self.direction, self.subject)
+
+    def __exit__(self, *error: object) -> None:
+        for observer in reversed(self.watching):
+            observer.end(self.what, self.name, self.direction)

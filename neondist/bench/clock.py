@@ -28,7 +28,7 @@ class Clock(Observer):
         self._stack: list[tuple[str, str]] = []
         self._mark = 0.0
 
-    def begin(self, what: str, name: str, direction: str) -> None:
+    def begin(self, what: str, name: str, direction: str, subject: object) -> None:
         """Charge what comes to a row, or to the row at work."""
         self._charge()
         row = _ROWS.get(what) or name or (self._stack[-1][0] if self._stack else REST)

@@ -79,9 +79,10 @@ def _on_ranks(
     """Work on the experiment that `find` returns, here or on ranks that mpirun starts."""
 
     def do(world: Transport, experiment: Any) -> int:
+        grid = experiment.open_grid(world)
         if arguments.watchdog is not None:
-            arguments.watchdog.passes = lambda: experiment.model.passes
-        work(experiment, experiment.open_grid(world))
+            arguments.watchdog.observe(grid)
+        work(experiment, grid)
         return 0
 
     return on_ranks(arguments, find, do)

@@ -50,10 +50,7 @@ class Reductions:
     def allreduce(self, group: str, array: Any, op: ReduceOp = "sum") -> Any:
         """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over that."""
         transport = self.grid.group(group)
-        if self.grid.observers:
-            with self.grid.observers.during("wait", "", self.direction):
-                transport.allreduce(array, op)
-        else:
+        with self.grid.observers.during("wait", "", self.direction, group):
             transport.allreduce(array, op)
         if transport.size > 1 and array.nbytes:
             self.recorded[self.direction, group, array.nbytes] += 1
@@ -64,7 +61,7 @@ class Reductions:
         transport = self.grid.group(group)
         if transport.size > 1 and array.nbytes:
             self.recorded[self.direction, group, array.nbytes] += 1
-        with self.grid.observers.during("wait", "", self.direction):
+        with self.grid.observers.during("wait", "", self.direction, group):
             return transport.allgather_array(array)
 
     @property

@@ -85,7 +85,7 @@ class Exchange(ABC):
         if not self.observers:
             work()
             return
-        with self.observers.during("wait"):
+        with self.observers.during("wait", subject=self):
             work()
 
     @abstractmethod

@@ -46,8 +46,8 @@ class Autoencoder:
         self.cost = ReconstructionCost(model.sparsity, model.epsilon)
         self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
-        self.learning_rate_scale, self.step, self.uncounted, self.passes = 1.0, 0, 0, 0
         self.accumulate = model.accumulate
+        self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.slots: dict[str, Any] = {}
         self.phase = Phase(training=False)
 
@@ -88,7 +88,6 @@ class Autoencoder:
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Reconstruction:
         """Return the reconstruction of the stage's input for this rank's tile of the images."""
-        self.passes += 1
         self.phase = Phase(training, self.step)  # the schemes ask for it
         x = self.inputs(x)
         self.z = self.encode(x)

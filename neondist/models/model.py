@@ -69,8 +69,6 @@ class Model(Registered):
         Training steps so far.
     uncounted : int
         How many of them the optimiser does not count: skipped ones, and all before it began anew.
-    passes : int
-        Batches that have come by, in training or not.
     nonfinite : {'stop', 'skip'}
         What a training step does where a loss or gradient is not finite.
     trouble : Trouble
@@ -106,7 +104,7 @@ class Model(Registered):
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = integer("seed", seed, 0), backend, np.dtype(dtype)
         self.accumulate = accumulate
-        self.learning_rate_scale, self.step, self.uncounted, self.passes = 1.0, 0, 0, 0
+        self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
         self._pending: dict[str, Any] | None = None
@@ -249,7 +247,6 @@ class Model(Registered):
         """Do as `forward` without a copy: layers may keep x, and the output is memory of the pass."""
         batch = self._batch(x, batch_size)
         self.input.check_tile("x", x)
-        self.passes += 1
         return self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
 
     def run_backward(self, run: Pass, dy: Any) -> Any:
@@ -323,7 +320,6 @@ class Model(Registered):
         self.input.check_tile("x", x)
         local, first = self.local_targets(targets, batch), self.grid.sample_range(batch)[0]
         scale, value = 1.0 / (batch * self.cost.cells(self.output_shape)), 0.0
-        self.passes += 1
         self._built().begin_gradients()
         parts = self.micro_batches(len(x))
         for together in [parts] if self.executor.over_batch else [[part] for part in parts]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .hooks import Hook
 from .io_counts import is_stopped, moved, written
 from .run import TrainState
-from .whereabouts import whereabouts
+from .whereabouts import Whereabouts, calls
 
 if TYPE_CHECKING:
     from ..comm import ProcessGrid, Transport
@@ -33,10 +33,10 @@ def end(world: Transport | None, patience: float) -> None:
 class Watchdog(Hook):
     """End the job where a rank makes no progress for too long, instead of hanging.
 
-    Progress is a batch that passes, bytes that a rank of this machine reads or writes, files that grow in the run's
+    Progress is a pass that goes on, bytes that a rank of this machine reads or writes, files that grow in the run's
     folder, and outside of runs another place in the code: a slow checkpoint is none that hangs. A thread looks now and
-    then; a step pays nothing for it. Where the rank is - in which layer's exchange, in which sum, or in whose code - it
-    reads from the stack of the thread that trains. Time in which the process was stopped does not count.
+    then. In which layer's exchange or in which sum the rank waits an observer knows; where it waits in none the report
+    ends with the last calls. Time in which the process was stopped does not count.
 
     Parameters
     ----------
@@ -73,9 +73,8 @@ class Watchdog(Hook):
         self.done: threading.Event | None = None
         self.watched = 0
         self.world: Transport | None = None
-        self.grid: ProcessGrid | None = None
         self.peers: dict[int, int] = {}
-        self.passes: Callable[[], int] = int
+        self.work: Whereabouts | None = None
         self.run: TrainState | None = None
 
     def open(self) -> None:
@@ -98,16 +97,29 @@ class Watchdog(Hook):
         if self.done is not None:
             self.done.set()
             self.done = None
+        self._leave()
 
     def join(self, world: Transport, peers: Sequence[tuple[str, int]], host: str) -> None:
         """Take note of the ranks: of the machine and process number of each, and of this machine's name."""
         self.world, self.rank, self.size = world, world.rank, world.size
         self.peers = {rank: pid for rank, (name, pid) in enumerate(peers) if name == host and rank != world.rank}
 
+    def observe(self, grid: ProcessGrid) -> None:
+        """Take note of what passes on this grid do."""
+        self._leave()
+        self.world, self.rank, self.size = grid.world, grid.rank, grid.size
+        self.work = Whereabouts(grid)
+        grid.observers.add(self.work)
+
+    def _leave(self) -> None:
+        if self.work is not None:
+            self.work.grid.observers.remove(self.work)
+            self.work = None
+
     def before_run(self, run: TrainState) -> None:
         """Take note of the run."""
-        self.run, self.grid, self.world = run, run.grid, run.grid.world
-        self.rank, self.size, self.passes = run.grid.rank, run.grid.size, lambda: run.model.passes
+        self.observe(run.grid)
+        self.run = run
         self._begin()
 
     def after_run(self, run: TrainState) -> None:
@@ -126,29 +138,25 @@ class Watchdog(Hook):
             now = time.monotonic()
             idle, last = idle + min(now - last, 2 * tick), now
             bytes_moved = moved([os.getpid(), *self.peers.values()])
-            found = (self._position(), self.passes(), bytes_moved, written(self.folder))
+            found = (self._position(), bytes_moved, written(self.folder))
             if found != seen:
                 seen, idle = found, 0.0
             elif idle > self.timeout:
                 self.report(self._text())
                 return self.end(self.world, self.timeout / 4)
 
-    def _position(self) -> list[tuple[object, int]]:
-        """Return where the code is; in a run, whose batches pass, only that there is one."""
-        frame = None if self.run is not None else sys._current_frames().get(self.watched)
-        found: list[tuple[object, int]] = []
-        while frame is not None:
-            found.append((frame.f_code, frame.f_lasti))
-            frame = frame.f_back
-        return found
+    def _position(self) -> tuple[int, str]:
+        """Return how far passes have come, and outside of runs, which have none that are slow, where the code is."""
+        work = self.work
+        return 0 if work is None else work.begun, calls(self.watched) if self.run is None else ""
 
     def _text(self) -> str:
-        frame = sys._current_frames().get(self.watched)
         place = "outside of steps" if self.run is None else f"step {self.run.step + 1}"
-        lines = [
-            f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {place}:"
-            f" {whereabouts(frame, self.grid)}"
-        ]
+        head = f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {place}"
+        doing, waits = ("", False) if (work := self.work) is None else (str(work), work.waits)
+        lines = [f"{head}: {doing}" if doing else head]
+        if not waits:
+            lines = [f"{lines[0]}, most recent call first:", calls(self.watched) or "  none: its thread is gone"]
         lines += [
             f"rank {rank} of {self.size}: is stopped (process {pid}, by SIGSTOP, a debugger or a terminal)"
             for rank, pid in self.peers.items()

@@ -1,58 +1,83 @@
-"""What a thread is doing, in words: read from its stack, so that a step pays nothing for it."""
+"""What a rank is doing, in words."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import sys
-from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..comm import ProcessGrid
+from ..comm import Exchange, ProcessGrid
+from ..observer import Observer
 
-PACKAGE = str(Path(__file__).parents[1])
-COMM = str(Path(__file__).parents[1] / "comm")
+_WORK = {"cost": "cost: ", "sync": "sum of gradients: ", "update": "update: "}
+_CALLS = 12
 
 
-def whereabouts(frame: FrameType | None, grid: ProcessGrid | None) -> str:
-    """Return in words what the thread of a stack is doing: what it waits for, or which code it is in, and the layer."""
-    frames: list[FrameType] = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    doing = _doing(frames, grid)
-    for each in frames:
-        passing = each.f_code.co_name if each.f_code.co_name in ("forward", "backward") else ""
-        layer = getattr(each.f_locals.get("self"), "name", None)
-        if passing and layer:
-            return f"{passing} pass of layer '{layer}': {doing}"
-    return doing
+class Whereabouts(Observer):
+    """Knows what is at work in the passes of a grid's models; another thread may ask.
+
+    Attributes
+    ----------
+    begun : int
+        Counts what has begun: it goes on as long as passes do.
+    """
+
+    def __init__(self, grid: ProcessGrid) -> None:
+        self.grid, self.begun = grid, 0
+        self._at_work: list[tuple[str, str, str, Any]] = []
+
+    def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
+        """Take note of it."""
+        self.begun += 1
+        self._at_work.append((what, name, direction, subject))
+
+    def end(self, what: str, name: str, direction: str) -> None:
+        """Take note of it; what was at work before goes on."""
+        self._at_work.pop()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks, as far as passes do."""
+        return any(what == "wait" for what, *_ in [*self._at_work])
+
+    def __str__(self) -> str:
+        """Say in which layer, or which other part of a step, it is, and what it waits for; '' outside of passes."""
+        place, doing = "", ""
+        for what, name, direction, subject in [*self._at_work]:
+            if what == "layer":
+                place, doing = f"{direction} pass of layer '{name}': ", "waits for nobody"
+            elif what == "wait":
+                doing = self._waiting(subject)
+            else:
+                place, doing = _WORK.get(what, place), doing or "waits for nobody"
+        return place + doing
+
+    def _waiting(self, subject: Exchange | str) -> str:
+        if isinstance(subject, str):
+            return f"waits in a sum over {self._group(subject)}"
+        first = self.grid.rank - self.grid.tile  # of this replica
+        peers = sorted({first + message.peer for message in (*subject.receives, *subject.sends)})
+        return f"waits in its halo exchange for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))}"
+
+    def _group(self, name: str) -> str:
+        grid = self.grid
+        if name == "world":
+            return f"all {grid.size} ranks"
+        return f"the tiles of replica {grid.replica}" if name == "tiles" else f"the replicas of tile {grid.tile}"
 
 
-def _doing(frames: list[FrameType], grid: ProcessGrid | None) -> str:
-    """Return what the innermost frame of neondist's communication waits for, else where the code is."""
-    waiting, inside = "", 0
-    while inside < len(frames) and frames[inside].f_code.co_filename.startswith(COMM):
-        frame, inside = frames[inside], inside + 1
-        owner: Any = frame.f_locals.get("self")
-        if hasattr(owner, "receives"):
-            first = grid.rank - grid.tile if grid is not None else 0  # of this replica
-            peers = sorted({first + message.peer for message in (*owner.receives, *owner.sends)})
-            waiting = f"waits in its halo exchange for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))}"
-        elif hasattr(owner, "allreduce") and hasattr(owner, "size"):  # a transport
-            waiting = f"waits in {frame.f_code.co_name} over {owner.size} ranks, "
-    if waiting:
-        return waiting + (_place(frames[inside]) if waiting.endswith(", ") else "")
-    own = next((f for f in frames if not _is_library(f.f_code.co_filename)), frames[0] if frames else None)
-    return "is gone" if own is None else f"waits for nobody, {_place(own)}"
-
-
-def _place(frame: FrameType) -> str:
-    return f"in {frame.f_code.co_name} ({frame.f_code.co_filename}, line {frame.f_lineno})"
-
-
-def _is_library(path: str) -> bool:
-    return not path.startswith(PACKAGE) and (
-        "site-packages" in path or path.startswith(sys.base_prefix + os.sep + "lib")
-    )
+def calls(thread: int) -> str:
+    """Return the innermost calls of a thread, a line for each, as faulthandler writes them; '' if it is gone."""
+    inlet, outlet = os.pipe()
+    os.set_blocking(outlet, False)  # a pipe that is full takes no more, but nobody waits, nor needs a disk
+    try:
+        faulthandler.dump_traceback(outlet)
+        text = os.read(inlet, 1 << 20).decode(errors="replace")
+    finally:
+        os.close(inlet)
+        os.close(outlet)
+    for section in text.split("\n\n"):
+        head, *lines = section.strip().splitlines()
+        if f"0x{thread:016x}" in head:
+            return "\n".join(lines[:_CALLS])
+    return ""

@@ -306,7 +306,7 @@ class Calls(nd.Observer):
     def __init__(self):
         self.made = []
 
-    def begin(self, what, name, direction):
+    def begin(self, what, name, direction, subject):
         if what == "layer" and direction == "backward":
             self.made.append(name)
 
