@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from .network import network
 from .rest import rest
 from .rival import Rival
 from .roofline import limits, peaks
+from .trace import write_trace
 
 if TYPE_CHECKING:
     from ..session import FitExperiment
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 WARM_UP = 2
 ROUND = 0.3
 """seconds that one side works before it is the other's turn"""
+TRACED = 3
+"""steps"""
 CLOSE = {"float32": 1e-2, "float64": 1e-8}
 """relative distance up to which gradients are the same: float32 adds up millions of terms"""
 
@@ -39,6 +43,7 @@ def bench_step(
     against: str | None = None,
     threads: int = 1,
     roofline: bool = False,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
     """Measure training steps on one batch; collective, every rank gets the same result.
 
@@ -53,6 +58,8 @@ def bench_step(
     roofline : bool
         Measure what limits every layer: 'machine', and four more numbers in 'layers'. With PyTorch's kernels also
         'allocations', what they allocate in a step of rank 0.
+    trace : Path, optional
+        A file for Perfetto or chrome://tracing, which tells when each rank did what in a few steps more.
 
     Returns
     -------
@@ -102,6 +109,8 @@ def bench_step(
         if made["backend"] == "torch":
             found = allocations(lambda: train(1))
             made |= {"allocations": grid.world.bcast([one._asdict() for one in found])}
+    if trace is not None:
+        write_trace(trace, grid, lambda: train(TRACED))
     return made | {"layers": layers}
 
 

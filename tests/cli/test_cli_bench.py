@@ -30,7 +30,8 @@ def _short_rounds(monkeypatch):
 @needs_mpirun
 def test_step_on_ranks(file, tmp_path):
     against = ["--against", "torch"] if importlib.util.find_spec("torch") else []
-    command = neondist("bench", "step", "e.yaml", "-n", 2, "--steps", 3, "--roofline", "--json", "made.json", *against)
+    more = ["--roofline", "--json", "made.json", "--trace", "trace.json", *against]
+    command = neondist("bench", "step", "e.yaml", "-n", 2, "--steps", 3, *more)
     code, out, err, _ = call(command, tmp_path, NEONDIST_TESTS_HIDE="matplotlib")
     assert (code, err) == (0, "")
     made = json.loads((tmp_path / "made.json").read_text())
@@ -53,6 +54,8 @@ def test_step_on_ranks(file, tmp_path):
         assert len(other["ratios"]) >= 1
         assert "they agree" in out
     assert "conv1" in out
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["pid"] for e in events if e["name"] == "step"] == [0, 0, 0, 1, 1, 1]
 
 
 def test_step_on_one_rank_shows_where_gradients_differ(file, tmp_path, monkeypatch, capsys):
