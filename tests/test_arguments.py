@@ -54,9 +54,9 @@ WRONG = {
     "an empty list": (lambda: nd.Convnet([]), "layers: a model needs at least one layer"),
     "text for a number": (
         lambda: nd.ConvLayer("4", 3),
-        "out_channels: expected an integer, got the text '4'; remove the quotes",
+        "out_channels: expected an integer of at least 1, got the text '4'; remove the quotes",
     ),
-    "a fraction": (lambda: nd.ConvLayer(4.0, 3), "out_channels: expected an integer, got 4.0; write 4"),
+    "a fraction": (lambda: nd.ConvLayer(4.0, 3), "out_channels: expected an integer of at least 1, got 4.0; write 4"),
     "an item": (lambda: nd.MaxPoolingLayer((2, "2")), r"kernel_size\.1: expected an integer, got the text '2'"),
     "data by name": (lambda: nd.FitExperiment("mnist", model()), r"dataset: .*'mnist'; write MNIST\(\)"),
     "a schedule": (lambda: nd.SGD(schedule=0.1), "schedule: expected an object .*, got 0.1"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import make_folder, write_figure, write_text
+from ..files import can_draw, make_folder, write_figure, write_text
 from ..geometry import Partition
 from ..observer import Observer
 from .tables import markdown
@@ -142,9 +142,7 @@ def write(folder: Path, found: Found) -> list[Path]:
 
 def plot(found: Found, file: Path) -> bool:
     """Write the profiles of all schemes, a row for each, outputs left and gradients right; False without matplotlib."""
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
+    if not can_draw():
         return False
     from matplotlib.figure import Figure
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from ..comm import group_of
-from ..errors import ConfigError
 from ..initializers import Constant
+from ..registry.ranges import Positive, between
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .reduction import Reduction
@@ -29,10 +29,10 @@ class BatchNormLayer(Layer):
         Added to the variance.
     """
 
-    def __init__(self, momentum: float = 0.1, eps: float = 1e-5, name: str | None = None) -> None:
+    def __init__(
+        self, momentum: Annotated[float, between(0, 1)] = 0.1, eps: Positive = 1e-5, name: str | None = None
+    ) -> None:
         super().__init__(name)
-        if not (0 <= momentum <= 1 and 0 < eps < np.inf):
-            raise ConfigError(f"momentum {momentum} must be in [0, 1] and eps {eps} positive")
         self.momentum, self.eps = momentum, eps
 
     sums_image = True

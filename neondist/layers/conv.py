@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..geometry import Dependents, GridShape, Window, received_cells, same_padding
 from ..initializers import FanInUniform, Initializer
+from ..registry.ranges import Count
 from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
@@ -44,12 +45,12 @@ class ConvLayer(Layer):
 
     def __init__(
         self,
-        out_channels: int,
+        out_channels: Count,
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] = 1,
         padding: int | str | Sequence[Any] = 0,
         dilation: int | Sequence[int] = 1,
-        groups: int = 1,
+        groups: Count = 1,
         bias: bool = True,
         activation: Activation | None = None,
         padding_mode: str = "zeros",
@@ -58,9 +59,7 @@ class ConvLayer(Layer):
         weights_init: Initializer | None = None,
     ) -> None:
         super().__init__(name, scheme)
-        if out_channels < 1:
-            raise ConfigError(f"out_channels {out_channels}: needs at least 1")
-        if groups < 1 or out_channels % groups:
+        if out_channels % groups:
             raise ConfigError(f"groups {groups} must divide out_channels {out_channels}")
         if isinstance(padding, str) and padding != "same":
             raise ConfigError(f"padding '{padding}': give numbers, or 'same'")

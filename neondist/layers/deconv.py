@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..geometry import GridShape, Window
 from ..initializers import FanInUniform, Initializer
+from ..registry.ranges import Count
 from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
@@ -42,13 +43,13 @@ class DeconvLayer(Layer):
 
     def __init__(
         self,
-        out_channels: int,
+        out_channels: Count,
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] = 1,
         padding: int | Sequence[Any] = 0,
         output_padding: int | Sequence[int] = 0,
         dilation: int | Sequence[int] = 1,
-        groups: int = 1,
+        groups: Count = 1,
         bias: bool = True,
         activation: Activation | None = None,
         name: str | None = None,
@@ -56,7 +57,7 @@ class DeconvLayer(Layer):
         scheme: Scheme | str | None = None,
     ) -> None:
         super().__init__(name, scheme)
-        if out_channels < 1 or groups < 1 or out_channels % groups:
+        if out_channels % groups:
             raise ConfigError(f"groups {groups} must divide out_channels {out_channels}, and both be at least 1")
         self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding
         self.output_padding, self.dilation, self.groups = output_padding, dilation, groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ConfigError
+from ..registry.ranges import Share
 from .base import Dist, Layer
 from .context import StepContext
 
@@ -18,10 +18,8 @@ class DropoutLayer(Layer):
 
     saves_input = saves_output = False
 
-    def __init__(self, rate: float = 0.5, name: str | None = None) -> None:
+    def __init__(self, rate: Share = 0.5, name: str | None = None) -> None:
         super().__init__(name)
-        if not 0 <= rate < 1:
-            raise ConfigError(f"rate {rate}: needs a probability in [0, 1)")
         self.rate = rate
 
     def forward(self, ctx: StepContext, view: Any) -> Any:

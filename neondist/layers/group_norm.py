@@ -11,6 +11,7 @@ import numpy as np
 from ..comm import group_of
 from ..errors import ConfigError, ShapeError
 from ..initializers import Constant
+from ..registry.ranges import Count, Positive
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .reduction import Reduction
@@ -29,8 +30,6 @@ class SampleNormLayer(Layer):
 
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
         super().__init__(name)
-        if not 0 < eps < np.inf:
-            raise ConfigError(f"eps {eps}: needs a number above 0")
         self.eps, self.affine = eps, affine
 
     @abstractmethod
@@ -122,10 +121,8 @@ class GroupNormLayer(SampleNormLayer):
         Scale and shift each channel by 'gamma' and 'beta'.
     """
 
-    def __init__(self, groups: int = 32, eps: float = 1e-5, affine: bool = True, name: str | None = None) -> None:
+    def __init__(self, groups: Count = 32, eps: Positive = 1e-5, affine: bool = True, name: str | None = None) -> None:
         super().__init__(eps, affine, name)
-        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-            raise ConfigError(f"groups {groups}: needs an integer of at least 1")
         self.groups = groups
 
     def groups_for(self, input_shape: Shape) -> int:
@@ -144,7 +141,7 @@ class InstanceNormLayer(SampleNormLayer):
         As in GroupNormLayer.
     """
 
-    def __init__(self, eps: float = 1e-5, affine: bool = False, name: str | None = None) -> None:
+    def __init__(self, eps: Positive = 1e-5, affine: bool = False, name: str | None = None) -> None:
         super().__init__(eps, affine, name)
 
     def groups_for(self, input_shape: Shape) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..geometry import Window
 from ..initializers import FanInUniform, Initializer
+from ..registry.ranges import Count
 from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
@@ -50,7 +51,7 @@ class LocalFilteringLayer(Layer):
 
     def __init__(
         self,
-        out_channels: int,
+        out_channels: Count,
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] = 1,
         padding: int | Sequence[Any] = 0,
@@ -62,8 +63,6 @@ class LocalFilteringLayer(Layer):
         shared: bool | int | Sequence[int] = False,
     ) -> None:
         super().__init__(name, scheme)
-        if out_channels < 1:
-            raise ConfigError(f"out_channels {out_channels}: needs at least 1")
         self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding
         self.bias, self.activation, self.weights_init = bias, activation, weights_init or FanInUniform()
         if not isinstance(shared, bool) and any(b < 1 for b in ([shared] if isinstance(shared, int) else shared)):

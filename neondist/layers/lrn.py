@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..registry.ranges import Count, NotNegative, Positive
 from .base import Dist, Layer
 from .context import StepContext
 
@@ -27,14 +27,14 @@ class LRNLayer(Layer):
     """
 
     def __init__(
-        self, depth: int = 5, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0, name: str | None = None
+        self,
+        depth: Count = 5,
+        alpha: NotNegative = 1e-4,
+        beta: NotNegative = 0.75,
+        k: Positive = 1.0,
+        name: str | None = None,
     ) -> None:
         super().__init__(name)
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-            raise ConfigError(f"depth {depth}: needs an integer of at least 1")
-        for field, value, fits in (("alpha", alpha, alpha >= 0), ("beta", beta, beta >= 0), ("k", k, k > 0)):
-            if not (fits and np.isfinite(value)):
-                raise ConfigError(f"{field} {value}: needs a number {'above' if field == 'k' else 'of at least'} 0")
         self.depth, self.alpha, self.beta, self.k = depth, alpha, beta, k
 
     def forward(self, ctx: StepContext, view: Any) -> Any:

@@ -108,10 +108,10 @@ def test_float32_and_no_samples(make):
 
 
 MISTAKES = {
-    "groups": (lambda: nd.GroupNormLayer(0), ConfigError, "groups 0: needs an integer"),
-    "half a group": (lambda: nd.GroupNormLayer(1.5), ConfigError, "groups: expected an integer, got 1.5"),
-    "eps": (lambda: nd.GroupNormLayer(2, eps=0.0), ConfigError, "eps 0.0: needs"),
-    "eps of instances": (lambda: nd.InstanceNormLayer(-1.0), ConfigError, "eps -1.0: needs"),
+    "groups": (lambda: nd.GroupNormLayer(0), ConfigError, "groups: expected an integer of at least 1, got 0"),
+    "half a group": (lambda: nd.GroupNormLayer(1.5), ConfigError, "groups: expected an integer of at least 1, got 1.5"),
+    "eps": (lambda: nd.GroupNormLayer(2, eps=0.0), ConfigError, "eps: expected a number above 0, got 0.0"),
+    "eps of instances": (lambda: nd.InstanceNormLayer(-1.0), ConfigError, "eps: expected a number above 0, got -1.0"),
     "channels": (
         lambda: nd.Convnet([nd.GroupNormLayer(4)]).build((5, 5, 6), 1),
         ConfigError,
