@@ -12,16 +12,18 @@ from .effects import end_job
 from .grid import ProcessGrid, WideGrid
 from .reductions import GROUPS, Reductions, group_of
 from .single import SingleTransport
-from .transport import Exchange, Message, ReduceOp, Transport
+from .transport import Done, Exchange, Message, ReduceOp, Request, Transport
 
 __all__ = [
     "GROUPS",
     "DebugTransport",
+    "Done",
     "Exchange",
     "Message",
     "ProcessGrid",
     "ReduceOp",
     "Reductions",
+    "Request",
     "SingleTransport",
     "Transport",
     "WideGrid",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import HaloError
-from .transport import Exchange, Message, ReduceOp, Transport
+from .transport import Exchange, Message, ReduceOp, Request, Transport
 
 DELAY = 0.002
 """Seconds that a message is held back at most."""
@@ -59,6 +59,11 @@ class DebugTransport(Transport):
         """Replace the array by its sum, or maximum, late."""
         self.delay()
         self.inner.allreduce(array, op)
+
+    def iallreduce(self, array: np.ndarray) -> Request:
+        """Begin to sum, late."""
+        self.delay()
+        return self.inner.iallreduce(array)
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, late."""

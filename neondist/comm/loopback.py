@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import RemoteError
 from ..registry.arguments import checked
-from .transport import CLOSED, Exchange, Message, ReduceOp, Transport
+from .transport import CLOSED, Exchange, Message, ReduceOp, Request, Transport
 
 
 class _World:
@@ -116,6 +116,13 @@ class LoopbackTransport(Transport):
         combine = {"sum": np.add, "max": np.maximum}[op]
         array[...] = self._through_first(array.copy(), lambda arrays: reduce(combine, arrays))
 
+    def iallreduce(self, array: np.ndarray) -> Request:
+        """Begin to replace the array by its sum over all ranks, taken in rank order."""
+        share = array.copy()
+        for peer in range(self.size):
+            self.group.box(self.rank, peer, 0).put(share)
+        return _LoopbackRequest(self, array)
+
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, one above the other."""
         return self._through_first(array.copy(), lambda arrays: np.stack(list(arrays))).copy()
@@ -164,6 +171,16 @@ def _grouped(given: Iterable[tuple[int, int, int]]) -> dict[int, _Group]:
     for color, _, rank in sorted(given):
         members[color].append(rank)
     return {color: _Group(ranks) for color, ranks in members.items()}
+
+
+class _LoopbackRequest(Request):
+    def __init__(self, transport: LoopbackTransport, array: np.ndarray) -> None:
+        self.transport, self.array = transport, array
+
+    def wait(self) -> None:
+        here = self.transport
+        boxes = (here.group.box(peer, here.rank, 0) for peer in range(here.size))  # exchanges count theirs from 1
+        self.array[...] = reduce(np.add, map(here.world.receive, boxes))
 
 
 class _LoopbackExchange(Exchange):

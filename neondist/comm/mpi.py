@@ -15,7 +15,7 @@ from .. import threads
 from ..errors import LaunchError
 from ..job import detect
 from .segments import forget_names, tidy_start
-from .transport import CLOSED, Exchange, Message, ReduceOp, Transport
+from .transport import CLOSED, Done, Exchange, Message, ReduceOp, Request, Transport
 
 
 def world() -> MPITransport:
@@ -125,6 +125,12 @@ class MPITransport(Transport):
         if self.size > 1 and array.size:
             self.comm.Allreduce(self.mpi.IN_PLACE, array, op={"sum": self.mpi.SUM, "max": self.mpi.MAX}[op])
 
+    def iallreduce(self, array: np.ndarray) -> Request:
+        """Begin to replace a contiguous array by its sum over all ranks."""
+        if self.size > 1 and array.size:
+            return _MPIRequest(self.comm.Iallreduce(self.mpi.IN_PLACE, array))
+        return Done()
+
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, one above the other."""
         gathered = np.empty((self.size, *array.shape), array.dtype)
@@ -168,6 +174,14 @@ def _cuts_key() -> int:
 
     key: int = MPI.Comm.Create_keyval(delete_fn=free)
     return key
+
+
+class _MPIRequest(Request):
+    def __init__(self, request: Any) -> None:
+        self.request = request
+
+    def wait(self) -> None:
+        self.request.Wait()
 
 
 class _MPIExchange(Exchange):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .grid import ProcessGrid
-    from .transport import ReduceOp
+    from .transport import ReduceOp, Request
 
 GROUPS = ("world", "tiles", "replicas")
 """all ranks; those of one replica; those that hold the same tile in all replicas"""
@@ -55,6 +55,18 @@ class Reductions:
         if transport.size > 1 and array.nbytes:
             self.recorded[self.direction, group, array.nbytes] += 1
         return array
+
+    def iallreduce(self, group: str, array: Any) -> Request:
+        """Begin to replace the array by its sum over one of GROUPS; collective over that, in the same order."""
+        transport = self.grid.group(group)
+        if transport.size > 1 and array.nbytes:
+            self.recorded[self.direction, group, array.nbytes] += 1
+        return transport.iallreduce(array)
+
+    def wait(self, group: str, request: Request) -> None:
+        """Wait for a sum over one of GROUPS that has begun."""
+        with self.grid.observers.during("wait", "", self.direction, group):
+            request.wait()
 
     def gather(self, group: str, array: Any) -> Any:
         """Return all ranks' arrays, stacked in their order; collective over one of GROUPS."""

@@ -109,6 +109,21 @@ CLOSED: Any = _Closed()
 """Stands where a communicator was: whatever is asked of it is an error."""
 
 
+class Request(ABC):
+    """A sum under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the array holds the sum; until then nobody may touch it."""
+
+
+class Done(Request):
+    """There was nothing to wait for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 class Transport(ABC):
     """A group of ranks. All methods but `abort` are collective.
 
@@ -147,6 +162,13 @@ class Transport(ABC):
     @abstractmethod
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Replace a contiguous array by its sum, or maximum, over all ranks."""
+
+    @abstractmethod
+    def iallreduce(self, array: np.ndarray) -> Request:
+        """Begin to replace a contiguous array by its sum over all ranks; all ranks begin their sums in the same order.
+
+        They wait for them in that order, too.
+        """
 
     @abstractmethod
     def allgather_array(self, array: np.ndarray) -> np.ndarray:

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..arrays import Phase, real_array
 from ..layers import Layer, LocalFilteringLayer
+from ..parallel import Flag
 from .nonfinite import SchemeMemory, finite, locate_in_stage
-from .notices import Notice
 from .parameters import gather, load
 from .reconstruction import Reconstruction, ReconstructionCost
 
@@ -40,7 +40,7 @@ class Autoencoder:
         following: Any = model.layers[index + 1 : index + 2]
         self.pool: Any = following[0] if following and following[0].pools_squares else EachAlone()
         self.residuals = self.layer.make_array(self.layer.input_shape, self.layer.window)
-        self.parameters, self.notices = model.parameters, model.notices
+        self.parameters, self.sync = model.parameters, model.sync
         self.trouble = model.trouble
         self.entry = next(e for e in model.parameters.trained if e.layer is self.layer and e.name == "weights")
         self.cost = ReconstructionCost(model.sparsity, model.epsilon)
@@ -130,10 +130,10 @@ class Autoencoder:
         batch = batch_size or len(x) * self.grid.replicas
         memory = SchemeMemory(self.leaves, self.model.nonfinite == "skip")
         value = self.cost_and_gradient(x, 1.0 / batch)
-        self.notices.mine[Notice.NON_FINITE] = not finite(self.layer.grads["weights"])
-        cost = self.total_over_output(np.array([value, *self.notices.mine]))
-        self.notices.heard[...] = cost[1:]
-        good = np.isfinite(cost[0]) and not self.notices.heard[Notice.NON_FINITE]
+        self.sync.flags.mine[Flag.NON_FINITE] = not finite(self.layer.grads["weights"])
+        cost = self.total_over_output(np.array([value, *self.sync.flags.mine]))
+        self.sync.flags.heard[...] = cost[1:]
+        good = np.isfinite(cost[0]) and not self.sync.flags.heard[Flag.NON_FINITE]
         where = None
         if not good:
             memory.put_back()

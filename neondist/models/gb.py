@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ..backends import Backend
 from ..comm import ProcessGrid
@@ -38,7 +38,7 @@ class GB(Convnet):
 
     Parameters
     ----------
-    layers, cost, optimizer, seed, backend, dtype, scheme, accumulate
+    layers, cost, optimizer, seed, backend, dtype, scheme, accumulate, sync
         As in Model.
     num_pretrain_epochs : int
         For each stage; 0 leaves the first weights as they are.
@@ -73,8 +73,9 @@ class GB(Convnet):
         orthonormal: bool = False,
         pretrain_optimizer: Optimizer | None = None,
         accumulate: Count = 1,
+        sync: Literal["allreduce", "bucketed"] = "allreduce",
     ) -> None:
-        super().__init__(layers, cost, optimizer, seed, backend, dtype, scheme, accumulate)
+        super().__init__(layers, cost, optimizer, seed, backend, dtype, scheme, accumulate, sync)
         self.num_pretrain_epochs = integer("num_pretrain_epochs", num_pretrain_epochs, 0)
         self.num_initial_epochs = integer("num_initial_epochs", num_initial_epochs, 0)
         self.sparsity, self.epsilon = real("sparsity", sparsity, 0.0), real("epsilon", epsilon, 0.0, open_low=True)

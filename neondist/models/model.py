@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..geometry import GridShape, split
 from ..layers import Context, Layer, Node, Sequential
 from ..optim import SGD, Optimizer
+from ..parallel import SYNCS, Flag, GradientSync
 from ..plan import Graph
 from ..registry import Registered
 from ..registry.arguments import checked
@@ -24,7 +25,6 @@ from ..schemes import Scheme, as_scheme, scheme_text
 from .entry import Entry
 from .ledger import Ledger, accounts, ledger
 from .nonfinite import SchemeMemory, Trouble, locate
-from .notices import Notice, Notices
 from .parameters import Parameters, gather, load
 from .passes import ModelPass
 from .plan import LayerPlan, ModelPlan, plan_layers, share
@@ -54,6 +54,9 @@ class Model(Registered):
         In how many micro-batches a rank's samples go through a training step, or one for each sample if these are
         fewer. The numbers are those of the whole batch, but for rounding; it takes less memory, unless a layer has
         statistics over the batch, for which all have to be kept.
+    sync : {'allreduce', 'bucketed'}
+        Whether the ranks add up their shares of all gradients when these are complete, or in several messages, of which
+        most travel while other gradients are computed.
 
     Attributes
     ----------
@@ -93,6 +96,7 @@ class Model(Registered):
         dtype: str = "float32",
         scheme: Scheme | str = "halo",
         accumulate: Count = 1,
+        sync: Literal["allreduce", "bucketed"] = "allreduce",
     ) -> None:
         if not layers:
             raise ConfigError("layers: a model needs at least one layer")
@@ -103,7 +107,7 @@ class Model(Registered):
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = integer("seed", seed, 0), backend, np.dtype(dtype)
-        self.accumulate = accumulate
+        self.accumulate, self._sync = accumulate, SYNCS[sync]
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
@@ -164,7 +168,7 @@ class Model(Registered):
         if tiles is not None:
             self.input.cut(tiles, tiles)
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
-        self.parameters = Parameters(self.leaves, context)
+        self.parameters = Parameters(self.leaves, context, self._sync)
         self.make_executor()
         self.slots = self.optimizer.slots(self.parameters.values.size, self.dtype)
         if self._pending is not None:
@@ -322,7 +326,8 @@ class Model(Registered):
         scale, value = 1.0 / (batch * self.cost.cells(self.output_shape)), 0.0
         self._built().begin_gradients()
         parts = self.micro_batches(len(x))
-        for together in [parts] if self.executor.over_batch else [[part] for part in parts]:
+        rounds = [parts] if self.executor.over_batch else [[part] for part in parts]
+        for together in rounds:
             phases = [Phase(True, self.step, first + lo) for lo, _ in together]
             runs = self.executor.forward_together([x[lo:hi] for lo, hi in together], phases)
             try:
@@ -332,13 +337,15 @@ class Model(Registered):
                         found, dy = self._cost_of(run.output, local[lo:hi])
                         value += found
                         dys.append(dy * self.dtype.type(scale))
-                self.executor.backward_together(runs, dys, self.trained_from)
+                last = together is rounds[-1] and not self.trained_from
+                done = self._built().ready if last else None
+                self.executor.backward_together(runs, dys, self.trained_from, done=done)
             finally:
                 for run in runs:
                     run.close()
         with observers.during("cost"):
             loss = self.total_over_output(np.array([value]))
-        self.notices.mine[Notice.NON_FINITE] = not np.isfinite(loss[0])
+        self.sync.flags.mine[Flag.NON_FINITE] = not np.isfinite(loss[0])
         self.sum_trained()
         return float(loss[0] * scale)
 
@@ -474,9 +481,9 @@ class Model(Registered):
         return ledger(self)
 
     @property
-    def notices(self) -> Notices:
-        """What the ranks tell each other at every training step."""
-        return self._built().notices
+    def sync(self) -> GradientSync:
+        """What adds up the ranks' shares of the gradients; its flags tell all ranks what one has to tell."""
+        return self._built().sync
 
     @property
     def leaves(self) -> list[Layer]:

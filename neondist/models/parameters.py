@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from .. import rng
-from ..comm import Reductions
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
+from ..parallel import HEADER, AllReduce, Flag, GradientSync
 from .entry import Entry
 from .nonfinite import finite
-from .notices import ROOM, Notice, Notices
 
 
 class Views(dict[str, Any]):
@@ -75,13 +75,13 @@ class Parameters:
         What is kept but not trained.
     version : int
         Counts the changes of the values.
-    notices : Notices
-        They travel with every sum of gradients.
+    sync : GradientSync
+        Adds up the ranks' shares.
     reductions : Reductions
         Those of the gradients.
     """
 
-    def __init__(self, layers: Iterable[Layer], context: Context) -> None:
+    def __init__(self, layers: Iterable[Layer], context: Context, sync: type[GradientSync] = AllReduce) -> None:
         self.context = context
         layers = list(layers)
         trained = [
@@ -97,10 +97,14 @@ class Parameters:
         ]
         self.shared = sum(prod(e.local_shape) for e in trained if not e.parameter.tiled)
         self.values, self.kept_values = self._flat(self.trained), self._flat(self.kept)
-        self.reductions = Reductions(context.grid)
-        self.reductions.direction = "backward"
-        self.notices, self._told = Notices(), context.backend.zeros((ROOM + self.values.size,), context.dtype)
-        self.grads = self._told[ROOM:]
+        buffer = context.backend.zeros((HEADER + self.values.size,), context.dtype)
+        ends = list(accumulate(prod(entry.local_shape) for entry in self.trained))
+        spans = list(pairwise([0, *ends]))
+        self.sync = sync(context.grid, buffer, spans, self.shared)
+        self.reductions, self.grads = self.sync.reductions, self.sync.grads
+        self._spans: dict[int, list[tuple[int, int]]] = {id(layer): [] for layer in layers}
+        for entry, span in zip(self.trained, spans, strict=True):
+            self._spans[id(entry.layer)].append(span)
         self.layers, self.version = layers, 0
         for layer in layers:
             layer.params, layer.grads, layer.state = Views(), Gradients(), Views()
@@ -123,24 +127,25 @@ class Parameters:
 
     def begin_gradients(self) -> None:
         """Let all gradients be zero."""
+        self.sync.begin()
         for layer in self.layers:
             layer.grads.begin()
 
+    def ready(self, layer: Layer) -> None:
+        """Take note that this rank's shares in a layer's gradients are complete."""
+        layer.grads.settle()
+        for span in self._spans[id(layer)]:
+            self.sync.ready(span)
+
     def sum_gradients(self) -> None:
-        """Add up every rank's share in one allreduce over all ranks; what is cut into tiles, over the replicas."""
-        notices = self.notices
+        """Add up every rank's share over all ranks; what is cut into tiles, over the replicas."""
         for layer in self.layers:
             layer.grads.settle()
-        if self.shared < len(self.grads):
-            self.reductions.allreduce("replicas", self.grads[self.shared :])
-            notices.mine[Notice.NON_FINITE] += not finite(self.grads[self.shared :])
-        self._told[:ROOM] = notices.mine
-        self.reductions.allreduce("world", self._told[: ROOM + self.shared])
-        notices.heard[...] = self._told[:ROOM]
+        self.sync.finish()
 
     def finite(self) -> bool:
         """Tell whether loss and gradients of the last step were finite on all ranks; the same on every rank."""
-        return not self.notices.heard[Notice.NON_FINITE] and finite(self.grads[: self.shared])
+        return not self.sync.flags.heard[Flag.NON_FINITE] and finite(self.grads[: self.shared])
 
     def arrays(self) -> list[tuple[Entry, Any]]:
         """Return all arrays, trained and kept: views of this rank's part."""

@@ -35,7 +35,7 @@ class Part:
         tiled = [e.parameter.tiled for e, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
         for gradient, cut in zip(self.cut(self.parameters.grads), tiled, strict=True):
             reductions.allreduce("replicas" if cut else "world", gradient)
-        self.parameters.notices.exchange(reductions)
+        self.parameters.sync.flags.exchange(reductions)
 
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
         """Change these parameters by their gradients; `slots` are as long as all parameters."""

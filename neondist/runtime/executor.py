@@ -202,9 +202,17 @@ class Executor:
             return dx.copy() if again and dx is not None else dx
 
     def backward_together(
-        self, runs: Sequence[Pass], dys: Sequence[Any], first: int = 0, wanted: bool = False
+        self,
+        runs: Sequence[Pass],
+        dys: Sequence[Any],
+        first: int = 0,
+        wanted: bool = False,
+        done: Callable[[Layer], None] | None = None,
     ) -> list[Any]:
-        """Return the same for each of the passes of `forward_together`, once."""
+        """Return the same for each of the passes of `forward_together`, once.
+
+        `done` is called for each layer when its gradients are complete.
+        """
         stop, value = self.graph.ends[first]
         steps = runs[0].steps
         gradients: list[dict[int, Any]] = [{self.graph.ends_at(steps): dy} for dy in dys]
@@ -216,6 +224,9 @@ class Executor:
                     if need:
                         self._add(run, held, v, dx)
                 run.contexts[task.at] = None
+            layer = self.graph.steps[task.at].layer
+            if done is not None and layer is not None:
+                done(layer)
         return [held.get(value) if wanted else None for held in gradients]
 
     @property

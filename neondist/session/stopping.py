@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ..models.notices import Notice
+from ..parallel import Flag
 from ..signals import Signals
 from .hooks import Hook
 from .run import Stop, TrainState
 
-SIGNALS = {"SIGTERM": Notice.SIGTERM, "SIGUSR1": Notice.SIGUSR1}
+SIGNALS = {"SIGTERM": Flag.SIGTERM, "SIGUSR1": Flag.SIGUSR1}
 
 
 class StopOnSignal(Hook):
@@ -53,8 +53,8 @@ class StopOnSignal(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Stop, if a rank has heard a signal."""
-        for name, notice in SIGNALS.items():
-            if run.stop is None and run.model.notices.ranks(notice):
+        for name, flag in SIGNALS.items():
+            if run.stop is None and run.model.sync.flags.ranks(flag):
                 run.stop = _stop(name)
 
     def after_run(self, run: TrainState) -> None:
@@ -73,7 +73,7 @@ class StopOnSignal(Hook):
 
     def _tell(self, name: str) -> None:
         if self.run is not None:
-            self.run.model.notices.mine[SIGNALS[name]] = 1
+            self.run.model.sync.flags.mine[SIGNALS[name]] = 1
 
 
 def _stop(name: str) -> Stop:
@@ -121,10 +121,10 @@ class TimeLimit(Hook):
             self.saving, self.after_pause = max(self.saving, took), False
         else:
             self.steps.append(took)
-        if run.stop is None and run.model.notices.ranks(Notice.TIME):
+        if run.stop is None and run.model.sync.flags.ranks(Flag.TIME):
             run.stop = Stop(f"the time limit of {self.seconds:g} s is near; --resume goes on from here")
         elif run.first_rank and self.last + self.needed(run) > self.end:
-            run.model.notices.mine[Notice.TIME] = 1
+            run.model.sync.flags.mine[Flag.TIME] = 1
 
     def after_epoch(self, run: TrainState) -> None:
         """Learn how long the evaluation took; what comes before the next step is mostly the checkpoint."""

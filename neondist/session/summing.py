@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..comm import group_of
 from ..geometry import GridShape, split
 from ..models.ledger import GRADIENTS, LOSS
-from ..models.notices import ROOM
+from ..parallel import HEADER
 from ..plan import Graph
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def sums_of_step(model: Model, plans: ModelPlan, batch_size: int, grid: GridShap
         for layer, plan in zip(model.leaves, plans, strict=True)
     }
     shared, own = _trained(model, plans, grid, tile)
-    found[GRADIENTS] = size * ((ROOM + shared) * (grid.size > 1) + own * (grid.replicas > 1))
+    found[GRADIENTS] = size * ((HEADER + shared) * (grid.size > 1) + own * (grid.replicas > 1))
     tiled = len(plans.output_shape) > 1
     whole, inside = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
     once, each = ranks[whole or "tiles"] > 1, inside is not None and ranks[inside] > 1

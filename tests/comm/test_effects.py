@@ -24,7 +24,7 @@ class Ranks(Transport):
     def abort(self, code):
         self.said.append(code)
 
-    split = exchange = allreduce = allgather_array = all_to_all = allgather = bcast = None
+    split = exchange = allreduce = iallreduce = allgather_array = all_to_all = allgather = bcast = None
 
 
 @pytest.fixture

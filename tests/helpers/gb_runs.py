@@ -48,9 +48,9 @@ def built(kind, grid=None, batch=6, **more):
     return model, model.scatter(np.random.default_rng(5).normal(size=(batch, *shape)))
 
 
-def pretrain_steps(kind, grid=None, batch=6, steps=3):
+def pretrain_steps(kind, grid=None, batch=6, steps=3, **more):
     """Costs, reconstructions and gradients of a few steps on every stage, then supervised losses and the state."""
-    model, x = built(kind, grid, batch)
+    model, x = built(kind, grid, batch, **more)
     found = {}
     for stage in model.stages:
         stage.begin_epoch(0)

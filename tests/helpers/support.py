@@ -90,6 +90,10 @@ def check_collectives(comm):
         array = one.copy()
         comm.allreduce(array, op=op)
         np.testing.assert_array_equal(array, getattr(ones, op)(axis=0))
+    arrays = [one.copy(), 2 * one]
+    for array, request in [(array, comm.iallreduce(array)) for array in arrays]:  # both under way
+        request.wait()
+        np.testing.assert_array_equal(array, (1 + (array is arrays[1])) * ones.sum(axis=0))
     for given, expected in ((one.T, ones.transpose(0, 2, 1)), (one[:0], ones[:, :0]), (one[1, 1], ones[:, 1, 1])):
         gathered = comm.allgather_array(given)
         assert gathered.dtype == given.dtype

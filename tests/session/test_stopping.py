@@ -9,7 +9,7 @@ from session_toys import experiment
 from neondist.comm import loopback
 from neondist.layers import FCLayerDist, LocalFilteringLayerDist
 from neondist.models import GBDist
-from neondist.models.notices import Notice
+from neondist.parallel import Flag
 from neondist.session import Hook, StopOnSignal, TimeLimit
 
 
@@ -18,12 +18,12 @@ class Tell(Hook):
 
     joins_pretraining = True
 
-    def __init__(self, rank, step, notice=Notice.SIGUSR1):
-        self.rank, self.step, self.notice = rank, step, notice
+    def __init__(self, rank, step, flag=Flag.SIGUSR1):
+        self.rank, self.step, self.flag = rank, step, flag
 
     def after_step(self, run):
         if run.grid.rank == self.rank and run.step == self.step:
-            run.model.notices.mine[self.notice] = 1
+            run.model.sync.flags.mine[self.flag] = 1
 
 
 def stops(ranks, hooks, **fields):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import Exchange, Message, ProcessGrid, ReduceOp, Transport
+from ...comm import Done, Exchange, Message, ProcessGrid, ReduceOp, Request, Transport
 
 
 @dataclass
@@ -42,6 +42,11 @@ class SoloTransport(Transport):
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Note it; the array stays this rank's share."""
         self.notes.sums.append((self.size, array.nbytes))
+
+    def iallreduce(self, array: np.ndarray) -> Request:
+        """Note it."""
+        self.allreduce(array)
+        return Done()
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return the array for every rank."""

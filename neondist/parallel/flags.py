@@ -8,11 +8,11 @@ import numpy as np
 
 from ..comm import Reductions
 
-ROOM = 16
+HEADER = 16
 """Numbers that travel: a multiple of what keeps the gradients behind them aligned."""
 
 
-class Notice(IntEnum):
+class Flag(IntEnum):
     """What a rank can have to tell."""
 
     NON_FINITE = 0
@@ -21,26 +21,26 @@ class Notice(IntEnum):
     TIME = 3
 
 
-class Notices:
+class ControlFlags:
     """How many ranks have something to tell; every rank hears the same, of the same step.
 
     Nothing is sent for it alone: the numbers ride in front of the gradients.
 
     Attributes
     ----------
-    mine : array (ROOM,)
-        1 where this rank has the notice; it stays until it is set to 0. A signal handler may set it.
-    heard : array (ROOM,)
+    mine : array (HEADER,)
+        1 where this rank has the flag; it stays until it is set to 0. A signal handler may set it.
+    heard : array (HEADER,)
         Sums over all ranks, as of the last training step.
     """
 
     def __init__(self) -> None:
-        self.mine, self.heard = np.zeros(ROOM), np.zeros(ROOM)
+        self.mine, self.heard = np.zeros(HEADER), np.zeros(HEADER)
 
     def exchange(self, reductions: Reductions) -> None:
         """Tell and hear in a message of its own, where no sum over all ranks can take it along; collective."""
         self.heard[...] = reductions.allreduce("world", self.mine.copy())
 
-    def ranks(self, notice: Notice) -> int:
-        """Return how many ranks had the notice in the last step."""
-        return int(self.heard[notice])
+    def ranks(self, flag: Flag) -> int:
+        """Return how many ranks had the flag in the last step."""
+        return int(self.heard[flag])

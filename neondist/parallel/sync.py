@@ -1,0 +1,180 @@
+"""When, and in which messages, the ranks add up their shares of the gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..comm import ProcessGrid, Reductions, Request
+from .flags import HEADER, ControlFlags, Flag
+
+Span = tuple[int, int]
+"""From where to where a parameter lies among the gradients."""
+
+
+class GradientSync(ABC):
+    """Makes this rank's shares of the gradients what they come to on all ranks.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+    buffer : flat array
+        Room for the control flags, and the gradients.
+    spans : sequence of Span
+        Of all parameters, in their order. They lie side by side.
+    shared : int
+        So many numbers from the start are gradients that all ranks add up; the others, which belong to a tile, are
+        added up by the replicas.
+
+    Attributes
+    ----------
+    flags : ControlFlags
+        They travel in front of the gradients.
+    reductions : Reductions
+    """
+
+    def __init__(self, grid: ProcessGrid, buffer: Any, spans: Sequence[Span], shared: int) -> None:
+        self.flags, self.reductions = ControlFlags(), Reductions(grid)
+        self.reductions.direction = "backward"
+        self.header, self.grads, self.shared = buffer[:HEADER], buffer[HEADER:], shared
+        #: the flags and the shared gradients
+        self.told = buffer[: HEADER + shared]
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Take note that a step fills the gradients anew."""
+
+    @abstractmethod
+    def ready(self, span: Span) -> None:
+        """Take note that this rank's share in a parameter's gradient is complete; on all ranks in the same order."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Return when all gradients are summed, and the flags heard; collective."""
+
+    def _check_own(self) -> None:
+        """Raise the flag if a gradient of this tile's own parameters, which nobody else sees, is not finite."""
+        own = self.grads[self.shared :]
+        with np.errstate(all="ignore"):
+            fine = bool(np.isfinite(own.sum()) or np.isfinite(own).all())  # a sum of finite ones may overflow
+        self.flags.mine[Flag.NON_FINITE] += not fine
+
+
+class AllReduce(GradientSync):
+    """One sum over all ranks, when all gradients are complete."""
+
+    def begin(self) -> None:
+        """Wait for nothing."""
+
+    def ready(self, span: Span) -> None:
+        """Wait for the others."""
+
+    def finish(self) -> None:
+        """Sum over the replicas what belongs to a tile, and then the rest, with the flags, over all ranks."""
+        if self.shared < len(self.grads):
+            self.reductions.allreduce("replicas", self.grads[self.shared :])
+            self._check_own()
+        self.header[...] = self.flags.mine
+        self.reductions.allreduce("world", self.told)
+        self.flags.heard[...] = self.header
+
+
+@dataclass
+class Bucket:
+    """Neighbouring gradients that travel together.
+
+    Attributes
+    ----------
+    array : flat array
+    group : str
+    start, stop : int
+        Where the gradients lie among all.
+    missing : int
+        How many of its numbers are not complete yet.
+    request : Request or None
+        None: it is not on its way.
+    """
+
+    array: Any
+    group: str
+    start: int
+    stop: int
+    missing: int = 0
+    request: Request | None = None
+
+
+class Bucketed(GradientSync):
+    """A sum for each bucket, which travels as soon as its gradients are complete, while others are computed.
+
+    The first gradients of all, which are the last to be complete, travel with the flags.
+    """
+
+    #: bytes from which on a bucket is full
+    full = 2 << 20
+
+    def __init__(self, grid: ProcessGrid, buffer: Any, spans: Sequence[Span], shared: int) -> None:
+        super().__init__(grid, buffer, spans, shared)
+        own = self._cut([span for span in spans if span[0] >= shared], "replicas")
+        common = self._cut([span for span in spans if span[1] <= shared], "world")
+        first = common.pop() if common else Bucket(self.told, "world", 0, 0)
+        self.last = Bucket(buffer[: HEADER + first.stop], "world", first.start, first.stop)
+        self.early = [*own, *common]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to fill all buckets."""
+        self.sent: list[Bucket] = []
+        for bucket in (*self.early, self.last):
+            bucket.missing, bucket.request = bucket.stop - bucket.start, None
+
+    def ready(self, span: Span) -> None:
+        """Send the bucket that is full of complete gradients now."""
+        for bucket in self.early:
+            if bucket.start <= span[0] < bucket.stop:
+                bucket.missing -= span[1] - span[0]
+                if not bucket.missing:
+                    self._send(bucket)
+
+    def finish(self) -> None:
+        """Send what has not been sent, and the flags at last; wait for all."""
+        for bucket in self.early:
+            self._send(bucket)
+        self._wait("replicas")
+        if self.shared < len(self.grads):
+            self._check_own()
+        self.header[...] = self.flags.mine
+        self._send(self.last)
+        self._wait("world")
+        self.flags.heard[...] = self.header
+        self.begin()
+
+    def _send(self, bucket: Bucket) -> None:
+        """Let a bucket travel, if it does not yet."""
+        if bucket.request is None:
+            bucket.request = self.reductions.iallreduce(bucket.group, bucket.array)
+            self.sent.append(bucket)
+
+    def _wait(self, group: str) -> None:
+        """Wait for a group's sums, in the order in which they began."""
+        for bucket in self.sent:
+            if bucket.group == group and bucket.request is not None:
+                self.reductions.wait(group, bucket.request)
+
+    def _cut(self, spans: Sequence[Span], group: str) -> list[Bucket]:
+        """Return buckets of parameters, from the last to the first."""
+        found: list[Bucket] = []
+        end: int | None = None
+        for start, stop in reversed(spans):
+            end = stop if end is None else end
+            if (end - start) * self.grads.itemsize >= self.full or start == spans[0][0]:
+                found.append(Bucket(self.grads[start:end], group, start, end))
+                end = None
+        return found
+
+
+SYNCS: dict[str, type[GradientSync]] = {"allreduce": AllReduce, "bucketed": Bucketed}
+"""By the names that `sync` takes."""
