@@ -59,7 +59,7 @@ def _work(layer: Layer, batch: int, back: bool) -> tuple[int, int]:
     """Return flops and bytes of a step; `back`: the input's gradient is needed."""
     inputs, outputs = prod(layer.input_shape), prod(layer.output_shape)
     weights = layer.parameters_for(layer.input_shape).get("weights")
-    cells = 1 if weights is None or weights.tiled else prod(layer.output_shape[:-1])
+    cells = 1 if weights is None or weights.layout.cut else prod(layer.output_shape[:-1])
     once = 0 if weights is None else 2 * batch * cells * prod(weights.shape)
     item = layer.context.dtype.itemsize
     return once * (3 if back else 2), batch * item * (2 * inputs + 2 * outputs + inputs * back)

@@ -14,6 +14,7 @@ from ..arrays import PaddedArray
 from ..comm import Transport, agree
 from ..errors import DataError, ShapeError
 from ..layers import Layer
+from ..layers.layout import in_one
 from .pieces import Piece
 from .read import Opened
 from .texts import of_kind, plain_json, whole
@@ -133,5 +134,5 @@ def _numbers(ways: list[Way]) -> int:
 
 def _piece(name: str, ranks: list[list[Way]], mine: Any) -> Piece:
     ends = list(accumulate(map(_numbers, ranks), initial=0))
-    places = [(slice(lo, hi),) for lo, hi in pairwise(ends)]
+    places = [in_one((slice(lo, hi),)) for lo, hi in pairwise(ends)]
     return Piece(f"{GROUP}/{name}", (ends[-1],), mine, places)

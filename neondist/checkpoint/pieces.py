@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..layers.layout import Strip
 from ..models.entry import Entry
 
 BLOCK = 4 << 20  # bytes that travel at a time
@@ -26,20 +27,20 @@ class Piece:
         Of the whole array.
     array : ndarray
         This rank's part.
-    places : list of tuple of slice
+    places : list of list of Strip
         For each rank, where its part lies in the whole; a single one if every rank has all of it.
     """
 
     name: str
     shape: tuple[int, ...]
     array: Any
-    places: Sequence[Slices]
+    places: Sequence[Sequence[Strip]]
 
     @classmethod
     def of(cls, entry: Entry, array: Any, group: str) -> Piece:
         """Return an array of a layer, to be named '<group>/<layer name>/<parameter>'."""
-        tiled, tiles = entry.parameter.tiled, entry.grid.shape.tiles
-        places = [entry.part(rank % tiles) for rank in range(entry.grid.size)] if tiled else [entry.part(0)]
+        ranks = range(entry.grid.size if entry.cut else 1)
+        places = [entry.strips(rank % entry.grid.shape.tiles) for rank in ranks]
         return cls(f"{group}/{entry.full_name}", tuple(entry.parameter.shape), array, places)
 
     @property
@@ -49,9 +50,24 @@ class Piece:
 
     def blocks(self, rank: int) -> Iterator[tuple[Slices, Slices]]:
         """Yield the blocks of a rank's part: where each lies in the part, and where in the whole."""
-        place = self.places[rank]
-        for block in blocks(tuple(s.stop - s.start for s in place), max(1, BLOCK // self.dtype.itemsize)):
-            yield block, tuple(slice(p.start + b.start, p.start + b.stop) for p, b in zip(place, block, strict=True))
+        for here, there in self.places[rank]:
+            for block in blocks(shape_of(there), max(1, BLOCK // self.dtype.itemsize)):
+                yield _within(here, block), _within(there, block)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the longest block that travels."""
+        strips = (prod(shape_of(there)) for place in self.places[1:] for _, there in place)
+        return min(BLOCK, max(strips, default=0) * self.dtype.itemsize)
+
+
+def shape_of(place: Slices) -> tuple[int, ...]:
+    """Return the shape of the box that slices choose."""
+    return tuple(s.stop - s.start for s in place)
+
+
+def _within(place: Slices, block: Slices) -> Slices:
+    return tuple(slice(p.start + b.start, p.start + b.stop) for p, b in zip(place, block, strict=True))
 
 
 def blocks(shape: Sequence[int], cells: int) -> Iterator[Slices]:

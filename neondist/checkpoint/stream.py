@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from ..comm import Exchange, Message, Transport
-from .pieces import BLOCK, Piece, Slices
+from .pieces import Piece, Slices, Strip, shape_of
 
 
 class Pipe:
@@ -53,7 +53,7 @@ def collect(world: Transport, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, 
                     if world.rank == 0:
                         yield piece, place, piece.array[here]
                 elif world.rank == 0:
-                    yield piece, place, pipe.get(rank, _shape(place), piece.dtype)
+                    yield piece, place, pipe.get(rank, shape_of(place), piece.dtype)
                 elif world.rank == rank:
                     pipe.put(0, piece.array[here])
 
@@ -70,10 +70,10 @@ def spread(world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Sli
         nonlocal failure
         if failure is None:
             try:
-                return np.asarray(read(piece, place), piece.dtype).reshape(_shape(place))
+                return np.asarray(read(piece, place), piece.dtype).reshape(shape_of(place))
             except Exception as problem:
                 failure = problem
-        return np.zeros(_shape(place), piece.dtype)
+        return np.zeros(shape_of(place), piece.dtype)
 
     for piece, pipe in _with_pipes(world, pieces):
         if len(piece.places) == 1:
@@ -88,7 +88,7 @@ def spread(world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Sli
                 elif world.rank == 0:
                     pipe.put(rank, block(piece, place))
                 elif world.rank == rank:
-                    piece.array[here] = pipe.get(0, _shape(place), piece.dtype)
+                    piece.array[here] = pipe.get(0, shape_of(place), piece.dtype)
     if failure is not None:
         raise failure
 
@@ -97,24 +97,12 @@ def _with_pipes(world: Transport, pieces: Iterable[Piece]) -> Iterator[tuple[Pie
     """Yield each piece with a pipe that is wide enough for its blocks."""
     pipe = Pipe(world, 0)
     for piece in pieces:
-        largest = max((prod(_shape(place)) * piece.dtype.itemsize for place in piece.places[1:]), default=0)
-        width = min(BLOCK, largest)
-        if width > len(pipe.buffer):
-            pipe = Pipe(world, width)
+        if piece.largest != len(pipe.buffer):
+            pipe = Pipe(world, piece.largest)
         yield piece, pipe
 
 
-def _distinct(places: Sequence[Slices]) -> list[int]:
+def _distinct(places: Sequence[Sequence[Strip]]) -> list[int]:
     """Return the ranks whose part no earlier rank has."""
-    seen: set[tuple[tuple[int, int], ...]] = set()
-    found = []
-    for rank, place in enumerate(places):
-        key = tuple((part.start, part.stop) for part in place)
-        if key not in seen:
-            found.append(rank)
-        seen.add(key)
-    return found
-
-
-def _shape(place: Slices) -> tuple[int, ...]:
-    return tuple(s.stop - s.start for s in place)
+    texts = [str(place) for place in places]
+    return [rank for rank, text in enumerate(texts) if texts.index(text) == rank]

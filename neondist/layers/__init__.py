@@ -15,6 +15,7 @@ from .functions import Activation, Identity, Logistic, RectLin, Softmax, Tanh
 from .global_avg_pooling import GlobalAvgPoolingLayer, GlobalAvgPoolingLayerDist
 from .group_norm import GroupNormLayer, GroupNormLayerDist, InstanceNormLayer, InstanceNormLayerDist
 from .l2_pooling import L2PoolingLayer, L2PoolingLayerDist
+from .layout import Replicate, Shard, Tiled
 from .lcn import LCNLayer, LCNLayerDist
 from .linear import FCLayer, FCLayerDist
 from .local import LocalFilteringLayer, LocalFilteringLayerDist
@@ -71,11 +72,14 @@ __all__ = [
     "Parameter",
     "RectLin",
     "Reduction",
+    "Replicate",
     "Sequential",
+    "Shard",
     "Softmax",
     "StepContext",
     "Sum",
     "Tanh",
+    "Tiled",
     "UpsampleLayer",
     "UpsampleLayerDist",
 ]

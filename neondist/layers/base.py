@@ -21,6 +21,7 @@ from ..registry import Distributed, dist_class
 from ..schemes import Scheme, as_scheme
 from .context import StepContext
 from .functions import Activation
+from .layout import Replicate
 from .node import Context, Node, Shape
 from .reduction import Reduction
 
@@ -29,19 +30,19 @@ from .reduction import Reduction
 class Parameter:
     """Shape and first values of one array of a layer.
 
-    With `tiled`, its leading axes are the output's spatial axes, and each rank keeps the part of its own output tile
-    alone (unshared weights): the gradient is then summed over the replicas, not over the tiles.
+    `layout` says which part each rank keeps: Replicate, all of it; Tiled, what belongs to its own output tile; Shard,
+    what multiplies its own input tile. Shapes, names and first values of whole arrays are the same with any.
     """
 
     shape: Shape
     initializer: Initializer = field(default_factory=Constant)
     fan_in: int = 1
     fan_out: int = 1
-    tiled: bool = False
+    layout: Replicate = field(default_factory=Replicate)
 
-    def size_on(self, tile: Box) -> int:
-        """Return how many of its numbers the rank of an output tile keeps."""
-        return tile.size * prod(self.shape[tile.ndim :]) if self.tiled else prod(self.shape)
+    def size_on(self, grid: GridShape, tile: int) -> int:
+        """Return how many of its numbers the rank of a tile keeps."""
+        return prod(self.layout.shape_on(self.shape, grid, tile))
 
 
 class Layer(Node):

@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..geometry import split
 from ..initializers import FanInUniform, Initializer
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .functions import Activation
+from .layout import Shard
 from .reduction import Reduction
 
 
 class FCLayer(Layer):
     """Fully connected: flattens (*spatial, C) row-major and multiplies by 'weights' (inputs, out_features).
 
-    Each rank multiplies what it has - its tile, or its range of a vector's features - by its rows of the weights, and
-    one sum over the tiles joins them. Input (N, *spatial, C) local or (N, C) whole; output (N, out_features) whole.
+    Each rank multiplies what it has - its tile, or its range of a vector's features - by the rows of the weights for
+    that, which it alone keeps, and one sum over the tiles joins the products. Input
+    (N, *spatial, C) local or (N, C) whole; output (N, out_features) whole.
 
     Parameters
     ----------
@@ -59,7 +60,8 @@ class FCLayer(Layer):
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights' and 'bias'."""
         inputs = prod(input_shape)
-        found = {"weights": Parameter((inputs, self.out_features), self.weights_init, inputs, self.out_features)}
+        shape = (inputs, self.out_features)
+        found = {"weights": Parameter(shape, self.weights_init, *shape, Shard(input_shape))}
         if self.bias:
             found["bias"] = Parameter((self.out_features,))
         return found
@@ -68,7 +70,7 @@ class FCLayer(Layer):
         """Return the products of this rank's inputs; those of all tiles add up."""
         mine = view[(slice(None), *self._part)]
         ctx.save(view=mine.reshape(len(view), prod(mine.shape[1:])))  # -1 fails where there are no samples
-        return self.kernels.matmul(ctx.view, self._rows(ctx.params["weights"]))
+        return self.kernels.matmul(ctx.view, ctx.params["weights"])
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the products plus bias."""
@@ -83,11 +85,8 @@ class FCLayer(Layer):
         return whole
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient of the view; the weights' is this rank's rows, zero elsewhere."""
-        gradient = np.zeros_like(ctx.params["weights"])
-        rows = gradient.reshape(*self.input_shape, -1)[self._place]
-        rows[...] = self.kernels.matmul(ctx.view.T, dy).reshape(rows.shape)
-        ctx.grads["weights"] = gradient
+        """Return the gradient of the view."""
+        ctx.grads["weights"] = self.kernels.matmul(ctx.view.T, dy)
         if self.bias:
             ctx.grads["bias"] = ctx.local_contribution(dy.sum(axis=0))
         if not ctx.needs_input_gradient:
@@ -95,23 +94,13 @@ class FCLayer(Layer):
         return self._back(ctx, dy).reshape(len(dy), *self.input.view_shape[1:]) if self.input.tiled else ctx.reduced
 
     def _back(self, ctx: StepContext, dy: Any) -> Any:
-        return self.kernels.matmul(dy, self._rows(ctx.params["weights"]).T)
-
-    @property
-    def _place(self) -> tuple[slice, ...]:
-        """Where this rank's inputs lie in the whole input (*spatial, C)."""
-        if self.input.tiled:
-            return self.input.own.slices
-        grid = self.context.grid
-        return (slice(*split(self.input_shape[0], grid.shape.tiles, grid.tile)),)
+        return self.kernels.matmul(dy, ctx.params["weights"].T)
 
     @property
     def _part(self) -> tuple[slice, ...]:
-        """Where they lie in the view: a tile is all of it, a vector is whole on every rank."""
-        return () if self.input.tiled else self._place
-
-    def _rows(self, weights: Any) -> Any:
-        return weights.reshape(*self.input_shape, -1)[self._place].reshape(-1, self.out_features)
+        """Where this rank's inputs lie in the view: a tile is all of it, a vector is whole on every rank."""
+        grid = self.context.grid
+        return () if self.input.tiled else Shard(self.input_shape).inputs(grid.shape, grid.tile).slices
 
 
 class FCLayerDist(Dist, FCLayer):

@@ -15,6 +15,7 @@ from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .filters import BlockFilters, Filters, OwnFilters, orthonormal
 from .functions import Activation
+from .layout import Replicate, Tiled
 
 
 class LocalFilteringLayer(Layer):
@@ -85,8 +86,10 @@ class LocalFilteringLayer(Layer):
         block = self.block_for(out)
         blocks = out if block is None else tuple(-(-n // b) for n, b in zip(out, block, strict=True))
         shape = (*blocks, *window.kernel, channels, self.out_channels)
-        found = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out, tiled=block is None)}
-        return found | ({"bias": Parameter((*out, self.out_channels), tiled=True)} if self.bias else {})
+        tiled = Tiled(len(out))
+        layout = tiled if block is None else Replicate()
+        found = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out, layout)}
+        return found | ({"bias": Parameter((*out, self.out_channels), layout=tiled)} if self.bias else {})
 
     def block_for(self, out: Shape) -> Shape | None:
         """Return the cells that share a filter on each axis of an output of this extent, or None if none do."""

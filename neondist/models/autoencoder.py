@@ -121,8 +121,7 @@ class Autoencoder:
 
     def sum_gradient(self) -> None:
         """Add up the ranks' shares of the layer's gradient; collective."""
-        group = "replicas" if self.entry.parameter.tiled else "world"
-        self.parameters.reductions.allreduce(group, self.layer.grads["weights"])
+        self.parameters.reductions.allreduce(self.entry.parameter.layout.group, self.layer.grads["weights"])
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:

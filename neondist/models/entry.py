@@ -9,11 +9,12 @@ import numpy as np
 
 from ..comm import ProcessGrid
 from ..layers import Layer, Parameter
+from ..layers.layout import Strip
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter, whole on every rank, or cut like the layer's output."""
+    """A parameter, whole on every rank, or cut over the tiles as its layout says."""
 
     layer: Layer
     name: str
@@ -26,14 +27,19 @@ class Entry:
         return f"{self.layer.name}/{self.name}"
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """Where this rank's part lies in the whole array."""
-        return self.part(self.grid.tile)
+    def cut(self) -> bool:
+        """Whether the parts of tiles differ."""
+        return self.parameter.layout.cut
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's part."""
-        return tuple(part.stop - part.start for part in self.slices)
+        return self.parameter.layout.shape_on(self.parameter.shape, self.grid.shape, self.grid.tile)
+
+    @property
+    def mine(self) -> list[Strip]:
+        """Where this rank's part lies in the whole array."""
+        return self.strips(self.grid.tile)
 
     def slot(self, name: str) -> Entry:
         """Return the entry of an optimiser's array for this parameter."""
@@ -41,17 +47,14 @@ class Entry:
 
     def gather(self, array: Any) -> Any:
         """Return a copy of the whole array; collective over the tiles if it is cut."""
-        if not self.parameter.tiled:
+        if not self.cut:
             return array.copy()
         whole = np.empty(self.parameter.shape, array.dtype)
         for tile, part in enumerate(self.grid.tile_comm.allgather(array)):
-            whole[self.part(tile)] = part
+            for here, there in self.strips(tile):
+                whole[there] = part[here]
         return whole
 
-    def part(self, tile: int) -> tuple[slice, ...]:
+    def strips(self, tile: int) -> list[Strip]:
         """Return where the part of a tile's rank lies in the whole array."""
-        shape = self.parameter.shape
-        if not self.parameter.tiled:
-            return tuple(slice(0, n) for n in shape)
-        box = self.grid.partition(self.layer.output_shape[:-1]).box(tile)
-        return (*box.slices, *(slice(0, n) for n in shape[box.ndim :]))
+        return self.parameter.layout.strips(self.parameter.shape, self.grid.shape, tile)

@@ -70,7 +70,7 @@ class Parameters:
     Attributes
     ----------
     values, grads : flat arrays
-        What every rank holds alike comes first; then the arrays that are cut into tiles, this rank's part.
+        What every rank holds alike comes first; then the arrays that are cut over the tiles, this rank's part.
     kept_values : flat array
         What is kept but not trained.
     version : int
@@ -89,13 +89,13 @@ class Parameters:
             for layer in layers
             for name, parameter in layer.parameters_for(layer.input_shape).items()
         ]
-        self.trained = sorted(trained, key=lambda entry: entry.parameter.tiled)
+        self.trained = sorted(trained, key=lambda entry: entry.cut)
         self.kept = [
             Entry(layer, name, parameter, context.grid)
             for layer in layers
             for name, parameter in layer.state_for(layer.input_shape).items()
         ]
-        self.shared = sum(prod(e.local_shape) for e in trained if not e.parameter.tiled)
+        self.shared = sum(prod(e.local_shape) for e in trained if not e.cut)
         self.values, self.kept_values = self._flat(self.trained), self._flat(self.kept)
         buffer = context.backend.zeros((HEADER + self.values.size,), context.dtype)
         ends = list(accumulate(prod(entry.local_shape) for entry in self.trained))
@@ -114,7 +114,7 @@ class Parameters:
         for entry, value in zip(self.kept, self.cut(self.kept_values, self.kept), strict=True):
             dict.__setitem__(entry.layer.state, entry.name, value)
         for entry, value in self.arrays():
-            value[...] = self._first(entry)
+            self._begin(entry, value)
 
     def cut(self, flat: Any, entries: list[Entry] | None = None) -> list[Any]:
         """Return the parts of a flat array that belong to the entries (default the trained ones), as views."""
@@ -138,7 +138,7 @@ class Parameters:
             self.sync.ready(span)
 
     def sum_gradients(self) -> None:
-        """Add up every rank's share over all ranks; what is cut into tiles, over the replicas."""
+        """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas."""
         for layer in self.layers:
             layer.grads.settle()
         self.sync.finish()
@@ -163,15 +163,17 @@ class Parameters:
     def _flat(self, entries: list[Entry]) -> Any:
         return self.context.backend.zeros((sum(prod(e.local_shape) for e in entries),), self.context.dtype)
 
-    def _first(self, entry: Entry) -> np.ndarray:
+    def _begin(self, entry: Entry, array: Any) -> None:
+        """Fill in first values."""
         stream = rng.key(self.context.seed, "weights", str(entry.layer.name), entry.name)
-        index = rng.box_index(entry.parameter.shape, entry.slices)
         parameter: Parameter = entry.parameter
-        return parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
+        for here, there in entry.mine:
+            index = rng.box_index(parameter.shape, there)
+            array[here] = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
 
 
 def gather(arrays: Iterable[tuple[Entry, Any]]) -> dict[str, Any]:
-    """Return copies of whole arrays by full name; collective where some are cut into tiles."""
+    """Return copies of whole arrays by full name; collective where some are cut over the tiles."""
     return {entry.full_name: entry.gather(array) for entry, array in arrays}
 
 
@@ -190,4 +192,5 @@ def load(arrays: list[tuple[Entry, Any]], values: dict[str, Any], what: str) -> 
                 f"{what}: '{name}' has shape {np.shape(values[name])}, but the model's has {entry.parameter.shape}"
             )
     for entry, array in arrays:
-        array[...] = values[entry.full_name][entry.slices]
+        for here, there in entry.mine:
+            array[here] = values[entry.full_name][there]

@@ -7,6 +7,8 @@ from typing import Any
 
 from ..layers import Layer
 from ..optim import Optimizer
+from ..parallel import Flag
+from .nonfinite import finite
 from .parameters import Parameters
 
 
@@ -30,12 +32,13 @@ class Part:
         return [array.reshape(-1) for array, mine in pairs if mine]
 
     def sum_gradients(self) -> None:
-        """Add up every rank's share; what is cut into tiles, over the replicas alone."""
-        reductions = self.parameters.reductions
-        tiled = [e.parameter.tiled for e, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
-        for gradient, cut in zip(self.cut(self.parameters.grads), tiled, strict=True):
-            reductions.allreduce("replicas" if cut else "world", gradient)
-        self.parameters.sync.flags.exchange(reductions)
+        """Add up every rank's share; what is cut over the tiles, over the replicas alone."""
+        reductions, flags = self.parameters.reductions, self.parameters.sync.flags
+        entries = [entry for entry, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
+        for gradient, entry in zip(self.cut(self.parameters.grads), entries, strict=True):
+            reductions.allreduce(entry.parameter.layout.group, gradient)
+            flags.mine[Flag.NON_FINITE] += entry.cut and not finite(gradient)
+        flags.exchange(reductions)
 
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
         """Change these parameters by their gradients; `slots` are as long as all parameters."""

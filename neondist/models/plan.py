@@ -161,7 +161,7 @@ def _plan(
         output_shape=output_shape,
         window=window,
         parameters=count,
-        held=[sum(p.size_on(box) for p in parameters) for box in grid.partition(output_shape[:-1]).boxes()],
+        held=[sum(p.size_on(grid, tile) for p in parameters) for tile in tiles],
         tiles=(outputs or grid.partition(output_shape[:-1])).boxes(),
         views=views,
         kept=[halo.buffer for halo in around],

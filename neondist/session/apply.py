@@ -16,6 +16,7 @@ from ..comm import ProcessGrid, all_or_none
 from ..datasets.base import SPLITS, normalised
 from ..errors import ConfigError, DataError
 from ..geometry import split as share
+from ..layers.layout import in_one
 from ..metrics import Misclassification
 from ..registry.ranges import choice
 from .consistency import check_consistency, check_data_consistency, outline
@@ -176,7 +177,8 @@ def _piece(model: Model, y: Any, batch: int, classes: bool) -> Piece:
     for rank in range(grid.size):
         replica, tile = divmod(rank, grid.shape.tiles)
         box = grid.partition(extent).box(tile).slices if extent else ()
-        places.append((slice(*share(batch, grid.replicas, replica)), *box, *(() if classes else (slice(0, channels),))))
+        samples = slice(*share(batch, grid.replicas, replica))
+        places.append(in_one((samples, *box, *(() if classes else (slice(0, channels),)))))
     if classes:
         y = np.asarray(y).argmax(axis=-1).astype(np.min_scalar_type(channels - 1))
     return Piece("predictions", (batch, *extent, *(() if classes else (channels,))), np.asarray(y), places)

@@ -38,7 +38,7 @@ def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool | str = F
         *(_layer(plan) for plan in model.plan(shape, grid.shape, experiment.batch_size)),
         *(f"'{layer.name}': scheme {scheme_text(layer.scheme)}" for layer in model.leaves if layer.scheme is not None),
         *(
-            f"'{layer.name}/{name}': {parameter.shape}{' in tiles' * parameter.tiled}"
+            f"'{layer.name}/{name}': {parameter.shape}, {parameter.layout}"
             for layer, inside in model.chain.walk(shape)
             for name, parameter in {**layer.parameters_for(inside), **layer.state_for(inside)}.items()
         ),

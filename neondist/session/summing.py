@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING
 
 from ..comm import group_of
@@ -47,8 +46,7 @@ def _trained(model: Model, plans: Sequence[LayerPlan], grid: GridShape, tile: in
     """Return how many trained numbers all ranks share, and how many are those of this tile alone."""
     shared = own = 0
     for layer, plan in zip(model.leaves, plans, strict=True):
-        box = grid.partition(plan.output_shape[:-1]).box(tile)
         for parameter in layer.parameters_for(plan.input_shape).values():
-            shared += 0 if parameter.tiled else prod(parameter.shape)
-            own += parameter.size_on(box) if parameter.tiled else 0
+            held = parameter.size_on(grid, tile)
+            shared, own = (shared, own + held) if parameter.layout.cut else (shared + held, own)
     return shared, own

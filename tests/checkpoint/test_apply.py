@@ -5,7 +5,7 @@ import pytest
 from checkpoint_toys import experiment
 
 import neondist as nd
-from neondist.checkpoint import pieces, stream
+from neondist.checkpoint import pieces
 from neondist.comm import ProcessGrid, loopback
 from neondist.errors import ConfigError, DataError, GridError, OutputError
 from neondist.session import evaluate_checkpoint, predict
@@ -43,7 +43,6 @@ LAYOUTS = [(1, {}), (4, {}), (6, {"replicas": 3})]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(pieces, "BLOCK", 200)
-    monkeypatch.setattr(stream, "BLOCK", 200)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from checkpoint_toys import arrays, begun, experiment, forged, load, save
 
 import neondist as nd
-from neondist.checkpoint import keep, pieces, seal, stream
+from neondist.checkpoint import keep, pieces, seal
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import DataError, OutputError
 from neondist.session import TrainState
@@ -20,7 +20,6 @@ LAYOUTS = [(1, None), (4, None), (6, None), (9, None), (4, {"replicas": 2}), (6,
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(pieces, "BLOCK", 1000)
-    monkeypatch.setattr(stream, "BLOCK", 1000)
     monkeypatch.setattr(seal, "PIECE", 1000)
 
 

@@ -258,6 +258,37 @@ def test_a_gradient_of_one_tiles_own_weights_is_heard_by_all(ranks, factors):
     assert "the gradients of the weights of layer 'local'" in found[0]
 
 
+class Spoilt(nd.FCLayerDist):
+    """Its weights' gradient is infinite on the ranks that are told so."""
+
+    at = None
+
+    def backward(self, ctx, dy):
+        dx = super().backward(ctx, dy)
+        if self.at is not None:
+            ctx.grads["weights"] = np.full_like(ctx.params["weights"], self.at)
+        return dx
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_gradient_of_one_tiles_own_rows_is_heard_by_all_when_the_top_is_trained_alone_too(epoch):
+    def body(transport):
+        model = nd.GBDist([nd.LocalFilteringLayerDist(2, 2), Spoilt(5, name="top")], backend="numpy", dtype="float64")
+        model.build(SHAPE, BATCH, nd.ProcessGrid(transport))
+        model.begin_epoch(epoch)
+        assert model.top_alone == (epoch == 0)
+        if model.grid.rank == 2:
+            model.layers[1].at = np.inf
+        images, labels = batch(0)
+        before = model.state()
+        with pytest.raises(NonFiniteError, match="the gradients of the weights of layer 'top' on rank 2 first"):
+            model.train_batch(model.scatter(images), labels)
+        for name, array in model.state().items():
+            np.testing.assert_array_equal(before[name], array)
+
+    loopback.run(3, body)
+
+
 def spoil_filters(stage, x):
     stage.layer.params["weights"].flat[0] = np.nan
     return "the weights of layer 'filters'"

@@ -65,7 +65,7 @@ def test_what_a_sum_is_booked_under():
         model.train_batch(x, np.zeros(4, int), batch_size=4)
         return sorted(account[1:] for account in model.ledger() if account.kind == "sum")
 
-    weights = 12 * 4 + 4 + 4 * 3 + 3
+    rows, biases = 6 * 4 + 2 * 3, 4 + 3  # of one of two tiles, and of both
     assert (
         on_ranks(4, job)
         == [
@@ -73,7 +73,8 @@ def test_what_a_sum_is_booked_under():
                 ("fc1", "forward", "tiles", 2 * 4 * 8),
                 ("fc2", "backward", "tiles", 2 * 4 * 8),
                 ("fc2", "forward", "tiles", 2 * 3 * 8),
-                ("gradients", "backward", "world", (16 + weights) * 8),
+                ("gradients", "backward", "replicas", rows * 8),
+                ("gradients", "backward", "world", (16 + biases) * 8),
                 ("loss", "forward", "replicas", 8),
             ]
         ]

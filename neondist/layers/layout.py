@@ -1,0 +1,88 @@
+"""Which part of a parameter each rank of a replica keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..geometry import Box, GridShape, split
+
+Shape = tuple[int, ...]
+Strip: TypeAlias = "tuple[tuple[slice, ...], tuple[slice, ...]]"
+"""Where a box of cells lies in a rank's part, and where in the whole array."""
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank keeps the whole array, and gradients are summed over all ranks."""
+
+    #: whether the tiles' parts differ; gradients are then summed over the replicas alone
+    cut = False
+
+    @property
+    def group(self) -> str:
+        """The ranks over which gradients are summed, one of `comm.GROUPS`."""
+        return "replicas" if self.cut else "world"
+
+    def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
+        """Return what of an array the rank of a tile keeps."""
+        return Box.of(shape)
+
+    def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
+        """Return the shape of a tile's part of an array of this shape."""
+        return self.box(shape, grid, tile).shape
+
+    def strips(self, shape: Shape, grid: GridShape, tile: int) -> list[Strip]:
+        """Return where a tile's part lies in the whole array, in the part's order."""
+        return in_one(self.box(shape, grid, tile).slices)
+
+
+@dataclass(frozen=True)
+class Tiled(Replicate):
+    """The first `ndim` axes are the output's spatial axes, and each rank keeps the part of its own output tile."""
+
+    ndim: int
+    cut = True
+
+    def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
+        """Return the tile, with all of the other axes."""
+        cells = grid.partition(shape[: self.ndim]).box(tile)
+        return Box((*cells.lo, *(0 for _ in shape[self.ndim :])), (*cells.hi, *shape[self.ndim :]))
+
+
+@dataclass(frozen=True)
+class Shard(Replicate):
+    """The first axis is the layer's input (*spatial, C), flattened, and each rank keeps the rows of its own input.
+
+    That is its tile, or its range of a vector's features.
+    """
+
+    input_shape: Shape
+    cut = True
+
+    def inputs(self, grid: GridShape, tile: int) -> Box:
+        """Return a tile's own part of the input."""
+        *extent, channels = self.input_shape
+        if not extent:
+            lo, hi = split(channels, grid.tiles, tile)
+            return Box((lo,), (hi,))
+        cells = grid.partition(extent).box(tile)
+        return Box((*cells.lo, 0), (*cells.hi, channels))
+
+    def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
+        """Return the shape of a tile's rows."""
+        return self.inputs(grid, tile).size, *shape[1:]
+
+    def strips(self, shape: Shape, grid: GridShape, tile: int) -> list[Strip]:
+        """Return the tile's rows, those that follow each other together."""
+        rest = tuple(slice(0, n) for n in shape[1:])
+        found, here = [], 0
+        for there, rows in self.inputs(grid, tile).runs(self.input_shape):
+            found.append(((slice(here, here + rows), *rest), (slice(there, there + rows), *rest)))
+            here += rows
+        return found
+
+
+def in_one(place: tuple[slice, ...]) -> list[Strip]:
+    """Return the strips of a part that is a box of the whole array."""
+    return [(tuple(slice(0, s.stop - s.start) for s in place), place)]
