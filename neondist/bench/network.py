@@ -103,4 +103,4 @@ def _part(node: Node) -> Part:
 def _arguments(layer: Layer) -> dict[str, Any]:
     """Return the plain arguments, with the window's numbers for every axis and side."""
     plain = {k: v for k, v in layer.arguments().items() if isinstance(v, (bool, int, float, str, type(None)))}
-    return plain | (vars(layer.window) if layer.window is not None else {})
+    return plain | (asdict(layer.window) if layer.window is not None else {})

@@ -9,7 +9,7 @@ from . import loopback
 from .agree import agree, all_or_none
 from .debug import DebugTransport
 from .effects import end_job
-from .grid import ProcessGrid, WideGrid
+from .grid import ProcessGrid
 from .reductions import GROUPS, Reductions, group_of
 from .single import SingleTransport
 from .transport import Done, Exchange, Message, ReduceOp, Request, Transport
@@ -26,7 +26,6 @@ __all__ = [
     "Request",
     "SingleTransport",
     "Transport",
-    "WideGrid",
     "agree",
     "all_or_none",
     "end_job",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -42,6 +43,8 @@ class ProcessGrid:
     GridError
         If replicas x planes x rows x cols is not the number of ranks. Later, if the grid is used after `close`.
     """
+
+    _wide: Partition | None = None
 
     @checked
     def __init__(
@@ -114,7 +117,15 @@ class ProcessGrid:
 
     def tile_box(self, extent: Sequence[int]) -> Box:
         """Return this rank's cells of an image of this extent."""
+        if self._wide is not None and tuple(extent) == self._wide.extent:
+            return self._wide.box(self.tile)
         return self.partition(extent).box(self.tile)
+
+    def reading(self, tiles: Partition) -> ProcessGrid:
+        """Return this grid with other tiles of the images of one extent, which may overlap: for reading them."""
+        found = copy.copy(self)
+        found._wide = tiles
+        return found
 
     def sample_range(self, batch: int) -> tuple[int, int]:
         """Return the half-open range of samples, of a batch, that this rank's replica takes."""
@@ -122,18 +133,6 @@ class ProcessGrid:
 
     def __repr__(self) -> str:
         return f"ProcessGrid(rank {self.rank} of {self.size}, {'closed' if self.closed else self.shape})"
-
-
-class WideGrid(ProcessGrid):
-    """A grid whose tiles of the images of one extent are others, and may overlap: for reading them."""
-
-    def __init__(self, grid: ProcessGrid, tiles: Partition) -> None:
-        vars(self).update(vars(grid))
-        self.wide = tiles
-
-    def tile_box(self, extent: Sequence[int]) -> Box:
-        """Return the cells of an image of this extent that this rank reads."""
-        return self.wide.box(self.tile) if tuple(extent) == self.wide.extent else super().tile_box(extent)
 
 
 def _transport(comm: Any) -> Transport:

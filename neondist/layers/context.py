@@ -58,6 +58,8 @@ class StepContext:
         self._place, self.offered = place, None
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._saved:
+            return self._saved[name]
         raise AttributeError(f"ctx has no '{name}': forward has to keep it, with ctx.save({name}=...)")
 
     # What is kept.
@@ -70,7 +72,6 @@ class StepContext:
         for name in arrays.keys() & _RESERVED:
             raise ConfigError(f"ctx.save({name}=...): ctx has a '{name}' of its own; take another name")
         self._saved.update(arrays)
-        self.__dict__.update(arrays)
 
     def shield(self, memory: Any) -> None:
         """Replace what was saved by copies, where it lies in memory that others will use."""
@@ -209,4 +210,4 @@ class CellRandom:
         return rng.normal(self.stream, self.index)
 
 
-_RESERVED = frozenset(name for name in dir(StepContext) if not name.startswith("__")) | {"training", "step"}
+_RESERVED = frozenset(name for name in dir(StepContext) if not name.startswith("__")) | {"phase", "step", "training"}

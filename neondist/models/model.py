@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import GlobalArray, Phase, real_array
 from ..backends import Backend, get_backend
-from ..comm import ProcessGrid, WideGrid
+from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..geometry import GridShape, split
@@ -410,7 +410,7 @@ class Model(Registered):
     def reading_grid(self, input_shape: Sequence[int], grid: ProcessGrid) -> ProcessGrid:
         """Return the grid to open a data set on, on which tiles of the image are what this model reads of it."""
         tiles = wide_tiles(find_regions(self.chain, tuple(input_shape), grid.shape), self.leaves)
-        return grid if tiles is None else WideGrid(grid, tiles)
+        return grid if tiles is None else grid.reading(tiles)
 
     def scatter_output(self, dy: Any) -> Any:
         """Return this rank's part of an array of the output's shape, the same on every rank."""

@@ -112,7 +112,7 @@ def row_of(shape: GridShape, machine: Machine, alone: Alone) -> Row:
     latency += sum(machine.steps(ranks) * machine.link(ranks).latency for ranks, _ in sums)
     return {
         "ranks": shape.size,
-        "grid": {axis: count for axis, count in vars(shape).items() if axis != "planes" or count > 1},
+        "grid": {axis: count for axis, count in asdict(shape).items() if axis != "planes" or count > 1},
         "compute_seconds": compute,
         "exchange_seconds": exchange,
         "sum_seconds": summing,

@@ -1,0 +1,151 @@
+"""What the code never does, over all of neondist/, read from its syntax trees."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import neondist
+
+ROOT = Path(neondist.__file__).parent
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+FRAMES = {"_current_frames", "_getframe", "currentframe", "f_back", "f_locals", "tb_frame"}
+
+
+def nodes(tree, *kinds):
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def targets(node):
+    """Return what an assignment assigns to, tuples taken apart."""
+    found = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [part for one in found for part in ast.walk(one) if isinstance(part, (ast.Name, ast.Attribute))]
+
+
+def own(target):
+    return isinstance(target.value, ast.Name) and target.value.id in ("self", "cls")
+
+
+def assignments(tree):
+    return [
+        (node, target)
+        for node in nodes(tree, ast.Assign, ast.AnnAssign, ast.AugAssign)
+        for target in targets(node)
+        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+    ]
+
+
+def methods():
+    """Return the names that are methods of classes, and attributes of none."""
+    bodies = [part for tree in TREES.values() for one in nodes(tree, ast.ClassDef) for part in one.body]
+    plain = {part.name for part in bodies if isinstance(part, ast.FunctionDef) and not part.decorator_list}
+    fields = {part.target.id for part in bodies if isinstance(part, ast.AnnAssign)}
+    fields |= {one.id for part in bodies if isinstance(part, ast.Assign) for one in targets(part) if hasattr(one, "id")}
+    return plain - fields - {target.attr for tree in TREES.values() for _, target in assignments(tree) if own(target)}
+
+
+def replaced(tree, names):
+    """Return the lines that put a callable in the place of another object's method."""
+    in_classes = {id(part) for one in nodes(tree, ast.ClassDef) for part in one.body}
+    functions = {node.name for node in nodes(tree, ast.FunctionDef) if id(node) not in in_classes}
+    for node, target in assignments(tree):
+        value = node.value
+        callable_ = isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in functions)
+        callable_ |= isinstance(value, ast.Call) and ast.unparse(value.func).endswith("partial")
+        hook = ast.unparse(target) in ("sys.excepthook", "threading.excepthook", "sys.unraisablehook")
+        arguments = ast.unparse(target.value) == "arguments"  # argparse's
+        if not own(target) and not hook and not arguments and (callable_ or target.attr in names):
+            yield node.lineno
+    inside = {
+        id(part)
+        for node in nodes(tree, ast.FunctionDef)
+        if node.name == "__init_subclass__"  # a class may complete itself while it is made
+        for part in ast.walk(node)
+    }
+    for call in nodes(tree, ast.Call):
+        sets = ast.unparse(call.func) in ("setattr", "delattr", "object.__setattr__") and id(call) not in inside
+        known = isinstance(call.args[1], ast.Constant) and call.args[1].value not in names if sets else True
+        if not known and ast.unparse(call.args[0]) != "self":  # frozen dataclasses set their own fields so
+            yield call.lineno
+
+
+def through_dictionaries(tree):
+    """Return the lines that look at, or change, an object's attributes by its dictionary.
+
+    Namespaces of argparse are told so how to be copied; classes and modules have no other way.
+    """
+    for attribute in nodes(tree, ast.Attribute):
+        if attribute.attr == "__dict__":
+            yield attribute.lineno
+    for call in nodes(tree, ast.Call):
+        if ast.unparse(call.func) == "vars":
+            of = ast.unparse(call.args[0]) if call.args else ""
+            if of not in ("arguments", "cls", "base") and not of.startswith("sys.modules["):
+                yield call.lineno
+
+
+def layer_questions(tree, layers):
+    """Return the lines that ask which layer something is."""
+    for call in nodes(tree, ast.Call):
+        if ast.unparse(call.func) in ("isinstance", "issubclass"):
+            asked = {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(call.args[1])}
+            if asked & layers:
+                yield call.lineno
+
+
+def frames(tree):
+    """Return the lines that look at stack frames."""
+    for node in nodes(tree, ast.Attribute, ast.Name):
+        if (node.attr if isinstance(node, ast.Attribute) else node.id) in FRAMES:
+            yield node.lineno
+    for node in nodes(tree, ast.Call):
+        if ast.unparse(node.func) == "inspect.stack":
+            yield node.lineno
+
+
+def layer_classes():
+    """Return the names of all layers; what a user gives in their place may be told apart from a Node."""
+    found = {"Layer"}
+    while True:
+        more = {
+            one.name
+            for tree in TREES.values()
+            for one in nodes(tree, ast.ClassDef)
+            if {getattr(base, "id", getattr(base, "attr", "")) for base in one.bases} & found
+        }
+        if more <= found:
+            return found
+        found |= more
+
+
+METHODS, LAYERS = methods() | {"forward", "backward"}, layer_classes()
+RULES = {
+    "replaces no methods": lambda tree: replaced(tree, METHODS),
+    "no dictionaries of objects": through_dictionaries,
+    "does not ask layers what they are": lambda tree: layer_questions(tree, LAYERS),
+    "looks at no stack frames": frames,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_never(rule):
+    assert [f"{path}:{line}" for path, tree in TREES.items() for line in RULES[rule](tree)] == []
+
+
+BAD = {
+    "replaces no methods": [
+        "layer.forward = watched",
+        "layer.anything = lambda: 1",
+        "def f(): pass\nlayer.anything = f",
+        "layer.anything, y = functools.partial(f), 1\nlayer.anything = functools.partial(f)",
+        "setattr(layer, name, f)",
+    ],
+    "no dictionaries of objects": ["vars(self).update(x)", "self.__dict__['a'] = 1", "vars(layer)"],
+    "does not ask layers what they are": ["isinstance(x, ConvLayer)", "isinstance(x, (int, layers.FCLayerDist))"],
+    "looks at no stack frames": ["sys._current_frames()", "inspect.currentframe()", "frame.f_back", "inspect.stack()"],
+}
+
+
+@pytest.mark.parametrize(("rule", "code"), [(rule, code) for rule, codes in BAD.items() for code in codes])
+def test_the_rules_find_what_they_are_for(rule, code):
+    assert list(RULES[rule](ast.parse(code)))
