@@ -1,8 +1,8 @@
 """Models: layers, a cost and an optimiser.
 
-model: the chain and its passes. parameters: all arrays in flat buffers. plan: shapes and halos from arithmetic. dist:
-the distributed models. distribute: from one to the other. gb, autoencoder, reconstruction: the sparse autoencoder.
-wrapping: what watches the passes of layers for a while.
+model: the chain and its steps. passes: a pass as users have it. parameters: all arrays in flat buffers. plan: shapes
+and halos from arithmetic. dist: the distributed models. distribute: from one to the other. gb, autoencoder,
+reconstruction: the sparse autoencoder.
 """
 
 from .autoencoder import Autoencoder
