@@ -111,9 +111,8 @@ def test_a_rank_alone_notes_what_a_rank_among_others_sends(shape):
     found = ranks_alone.rank_alone(experiment(), shape, 1e-3)
     tile = ranks_alone.fullest(shape, (13, 11))
     assert sum(count for _, count in found.notes.exchanges) == sent[tile]
-    group, gradients = max(found.notes.sums)
-    assert group == shape.size
-    assert 0 <= gradients - 8 * sum(p.size for p in parameters(experiment())) < 256  # what keeps arrays aligned
+    replicated = 8 * sum(p.size for p in replicated_parameters(experiment()))
+    assert any(group == shape.size and 0 <= nbytes - replicated < 256 for group, nbytes in found.notes.sums)  # aligned
     assert found.seconds > 0
     assert found.held > 0
     assert set(found.cell_seconds) == {"conv1", "conv2", "fc1"}
@@ -121,9 +120,11 @@ def test_a_rank_alone_notes_what_a_rank_among_others_sends(shape):
     assert found.moved > 2 * 4 // shape.replicas * 8 * views
 
 
-def parameters(made):
+def replicated_parameters(made):
+    """All but the weights of the FC layer, of which each rank has rows of its own."""
     made.model.build((13, 11, 2), 4, solo_grid(0, {}, 1, Notes()))
-    return [array for layer in made.model.leaves for array in layer.params.values()]
+    *convolutions, fc = made.model.leaves
+    return [*(array for layer in convolutions for array in layer.params.values()), fc.params["bias"]]
 
 
 def test_the_best_grid_is_taken_and_the_turning_point_found(tmp_path):

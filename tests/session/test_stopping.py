@@ -65,7 +65,7 @@ def test_nothing_is_sent_for_it():
         transport.allreduce = lambda array, *op: (counted.append(array.size), plain(array, *op))
         made = experiment(1, metrics=[])
         made.run(made.open_grid(transport), hooks=[StopOnSignal()])
-        return counted, made.model.parameters.values.size, made.model.step
+        return counted, made.model.parameters.shared, made.model.step
 
     counted, size, steps = loopback.run(3, body)[0]
     assert [n for n in counted if n >= size] == [size + 16] * steps
