@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .grid import ProcessGrid
-    from .transport import ReduceOp, Request
+    from .transport import ReduceOp, Request, Transport
 
 GROUPS = ("world", "tiles", "replicas")
 """all ranks; those of one replica; those that hold the same tile in all replicas"""
@@ -49,19 +49,14 @@ class Reductions:
 
     def allreduce(self, group: str, array: Any, op: ReduceOp = "sum") -> Any:
         """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over that."""
-        transport = self.grid.group(group)
+        transport = self._record(group, array)
         with self.grid.observers.during("wait", "", self.direction, group):
             transport.allreduce(array, op)
-        if transport.size > 1 and array.nbytes:
-            self.recorded[self.direction, group, array.nbytes] += 1
         return array
 
     def iallreduce(self, group: str, array: Any) -> Request:
         """Begin to replace the array by its sum over one of GROUPS; collective over that, in the same order."""
-        transport = self.grid.group(group)
-        if transport.size > 1 and array.nbytes:
-            self.recorded[self.direction, group, array.nbytes] += 1
-        return transport.iallreduce(array)
+        return self._record(group, array).iallreduce(array)
 
     def wait(self, group: str, request: Request) -> None:
         """Wait for a sum over one of GROUPS that has begun."""
@@ -70,11 +65,16 @@ class Reductions:
 
     def gather(self, group: str, array: Any) -> Any:
         """Return all ranks' arrays, stacked in their order; collective over one of GROUPS."""
+        transport = self._record(group, array)
+        with self.grid.observers.during("wait", "", self.direction, group):
+            return transport.allgather_array(array)
+
+    def _record(self, group: str, array: Any) -> Transport:
+        """Take note of an array that is given into a reduction over a group, and return the group."""
         transport = self.grid.group(group)
         if transport.size > 1 and array.nbytes:
             self.recorded[self.direction, group, array.nbytes] += 1
-        with self.grid.observers.during("wait", "", self.direction, group):
-            return transport.allgather_array(array)
+        return transport
 
     @property
     def bytes_reduced(self) -> int:

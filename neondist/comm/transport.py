@@ -82,9 +82,6 @@ class Exchange(ABC):
             self.under_way = False
 
     def _watched(self, work: Callable[[], None]) -> None:
-        if not self.observers:
-            work()
-            return
         with self.observers.during("wait", subject=self):
             work()
 

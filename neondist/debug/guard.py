@@ -52,40 +52,44 @@ class GuardedContext(StepContext):
         if not hasattr(padded, "border"):  # the view holds the neighbours already
             return super()._halo(direction, move, array)
         gathers = (direction == "forward") != padded.border.reverse
-        if gathers:
-            found = self.filled(padded, super()._halo, direction, move, array)
-            shadow = Shadow(found)
-            self.others = *self.others, shadow
-            return shadow.array
-        self.check_whole(direction, array, padded)
-        return self.named(direction, super()._halo, direction, move, array)
+        frame = None if padded.plan.trivial or not gathers else padded.frame(len(array))
+        found = self.exchanged(direction, padded, gathers, frame, super()._halo, direction, move, array)
+        if not gathers:
+            return found
+        shadow = Shadow(found)
+        self.others = *self.others, shadow
+        return shadow.array
 
-    def filled(self, array: PaddedArray, fetch: Callable[..., Any], direction: str, *arguments: Any) -> Any:
-        """Return the view that `fetch` returns, all of whose cells have been filled since the call."""
-        if not array.plan.trivial:
-            _mark_frame(array.frame(len(arguments[-1])))
-        return self.complete(array, self.named(direction, fetch, direction, *arguments), direction)
+    def exchanged(
+        self, direction: str, array: PaddedArray, gathers: bool, frame: Any, move: Callable[..., Any], *given: Any
+    ) -> Any:
+        """Return what an exchange of an array returns: a view, all of it filled, or the gradient of a tile.
 
-    def complete(self, array: PaddedArray, view: Any, direction: str) -> Any:
-        """Return a view; HaloError if cells of it were not filled."""
-        missing = marked(view)
-        if missing.any():
-            raise self.problem(
-                direction,
-                f"{missing.sum()} numbers of its view were never filled, the first for cell {_cell(array, missing)};"
-                f" scheme {type(array.border.scheme).__name__} has to fill every cell of other tiles",
-            )
+        Parameters
+        ----------
+        gathers : bool
+            Whether cells come in; otherwise the last of `given` is the gradient of a view, which must be all written.
+        frame : Frame or None
+            Whose cells have to be filled.
+        """
+        if not gathers:
+            what = "numbers of its view's gradient were never written, or computed from cells that are not its own"
+            self._check_cells(direction, array, given[-1], what)
+            return self.named(direction, move, *given)
+        if frame is not None:
+            _mark_frame(frame)
+        view = self.named(direction, move, *given)
+        remedy = f"; scheme {type(array.border.scheme).__name__} has to fill every cell of other tiles"
+        self._check_cells(direction, array, view, "numbers of its view were never filled", remedy)
         return view
 
-    def check_whole(self, direction: str, dview: Any, array: PaddedArray) -> None:
-        """Raise HaloError if the gradient of a view is not all written."""
-        missing = marked(dview)
+    def _check_cells(self, direction: str, array: PaddedArray, cells: Any, what: str, remedy: str = "") -> None:
+        """Raise HaloError if cells of a view, or of the gradient of one, hold marks."""
+        missing = marked(cells)
         if missing.any():
-            raise self.problem(
-                direction,
-                f"{missing.sum()} numbers of its view's gradient were never written, or computed from cells that are"
-                f" not its own, the first for cell {_cell(array, missing)}",
-            )
+            first = np.argwhere(missing)[0][1:-1]
+            cell = tuple(int(lo + at) for lo, at in zip(array.need.lo, first, strict=True))
+            raise self.problem(direction, f"{missing.sum()} {what}, the first for cell {cell}{remedy}")
 
     def named(self, direction: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a call returns; a HaloError gets the layer's name."""
@@ -151,11 +155,8 @@ class GuardedTask(LayerTask):
 
     def halo(self, direction: str, ctx: Any, frame: Any, array: Any) -> Any:
         """Fetch a view all of which must be filled, or take home the gradient of one, which must be whole."""
-        if direction == "backward":
-            ctx.check_whole(direction, array, self.array)
-            return ctx.named(direction, super().halo, direction, ctx, frame, array)
-        _mark_frame(frame)
-        return ctx.complete(self.array, ctx.named(direction, super().halo, direction, ctx, frame, array), direction)
+        given = direction, ctx, frame, array
+        return ctx.exchanged(direction, self.array, direction == "forward", frame, super().halo, *given)
 
     @staticmethod
     def _shadow(ctx: Any, view: Any) -> Any:
@@ -170,9 +171,3 @@ def _mark_frame(frame: Any) -> None:
     mark(frame.buffer)
     frame.fill_outside()  # once for all
     frame.tile[...] = tile
-
-
-def _cell(array: PaddedArray, missing: Any) -> tuple[int, ...]:
-    """Return the first of these cells of the view, as cell of the image."""
-    first = np.argwhere(missing)[0][1:-1]
-    return tuple(int(lo + at) for lo, at in zip(array.need.lo, first, strict=True))

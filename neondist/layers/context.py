@@ -182,10 +182,7 @@ class StepContext:
         return self._halo("backward", array.get_bprop_view, dview)
 
     def _halo(self, direction: str, move: Callable[[Any, Phase], Any], array: Any) -> Any:
-        observers = self._layer.context.grid.observers
-        if not observers:
-            return move(array, self.phase)
-        with observers.during("halo", str(self._layer.name), direction):
+        with self._layer.context.grid.observers.during("halo", str(self._layer.name), direction):
             return move(array, self.phase)
 
 

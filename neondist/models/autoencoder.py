@@ -9,8 +9,8 @@ import numpy as np
 
 from ..arrays import Phase, real_array
 from ..layers import Layer, LocalFilteringLayer
-from ..parallel import Flag
-from .nonfinite import SchemeMemory, finite, locate_in_stage
+from ..parallel import Flag, finite
+from .nonfinite import SchemeMemory, locate_in_stage
 from .parameters import gather, load
 from .reconstruction import Reconstruction, ReconstructionCost
 

@@ -205,9 +205,7 @@ class Model(Registered):
 
         The arguments are those of `forward`, whose pass `bprop` goes back through.
         """
-        last = self.last_pass
-        between = not training and last is not None and (last.trains or last.between)
-        last = None
+        between = bool(not training and self.last_pass and (self.last_pass.trains or self.last_pass.between))
         self.last_pass = None  # its memory is used for this one
         run = self.forward(x, training, batch_size)
         run.between = between
@@ -249,9 +247,8 @@ class Model(Registered):
 
     def run_forward(self, x: Any, training: bool = True, batch_size: int | None = None) -> Pass:
         """Do as `forward` without a copy: layers may keep x, and the output is memory of the pass."""
-        batch = self._batch(x, batch_size)
-        self.input.check_tile("x", x)
-        return self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
+        first = self._samples(x, batch_size)[1]
+        return self.executor.forward(x, Phase(training, self.step, first))
 
     def run_backward(self, run: Pass, dy: Any) -> Any:
         """Fill this rank's share of the gradients, and return its share of the gradient of the input.
@@ -320,9 +317,8 @@ class Model(Registered):
         """
         observers, self.last_pass = self.grid.observers, None
         x = real_array("x", x, self.dtype)
-        batch = self._batch(x, batch_size)
-        self.input.check_tile("x", x)
-        local, first = self.local_targets(targets, batch), self.grid.sample_range(batch)[0]
+        batch, first = self._samples(x, batch_size)
+        local = self.local_targets(targets, batch)
         scale, value = 1.0 / (batch * self.cost.cells(self.output_shape)), 0.0
         self._built().begin_gradients()
         parts = self.micro_batches(len(x))
@@ -525,6 +521,12 @@ class Model(Registered):
             name = type(self).__name__
             raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")
         return self.parameters
+
+    def _samples(self, x: Any, batch_size: int | None) -> tuple[int, int]:
+        """Return the number of samples over all replicas, and the first of this rank's; check that x is its tile."""
+        batch = self._batch(x, batch_size)
+        self.input.check_tile("x", x)
+        return batch, self.grid.sample_range(batch)[0]
 
     def _batch(self, x: Any, batch_size: int | None) -> int:
         """Return the number of samples over all replicas, and check that this rank's share of them came."""

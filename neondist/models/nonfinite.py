@@ -12,6 +12,7 @@ from ..comm import Transport
 from ..errors import NonFiniteError
 from ..layers import Layer
 from ..observer import Observer
+from ..parallel import finite
 
 if TYPE_CHECKING:
     from .autoencoder import Autoencoder
@@ -51,12 +52,6 @@ class Trouble:
         if nonfinite == "stop" or self.in_a_row > PATIENCE:
             error.agreed = True
             raise error
-
-
-def finite(array: Any) -> bool:
-    """Tell whether all numbers of an array are finite; one pass over it, if they are."""
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())  # a sum of finite ones may overflow
 
 
 class SchemeMemory:

@@ -12,20 +12,24 @@ import numpy as np
 from .. import rng
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
-from ..parallel import HEADER, AllReduce, Flag, GradientSync
+from ..parallel import HEADER, AllReduce, Flag, GradientSync, finite
 from .entry import Entry
-from .nonfinite import finite
 
 
 class Views(dict[str, Any]):
     """Arrays by name that live in a flat buffer: assigning copies the values in, so they stay there."""
 
     def __setitem__(self, name: str, values: Any) -> None:
+        self._fitting(name, values)[...] = values
+
+    def _fitting(self, name: str, values: Any) -> Any:
+        """Return the array of a name, if values of its shape are given; otherwise raise KeyError or ShapeError."""
         if name not in self:
             raise KeyError(f"no array '{name}'; this layer has {', '.join(self) or 'none'}")
-        if np.shape(values) != self[name].shape:
-            raise ShapeError(f"'{name}' of shape {np.shape(values)}: expected {self[name].shape}")
-        self[name][...] = values
+        array = super().__getitem__(name)
+        if np.shape(values) != array.shape:
+            raise ShapeError(f"'{name}' of shape {np.shape(values)}: expected {array.shape}")
+        return array
 
 
 class Gradients(Views):
@@ -40,13 +44,12 @@ class Gradients(Views):
         self.stale.update(self)
 
     def __setitem__(self, name: str, values: Any) -> None:
+        array = self._fitting(name, values)
         if name in self.stale:
-            super().__setitem__(name, values)
             self.stale.discard(name)
-        elif values is not self[name]:
-            if np.shape(values) != self[name].shape:
-                raise ShapeError(f"gradient of '{name}' of shape {np.shape(values)}: expected {self[name].shape}")
-            self[name][...] += values
+            array[...] = values
+        elif values is not array:  # as it is after grads[name] += values
+            array += values
 
     def __getitem__(self, name: str) -> Any:
         array = super().__getitem__(name)

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..layers import Layer
 from ..optim import Optimizer
-from ..parallel import Flag
-from .nonfinite import finite
+from ..parallel import Flag, finite
 from .parameters import Parameters
 
 

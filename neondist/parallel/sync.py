@@ -16,6 +16,12 @@ Span = tuple[int, int]
 """From where to where a parameter lies among the gradients."""
 
 
+def finite(array: Any) -> bool:
+    """Tell whether all numbers of an array are finite; one pass over it, if they are."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())  # a sum of finite ones may overflow
+
+
 class GradientSync(ABC):
     """Makes this rank's shares of the gradients what they come to on all ranks.
 
@@ -58,10 +64,7 @@ class GradientSync(ABC):
 
     def _check_own(self) -> None:
         """Raise the flag if a gradient of this tile's own parameters, which nobody else sees, is not finite."""
-        own = self.grads[self.shared :]
-        with np.errstate(all="ignore"):
-            fine = bool(np.isfinite(own.sum()) or np.isfinite(own).all())  # a sum of finite ones may overflow
-        self.flags.mine[Flag.NON_FINITE] += not fine
+        self.flags.mine[Flag.NON_FINITE] += not finite(self.grads[self.shared :])
 
 
 class AllReduce(GradientSync):

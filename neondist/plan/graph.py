@@ -67,10 +67,6 @@ class Graph:
         self.steps.append(Step(layer, join, inputs, len(self.shapes) - 1))
         return len(self.shapes) - 1
 
-    def ends_at(self, steps: int) -> int:
-        """Return the value that the first so many steps, which are those of whole nodes, give."""
-        return next(value for count, value in reversed(self.ends) if count == steps)
-
     @property
     def first_layers(self) -> list[Layer]:
         """Those that read the network's input, whose gradient nobody needs in training."""

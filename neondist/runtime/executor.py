@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from math import prod
 from typing import Any
 
 from ..arrays import Phase
@@ -22,9 +23,10 @@ class Workspace:
         Counts a network's workspaces. All but the first are there for passes that interleave.
     """
 
-    def __init__(self, number: int, arena: Arena, shapes: list[tuple[int, ...]]) -> None:
+    def __init__(self, number: int, arena: Arena, shapes: list[tuple[int, ...]], tasks: Sequence[Task]) -> None:
         self.number, self.arena, self.plan, self.shapes = number, arena, arena.plan, shapes
-        self._values: dict[tuple[int, int], Any] = {}
+        self.homes: dict[int, Any] = {value: tasks[at] for value, at in self.plan.homes.items()}
+        self._arrays: dict[tuple[int, int], Any] = {}
         self._views: dict[tuple[int, int], Any] = {}
 
     def view(self, task: LayerTask, samples: int) -> Any:
@@ -39,33 +41,27 @@ class Workspace:
         task = self.homes.get(value)
         if task is not None:
             return self.view(task, samples).tile
-        return self._array("value", self.plan.values[value], self.shapes[value], samples)
+        return self._array(self.plan.values[value], value, samples)
 
     def gradient_place(self, task: LayerTask, samples: int) -> Any:
         """Return the array where the gradient of a step's view is wanted; what lies there lasts until it is read."""
         if task.windowed:
             return self.view(task, samples).dview_place()
-        slot, shape = self.plan.gradients.get(task.at), self.shapes[task.inputs[0]]
-        if slot is None:
-            return self.arena.backend.empty((samples, *shape), self.arena.dtype)
-        return self._array("gradient", slot, shape, samples)
+        return self._array(self.plan.gradients.get(task.at), task.inputs[0], samples)
 
     def sum_place(self, value: int, samples: int) -> Any:
         """Return the array for the sum of a value's gradients."""
-        slot, shape = self.plan.sums.get(value), self.shapes[value]
+        return self._array(self.plan.sums.get(value), value, samples)
+
+    def _array(self, slot: int | None, value: int, samples: int) -> Any:
+        """Return the array of a slot, of a value's shape; a new one, where none is planned."""
+        shape = samples, *self.shapes[value]
         if slot is None:
-            return self.arena.backend.empty((samples, *shape), self.arena.dtype)
-        return self._array("sum", slot, shape, samples)
-
-    def use(self, tasks: Sequence[Task]) -> None:
-        """Take note of whose views values lie in."""
-        self.homes: dict[int, Any] = {value: tasks[at] for value, at in self.plan.homes.items()}
-
-    def _array(self, what: str, slot: int, shape: tuple[int, ...], samples: int) -> Any:
+            return self.arena.backend.empty(shape, self.arena.dtype)
         key = slot, samples
-        if key not in self._values:
-            self._values[key] = self.arena.array(slot, (samples, *shape))
-        return self._values[key]
+        if key not in self._arrays:
+            self._arrays[key] = self.arena.array(slot, shape)
+        return self._arrays[key]
 
     def _slots(self, at: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
         view, gradient = self.plan.views[at], self.plan.gradients.get(at)
@@ -82,12 +78,15 @@ class Pass:
     phase : Phase
     samples : int
         Of this rank.
+    steps, value : int
+        How many steps it takes, and the value that they give.
     """
 
-    def __init__(self, executor: Executor, workspace: Workspace, phase: Phase, samples: int, steps: int) -> None:
-        self.executor, self.phase, self.samples, self.steps = executor, phase, samples, steps
+    def __init__(self, executor: Executor, workspace: Workspace, phase: Phase, samples: int, nodes: int) -> None:
+        self.executor, self.phase, self.samples = executor, phase, samples
         self._workspace: Workspace | None = workspace
-        self.contexts: list[StepContext | None] = [None] * steps
+        self.steps, self.value = executor.graph.ends[nodes]
+        self.contexts: list[StepContext | None] = [None] * self.steps
         self.output: Any = None
 
     @property
@@ -148,6 +147,8 @@ class Executor:
             if step.layer is None:
                 shape = graph.shapes[step.output]
                 self.shapes[step.output] = *grid.tile_box(shape[:-1]).shape, shape[-1]
+        #: whether a step of training needs all samples at once somewhere: then micro-batches have to go together
+        self.over_batch = any(task.over_batch for task in self.tasks)
         self.free: list[Workspace] = []
         self.made = 0
         self.plan = self._memory()
@@ -157,7 +158,7 @@ class Executor:
         layers = [step.layer for step in self.graph.steps]
         held = [0 if layer is None else layer.input.held for layer in layers]
         windowed = [layer is not None and not layer.input.plan.trivial for layer in layers]
-        numbers = [_size(shape) for shape in self.shapes]
+        numbers = [prod(shape) for shape in self.shapes]
         return plan_memory(self.graph, held, windowed, numbers)
 
     # Passes.
@@ -168,8 +169,9 @@ class Executor:
 
     def forward_together(self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None) -> list[Pass]:
         """Return passes that take each step together: micro-batches, which have the statistics of all of them."""
-        steps, last = self.graph.ends[-1 if nodes is None else nodes]
-        runs = [Pass(self, self._workspace(), phase, len(x), steps) for x, phase in zip(xs, phases, strict=True)]
+        nodes = len(self.graph.ends) - 1 if nodes is None else nodes
+        runs = [Pass(self, self._workspace(), phase, len(x), nodes) for x, phase in zip(xs, phases, strict=True)]
+        steps, last = self.graph.ends[nodes]
         values: list[dict[int, Any]] = [{0: x} for x in xs]
         for task in self.tasks[:steps]:
             found = task.forward(runs, [[held[value] for value in task.inputs] for held in values])
@@ -214,9 +216,8 @@ class Executor:
         `done` is called for each layer when its gradients are complete.
         """
         stop, value = self.graph.ends[first]
-        steps = runs[0].steps
-        gradients: list[dict[int, Any]] = [{self.graph.ends_at(steps): dy} for dy in dys]
-        for task in reversed(self.tasks[stop:steps]):
+        gradients = [{run.value: dy} for run, dy in zip(runs, dys, strict=True)]
+        for task in reversed(self.tasks[stop : runs[0].steps]):
             needed = [wanted or v != value for v in task.inputs]
             found = task.backward(runs, [held.pop(task.output) for held in gradients], needed)
             for run, held, dxs in zip(runs, gradients, found, strict=True):
@@ -228,11 +229,6 @@ class Executor:
             if done is not None and layer is not None:
                 done(layer)
         return [held.get(value) if wanted else None for held in gradients]
-
-    @property
-    def over_batch(self) -> bool:
-        """Whether a step of training needs all samples at once somewhere: then micro-batches have to go together."""
-        return any(task.over_batch for task in self.tasks)
 
     def _add(self, run: Pass, gradients: dict[int, Any], value: int, dx: Any) -> None:
         if len(self.graph.readers[value]) == 1:
@@ -257,14 +253,6 @@ class Executor:
             self.free.sort(key=lambda space: -space.number)
             return self.free.pop()
         arena = Arena(self.plan, self.samples, self.context.dtype, self.context.backend)
-        space = Workspace(self.made, arena, self.shapes)
-        space.use(self.tasks)
+        space = Workspace(self.made, arena, self.shapes, self.tasks)
         self.made += 1
         return space
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size

@@ -364,7 +364,7 @@ def test_an_end_to_skipping():
 
 
 def test_large_gradients_whose_sum_overflows_are_finite():
-    from neondist.models.nonfinite import finite
+    from neondist.parallel import finite
 
     assert finite(np.full(10, 3e38, np.float32))
     assert finite(np.zeros((0, 3)))
