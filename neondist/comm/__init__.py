@@ -1,8 +1,9 @@
 """Ranks and what travels between them.
 
 transport: what a communicator must offer. single, loopback, mpi: one process, P threads, MPI. grid: who holds which
-tile. reductions: sums over ranks, recorded. agree: errors. effects: what grids change in their process. debug: looks
-for mistakes. segments: MPI's own files. Importing this package does not start MPI.
+tile. reductions: sums over ranks, recorded. redistribution: the same values, cut differently. agree: errors. effects:
+what grids change in their process. debug: looks for mistakes. segments: MPI's own files. Importing this package does
+not start MPI.
 """
 
 from . import loopback
@@ -10,6 +11,7 @@ from .agree import agree, all_or_none
 from .debug import DebugTransport
 from .effects import end_job
 from .grid import ProcessGrid
+from .redistribution import Redistribution
 from .reductions import GROUPS, Reductions, group_of
 from .single import SingleTransport
 from .transport import Done, Exchange, Message, ReduceOp, Request, Transport
@@ -21,6 +23,7 @@ __all__ = [
     "Exchange",
     "Message",
     "ProcessGrid",
+    "Redistribution",
     "ReduceOp",
     "Reductions",
     "Request",

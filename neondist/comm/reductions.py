@@ -1,8 +1,9 @@
-"""Reductions over the ranks of a grid, and a record of them."""
+"""Reductions and redistributions over the ranks of a grid, and a record of them."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def group_of(tiled: bool, replicas: bool) -> str | None:
 
 
 class Reductions:
-    """Reductions that belong to one account, such as those of a layer.
+    """Reductions and redistributions that belong to one account, such as those of a layer.
 
     Parameters
     ----------
@@ -41,11 +42,14 @@ class Reductions:
         The pass at work.
     recorded : Counter of (direction, group, bytes)
         How often an array of so many bytes was reduced; groups of one rank send nothing, and are left out.
+    moved : Counter of (direction, group, peer, bytes)
+        How often so many bytes of an array that is cut anew were sent to a rank of the group.
     """
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid, self.direction = grid, "forward"
         self.recorded: Counter[tuple[str, str, int]] = Counter()
+        self.moved: Counter[tuple[str, str, int, int]] = Counter()
 
     def allreduce(self, group: str, array: Any, op: ReduceOp = "sum") -> Any:
         """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over that."""
@@ -69,6 +73,14 @@ class Reductions:
         with self.grid.observers.during("wait", "", self.direction, group):
             return transport.allgather_array(array)
 
+    def all_to_all(self, group: str, sends: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        """Send an array to every rank of one of GROUPS, and return what each sent to this one; collective over it."""
+        transport = self.grid.group(group)
+        others = [(peer, array.nbytes) for peer, array in enumerate(sends) if peer != transport.rank]
+        self.moved.update((self.direction, group, peer, nbytes) for peer, nbytes in others if nbytes)
+        with self.grid.observers.during("wait", "", self.direction, group):
+            return transport.all_to_all(sends, shapes)
+
     def _record(self, group: str, array: Any) -> Transport:
         """Take note of an array that is given into a reduction over a group, and return the group."""
         transport = self.grid.group(group)
@@ -78,5 +90,6 @@ class Reductions:
 
     @property
     def bytes_reduced(self) -> int:
-        """Bytes of all arrays that this rank has given into reductions."""
-        return sum(count * nbytes for (_, _, nbytes), count in self.recorded.items())
+        """Bytes of all arrays that this rank has given into reductions, or sent to cut an array anew."""
+        moved = sum(count * nbytes for (*_, nbytes), count in self.moved.items())
+        return moved + sum(count * nbytes for (_, _, nbytes), count in self.recorded.items())

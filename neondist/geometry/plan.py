@@ -7,7 +7,7 @@ A plan names, for one tile, the cells that it owns, the cells that it needs, and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -120,25 +120,35 @@ class HaloPlan(TransferPlan):
 
 @dataclass(frozen=True)
 class RepartitionPlan(TransferPlan):
-    """The plan that moves an image from one partition to another; ranks beyond a partition's tiles own nothing."""
+    """The plan that moves an array from one partition to another; ranks beyond a partition's tiles own nothing."""
 
     @classmethod
     def of(cls, source: Sequence[Box], target: Sequence[Box], rank: int) -> RepartitionPlan:
-        """Return the plan of `rank`; source[q] is what rank q owns and target[q] what it needs."""
-        received = _overlaps(target[rank], source)
-        sent = _overlaps(source[rank], target)
+        """Return the plan of `rank`; source[q] is what rank q owns, and target[q] what it needs.
+
+        Boxes of `source` are disjoint or equal; of those who own the same box one gives it, if the needer does not own
+        it too.
+        """
+        owners = defaultdict(list)
+        for peer, box in enumerate(source):
+            owners[box].append(peer)
+
+        def giver(box: Box, needer: int) -> int:
+            return needer if source[needer] == box else owners[box][needer % len(owners[box])]
+
+        def pieces(pairs: Iterable[tuple[int, Box]]) -> list[Piece]:
+            return [Piece(peer, cut, cut) for peer, cut in pairs if not cut.empty]
+
+        own, need = source[rank], target[rank]
+        received = pieces((giver(box, rank), box.intersect(need)) for box in owners)
+        sent = pieces((q, own.intersect(box)) for q, box in enumerate(target) if giver(own, q) == rank)
         return cls(
-            own=source[rank],
-            need=target[rank],
+            own=own,
+            need=need,
             receives=tuple(p for p in received if p.peer != rank),
             sends=tuple(p for p in sent if p.peer != rank),
             local=tuple(p for p in received if p.peer == rank),
         )
-
-
-def _overlaps(box: Box, others: Sequence[Box]) -> list[Piece]:
-    cuts = ((peer, box.intersect(other)) for peer, other in enumerate(others))
-    return [Piece(peer, cut, cut) for peer, cut in cuts if not cut.empty]
 
 
 def _output(partition: Partition, window: Window) -> Partition:

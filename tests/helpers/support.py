@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 import neondist as nd
+from neondist.comm import Redistribution, Reductions
 from neondist.errors import UserError
-from neondist.geometry import GridShape
+from neondist.geometry import Box, GridShape, Partition
 
 PAD_MODE = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "wrap": "wrap"}
 
@@ -115,3 +116,42 @@ def piece(source, target):
     """What rank `source` sends to rank `target`: neither contiguous nor as large as any other, sometimes empty."""
     whole = np.arange(60.0).reshape(3, 4, 5) + 100 * source + 1000 * target
     return whole[:, ::-1, : (source + 2 * target) % 4].swapaxes(0, 1)
+
+
+def boxes_of(shape, ranks, kind):
+    """The box of each rank: `kind` is a number of ranks on each axis, 'whole', 'first' (all on rank 0) or 'none'."""
+    nothing = Box((0,) * len(shape), (0,) * len(shape))
+    if kind == "whole":
+        return [Box.of(shape)] * ranks
+    found = {"first": [Box.of(shape)], "none": []}.get(kind) if isinstance(kind, str) else None
+    if found is None:
+        found = Partition(tuple(shape), kind).boxes()
+    return found + [nothing] * (ranks - len(found))
+
+
+def check_redistribution(grid, shape, source, target, lead=()):
+    """Each cell arrives, and comes back; the adjoint passes the dot test; what was sent is recorded."""
+    ranks, rank = grid.size, grid.rank
+    log = Reductions(grid)
+    sources, targets = boxes_of(shape, ranks, source), boxes_of(shape, ranks, target)
+    mine, wanted = sources[rank], targets[rank]
+    there, back = Redistribution(log, "world", sources, targets), Redistribution(log, "world", targets, sources)
+    whole = np.random.default_rng(5).normal(size=(*lead, *shape))
+    known = whole if source != "none" else 0 * whole
+    x = np.ascontiguousarray(whole[(..., *mine.slices)])
+    y = there.forward(x)
+    np.testing.assert_array_equal(y, known[(..., *wanted.slices)])
+    sent = sum(nbytes * count for (*_, nbytes), count in log.moved.items())
+    assert sent == log.bytes_reduced == 8 * there.plan.sent_cells * int(np.prod(lead))
+    assert all(group == "world" and peer != rank for _, group, peer, _ in log.moved)
+    if target != "none":
+        np.testing.assert_array_equal(back.forward(y), x)
+    dy = np.random.default_rng(100 + rank).normal(size=y.shape)
+    dx = there.adjoint(dy)
+    assert dx.shape == x.shape
+    sums = np.array([np.sum(y * dy), np.sum(x * dx), np.sum(np.abs(x * dx)), x.size, y.size])
+    grid.world.allreduce(sums)
+    assert abs(sums[0] - sums[1]) <= 1e-12 * max(1.0, sums[2])
+    if "whole" not in (source, target):  # each cell once on both sides
+        np.testing.assert_array_equal(there.adjoint(y), x if target != "none" else 0 * x)
+    return there

@@ -6,7 +6,7 @@ from invariance import KINDS, train
 from mpi4py import MPI
 from of_one import of_one
 from present import KERNELS
-from support import check_collectives, check_views, grids, slides, worst
+from support import check_collectives, check_redistribution, check_views, grids, slides, worst
 
 import neondist as nd
 from neondist.comm import DebugTransport, agree, mpi
@@ -38,6 +38,15 @@ def test_collectives_of_arrays():
     check_collectives(mpi.world())
     for part in mpi.world().cut(1 if world.size % 2 else world.size // 2):
         check_collectives(part)
+
+
+def test_redistribution():
+    grid, size = nd.ProcessGrid(world), world.size
+    cuts = [(size, 1), (1, size), (1, 1), "whole", "first", *((s.rows, s.cols) for s in grids(size)[1:-1])]
+    for shape, lead in (((7, 5), (3,)), ((2, 4), ()), ((0, 3), (2,))):
+        for source in cuts:
+            for target in cuts:
+                check_redistribution(grid, shape, source, target, lead)
 
 
 def test_views_and_dot_test():

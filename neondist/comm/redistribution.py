@@ -1,0 +1,71 @@
+"""The same values, cut differently: one all-to-all, and its adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..geometry import Box, Piece, RepartitionPlan
+
+if TYPE_CHECKING:
+    from .reductions import Reductions
+
+
+class Redistribution:
+    """Moves an array from the boxes that ranks hold to those that they need; planned once, run many times.
+
+    The boxes are those of an array's last axes; all axes in front of them go along whole.
+
+    Parameters
+    ----------
+    log : Reductions
+        Records what is sent.
+    group : str
+        One of `comm.GROUPS`: the ranks that take part.
+    source, target : sequence of Box, one for each of these ranks
+        What each holds, and what each needs. Boxes of `source` are disjoint or equal.
+    """
+
+    def __init__(self, log: Reductions, group: str, source: Sequence[Box], target: Sequence[Box]) -> None:
+        self.log, self.group = log, group
+        self.plan = RepartitionPlan.of(source, target, log.grid.group(group).rank)
+
+    def forward(self, array: Any) -> Any:
+        """Return this rank's target box of the array, given its source box; cells that nobody holds are 0; collective.
+
+        What several ranks hold comes from one of them.
+        """
+        plan = self.plan
+        found = np.zeros((*array.shape[: -plan.own.ndim], *plan.need.shape), array.dtype)
+        for cells, part in self._exchanged(array, plan.own, plan.sends, found, plan.need, plan.receives):
+            cells[...] = part
+        return found
+
+    def adjoint(self, array: Any) -> Any:
+        """Return this rank's source box, given its target box: what several ranks needed is added; collective."""
+        plan = self.plan
+        found = np.zeros((*array.shape[: -plan.own.ndim], *plan.own.shape), array.dtype)
+        for cells, part in self._exchanged(array, plan.need, plan.receives, found, plan.own, plan.sends):
+            cells += part
+        return found
+
+    def _exchanged(
+        self, array: Any, here: Box, out: Sequence[Piece], found: Any, there: Box, home: Sequence[Piece]
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield the cells of `found` that come from each rank, in their order, and what comes."""
+        ranks = range(self.log.grid.group(self.group).size)
+        sends = dict.fromkeys(ranks, np.empty(0, array.dtype))
+        sends |= {piece.peer: array[_at(piece, here)] for piece in out}
+        coming = {piece.peer: found[_at(piece, there)] for piece in home}
+        shapes = [coming[peer].shape if peer in coming else (0,) for peer in ranks]
+        parts = dict(enumerate(self.log.all_to_all(self.group, list(sends.values()), shapes)))
+        for piece in self.plan.local:
+            coming[piece.peer], parts[piece.peer] = found[_at(piece, there)], array[_at(piece, here)]
+        for peer in sorted(coming):
+            yield coming[peer], parts[peer]
+
+
+def _at(piece: Piece, box: Box) -> tuple[Any, ...]:
+    return (..., *piece.source.relative_to(box).slices)
