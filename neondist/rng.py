@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, pi
+from typing import Any
 
 import numpy as np
+
+from .backends import namespace
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -29,52 +32,54 @@ def key(*parts: int | str) -> int:
     return int(state[0])
 
 
-def uniform(stream: int, index: np.ndarray) -> np.ndarray:
+def uniform(stream: int, index: Any) -> Any:
     """Return float64 numbers in [0, 1), one for each entry of `index` (uint64, any shape)."""
-    return (_bits(stream, np.asarray(index, np.uint64)) >> np.uint64(11)) * 2.0**-53
+    return (_bits(stream, namespace(index).asarray(index, np.uint64)) >> np.uint64(11)) * 2.0**-53
 
 
-def at_least(rate: float, stream: int, index: np.ndarray) -> np.ndarray:
+def at_least(rate: float, stream: int, index: Any) -> Any:
     """Return where `uniform` is at least `rate`, a number in [0, 1): the same, from the bits, in cache-sized blocks."""
-    index = np.asarray(index, np.uint64)
-    flat, chosen = index.reshape(-1), np.empty(index.shape, bool)
+    xp = namespace(index)
+    index = xp.asarray(index, np.uint64)
+    flat, chosen = index.reshape(-1), xp.empty(index.shape, bool)
     out, least = chosen.reshape(-1), np.uint64(ceil(rate * 2.0**53) << 11)
     for start in range(0, flat.size, _BLOCK):
         part = slice(start, start + _BLOCK)
-        np.greater_equal(_bits(stream, flat[part]), least, out=out[part])
+        xp.greater_equal(_bits(stream, flat[part]), least, out=out[part])
     return chosen
 
 
-def normal(stream: int, index: np.ndarray) -> np.ndarray:
+def normal(stream: int, index: Any) -> Any:
     """Return standard normal float64 numbers, one for each entry of `index` (Box and Muller 1958)."""
-    index = np.asarray(index, np.uint64)
-    radius = np.sqrt(-2.0 * np.log1p(-uniform(stream, index)))
-    return radius * np.cos(2.0 * np.pi * uniform(key(stream, "angle"), index))
+    xp = namespace(index)
+    index = xp.asarray(index, np.uint64)
+    radius = xp.sqrt(-2.0 * xp.log1p(-uniform(stream, index)))
+    return radius * xp.cos(2.0 * pi * uniform(key(stream, "angle"), index))
 
 
-def box_index(shape: Sequence[int], slices: Sequence[slice]) -> np.ndarray:
-    """Return the row-major indices, in an array of `shape`, of the cells that `slices` selects (uint64)."""
-    index = np.zeros((1,) * len(shape), np.uint64)
+def box_index(shape: Sequence[int], slices: Sequence[slice], xp: Any = np) -> Any:
+    """Return the row-major indices, in an array of `shape`, of the cells that `slices` selects: uint64 of `xp`."""
+    index = xp.zeros((1,) * len(shape), np.uint64)
     stride = 1
     for axis in range(len(shape) - 1, -1, -1):
-        cells = np.arange(*slices[axis].indices(shape[axis]), dtype=np.uint64) * np.uint64(stride)
+        cells = xp.arange(*slices[axis].indices(shape[axis]), dtype=np.uint64) * np.uint64(stride)
         index = index + cells.reshape((-1,) + (1,) * (len(shape) - 1 - axis))
         stride *= shape[axis]
     return index
 
 
-def _bits(stream: int, index: np.ndarray) -> np.ndarray:
-    return _mix(np.atleast_1d(index + np.uint64(1)) * _GAMMA + np.uint64(stream)).reshape(index.shape)
+def _bits(stream: int, index: Any) -> Any:
+    return _mix((index + np.uint64(1)).reshape(-1) * _GAMMA + np.uint64(stream)).reshape(index.shape)
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def _mix(z: Any) -> Any:
     """Return the mixed bits, in place of what is given."""
-    shifted = z >> np.uint64(30)
+    right_shift, shifted = namespace(z).right_shift, z >> np.uint64(30)
     z ^= shifted
     z *= _MIX1
-    np.right_shift(z, np.uint64(27), out=shifted)
+    right_shift(z, np.uint64(27), out=shifted)
     z ^= shifted
     z *= _MIX2
-    np.right_shift(z, np.uint64(31), out=shifted)
+    right_shift(z, np.uint64(31), out=shifted)
     z ^= shifted
     return z

@@ -31,7 +31,7 @@ class Courier:
         frame = way.frame
         shape, dtype = shape or (lambda cells: cells), np.dtype(dtype or frame.dtype)
         self.leaving, self.arriving = (
-            [frame.backend.zeros(shape(frame.strip_shape(piece)), dtype) for piece in pieces]
+            [frame.backend.xp.zeros(shape(frame.strip_shape(piece)), dtype) for piece in pieces]
             for pieces in (way.sends, way.receives)
         )
         sends, receives = (

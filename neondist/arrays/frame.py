@@ -56,7 +56,7 @@ class Frame:
         """Place the tile, fetch the halo, fold the padding; return the view."""
         self.phase = phase
         if tile is not self.tile:
-            self.backend.copy(tile, self.tile)
+            self.backend.kernels.copy(tile, self.tile)
         if self.shared:  # others may have used the memory
             self.fill_outside()
         self.border.carry(self.fetch)
@@ -69,7 +69,7 @@ class Frame:
         """Unfold the padding, send the halo's gradient home, add what comes; return the tile's gradient."""
         self.phase = phase
         if dview is not self.dview:
-            self.backend.copy(dview, self.dview_place())
+            self.backend.kernels.copy(dview, self.dview_place())
         gradient = self.gradient
         fold_back(gradient, self.plan)
         self.border.carry(self.home)
@@ -92,7 +92,7 @@ class Frame:
             cells.fill(self.plan.window.fill)
 
     def _new(self, room: Any) -> Any:
-        return room.array(self.shape) if room else self.backend.empty(self.shape, self.dtype)
+        return room.array(self.shape) if room else self.backend.xp.empty(self.shape, self.dtype)
 
     def dview_place(self) -> Any:
         """Return the part of the gradient's buffer that is the view's; zero around it."""

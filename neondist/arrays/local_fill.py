@@ -39,7 +39,7 @@ def return_locally(frame: Frame, mode: str) -> None:
         for axis, sources in enumerate(_sources(piece.target, own, mode), start=1):
             before, shape = (slice(None),) * axis, list(cells.shape)
             shape[axis] = own.shape[axis - 1]
-            folded = frame.backend.zeros(shape, frame.dtype)
+            folded = frame.backend.xp.zeros(shape, frame.dtype)
             for place, source in enumerate(sources):
                 folded[(*before, source)] += cells[(*before, place)]
             cells = folded

@@ -166,18 +166,18 @@ class PaddedArray:
             expected = ", ".join(map(str, ("N", *self.global_shape[1:])))
             raise ShapeError(f"array of shape {whole.shape}: expected ({expected})")
         lo, hi = self.grid.sample_range(len(whole))
-        return self.backend.asarray(whole[(slice(lo, hi), *self.own.slices)], self.dtype)
+        return self.backend.from_host(whole[(slice(lo, hi), *self.own.slices)], self.dtype)
 
     def gather(self, tile: Any) -> Any:
         """Return the whole array (N, *spatial, C) on every rank; collective."""
-        parts = self.grid.world.allgather(self.backend.to_numpy(tile))
+        parts = self.grid.world.allgather(self.backend.to_host(tile))
         boxes = self.tiles.boxes()
         rows = [parts[start : start + len(boxes)] for start in range(0, len(parts), len(boxes))]
         replicas = [np.zeros((len(row[0]), *self.global_shape[1:]), self.dtype) for row in rows]
         for whole, row in zip(replicas, rows, strict=True):
             for box, part in zip(boxes, row, strict=True):
                 whole[(slice(None), *box.slices)] = part
-        return self.backend.asarray(np.concatenate(replicas), self.dtype)
+        return self.backend.from_host(np.concatenate(replicas), self.dtype)
 
     def total(self, array: Any, replicas: bool = False) -> Any:
         """Return the sum over the tiles (and replicas) of what each rank counted over its own cells.

@@ -78,7 +78,7 @@ class Way(ABC):
     def joined(self, arrays: Sequence[Any]) -> Any:
         """Return arrays, one for each message, as one flat array, to be kept."""
         frame = self.frame
-        parts = [frame.backend.to_numpy(array).ravel() for array in arrays]
+        parts = [frame.backend.to_host(array).ravel() for array in arrays]
         return np.concatenate([np.empty(0, frame.dtype), *parts])
 
     def parted(self, flat: Any, pieces: Sequence[Piece]) -> list[Any]:

@@ -1,10 +1,11 @@
 """Arrays and kernels, by library.
 
-base: the interface. numpy: the reference. torch: PyTorch's kernels over the same arrays. select: which there are, and
-what `auto` takes.
+backend: what a backend is, and which there are. kernels: the table, with conv and pool in any array namespace. torch:
+PyTorch's kernels over NumPy's arrays. namespace: from an array to the functions that work on it.
 """
 
-from .base import Backend
-from .select import Availability, available, get_backend
+from .backend import Availability, Backend, available, get_backend
+from .kernels import Kernels
+from .namespace import namespace
 
-__all__ = ["Availability", "Backend", "available", "get_backend"]
+__all__ = ["Availability", "Backend", "Kernels", "available", "get_backend", "namespace"]

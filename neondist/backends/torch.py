@@ -14,30 +14,29 @@ import torch
 from . import torch_conv as conv
 from . import torch_pool as pool
 from .allocator import keep_freed_memory
-from .numpy import NumpyBackend
-from .strips import Sides, strips
+from .kernels import Kernels
 from .torch_arrays import tensor
-from .windows import out_extent
+from .windows import Sides, out_extent, strips
 
 Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
 _FEW = 4  # with fewer channels torch's pooling does not fill a vector, and NumPy is as fast or faster
 
 
-class TorchBackend(NumpyBackend):
+class TorchKernels(Kernels):
     """PyTorch's kernels where they are faster than NumPy's; arrays stay NumPy's.
 
     Series (N, L, C) run as images of one row. The numbers below are NumPy's time over PyTorch's: float32, one thread,
     AVX2.
     """
 
-    name = "torch"
     #: Numbers, or multiplications, below which a call of torch alone takes longer than NumPy needs
     small = 1 << 15
     #: Multiplications of a matrix product up to which one thread of NumPy's takes no longer
     few_products = 1 << 22
 
     def __init__(self) -> None:
+        super().__init__()
         self._closing = ExitStack()
         self._closing.callback(torch.set_num_threads, torch.get_num_threads())
         share = os.environ.get("OMP_NUM_THREADS", "")

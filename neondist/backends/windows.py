@@ -1,14 +1,23 @@
-"""Windows of an array as views: where window o of a valid kernel finds its cells."""
+"""Windows of an array as views, and outputs in blocks and strips.
+
+A convolution's activation and, on the way back, the gradients of weights, bias and input all work on one strip, which
+is in the cache, before the next is touched. Results go into arrays that exist already, of any strides: the interior of
+a padded buffer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
+from math import prod
+from typing import Any, NamedTuple
 
-import numpy as np
+from .namespace import namespace
 
 Ints = Sequence[int]
+Sides = Sequence[tuple[int, int]]
+"""cells before and after, for every axis"""
 
 
 def out_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> tuple[int, ...]:
@@ -22,16 +31,15 @@ def _out_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> tup
     return tuple(max(0, (n - d * (k - 1) - 1) // s + 1) for n, k, s, d in axes)
 
 
-def all_windows(x: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints) -> np.ndarray:
-    """Return x (N, *spatial, C) as a read-only view (N, *out, *kernel, C)."""
+def all_windows(x: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Any:
+    """Return x (N, *spatial, C) as a view (N, *out, *kernel, C), to be read alone."""
     out = out_extent(x.shape[1:-1], kernel, stride, dilation)
     spatial = x.strides[1:-1]
     steps = [b * s for b, s in zip(spatial, stride, strict=True)] + [
         b * d for b, d in zip(spatial, dilation, strict=True)
     ]
-    return np.lib.stride_tricks.as_strided(
-        x, (len(x), *out, *kernel, x.shape[-1]), (x.strides[0], *steps, x.strides[-1]), writeable=False
-    )
+    shape = (len(x), *out, *kernel, x.shape[-1])
+    return namespace(x).lib.stride_tricks.as_strided(x, shape, (x.strides[0], *steps, x.strides[-1]))
 
 
 def offsets(kernel: Ints, stride: Ints, dilation: Ints, out: Ints) -> Iterator[tuple[tuple[int, ...], tuple]]:
@@ -67,3 +75,76 @@ def blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator
 def _even(count: int, at_most: int) -> int:
     """Return how many go together so that no block is much smaller than the others: kernels are slow on small ones."""
     return -(-count // -(-count // at_most))
+
+
+class Strip(NamedTuple):
+    """Samples and rows (indices of the first spatial axis) of an output, and the rows of the view that they see."""
+
+    samples: slice
+    rows: slice
+    seen: slice
+    last: bool
+
+    @property
+    def out(self) -> tuple[slice, slice]:
+        """Index into arrays of the output's shape."""
+        return self.samples, self.rows
+
+    @property
+    def view(self) -> tuple[slice, slice]:
+        """Index into arrays of the view's shape."""
+        return self.samples, self.seen
+
+    def outside(self, rows: tuple[int, int], x: Any) -> tuple[int, int]:
+        """Return how many of so many first and last rows of the view are the first and last that this strip sees."""
+        before, after = rows[0] - self.seen.start, self.seen.stop - (x.shape[1] - rows[1])
+        return max(0, before), max(0, after)
+
+
+def strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints, numbers: int) -> Iterator[Strip]:
+    """Cut a valid kernel from x (N, *extent, C) to y (N, *out, C') into strips of about so many numbers."""
+    step, span = stride[0], dilation[0] * (kernel[0] - 1) + 1
+    per_row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
+    for samples, rows in blocks(len(y), y.shape[1:-1], per_row, numbers):
+        seen = slice(rows.start * step, (rows.stop - 1) * step + span)
+        yield Strip(samples, rows, seen, rows.stop == y.shape[1])
+
+
+def cropped(array: Any, sides: Sides | None) -> Any:
+    """Return (N, *spatial, C) without so many cells at the ends of every axis."""
+    if sides is None:
+        return array
+    ends = zip(sides, array.shape[1:-1], strict=True)
+    return array[(slice(None), *(slice(before, n - after) for (before, after), n in ends))]
+
+
+def clear_sides(dx: Any, columns: Sides) -> Any:
+    """Fill the ends of all spatial axes but the first with zeros; return what is between them."""
+    for axis, (before, after) in enumerate(columns, start=2):
+        whole = (slice(None),) * axis
+        stop = dx.shape[axis] - after
+        dx[(*whole, slice(0, before))] = 0
+        dx[(*whole, slice(stop, None))] = 0
+        dx = dx[(*whole, slice(before, stop))]
+    return dx
+
+
+class Gatherer:
+    """Adds up, in `dx`, what strips send back; they overlap, and cells that no window sees become zero."""
+
+    def __init__(self, dx: Any, dy: Any, copy: Callable[[Any, Any], None]) -> None:
+        self.dx, self.copy, self.done = dx, copy, 0
+        if not dy.size:
+            dx[...] = 0
+
+    def add(self, strip: Strip, part: Any) -> None:
+        """Take the gradient of the rows that a strip sees; strips come in order."""
+        dx, start, stop = self.dx[strip.samples], strip.seen.start, strip.seen.stop
+        done = self.done if strip.rows.start else 0
+        old = max(0, done - start)
+        dx[:, done:start] = 0
+        dx[:, start : start + old] += part[:, :old]
+        self.copy(part[:, old:], dx[:, start + old : stop])
+        if strip.last:
+            dx[:, stop:] = 0
+        self.done = stop

@@ -73,7 +73,7 @@ def bench_step(
     x, targets = dataset.train.images(batch[lo:hi], model.dtype), dataset.train.targets(batch)
     memory.forget_peak()
     model.build(dataset.sample_shape, len(batch), grid)
-    made = {"bench": "step", "batch_size": len(batch), "steps": steps, "backend": model.leaves[0].kernels.name}
+    made = {"bench": "step", "batch_size": len(batch), "steps": steps, "backend": model.context.backend.name}
     made |= environment(grid, dtype=str(model.dtype), seed=model.seed)
 
     def train(count: int) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ..schemes import Scheme
 from .base import Dist
 from .context import StepContext
@@ -52,14 +50,14 @@ class AvgPoolingLayer(PoolingLayer):
     def _weights(self, ctx: StepContext) -> Any:
         """Return 1 / the number of cells that count, for every window: (*out, 1)."""
         kernel, stride = self._kernel_and_stride
-        dtype = self.context.dtype
-        weights = np.ones((1,) * len(kernel) + (1,), dtype)
+        xp, dtype = ctx.xp, self.context.dtype
+        weights = xp.ones((1,) * len(kernel) + (1,), dtype)
         for axis, ((lo, hi), n, k, s) in enumerate(
             zip(ctx.input_box.axes(), self.input_shape[:-1], kernel, stride, strict=True)
         ):
-            starts = np.arange(lo, hi - k + 1, s)
-            inside = np.minimum(starts + k, n) - np.maximum(starts, 0)
-            counts = np.full(len(starts), k) if self.count_include_pad else inside
+            starts = xp.arange(lo, hi - k + 1, s)
+            inside = xp.minimum(starts + k, n) - xp.maximum(starts, 0)
+            counts = xp.full(len(starts), k) if self.count_include_pad else inside
             weights = weights / counts.reshape([-1 if a == axis else 1 for a in range(len(kernel) + 1)])
         return weights.astype(dtype)
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ..arrays import GlobalArray, PaddedArray
-from ..backends import Backend
+from ..backends import Kernels
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, Window
 from ..initializers import Constant, Initializer
@@ -273,9 +273,9 @@ class Layer(Node):
         return grid.tile_box(self.output_shape[:-1]) if outputs is None else outputs.box(grid.tile)
 
     @property
-    def kernels(self) -> Backend:
+    def kernels(self) -> Kernels:
         """The backend's kernels."""
-        return self.context.backend
+        return self.context.backend.kernels
 
 
 class Dist(Distributed):

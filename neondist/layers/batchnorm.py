@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import numpy as np
-
 from ..comm import group_of
 from ..initializers import Constant
 from ..registry.ranges import Positive, between
@@ -62,18 +60,19 @@ class BatchNormLayer(Layer):
         count = cells.size // view.shape[-1]
         mean = self.kernels.channel_sum(cells) / max(1, count)
         from_mean = cells - mean
-        return np.concatenate([np.array([count], view.dtype), mean, self.kernels.channel_sum(from_mean * from_mean)])
+        first = ctx.xp.full((1,), count, view.dtype)
+        return ctx.xp.concatenate([first, mean, self.kernels.channel_sum(from_mean * from_mean)])
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
         mean, var = ctx.state["mean"], ctx.state["var"]
         if ctx.training:
-            count, (mean, squares) = ctx.reduced[0], np.split(ctx.reduced[1:], 2)
+            count, (mean, squares) = ctx.reduced[0], ctx.reduced[1:].reshape(2, -1)
             var = squares / count
-            for name, new in (("mean", mean), ("var", squares / max(1, count - 1))):
+            for name, new in (("mean", mean), ("var", squares / ctx.xp.maximum(count - 1, 1))):
                 ctx.state[name] += self.momentum * (new - ctx.state[name])
             ctx.save(count=count)
-        scale = 1 / np.sqrt(var + view.dtype.type(self.eps))
+        scale = 1 / ctx.xp.sqrt(var + view.dtype.type(self.eps))
         normal = (view - mean) * scale
         ctx.save(scale=scale, normal=normal)
         return normal * ctx.params["gamma"] + ctx.params["beta"]
@@ -82,7 +81,7 @@ class BatchNormLayer(Layer):
         """Fill the gradients of gamma and beta; return both in one array, of this rank's cells."""
         by_gamma, by_beta = self.kernels.channel_sum(dy * ctx.normal), self.kernels.channel_sum(dy)
         ctx.grads["gamma"], ctx.grads["beta"] = ctx.local_contribution(by_gamma), ctx.local_contribution(by_beta)
-        return np.concatenate([by_gamma, by_beta]) if ctx.training and ctx.needs_input_gradient else None
+        return ctx.xp.concatenate([by_gamma, by_beta]) if ctx.training and ctx.needs_input_gradient else None
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient through the statistics."""
@@ -91,7 +90,7 @@ class BatchNormLayer(Layer):
         through = ctx.params["gamma"] * ctx.scale
         dx = through * dy
         if ctx.training:
-            along, offset = np.split(ctx.reduced / ctx.count, 2)
+            along, offset = (ctx.reduced / ctx.count).reshape(2, -1)
             own = ctx.owned(dx)  # the statistics are those of cells that count
             own -= through * (offset + ctx.owned(ctx.normal) * along)
         return dx

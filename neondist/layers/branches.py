@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
-
-import numpy as np
 
 from ..errors import ConfigError, ShapeError
 from .containers import Container
@@ -24,9 +23,9 @@ class Branches(Container):
     def build(self, input_shape: Shape, context: Context) -> None:
         """Build every layer inside."""
         super().build(input_shape, context)
-        self.kernels = context.backend
+        self.kernels = context.backend.kernels
         channels = [layer.output_shape_for(input_shape)[-1] for layer in self.layers]
-        self.ends = np.cumsum(channels).tolist()
+        self.ends = list(accumulate(channels))
 
     def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every branch with the container's input."""
@@ -92,7 +91,7 @@ class Concat(Branches):
 
     def split(self, dy: Any) -> Sequence[Any]:
         """Give every branch the gradient of its channels."""
-        return np.split(dy, self.ends[:-1], axis=-1)
+        return [dy[..., start:stop] for start, stop in zip([0, *self.ends], self.ends, strict=False)]
 
 
 def _tell(node: Node) -> str:

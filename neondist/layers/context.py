@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .. import rng
 from ..errors import ConfigError
 from ..geometry import Box
 
 if TYPE_CHECKING:
     from ..arrays import PaddedArray, Phase
-    from ..backends import Backend
+    from ..backends import Kernels
     from .base import Layer
 
 
@@ -76,7 +74,7 @@ class StepContext:
     def shield(self, memory: Any) -> None:
         """Replace what was saved by copies, where it lies in memory that others will use."""
         for name, kept in self._saved.items():
-            if isinstance(kept, np.ndarray) and np.may_share_memory(kept, memory):
+            if self._layer.context.backend.owns(kept) and self.xp.may_share_memory(kept, memory):
                 self.save(**{name: kept.copy()})
 
     # What belongs to the layer, and where this call's cells are.
@@ -98,9 +96,14 @@ class StepContext:
         return self._layer.grads
 
     @property
-    def kernels(self) -> Backend:
+    def xp(self) -> Any:
+        """The namespace of all arrays: it offers what NumPy does, for the backend's own."""
+        return self._layer.context.backend.xp
+
+    @property
+    def kernels(self) -> Kernels:
         """The backend's kernels."""
-        return self._layer.context.backend
+        return self._layer.context.backend.kernels
 
     @property
     def samples(self) -> tuple[int, int]:
@@ -144,7 +147,7 @@ class StepContext:
         """Return random numbers for every cell of the input tile, keyed by seed, layer, step and GLOBAL index."""
         layer = self._layer
         stream = rng.key(layer.context.seed, purpose, str(layer.name), self.step)
-        return CellRandom(stream, self.samples, layer.input.own, layer.input_shape)
+        return CellRandom(stream, self.samples, layer.input.own, layer.input_shape, self.xp)
 
     # Memory and activations.
 
@@ -152,7 +155,7 @@ class StepContext:
     def out(self) -> Any:
         """The array where the result is wanted; asked for again, it is another one."""
         if self.offered is not None:  # as when a subclass calls its parent's forward twice
-            return np.empty_like(self.offered)
+            return self.xp.empty_like(self.offered)
         self.offered = self._place()
         return self.offered
 
@@ -168,7 +171,7 @@ class StepContext:
         """Return the gradient of z of `activate`, contiguous, given (a part of) the outputs and their gradient."""
         activation = self._layer.activation
         if activation is None or not self.activated:
-            return np.ascontiguousarray(dy)
+            return self.xp.ascontiguousarray(dy)
         return activation.begin(y, dy, self.kernels)
 
     # Halos beside the view's, which the layer has declared in `halos_for`.
@@ -189,10 +192,10 @@ class StepContext:
 class CellRandom:
     """Random numbers for the cells of a tile, the same on every grid."""
 
-    def __init__(self, stream: int, samples: tuple[int, int], tile: Box, image_shape: tuple[int, ...]) -> None:
+    def __init__(self, stream: int, samples: tuple[int, int], tile: Box, image_shape: tuple[int, ...], xp: Any) -> None:
         self.stream = stream
         cells = (slice(*samples), *tile.slices, slice(None))
-        self.index = rng.box_index((samples[1], *image_shape), cells)
+        self.index = rng.box_index((samples[1], *image_shape), cells, xp)
 
     def at_least(self, rate: float) -> Any:
         """Return where uniform numbers are at least `rate`: (n, *tile, C)."""

@@ -152,7 +152,7 @@ class ConvLayer(Layer):
         assert self.gathers is not None
         region, own = self.window.needs(self.gathers.need), self.input.own
         array = self.kernels.conv_backward_input(seen, ctx.params["weights"], region.shape, *self._how)
-        both, dx = own.intersect(region), self.kernels.zeros((len(array), *own.shape, array.shape[-1]), array.dtype)
+        both, dx = own.intersect(region), ctx.xp.zeros((len(array), *own.shape, array.shape[-1]), array.dtype)
         dx[(slice(None), *both.relative_to(own).slices)] = array[(slice(None), *both.relative_to(region).slices)]
         return dx
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import product
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from ..backends import Backend
+from ..backends import Kernels, namespace
 from ..geometry import Box, Window
 from .node import Shape
 
@@ -19,7 +20,7 @@ class Filters(ABC):
     `view` is (n, *need, C) and z is (n, *tile, out_channels), both local; `weights` are what this rank holds.
     """
 
-    def __init__(self, kernels: Backend, window: Window) -> None:
+    def __init__(self, kernels: Kernels, window: Window) -> None:
         self.kernels, self.window = kernels, window
 
     @abstractmethod
@@ -62,13 +63,13 @@ class BlockFilters(Filters):
         Cells of a block on every axis; blocks are counted from the image's first cell, whatever the tiles are.
     """
 
-    def __init__(self, kernels: Backend, window: Window, tile: Box, block: Shape) -> None:
+    def __init__(self, kernels: Kernels, window: Window, tile: Box, block: Shape) -> None:
         super().__init__(kernels, window)
         self.extent, self.pieces = tile.shape, []
         need = window.needs(tile)
         first = [lo // b for lo, b in zip(tile.lo, block, strict=True)]
         count = [-(-hi // b) - a if hi > lo else 0 for (lo, hi), a, b in zip(tile.axes(), first, block, strict=True)]
-        for at in np.ndindex(*count):
+        for at in product(*map(range, count)):
             place = tuple(a + i for a, i in zip(first, at, strict=True))
             lo = tuple(p * b for p, b in zip(place, block, strict=True))
             cells = Box(lo, tuple(c + b for c, b in zip(lo, block, strict=True))).intersect(tile)
@@ -76,14 +77,14 @@ class BlockFilters(Filters):
 
     def correlate(self, view: Any, weights: Any) -> Any:
         """Return W x."""
-        z = np.empty((len(view), *self.extent, weights.shape[-1]), view.dtype)
+        z = self.kernels.xp.empty((len(view), *self.extent, weights.shape[-1]), view.dtype)
         for place, cells, seen in self.pieces:
             z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._how)
         return z
 
     def spread(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z."""
-        dview = np.zeros((len(z), *extent, weights.shape[-2]), z.dtype)
+        dview = self.kernels.xp.zeros((len(z), *extent, weights.shape[-2]), z.dtype)
         for place, cells, seen in self.pieces:
             part = dview[seen]
             part += self.kernels.conv_backward_input(_dense(z[cells]), weights[place], part.shape[1:-1], *self._how)
@@ -91,7 +92,7 @@ class BlockFilters(Filters):
 
     def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
         """Return this rank's share of the gradient of the weights."""
-        gradient = np.zeros_like(weights)
+        gradient = self.kernels.xp.zeros_like(weights)
         for place, cells, seen in self.pieces:
             found = self.kernels.conv_backward_weights(view[seen], _dense(dz[cells]), self.window.kernel, *self._how)
             gradient[place] = found
@@ -112,13 +113,14 @@ def orthonormal(weights: Any, ndim: int, scale: float) -> Any:
     cells = weights.shape[:ndim]
     if not weights.size:
         return weights
+    xp = namespace(weights)
     matrix = weights.reshape(prod(cells), -1, weights.shape[-1]).astype(np.float64)
     wide = matrix.shape[1] < matrix.shape[2]
     if wide:
         matrix = matrix.swapaxes(1, 2)
-    values, vectors = np.linalg.eigh(matrix.swapaxes(1, 2) @ matrix)
+    values, vectors = xp.linalg.eigh(matrix.swapaxes(1, 2) @ matrix)
     least = np.finfo(weights.dtype).eps * values[:, -1:]
-    roots = np.sqrt(np.maximum(values, np.maximum(least, np.finfo(np.float64).tiny)))
+    roots = xp.sqrt(xp.maximum(values, xp.maximum(least, np.finfo(np.float64).tiny)))
     found = matrix @ (vectors / roots[:, None, :]) @ vectors.swapaxes(1, 2)
     return scale * (found.swapaxes(1, 2) if wide else found).reshape(weights.shape)
 
@@ -128,4 +130,4 @@ def _all(box: Box, inside: Box) -> tuple[slice, ...]:
 
 
 def _dense(array: Any) -> Any:
-    return np.ascontiguousarray(array)
+    return namespace(array).ascontiguousarray(array)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-import numpy as np
-
-from ..backends import Backend
+from ..backends import Kernels, namespace
 from ..registry import Registered
 
 
@@ -29,13 +27,13 @@ class Activation(Registered, ABC):
     def bprop(self, y: Any, dy: Any) -> Any:
         """Return the gradient of z, given the outputs y and their gradient."""
 
-    def finish(self, z: Any, y: Any, kernels: Backend) -> None:
+    def finish(self, z: Any, y: Any, kernels: Kernels) -> None:
         """Write the outputs for z into y (of any strides); z may be overwritten."""
         kernels.copy(self.fprop(z), y)
 
-    def begin(self, y: Any, dy: Any, kernels: Backend) -> Any:
+    def begin(self, y: Any, dy: Any, kernels: Kernels) -> Any:
         """Return the gradient of z as a contiguous array; y and dy may have any strides, and stay as they are."""
-        return np.ascontiguousarray(self.bprop(y, dy))
+        return kernels.xp.ascontiguousarray(self.bprop(y, dy))
 
 
 class Identity(Activation):
@@ -55,17 +53,17 @@ class RectLin(Activation):
 
     def fprop(self, z: Any) -> Any:
         """Return max(z, 0)."""
-        return np.maximum(z, 0, out=z)
+        return namespace(z).maximum(z, 0, out=z)
 
     def bprop(self, y: Any, dy: Any) -> Any:
         """Return dy where y is positive."""
         return dy * (y > 0)
 
-    def finish(self, z: Any, y: Any, kernels: Backend) -> None:
+    def finish(self, z: Any, y: Any, kernels: Kernels) -> None:
         """Write max(z, 0) into y."""
         kernels.rectify(z, y)
 
-    def begin(self, y: Any, dy: Any, kernels: Backend) -> Any:
+    def begin(self, y: Any, dy: Any, kernels: Kernels) -> Any:
         """Return dy where y is positive, from the sign of y alone."""
         return kernels.rectify_back(y, dy)
 
@@ -76,7 +74,7 @@ class Logistic(Activation):
     def fprop(self, z: Any) -> Any:
         """Return the logistic function, through tanh so that nothing overflows."""
         z *= 0.5
-        np.tanh(z, out=z)
+        namespace(z).tanh(z, out=z)
         z *= 0.5
         z += 0.5
         return z
@@ -91,7 +89,7 @@ class Tanh(Activation):
 
     def fprop(self, z: Any) -> Any:
         """Return tanh z."""
-        return np.tanh(z, out=z)
+        return namespace(z).tanh(z, out=z)
 
     def bprop(self, y: Any, dy: Any) -> Any:
         """Return dy (1 - y²)."""
@@ -103,8 +101,8 @@ class Softmax(Activation):
 
     def fprop(self, z: Any) -> Any:
         """Return the softmax over the last axis."""
-        z -= z.max(axis=-1, keepdims=True, initial=-np.inf)
-        np.exp(z, out=z)
+        z -= z.max(axis=-1, keepdims=True)
+        namespace(z).exp(z, out=z)
         z /= z.sum(axis=-1, keepdims=True)
         return z
 

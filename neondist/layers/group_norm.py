@@ -6,8 +6,7 @@ from abc import abstractmethod
 from math import prod
 from typing import Any
 
-import numpy as np
-
+from ..backends import namespace
 from ..comm import group_of
 from ..errors import ConfigError, ShapeError
 from ..initializers import Constant
@@ -62,13 +61,13 @@ class SampleNormLayer(Layer):
         mean = self._by_group(self.kernels.sample_sum(cells)) / max(1, count)
         from_mean = cells - self._by_channel(mean, cells.ndim)
         squares = self._by_group(self.kernels.sample_sum(from_mean * from_mean))
-        return np.concatenate([np.array([count], view.dtype), mean.ravel(), squares.ravel()])
+        return ctx.xp.concatenate([ctx.xp.full((1,), count, view.dtype), mean.ravel(), squares.ravel()])
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
         count, moments = ctx.reduced[0], ctx.reduced[1:].reshape(2, len(view), self.groups_for(self.input_shape))
         mean, var = (self._by_channel(numbers, view.ndim) for numbers in (moments[0], moments[1] / count))
-        scale = 1 / np.sqrt(var + view.dtype.type(self.eps))
+        scale = 1 / ctx.xp.sqrt(var + view.dtype.type(self.eps))
         normal = (view - mean) * scale
         ctx.save(scale=scale, normal=normal)
         return normal * ctx.params["gamma"] + ctx.params["beta"] if self.affine else normal.copy()
@@ -81,7 +80,7 @@ class SampleNormLayer(Layer):
             dy = dy * ctx.params["gamma"]
         if not ctx.needs_input_gradient:
             return None
-        return np.stack([self._by_group(self.kernels.sample_sum(part)) for part in (dy * ctx.normal, dy)])
+        return ctx.xp.stack([self._by_group(self.kernels.sample_sum(part)) for part in (dy * ctx.normal, dy)])
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient through the statistics."""
@@ -104,7 +103,7 @@ class SampleNormLayer(Layer):
     def _by_channel(self, numbers: Any, ndim: int) -> Any:
         """Return each channel's number (n, 1, ..., C), given those of the groups (n, groups)."""
         channels = self.input_shape[-1]
-        found = np.repeat(numbers, channels // numbers.shape[-1], axis=1)
+        found = namespace(numbers).repeat(numbers, channels // numbers.shape[-1], axis=1)
         return found.reshape(len(found), *(1,) * (ndim - 2), channels)
 
 

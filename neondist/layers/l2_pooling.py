@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
-
-import numpy as np
 
 from ..arrays import Phase
 from .base import Dist
@@ -19,13 +18,13 @@ class L2PoolingLayer(PoolingLayer):
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the roots."""
-        root = np.sqrt(self._sums(view))
+        root = ctx.xp.sqrt(self._sums(view))
         ctx.save(view=view, root=root)
         return root
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return x times the sum, over its windows, of dy / y."""
-        ratio = np.divide(dy, ctx.root, out=np.zeros_like(dy), where=ctx.root > 0)
+        ratio = dy / ctx.xp.where(ctx.root > 0, ctx.root, inf)
         return self._spread(ctx.view, ratio)
 
     def squares(self, x: Any, phase: Phase) -> tuple[Any, Any]:
@@ -38,7 +37,7 @@ class L2PoolingLayer(PoolingLayer):
 
     def squares_backward(self, view: Any, dsums: Any, phase: Phase) -> Any:
         """Return the gradient of the tile that `squares` got, given that of the sums; collective over the tiles."""
-        by_cell = np.zeros((len(dsums), *self.ofmshape), dsums.dtype)
+        by_cell = self.kernels.xp.zeros((len(dsums), *self.ofmshape), dsums.dtype)
         by_cell[self._own_outputs] = 2 * dsums
         return self.input.get_bprop_view(self._spread(view, by_cell), phase)
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from math import inf, prod
 from typing import Any
 
-import numpy as np
-
 from ..errors import ConfigError, ShapeError
 from ..geometry import Box, GridShape, Window
 from ..registry import suggest
@@ -120,7 +118,7 @@ class LCNLayer(Layer):
         region = self.local.over(self.input_shape, stages).needs(self.context.grid.tile_box(self.input_shape[:-1]))
         # what is reflected in the view stays so: the weights are symmetric
         image = region if self.local.mode == "reflect" else Box.of(self.input_shape[:-1])
-        return InView(region, image, self.context.dtype)
+        return InView(region, image, self.context.dtype, self.kernels.xp)
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return each sample's sum of the deviations of this rank's cells."""
@@ -132,8 +130,8 @@ class LCNLayer(Layer):
         if self.min_deviation != "mean":
             self._deviations(ctx, view)
         least = self._average(ctx, ctx.reduced) if self.min_deviation == "mean" else self.min_deviation
-        divisor = np.maximum(ctx.sigma, least)
-        scale = np.divide(1, divisor, out=np.zeros_like(divisor), where=divisor != 0)  # a blank image stays blank
+        divisor = ctx.xp.maximum(ctx.sigma, least)
+        scale = 1 / ctx.xp.where(divisor != 0, divisor, inf)  # a blank image stays blank
         ctx.save(least=least, scale=scale)
         return ctx.v[middle(ctx.v, divisor)] * scale
 
@@ -143,7 +141,7 @@ class LCNLayer(Layer):
         mean = self.kernels.separable_filter(seen, self.taps)
         v = view[middle(view, mean)] - mean
         squares = ctx.gather(self.squares, (v * v).mean(axis=-1, keepdims=True))
-        sigma = np.sqrt(self.kernels.separable_filter(squares, self.taps))
+        sigma = ctx.xp.sqrt(self.kernels.separable_filter(squares, self.taps))
         ctx.save(v=v, sigma=sigma, extents=(seen.shape[1:-1], squares.shape[1:-1]))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
@@ -161,12 +159,12 @@ class LCNLayer(Layer):
         _, by_sigma = self._by_sigma(ctx, dy)
         if self.min_deviation == "mean":
             by_sigma = by_sigma + self._average(ctx, ctx.reduced)  # least rises with every deviation of the image
-        by_square = np.divide(by_sigma, 2 * ctx.sigma, out=np.zeros_like(by_sigma), where=ctx.sigma > 0)
+        by_square = by_sigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
         dsquares = ctx.scatter_add(self.squares, kernels.separable_spread(by_square, ctx.extents[1], self.taps))
         dv = ctx.v * (dsquares * (2 / dy.shape[-1]))
         dv[own] += dy * ctx.scale
         by_mean = kernels.separable_spread(-dv.mean(axis=-1, keepdims=True), ctx.extents[0], self.taps)
-        dview = np.repeat(ctx.scatter_add(self.means, by_mean), dy.shape[-1], axis=-1)
+        dview = ctx.xp.repeat(ctx.scatter_add(self.means, by_mean), dy.shape[-1], axis=-1)
         dview[middle(dview, dv)] += dv
         return dview
 
@@ -174,7 +172,7 @@ class LCNLayer(Layer):
         """Return the gradients of max(least, deviation) and, by it alone, of the deviation."""
         by_scale = (dy * ctx.v[middle(ctx.v, dy)]).sum(axis=-1, keepdims=True)
         by_divisor = -by_scale * ctx.scale * ctx.scale
-        return by_divisor, np.where(ctx.sigma > ctx.least, by_divisor, 0)
+        return by_divisor, ctx.xp.where(ctx.sigma > ctx.least, by_divisor, 0)
 
     def _average(self, ctx: StepContext, sums: Any) -> Any:
         """Return each sample's mean over all cells of the image, (n, 1, ..., 1), given the sums (n, 1)."""

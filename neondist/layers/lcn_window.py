@@ -85,8 +85,8 @@ class InView:
     image : Box
     """
 
-    def __init__(self, region: Box, image: Box, dtype: np.dtype) -> None:
-        self.inside = np.zeros((1, *region.shape, 1), dtype)
+    def __init__(self, region: Box, image: Box, dtype: np.dtype, xp: Any) -> None:
+        self.inside = xp.zeros((1, *region.shape, 1), dtype)
         self.inside[(slice(None), *region.intersect(image).relative_to(region).slices)] = 1
 
     def get_fprop_view(self, x: Any, phase: Phase) -> Any:

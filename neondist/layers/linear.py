@@ -5,8 +5,6 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from ..errors import ConfigError
 from ..initializers import FanInUniform, Initializer
 from .base import Dist, Layer, Parameter, Shape
@@ -80,7 +78,7 @@ class FCLayer(Layer):
         """Return the gradient of this rank's range of a vector, zero elsewhere; those of all tiles add up."""
         if not ctx.needs_input_gradient:
             return None
-        whole = np.zeros((len(dy), *self.input_shape), dy.dtype)
+        whole = ctx.xp.zeros((len(dy), *self.input_shape), dy.dtype)
         whole[(slice(None), *self._part)] = self._back(ctx, dy)
         return whole
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from ..registry.ranges import Count, NotNegative, Positive
 from .base import Dist, Layer
 from .context import StepContext
@@ -40,7 +38,7 @@ class LRNLayer(Layer):
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
         width = [(0, 0)] * (view.ndim - 1) + [(self.depth // 2, (self.depth - 1) // 2)]
-        squares = np.pad(view * view, width)
+        squares = ctx.xp.pad(view * view, width)
         # the channels take the place of a spatial axis
         sums = self.kernels.window_sum(self._as_line(squares), (self.depth,), (1,)).reshape(view.shape)
         base = sums * (self.alpha / self.depth) + self.k

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import floor
 from typing import Any
-
-import numpy as np
 
 from ..errors import ConfigError
 from ..geometry import Upsampling
@@ -63,7 +62,7 @@ class UpsampleLayer(Layer):
         for axis in range(1, view.ndim - 1):
             shape = list(view.shape)
             shape[axis] = ctx.output_box.shape[axis - 1]
-            y = np.zeros(shape, view.dtype)
+            y = ctx.xp.zeros(shape, view.dtype)
             for out, cells, weight in self._phases(ctx, axis):
                 y[out] += view[cells] * view.dtype.type(weight)
             view = y
@@ -74,7 +73,7 @@ class UpsampleLayer(Layer):
         for axis in range(dy.ndim - 2, 0, -1):
             shape = list(dy.shape)
             shape[axis] = ctx.input_box.shape[axis - 1]
-            dview = np.zeros(shape, dy.dtype)
+            dview = ctx.xp.zeros(shape, dy.dtype)
             for out, cells, weight in self._phases(ctx, axis):
                 dview[cells] += dy[out] * dy.dtype.type(weight)
             dy = dview
@@ -91,7 +90,7 @@ class UpsampleLayer(Layer):
         for phase in range(min(factor, n)):
             count, first = -(-(n - phase) // factor), window.cell(place, lo + phase) - start
             position = (2 * (lo + phase) + 1) / (2 * factor) - 0.5
-            right = position - np.floor(position) if window.linear else 0.0
+            right = position - floor(position) if window.linear else 0.0
             out = (*before, slice(phase, n, factor))
             yield out, (*before, slice(first, first + count)), 1.0 - right
             if right:

@@ -57,7 +57,7 @@ class Autoencoder:
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Make the optimiser's slots, if the stage is new."""
         if not self.slots:
-            self.slots = self.optimizer.slots(self._weights.size, self.dtype)
+            self.slots = self.optimizer.slots(self._weights.reshape(-1))
         if self.model.orthonormal and not self.step:
             self.layer.orthonormalise()
 

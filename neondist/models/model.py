@@ -170,7 +170,7 @@ class Model(Registered):
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
         self.parameters = Parameters(self.leaves, context, self._sync)
         self.make_executor()
-        self.slots = self.optimizer.slots(self.parameters.values.size, self.dtype)
+        self.slots = self.optimizer.slots(self.parameters.values)
         if self._pending is not None:
             self.load_state(self._pending)
 

@@ -100,7 +100,7 @@ class Parameters:
         ]
         self.shared = sum(prod(e.local_shape) for e in trained if not e.cut)
         self.values, self.kept_values = self._flat(self.trained), self._flat(self.kept)
-        buffer = context.backend.zeros((HEADER + self.values.size,), context.dtype)
+        buffer = context.backend.xp.zeros((HEADER + self.values.size,), context.dtype)
         ends = list(accumulate(prod(entry.local_shape) for entry in self.trained))
         spans = list(pairwise([0, *ends]))
         self.sync = sync(context.grid, buffer, spans, self.shared)
@@ -164,7 +164,7 @@ class Parameters:
         ]
 
     def _flat(self, entries: list[Entry]) -> Any:
-        return self.context.backend.zeros((sum(prod(e.local_shape) for e in entries),), self.context.dtype)
+        return self.context.backend.xp.zeros((sum(prod(e.local_shape) for e in entries),), self.context.dtype)
 
     def _begin(self, entry: Entry, array: Any) -> None:
         """Fill in first values."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+from ..backends import namespace
 from ..registry.ranges import NotNegative, Positive, Share
 from .base import Optimizer
 from .schedule import Schedule
@@ -47,26 +48,26 @@ class Adam(Optimizer):
 
     def apply(
         self,
-        params: np.ndarray,
-        grads: np.ndarray,
-        slots: dict[str, np.ndarray],
-        scratch: np.ndarray,
+        params: Any,
+        grads: Any,
+        slots: dict[str, Any],
+        scratch: Any,
         rate: float,
         step: int,
     ) -> None:
         """Change one block in place by the bias-corrected mean over the bias-corrected root mean square."""
-        mean, square = slots["mean"], slots["square"]
+        xp, mean, square = namespace(params), slots["mean"], slots["square"]
         mean *= self.beta1
-        np.multiply(grads, 1.0 - self.beta1, out=scratch)
+        xp.multiply(grads, 1.0 - self.beta1, out=scratch)
         mean += scratch
         square *= self.beta2
-        np.multiply(grads, grads, out=scratch)
+        xp.multiply(grads, grads, out=scratch)
         scratch *= 1.0 - self.beta2
         square += scratch
         count = step + 1
-        np.sqrt(square, out=scratch)
+        xp.sqrt(square, out=scratch)
         scratch /= (1.0 - self.beta2**count) ** 0.5
         scratch += self.eps
-        np.divide(mean, scratch, out=scratch)
+        xp.divide(mean, scratch, out=scratch)
         scratch *= rate / (1.0 - self.beta1**count)
         params -= scratch

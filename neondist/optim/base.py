@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
-import numpy as np
-from numpy.typing import DTypeLike
-
+from ..backends import namespace
 from ..errors import ConfigError
 from ..registry import Registered
 from ..registry.arguments import checked
@@ -41,9 +40,9 @@ class Optimizer(Registered, ABC):
         self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
         self.schedule = schedule
 
-    def slots(self, size: int, dtype: DTypeLike) -> dict[str, np.ndarray]:
-        """Return new zeroed slots for `size` parameters; the caller keeps them and gives them to `update`."""
-        return {name: np.zeros(size, dtype) for name in self.slot_names}
+    def slots(self, params: Any) -> dict[str, Any]:
+        """Return new zeroed slots for parameters; the caller keeps them and gives them to `update`."""
+        return {name: namespace(params).zeros_like(params) for name in self.slot_names}
 
     def scale(self, epoch: float) -> float:
         """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `scale`."""
@@ -58,9 +57,7 @@ class Optimizer(Registered, ABC):
                 error.subject = self.schedule
                 raise
 
-    def update(
-        self, params: np.ndarray, grads: np.ndarray, slots: dict[str, np.ndarray], step: int, scale: float = 1.0
-    ) -> None:
+    def update(self, params: Any, grads: Any, slots: dict[str, Any], step: int, scale: float = 1.0) -> None:
         """Change `params` and `slots` in place by one step.
 
         Parameters
@@ -75,23 +72,24 @@ class Optimizer(Registered, ABC):
             Factor on the learning rate.
         """
         rate = self.learning_rate * scale
-        scratch = np.empty(min(BLOCK, params.size), params.dtype)
+        xp = namespace(params)
+        scratch = xp.empty(min(BLOCK, params.size), params.dtype)
         for start in range(0, params.size, BLOCK):
             block = slice(start, start + BLOCK)
             p, g = params[block], grads[block]
             room = scratch[: p.size]
             if self.weight_decay:
-                np.multiply(p, self.weight_decay, out=room)
+                xp.multiply(p, self.weight_decay, out=room)
                 g += room
             self.apply(p, g, {name: slot[block] for name, slot in slots.items()}, room, rate, step)
 
     @abstractmethod
     def apply(
         self,
-        params: np.ndarray,
-        grads: np.ndarray,
-        slots: dict[str, np.ndarray],
-        scratch: np.ndarray,
+        params: Any,
+        grads: Any,
+        slots: dict[str, Any],
+        scratch: Any,
         rate: float,
         step: int,
     ) -> None:

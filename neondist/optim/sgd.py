@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+from ..backends import namespace
 from ..errors import ConfigError
 from ..registry.ranges import NotNegative, Share
 from .base import Optimizer
@@ -48,23 +49,23 @@ class SGD(Optimizer):
 
     def apply(
         self,
-        params: np.ndarray,
-        grads: np.ndarray,
-        slots: dict[str, np.ndarray],
-        scratch: np.ndarray,
+        params: Any,
+        grads: Any,
+        slots: dict[str, Any],
+        scratch: Any,
         rate: float,
         step: int,
     ) -> None:
         """Change one block in place: buf = momentum * buf + grad; p -= rate * buf."""
-        direction = grads
+        xp, direction = namespace(params), grads
         if self.momentum:
             buf = slots["momentum"]
             buf *= self.momentum
             buf += grads
             direction = buf
             if self.nesterov:
-                np.multiply(buf, self.momentum, out=scratch)
+                xp.multiply(buf, self.momentum, out=scratch)
                 grads += scratch
                 direction = grads
-        np.multiply(direction, rate, out=scratch)
+        xp.multiply(direction, rate, out=scratch)
         params -= scratch

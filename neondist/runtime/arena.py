@@ -38,7 +38,7 @@ class Arena:
     def _block(self, samples: int) -> Any:
         samples = max(samples, self.samples)
         if samples not in self._blocks:
-            self._blocks[samples] = self.backend.empty((samples * self.length,), self.dtype)
+            self._blocks[samples] = self.backend.xp.empty((samples * self.length,), self.dtype)
         return self._blocks[samples]
 
     @contextmanager
@@ -54,7 +54,7 @@ class Arena:
             yield
         finally:
             for place, copy in zip(ranges, copies, strict=True):
-                self.backend.copy(copy, block[place])
+                self.backend.kernels.copy(copy, block[place])
 
     @cached_property
     def _used_up(self) -> list[tuple[int, int]]:
@@ -70,7 +70,7 @@ class Arena:
 
     def owns(self, array: Any) -> bool:
         """Tell whether an array lies in the arena: its values last no longer than a range."""
-        return any(np.may_share_memory(array, block) for block in self._blocks.values())
+        return any(self.backend.xp.may_share_memory(array, block) for block in self._blocks.values())
 
 
 class ArenaSlot:

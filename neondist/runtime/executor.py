@@ -57,7 +57,7 @@ class Workspace:
         """Return the array of a slot, of a value's shape; a new one, where none is planned."""
         shape = samples, *self.shapes[value]
         if slot is None:
-            return self.arena.backend.empty(shape, self.arena.dtype)
+            return self.arena.backend.xp.empty(shape, self.arena.dtype)
         key = slot, samples
         if key not in self._arrays:
             self._arrays[key] = self.arena.array(slot, shape)
@@ -237,7 +237,7 @@ class Executor:
             gradients[value] += dx
         else:
             total = gradients[value] = run.workspace.sum_place(value, run.samples)
-            self.context.backend.copy(dx, total)
+            self.context.backend.kernels.copy(dx, total)
 
     @contextmanager
     def passing(self, x: Any, phase: Phase, nodes: int | None = None) -> Iterator[Pass]:

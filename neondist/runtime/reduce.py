@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from ..backends import namespace
 from ..comm import Reductions
 from ..layers import Reduction
 
@@ -15,7 +14,7 @@ def joined(how: Reduction, partials: Sequence[Any]) -> Any:
     """Return what the partial results of this rank's micro-batches come to; None, as each of them: nothing."""
     if len(partials) == 1 or partials[0] is None:
         return partials[0]
-    return sum(partials[1:], partials[0]) if how.combine == "sum" else merged(np.stack(partials))
+    return sum(partials[1:], partials[0]) if how.combine == "sum" else merged(namespace(partials[0]).stack(partials))
 
 
 def combine(log: Reductions, how: Reduction, partial: Any) -> Any:
@@ -35,6 +34,6 @@ def merged(parts: Any) -> Any:
     counts, means, squares = parts[:, :1], parts[:, 1 : 1 + k], parts[:, 1 + k :]
     found = parts[0].copy()
     found[0] = total = counts.sum()
-    found[1 : 1 + k] = mean = (counts * means).sum(axis=0) / max(total, 1)
+    found[1 : 1 + k] = mean = (counts * means).sum(axis=0) / namespace(parts).maximum(total, 1)
     found[1 + k :] = squares.sum(axis=0) + (counts * (means - mean) ** 2).sum(axis=0)
     return found

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..layers import Branches, Layer, StepContext
 from ..plan import Step
 from .reduce import combine, joined
@@ -121,7 +119,7 @@ class LayerTask(Task):
             else:
                 y = self._copied(ctx, y)
             ctx.output = y = layer.activation.fprop(y)
-        elif y is not ctx.offered and np.may_share_memory(y, view):
+        elif y is not ctx.offered and layer.kernels.xp.may_share_memory(y, view):
             y = self._copied(ctx, y)
         if not layer.saves_input:
             ctx.shield(view)

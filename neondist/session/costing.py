@@ -42,7 +42,7 @@ class LayerCosts:
 def layer_costs(model: Model, plans: ModelPlan, batch_size: int, grid: GridShape) -> list[LayerCosts]:
     """Return the costs of every layer in one step of a whole batch."""
     itemsize = model.dtype.itemsize
-    per_value = itemsize * (2 + len(model.optimizer.slots(0, model.dtype)))  # value, gradient, slots
+    per_value = itemsize * (2 + len(model.optimizer.slot_names))  # value, gradient, slots
     shares = [hi - lo for lo, hi in (split(batch_size, grid.replicas, i) for i in range(grid.replicas))]
     samples = held_samples(model, plans, shares[0])  # of the fullest replica
     costs, ungiven = [], Graph(model.layers, plans.input_shape).first_layers

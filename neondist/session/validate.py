@@ -63,7 +63,7 @@ def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int,
 def _check_room_for_layers(model: Model, plans: ModelPlan, samples: int) -> None:
     """Refuse a layer whose view, or whose parameters, no rank could hold alone on a machine like this one."""
     size = model.dtype.itemsize
-    per_value = size * (2 + len(model.optimizer.slots(0, model.dtype)))
+    per_value = size * (2 + len(model.optimizer.slot_names))
     for plan in plans:
         needed = max(box.size for box in plan.kept) * plan.input_shape[-1] * size * samples + max(plan.held) * per_value
         require_room(needed, f"layer '{plan.name}'", "use more ranks, smaller batches, or fewer outputs")

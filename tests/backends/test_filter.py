@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from neondist.backends import get_backend
 
-backend = get_backend("numpy")
+backend = get_backend("numpy").kernels
 
 
 @st.composite

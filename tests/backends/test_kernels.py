@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from present import KERNELS, kernels
+from present import KERNELS, backend_of
 
 from neondist.backends.windows import blocks
 
@@ -14,7 +14,7 @@ rng = np.random.default_rng(0)
 
 @pytest.fixture(params=KERNELS)
 def backend(request):
-    return kernels(request.param)
+    return backend_of(request.param).kernels
 
 
 def channels_first(x):
@@ -65,9 +65,9 @@ def compare_convolution(backend, extent, kernel, stride, dilation, groups, inner
 @pytest.mark.parametrize("block", [1, 300, 2000])
 def test_blocks_of_rows_join_to_the_whole(monkeypatch, block):
     """What does not fit into the cache is computed a few rows at a time."""
-    from neondist.backends.torch_gemm import weights_by_gemm
+    from neondist.backends.torch_conv import weights_by_gemm
 
-    x, plain = rng.normal(size=(3, 11, 8, 4)), kernels("numpy")
+    x, plain = rng.normal(size=(3, 11, 8, 4)), backend_of("numpy").kernels
     how = (2, 1), (2, 1), 2
     w, w_own = rng.normal(size=(3, 2, 2, 6)), rng.normal(size=(5, 7, 3, 2, 4, 6))
 
@@ -84,8 +84,8 @@ def test_blocks_of_rows_join_to_the_whole(monkeypatch, block):
         ]
 
     expected = everything()
-    for module in "numpy_conv", "numpy_local", "torch_gemm":
-        monkeypatch.setattr(f"neondist.backends.{module}._BLOCK", block)
+    for limit in "conv._BLOCK", "conv._UNSHARED", "torch_conv._BLOCK":
+        monkeypatch.setattr(f"neondist.backends.{limit}", block)
     for found, wanted in zip(everything(), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11 * np.abs(wanted).max())
 

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from present import KERNELS, NAMES
-from present import kernels as kernels_of
+from present import KERNELS, NAMES, backend_of
 
 import neondist as nd
-from neondist.backends.strips import strips
+from neondist.backends.windows import strips
 
 
 @st.composite
@@ -26,7 +25,7 @@ def convolutions(draw):
 @given(convolutions())
 def test_strips_join_to_the_whole(name, numbers, case):
     samples, extent, kernel, stride, dilation, groups = case
-    kernels, rng = kernels_of(name), np.random.default_rng(0)
+    kernels, rng = backend_of(name).kernels, np.random.default_rng(0)
     x = rng.normal(size=(samples, *extent, 2 * groups))
     weights, bias = rng.normal(size=(*kernel, 2, 3 * groups)), rng.normal(size=3 * groups)
     how = stride, dilation, groups

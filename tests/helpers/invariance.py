@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from present import kernels
+from present import backend_of
 
 import neondist as nd
 
@@ -152,7 +152,9 @@ def model_of(kind, dist, backend="numpy"):
     cls = getattr(nd, f"{serial.__name__}Dist") if dist else serial
     optimizer = nd.SGD(0.05, momentum=0.9, weight_decay=1e-3)
     cost = COSTS.get(kind, nd.CrossEntropy)()
-    return cls(KINDS[kind][1](make), cost=cost, optimizer=optimizer, seed=3, backend=kernels(backend), dtype="float64")
+    return cls(
+        KINDS[kind][1](make), cost=cost, optimizer=optimizer, seed=3, backend=backend_of(backend), dtype="float64"
+    )
 
 
 def train(kind, grid=None, batch=6, steps=4, backend="numpy", after_build=None):

@@ -17,13 +17,13 @@ KERNELS = [*NAMES, *(["torch throughout"] if "torch" in NAMES else [])]
 """the same, and torch's kernels also where the backend prefers NumPy's, such as convolution in float64"""
 
 
-def kernels(name: str) -> Backend:
+def backend_of(name: str) -> Backend:
     """Return the backend of a name in KERNELS."""
     if name != "torch throughout":
         return get_backend(name)
-    from neondist.backends.torch import TorchBackend
+    from neondist.backends.torch import TorchKernels
 
-    class Throughout(TorchBackend):
+    class Throughout(TorchKernels):
         small = 0
 
         def _convolves(self, x, out):
@@ -32,7 +32,7 @@ def kernels(name: str) -> Backend:
         def _pools(self, x, out):
             return 0 not in (x.size, *out) and x.ndim > 2
 
-    return Throughout()
+    return Backend(name, Throughout())
 
 
 def have_mpirun() -> bool:

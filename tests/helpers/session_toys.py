@@ -22,7 +22,7 @@ class ToyModel:
         self.output_shape, self.bytes_sent, self.bytes_summed = (classes,), 0, 0
         self.step, self.learning_rate_scale, self.accumulate = 0, 1.0, 1
         self.weights = np.linspace(-1, 1, classes)
-        self.slots = self.optimizer.slots(classes, self.dtype)
+        self.slots = self.optimizer.slots(self.weights)
         self.output = SimpleNamespace(total=lambda array: array)
         self.seen, self.scales, self.targets_seen, self.training = [], [], [], []
         self.leaves = []

@@ -40,7 +40,7 @@ batch_size: 4
 epochs: 1
 """
 LIBRARIES = ["h5py", "psutil", "yaml", "rich.progress", "threadpoolctl", "neondist.cli", "neondist.session"]
-LIBRARIES += ["neondist.session.environment", "neondist.backends.numpy", "neondist.datasets.convert"]
+LIBRARIES += ["neondist.session.environment", "neondist.backends.kernels", "neondist.datasets.convert"]
 # the name, what has to be there, and the words
 JOBS = {
     "fresh": ((), "run net.yaml --output w/out"),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from present import KERNELS, kernels
+from present import KERNELS, backend_of
 
 import neondist as nd
 from neondist.comm import loopback
@@ -17,7 +17,7 @@ def test_gradients_of_tiles_without_a_cell_of_the_image(backend, rows, cols, pad
 
     def gradients(layer, model, grid=None):
         layers = [layer(16, 3, padding=1, name="a"), layer(16, 3, stride, padding=padding, name="b")]
-        model = model(layers, dtype="float64", backend=kernels(backend), seed=1)
+        model = model(layers, dtype="float64", backend=backend_of(backend), seed=1)
         model.build(x.shape[1:], len(x), grid)
         y = model.gather(model.fprop(model.scatter(x)))
         dy = np.arange(1.0, 1.0 + y.size).reshape(y.shape)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from present import KERNELS, kernels
+from present import KERNELS, backend_of
 
 import neondist as nd
 from neondist.comm import loopback
@@ -20,7 +20,7 @@ def test_ties_across_seams(backend, kernel, stride, padding):
         dy = np.arange(1.0, 1.0 + y.size).reshape(y.shape)
         return model.gather_input(model.bprop(model.scatter_output(dy)))
 
-    made = {"backend": kernels(backend), "dtype": "float64"}
+    made = {"backend": backend_of(backend), "dtype": "float64"}
     expected = gradient(nd.Convnet([nd.MaxPoolingLayer(kernel, stride, padding)], **made))
 
     def on_tiles(comm):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from present import KERNELS, kernels
+from present import KERNELS, backend_of
 
 import neondist as nd
 
@@ -73,7 +73,7 @@ def stack(seed):
 
 def build(seed, backend, optimizer=None):
     layers, runs = stack(seed)
-    model = nd.Convnet(layers, optimizer=optimizer, seed=seed, backend=kernels(backend), dtype="float64")
+    model = nd.Convnet(layers, optimizer=optimizer, seed=seed, backend=backend_of(backend), dtype="float64")
     model.build((13, 12, 2), batch_size=4)
     tensors = {k: torch.tensor(v, requires_grad=True) for k, v in model.state().items()}
 

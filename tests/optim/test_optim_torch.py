@@ -11,7 +11,7 @@ SIZE = BLOCK + 37  # more than one block, the last one ragged
 
 def run_ours(optimizer, start, gradients, scales):
     params = start.copy()
-    slots = optimizer.slots(params.size, params.dtype)
+    slots = optimizer.slots(params)
     for step, (grads, scale) in enumerate(zip(gradients, scales, strict=True)):
         optimizer.update(params, grads.copy(), slots, step, scale)
     return params

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from present import KERNELS, kernels
+from present import KERNELS, backend_of
 
 import neondist as nd
 
@@ -45,7 +45,7 @@ def _model(case: Case, dist: bool, scheme: str) -> Any:
         cost=getattr(nd, case.cost)(),
         optimizer=getattr(nd, name)(**given),
         seed=case.seed,
-        backend=kernels(case.backend if case.backend in KERNELS else "numpy"),
+        backend=backend_of(case.backend if case.backend in KERNELS else "numpy"),
         dtype=case.dtype,
         scheme=scheme,
     )

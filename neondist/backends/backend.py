@@ -1,0 +1,125 @@
+"""A backend: an array namespace, and a table of kernels that may come from another library over the same memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..registry import suggest
+from ..registry.arguments import checked
+from .kernels import Kernels
+
+
+class Backend:
+    """Arrays of one library, and kernels that work on them.
+
+    Parameters
+    ----------
+    name : str
+        What `backend` is set to, to have it.
+    kernels : Kernels
+        They know the namespace: `Kernels(cupy)`.
+    to_host : callable, optional
+        Copies an array into a NumPy array. Default: arrays are NumPy's.
+
+    Attributes
+    ----------
+    name, kernels
+    xp : module
+        The array namespace: offers what NumPy does.
+    """
+
+    def __init__(self, name: str, kernels: Kernels, to_host: Callable[[Any], np.ndarray] | None = None) -> None:
+        self.name, self.kernels, self.xp, self._to_host = name, kernels, kernels.xp, to_host
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its arrays are NumPy's."""
+        return self._to_host is None
+
+    def owns(self, array: Any) -> bool:
+        """Tell whether an array is of this namespace."""
+        return isinstance(array, self.xp.ndarray)
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Return an array's values as a NumPy array: itself, where it is one; otherwise this waits for the device."""
+        return array if self._to_host is None else self._to_host(array)
+
+    def from_host(self, array: Any, dtype: Any = None) -> Any:
+        """Return a new contiguous array of this backend with the values of a NumPy array."""
+        return self.xp.array(array, dtype, order="C")
+
+    def close(self) -> None:
+        """Take back what the backend has changed in this process, such as numbers of threads."""
+        self.kernels.close()
+
+
+@dataclass(frozen=True)
+class Availability:
+    """A backend's name, whether it can be used here, and why."""
+
+    name: str
+    usable: bool
+    reason: str
+
+
+def available() -> list[Availability]:
+    """Return all backends, the one that `auto` prefers first; imports PyTorch, where it is, to see whether it works."""
+    return [_torch_availability(), Availability("numpy", True, "always there")]
+
+
+@checked
+def get_backend(name: str | Backend = "auto") -> Backend:
+    """Return the backend of this name, or ConfigError with the choices.
+
+    Parameters
+    ----------
+    name : str or Backend
+        'auto': the first usable one. A name with a dot is a module's, whose attribute `backend` is the backend; it has
+        to have been imported, by `import` or by `--import`: a name in a file imports nothing.
+    """
+    if isinstance(name, Backend):
+        return name
+    if name == "auto":
+        name = next(choice.name for choice in available() if choice.usable)
+    if name in _MAKERS:
+        return _MAKERS[name]()
+    found = getattr(sys.modules.get(name), "backend", None)
+    if isinstance(found, Backend):
+        return found
+    if name in sys.modules:
+        raise ConfigError(f"backend '{name}': the module has no nd.Backend called `backend`; give it one")
+    if "." in name:
+        raise ConfigError(f"backend '{name}': no such module is imported; add --import {name}, or import it in Python")
+    raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_MAKERS])}")
+
+
+def _torch_availability() -> Availability:
+    if importlib.util.find_spec("torch") is None:
+        return Availability("torch", False, "not installed; pip install 'neondist[torch]'")
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways
+        return Availability("torch", False, f"cannot be imported: {type(error).__name__}: {error}")
+    return Availability("torch", True, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def _torch() -> Backend:
+    found = _torch_availability()
+    if not found.usable:
+        raise ConfigError(f"backend 'torch' is {found.reason}, or use backend 'numpy'")
+    from .torch import TorchKernels
+
+    return Backend("torch", TorchKernels())
+
+
+_MAKERS: dict[str, Callable[[], Backend]] = {"torch": _torch, "numpy": lambda: Backend("numpy", Kernels())}

@@ -1,0 +1,153 @@
+"""The table of kernels, written once for the arrays of any namespace; other libraries override what they do better.
+
+Kernels work on views, so every convolution and pooling is 'valid': padding and halo are there already. Activations are
+channels-last (N, *spatial, C), weights (*kernel, C_in / groups, C_out). Extents may be zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from .conv import Convolution
+from .pool import Pooling
+from .windows import Gatherer, Sides, clear_sides, strips
+
+Ints = Sequence[int]
+_SUMMED = 1 << 13  # cells at a time
+
+
+class Kernels(Convolution, Pooling):
+    """What layers compute with.
+
+    Parameters
+    ----------
+    xp : module
+        Offers what NumPy does, for arrays of its own.
+    """
+
+    #: Numbers of a strip: smaller ones compute more overlap, larger ones leave the cache
+    strip = 1 << 16
+
+    def __init__(self, xp: Any = np) -> None:
+        self.xp = xp
+
+    def close(self) -> None:
+        """Take back what the kernels have changed in this process, such as numbers of threads."""
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        """Return the product of two matrices, or stacks of them."""
+        return a @ b
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy the values of `source` into `target`, both of any strides."""
+        self.xp.copyto(target, source)
+
+    def rectify(self, z: Any, y: Any) -> None:
+        """Write max(z, 0) into y, both of any strides."""
+        self.xp.maximum(z, 0, out=y)
+
+    def rectify_back(self, y: Any, dy: Any) -> Any:
+        """Return dy where y is positive and 0 elsewhere: a new, contiguous array."""
+        dz = self.xp.empty(dy.shape, dy.dtype)
+        self.xp.multiply(dy, y > 0, out=dz)
+        return dz
+
+    def conv_into(
+        self,
+        y: Any,
+        x: Any,
+        weights: Any,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: Any | None,
+        finish: Callable[[Any, Any], None],
+    ) -> None:
+        """Write finish(valid convolution of x plus bias) into y, strip by strip.
+
+        Parameters
+        ----------
+        y : array (N, *out, C_out)
+            Of any strides.
+        finish : callable
+            `finish(z, y)` writes what shall be kept of a strip z into that strip of y; it may overwrite z.
+        """
+        for strip in strips(x, y, weights.shape[:-2], stride, dilation, self.strip):
+            finish(self.conv_forward(x[strip.view], weights, stride, dilation, groups, bias), y[strip.out])
+
+    def conv_back_into(
+        self,
+        dx: Any | None,
+        x: Any,
+        dy: Any,
+        weights: Any,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        begin: Callable[[tuple], Any],
+        outside: Sides | None = None,
+    ) -> tuple[Any, Any]:
+        """Return the gradients of weights and bias, and write that of x into dx, strip by strip.
+
+        Parameters
+        ----------
+        dx : array (N, *extent, C_in) or None
+            Of any strides; None: it is not wanted.
+        dy : array (N, *out, C_out)
+            Only its shape is used.
+        begin : callable
+            `begin(index)` returns the gradient of a strip of the convolution, contiguous.
+        outside : (before, after) for every axis, optional
+            Cells at the ends of x that are zero; in dx, where nobody wants them, they are whatever is quickest.
+        """
+        kernel = weights.shape[:-2]
+        rows, *columns = outside or ((0, 0),) * len(kernel)
+        by_weights, by_bias = self.xp.zeros(weights.shape, x.dtype), self.xp.zeros(weights.shape[-1:], x.dtype)
+        gatherer = None if dx is None else Gatherer(clear_sides(dx, columns), dy, self.copy)
+        for strip in strips(x, dy, kernel, stride, dilation, self.strip):
+            dz, seen = begin(strip.out), x[strip.view]
+            how = stride, dilation, groups
+            by_weights += self.conv_backward_weights(seen, dz, kernel, *how, (strip.outside(rows, x), *columns))
+            by_bias += self.channel_sum(dz)
+            if gatherer is not None:
+                gatherer.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, ((0, 0), *columns)))
+        return by_weights, by_bias
+
+    def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints) -> list[Any]:
+        """Write the maxima into y, of any strides, strip by strip; return the places of each strip."""
+        places = []
+        for strip in strips(x, y, kernel, stride, (1,) * len(kernel), self.strip):
+            best, place = self.max_pool(x[strip.view], kernel, stride)
+            self.copy(best, y[strip.out])
+            places.append(place)
+        return places
+
+    def max_pool_back_into(self, dx: Any, dy: Any, places: Sequence[Any], kernel: Ints, stride: Ints) -> None:
+        """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
+        gatherer = Gatherer(dx, dy, self.copy)
+        for strip, place in zip(strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip), places, strict=True):
+            extent = dx[strip.view].shape[1:-1]
+            gatherer.add(strip, self.max_pool_backward(dy[strip.out], place, extent, kernel, stride))
+
+    def channel_sum(self, x: Any) -> Any:
+        """Return the sum over everything but the channels, (C,), by GEMM: blocked sums err less than a running one."""
+        cells, total = x.reshape(-1, x.shape[-1]), self.xp.zeros(x.shape[-1:], x.dtype)
+        ones = self.xp.ones((1, min(_SUMMED, len(cells))), x.dtype)
+        for start in range(0, len(cells), _SUMMED):
+            part = cells[start : start + _SUMMED]
+            total += self.matmul(ones[:, : len(part)], part)[0]
+        return total
+
+    def sample_sum(self, x: Any) -> Any:
+        """Return each sample's sum over its cells, (N, C), by GEMM as `channel_sum`."""
+        cells, channels = prod(x.shape[1:-1]), x.shape[-1]
+        rows, total = x.reshape(len(x), cells, channels), self.xp.zeros((len(x), 1, channels), x.dtype)
+        ones = self.xp.ones((1, min(_SUMMED, cells)), x.dtype)
+        for start in range(0, cells, _SUMMED):
+            part = rows[:, start : start + _SUMMED]
+            total += self.matmul(ones[:, : part.shape[1]], part)
+        return total[:, 0]
