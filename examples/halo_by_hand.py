@@ -60,7 +60,7 @@ for step in range(steps):
     view2 = second.get_fprop_view(correlate(view1, a))
     wrong = correlate(view2, b) - target
 
-    dtile = second.get_bprop_view(view_gradient(wrong, b, view2.shape))  # halo parts travel home and are added
+    dtile = second.get_bprop_view(view_gradient(wrong, b, view2.shape))  # halo parts are sent to their owners and added
     sums = [*weights_gradient(view1, dtile), *weights_gradient(view2, wrong), 0.5 * np.sum(wrong**2)]
     means = np.array(sums) / side**2
     grid.world.allreduce(means)  # over all tiles, gradients and loss in one message

@@ -13,12 +13,12 @@ class HalfHalo(nd.Scheme):
 
     formula = "each way 2 bytes for each number of an exact halo"
 
-    def forward(self, way):
-        if "courier" not in way.memory:  # made once for each layer, direction and batch size
-            way.memory["courier"] = way.courier(dtype=np.float16)
-        courier = way.memory["courier"]
-        courier.start(way.outgoing())
-        way.place(courier.finish())
+    def forward(self, halo):
+        if "packed" not in halo.memory:  # made once for each layer, direction and batch size
+            halo.memory["packed"] = halo.packed(dtype=np.float16)
+        packed = halo.memory["packed"]
+        packed.start(halo.outgoing())
+        halo.unpack(packed.wait())
 
     backward = forward
 

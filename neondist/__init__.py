@@ -4,7 +4,6 @@ Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 """
 
 from . import at_start  # noqa: F401
-from .arrays import GlobalArray, PaddedArray
 from .backends import available, get_backend
 from .comm import ProcessGrid, loopback
 from .costs import Cost, CrossEntropy, Dice, SoftmaxCrossEntropy, SumSquared
@@ -24,6 +23,20 @@ from .errors import (
     UserError,
 )
 from .geometry import Box, GridShape, HaloPlan, RepartitionPlan, Window, split
+from .halo import (
+    Auto,
+    DeepHalo,
+    Every,
+    ExchangePolicy,
+    GlobalArray,
+    Halo,
+    HaloOneway,
+    OverlapTile,
+    PaddedArray,
+    Quantised,
+    Stale,
+    Tower,
+)
 from .initializers import Constant, FanInNormal, FanInUniform, Gaussian, GlorotUniform, Initializer, Uniform
 from .layers import (
     Activation,
@@ -85,9 +98,11 @@ from .metrics import LogLoss, Metric, Misclassification, TopK
 from .models import GB, MLP, Convnet, ConvnetDist, DistModel, GBDist, MLPDist, Model, distribute
 from .observer import Observer
 from .optim import SGD, Adam, CosineDecay, Optimizer, StepDecay
-from .schemes import Auto, DeepHalo, Every, Halo, HaloOneway, OverlapTile, Quantised, Scheme, Stale, Tower
 from .session import DebugHalo, FitExperiment, Hook, fit, pretrain
 from .version import __version__
+
+Scheme = ExchangePolicy
+"""Border schemes are what users call exchange policies."""
 
 __all__ = [
     "CIFAR10",
@@ -129,6 +144,7 @@ __all__ = [
     "DropoutLayer",
     "DropoutLayerDist",
     "Every",
+    "ExchangePolicy",
     "FCLayer",
     "FCLayerDist",
     "FanInNormal",

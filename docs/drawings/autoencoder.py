@@ -47,7 +47,7 @@ def draw() -> Picture:
     picture.note(
         30,
         430,
-        f"Dashed: across the seam. Above, {halo} cells of x come as a halo; below, their parts of Wᵀ z go home and",
+        f"Dashed: across the seam. Above, {halo} cells of x come as a halo; below, their parts of Wᵀ z return and",
     )
     picture.note(30, 448, "are added (the adjoint of the view). The residual Wᵀ z − x then comes as a halo once more.")
     return picture

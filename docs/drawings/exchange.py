@@ -1,4 +1,4 @@
-"""fprop copies border cells into the neighbour's halo; bprop sends the halo's gradient home and adds it."""
+"""fprop copies cells into the neighbour's halo; bprop sends the halo's gradient to their owner, who adds it."""
 
 from svg import FILLS, GREY, INK, LINES, Picture
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import GlobalArray
 from ..comm import ProcessGrid, Transport
 from ..geometry import Window
+from ..halo import GlobalArray
 from ..session.environment import environment
 from .rest import rest
 

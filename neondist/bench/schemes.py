@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import dump
 from ..errors import ConfigError
 from ..files import append, can_draw, make_folder, write_figure, write_text
-from ..schemes import as_scheme
+from ..halo import as_scheme
 from ..session import Record
 from .tables import markdown
 

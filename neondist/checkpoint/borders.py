@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..arrays import PaddedArray
 from ..comm import Transport, agree
 from ..errors import DataError, ShapeError
 from ..layers import Layer
@@ -22,7 +22,7 @@ from .texts import of_kind, plain_json, whole
 REMEMBERED, GROUP = "remembered", "borders"
 """Names in the file: the text, and the group of the arrays."""
 MOST = 1 << 20  # samples of a batch
-Way: TypeAlias = "tuple[int, int, str, int, int]"
+Entry: TypeAlias = "tuple[int, int, str, int, int]"
 """Number of the array in its layer, samples of its batches, direction, arrays remembered, numbers in all of them."""
 
 
@@ -32,7 +32,7 @@ class Memory:
 
     Attributes
     ----------
-    text : JSON: what it belongs to, and for each layer and rank its ways; empty if nothing is remembered
+    text : JSON: what it belongs to, and for each layer and rank its entries; empty if nothing is remembered
     pieces : for each layer, one flat array, the ranks' numbers one after the other
     """
 
@@ -48,17 +48,16 @@ def memory_of(leaves: Sequence[Layer], owner: str, world: Transport) -> Memory:
     leaves : single layers of a built model
     owner : what has to be the same for a run that goes on with it
     """
-    mine: dict[str, list[Way]] = {}
+    mine: dict[str, list[Entry]] = {}
     values: dict[str, Any] = {}
     for layer in leaves:
-        ways, arrays = [], []
+        entries, arrays = [], []
         for at, array in enumerate(layer.arrays):
-            for (samples, direction), way in sorted(array.ways.items()):
-                kept = array.border.scheme.remembered(way)
+            for (samples, direction), kept in sorted(array.remembered().items()):
                 if kept:
-                    ways.append((at, samples, direction, len(kept), sum(map(len, kept))))
+                    entries.append((at, samples, direction, len(kept), sum(map(len, kept))))
                     arrays += kept
-        mine[str(layer.name)] = ways
+        mine[str(layer.name)] = entries
         values[str(layer.name)] = np.concatenate([np.empty(0, layer.context.dtype), *arrays])
     everyone = world.allgather(mine)
     layers = {name: [ranks[name] for ranks in everyone] for name in mine}
@@ -90,10 +89,10 @@ def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) 
             return f"border schemes forget earlier steps: the checkpoint is of {before}, this run has {owner}"
         pieces = []
         for name, ranks in layers.items():
-            for ways in of_kind(name, ranks, list):
-                for way in of_kind(name, ways, list):
-                    _check(name, way, len(by_name[name].arrays))
-            numbers = [_numbers(ways) for ways in ranks]
+            for entries in of_kind(name, ranks, list):
+                for entry in of_kind(name, entries, list):
+                    _check(name, entry, len(by_name[name].arrays))
+            numbers = [_numbers(entries) for entries in ranks]
             if file.facts.group(GROUP).get(name) != (sum(numbers),) or len(ranks) != world.size:
                 raise ValueError(name)
             dtype = by_name[name].context.dtype
@@ -104,35 +103,36 @@ def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) 
     error: Exception | None = None
     try:
         for (name, ranks), piece in zip(layers.items(), pieces, strict=True):
-            for array, way, arrays in _cut(by_name[name], ranks[world.rank], piece.array):
-                array.border.scheme.remember(array.way(*way), arrays)
+            for at, memory in _cut(ranks[world.rank], piece.array).items():
+                by_name[name].arrays[at].remember(memory)
     except (ShapeError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
         error = DataError(f"{file.facts.path}: what border schemes remember does not fit the model ({problem})")
     agree(world, error)
     return ""
 
 
-def _cut(layer: Layer, ways: list[Way], flat: Any) -> Iterator[tuple[PaddedArray, tuple[int, str], list[Any]]]:
-    """Yield the ways of one layer, and the arrays that belong to each."""
-    ends = accumulate(numbers for *_, numbers in ways)
-    for (at, samples, direction, count, numbers), end in zip(ways, ends, strict=True):
-        yield layer.arrays[at], (samples, direction), np.split(flat[end - numbers : end], count)
+def _cut(entries: list[Entry], flat: Any) -> dict[int, dict[tuple[int, str], list[Any]]]:
+    """Return what each array of one layer remembers."""
+    ends, found = accumulate(numbers for *_, numbers in entries), defaultdict(dict)  # type: Any, Any
+    for (at, samples, direction, count, numbers), end in zip(entries, ends, strict=True):
+        found[at][samples, direction] = np.split(flat[end - numbers : end], count)
+    return found
 
 
-def _check(name: str, way: Any, arrays: int) -> None:
-    """Raise ValueError unless this is a way of one of a layer's arrays."""
-    at, samples, direction, count, numbers = of_kind(name, way, list)
+def _check(name: str, entry: Any, arrays: int) -> None:
+    """Raise ValueError unless this belongs to one of a layer's arrays."""
+    at, samples, direction, count, numbers = of_kind(name, entry, list)
     for number, least in ((at, 0), (samples, 1), (count, 1), (numbers, 0)):
         whole(name, number, least)
     if at >= arrays or direction not in ("forward", "backward") or samples > MOST:
         raise ValueError(name)
 
 
-def _numbers(ways: list[Way]) -> int:
-    return sum(numbers for *_, numbers in ways)
+def _numbers(entries: list[Entry]) -> int:
+    return sum(numbers for *_, numbers in entries)
 
 
-def _piece(name: str, ranks: list[list[Way]], mine: Any) -> Piece:
+def _piece(name: str, ranks: list[list[Entry]], mine: Any) -> Piece:
     ends = list(accumulate(map(_numbers, ranks), initial=0))
     places = [in_one((slice(lo, hi),)) for lo, hi in pairwise(ends)]
     return Piece(f"{GROUP}/{name}", (ends[-1],), mine, places)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import PaddedArray
 from ..comm import DebugTransport
 from ..errors import HaloError
+from ..halo import PaddedArray
 from ..layers import StepContext
 from ..models import Model
 from ..runtime import LayerTask
@@ -30,7 +30,7 @@ def guard_model(model: Model, seed: int) -> None:
     for array in {id(array): array for layer in model.leaves for array in layer.arrays}.values():
         array.grid = copy.copy(array.grid)
         array.grid.tile_comm = tiles
-        array.forget_frames()
+        array.renew_buffers()
     model.make_executor(GuardedTask)
 
 
@@ -49,11 +49,11 @@ class GuardedContext(StepContext):
 
     def _halo(self, direction: str, move: Callable[..., Any], array: Any) -> Any:
         padded: Any = getattr(move, "__self__", None)
-        if not hasattr(padded, "border"):  # the view holds the neighbours already
+        if not hasattr(padded, "policy"):  # the view holds the neighbours already
             return super()._halo(direction, move, array)
-        gathers = (direction == "forward") != padded.border.reverse
-        frame = None if padded.plan.trivial or not gathers else padded.frame(len(array))
-        found = self.exchanged(direction, padded, gathers, frame, super()._halo, direction, move, array)
+        gathers = (direction == "forward") != padded.reverse
+        buffer = None if padded.plan.trivial or not gathers else padded.buffer(len(array))
+        found = self.exchanged(direction, padded, gathers, buffer, super()._halo, direction, move, array)
         if not gathers:
             return found
         shadow = Shadow(found)
@@ -61,7 +61,7 @@ class GuardedContext(StepContext):
         return shadow.array
 
     def exchanged(
-        self, direction: str, array: PaddedArray, gathers: bool, frame: Any, move: Callable[..., Any], *given: Any
+        self, direction: str, array: PaddedArray, gathers: bool, buffer: Any, move: Callable[..., Any], *given: Any
     ) -> Any:
         """Return what an exchange of an array returns: a view, all of it filled, or the gradient of a tile.
 
@@ -69,17 +69,17 @@ class GuardedContext(StepContext):
         ----------
         gathers : bool
             Whether cells come in; otherwise the last of `given` is the gradient of a view, which must be all written.
-        frame : Frame or None
+        buffer : HaloBuffer or None
             Whose cells have to be filled.
         """
         if not gathers:
             what = "numbers of its view's gradient were never written, or computed from cells that are not its own"
             self._check_cells(direction, array, given[-1], what)
             return self.named(direction, move, *given)
-        if frame is not None:
-            _mark_frame(frame)
+        if buffer is not None:
+            _mark_buffer(buffer)
         view = self.named(direction, move, *given)
-        remedy = f"; scheme {type(array.border.scheme).__name__} has to fill every cell of other tiles"
+        remedy = f"; scheme {type(array.policy).__name__} has to fill every cell of other tiles"
         self._check_cells(direction, array, view, "numbers of its view were never filled", remedy)
         return view
 
@@ -153,10 +153,10 @@ class GuardedTask(LayerTask):
             ctx.check_marks("backward", "gradients of its view", dview)
         return dview
 
-    def halo(self, direction: str, ctx: Any, frame: Any, array: Any) -> Any:
-        """Fetch a view all of which must be filled, or take home the gradient of one, which must be whole."""
-        given = direction, ctx, frame, array
-        return ctx.exchanged(direction, self.array, direction == "forward", frame, super().halo, *given)
+    def halo(self, direction: str, ctx: Any, buffer: Any, array: Any) -> Any:
+        """Make a view, which must be all filled, or a tile's gradient from that of a view, which must be whole."""
+        given = direction, ctx, buffer, array
+        return ctx.exchanged(direction, self.array, direction == "forward", buffer, super().halo, *given)
 
     @staticmethod
     def _shadow(ctx: Any, view: Any) -> Any:
@@ -165,9 +165,9 @@ class GuardedTask(LayerTask):
         return ctx.shadow.array
 
 
-def _mark_frame(frame: Any) -> None:
+def _mark_buffer(buffer: Any) -> None:
     """Mark what has to be filled: all cells but the own ones, which may lie there already, and constant padding."""
-    tile = frame.tile.copy()
-    mark(frame.buffer)
-    frame.fill_outside()  # once for all
-    frame.tile[...] = tile
+    tile = buffer.tile.copy()
+    mark(buffer.cells)
+    buffer.fill_outside()  # once for all
+    buffer.tile[...] = tile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..schemes import Scheme
+from ..halo import ExchangePolicy
 from .base import Dist
 from .context import StepContext
 from .pooling import PoolingLayer
@@ -31,7 +31,7 @@ class AvgPoolingLayer(PoolingLayer):
         padding: int | Sequence[Any] = 0,
         count_include_pad: bool = True,
         name: str | None = None,
-        scheme: Scheme | str | None = None,
+        scheme: ExchangePolicy | str | None = None,
     ) -> None:
         super().__init__(kernel_size, stride, padding, name, scheme)
         self.count_include_pad = count_include_pad

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ..arrays import GlobalArray, PaddedArray
 from ..backends import Kernels
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, Window
+from ..halo import ExchangePolicy, GlobalArray, PaddedArray, as_scheme
 from ..initializers import Constant, Initializer
 from ..registry import Distributed, dist_class
-from ..schemes import Scheme, as_scheme
 from .context import StepContext
 from .functions import Activation
 from .layout import Replicate
@@ -61,7 +60,7 @@ class Layer(Node):
         trained.
     input : PaddedArray or GlobalArray
         Makes views, and offers `total`, `own`, `need` and `extent`.
-    scheme : Scheme or None
+    scheme : ExchangePolicy or None
         How cells of other tiles reach a view; None until the model says.
     regions : pair of Partition or None
         Which cells of the input and of the output each tile has, in a run of layers that computes some twice.
@@ -94,7 +93,7 @@ class Layer(Node):
     gathers: PaddedArray | None = None
     scatters: PaddedArray | None = None
 
-    def __init__(self, name: str | None = None, scheme: Scheme | str | None = None) -> None:
+    def __init__(self, name: str | None = None, scheme: ExchangePolicy | str | None = None) -> None:
         self.name = name
         self.scheme = None if scheme is None else as_scheme(scheme)
         self.params: dict[str, Any] = {}
@@ -130,8 +129,8 @@ class Layer(Node):
         return [] if window is None else [(input_shape, window)]
 
     def gathers_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
-        """Return the array whose halo is fetched in bprop instead of sending gradients of the input's halo home."""
-        if self.scheme is not None and self.scheme.way_back == "gather" and self.window_for(input_shape) is not None:
+        """Return the array whose halo is fetched in bprop instead of scattering those of the input's halo."""
+        if self.scheme is not None and self.scheme.gradients == "gather" and self.window_for(input_shape) is not None:
             raise ConfigError(
                 "scheme: backward 'gather' needs a convolution padded with zeros; use 'auto' or 'scatter'"
             )
@@ -205,7 +204,7 @@ class Layer(Node):
     def make_array(self, shape: Shape, window: Window | None) -> PaddedArray:
         """Return what makes the views of activations of this global shape (without the batch), and count its bytes."""
         array = self.new_array((self.context.batch_size, *shape), window)
-        array.border.scheme = self.scheme or array.border.scheme
+        array.policy = self.scheme or array.policy
         self.arrays.append(array)
         return array
 
@@ -216,7 +215,7 @@ class Layer(Node):
     def settle(self) -> None:
         """Wait for messages that a scheme has left under way; collective."""
         for array in self.arrays:
-            array.border.settle()
+            array.settle()
 
     def walk(self, input_shape: Shape) -> Iterator[tuple[Layer, Shape]]:
         """Yield this layer."""

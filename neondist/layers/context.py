@@ -10,8 +10,8 @@ from ..errors import ConfigError
 from ..geometry import Box
 
 if TYPE_CHECKING:
-    from ..arrays import PaddedArray, Phase
     from ..backends import Kernels
+    from ..halo import PaddedArray, Phase
     from .base import Layer
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Dependents, GridShape, Window, received_cells, same_padding
+from ..halo import ExchangePolicy
 from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
-from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .functions import Activation
@@ -32,7 +32,7 @@ class ConvLayer(Layer):
     bias : bool
     activation : Activation, optional
     padding_mode : {'zeros', 'reflect', 'replicate', 'wrap'}
-    scheme : Scheme or str, optional
+    scheme : ExchangePolicy or str, optional
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     weights_init : Initializer, optional
         Default FanInUniform.
@@ -54,7 +54,7 @@ class ConvLayer(Layer):
         bias: bool = True,
         activation: Activation | None = None,
         padding_mode: str = "zeros",
-        scheme: Scheme | str | None = None,
+        scheme: ExchangePolicy | str | None = None,
         name: str | None = None,
         weights_init: Initializer | None = None,
     ) -> None:
@@ -94,7 +94,7 @@ class ConvLayer(Layer):
 
     def gathers_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
         """Return the output and what looks at input cells, if the scheme wants it so, or wants what is fewer."""
-        way = self.scheme.way_back if self.scheme else "scatter"
+        way = self.scheme.gradients if self.scheme else "scatter"
         if way == "scatter" or (way == "auto" and self.padding_mode != "zeros"):
             return None
         if self.padding_mode != "zeros":
@@ -117,7 +117,7 @@ class ConvLayer(Layer):
         gathers = self.gathers_for(self.input_shape, self.context.grid.shape)
         self.gathers = None if gathers is None else self.make_array(*gathers)
         if self.gathers is not None:
-            self.gathers.border.reverse = True
+            self.gathers.reverse = True
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the convolution plus bias, after the activation."""

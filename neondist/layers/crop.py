@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Window
-from ..schemes import Scheme
+from ..halo import ExchangePolicy
 from .base import Dist, Layer, Shape
 from .context import StepContext
 
@@ -21,7 +21,7 @@ class PadLayer(Layer):
     mode : {'zeros', 'reflect', 'replicate', 'wrap'}
     fill : float
         Value of the new cells in mode 'zeros'.
-    scheme : Scheme or str, optional
+    scheme : ExchangePolicy or str, optional
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
@@ -34,7 +34,7 @@ class PadLayer(Layer):
         mode: str = "zeros",
         fill: float = 0.0,
         name: str | None = None,
-        scheme: Scheme | str | None = None,
+        scheme: ExchangePolicy | str | None = None,
     ) -> None:
         super().__init__(name, scheme)
         self.padding, self.mode, self.fill = padding, mode, fill
@@ -67,7 +67,7 @@ class CropLayer(PadLayer):
     """
 
     def __init__(
-        self, cropping: int | Sequence[Any], name: str | None = None, scheme: Scheme | str | None = None
+        self, cropping: int | Sequence[Any], name: str | None = None, scheme: ExchangePolicy | str | None = None
     ) -> None:
         super().__init__(_negative(cropping), name=name, scheme=scheme)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import GridShape, Window
+from ..halo import ExchangePolicy
 from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
-from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .functions import Activation
@@ -54,7 +54,7 @@ class DeconvLayer(Layer):
         activation: Activation | None = None,
         name: str | None = None,
         weights_init: Initializer | None = None,
-        scheme: Scheme | str | None = None,
+        scheme: ExchangePolicy | str | None = None,
     ) -> None:
         super().__init__(name, scheme)
         if out_channels % groups:
@@ -102,7 +102,7 @@ class DeconvLayer(Layer):
         super().adjust_for_dist()
         self.over = self.sliding(self.input_shape)
         self.scatters = self.make_array(self.output_shape, self.over)
-        self.scatters.border.reverse = self.reverse_halos
+        self.scatters.reverse = self.reverse_halos
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return what this rank's windows add to the outputs, those of other tiles too."""

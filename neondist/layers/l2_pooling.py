@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
-from ..arrays import Phase
+from ..halo import Phase
 from .base import Dist
 from .context import StepContext
 from .pooling import PoolingLayer

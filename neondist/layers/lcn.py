@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import ConfigError, ShapeError
 from ..geometry import Box, GridShape, Window
+from ..halo import ExchangePolicy
 from ..registry import suggest
-from ..schemes import Scheme
 from .base import Dist, Layer, Shape
 from .context import StepContext
 from .lcn_window import Halos, InView, LocalWindow, middle
@@ -41,7 +41,7 @@ class LCNLayer(Layer):
         c; 'mean' takes each sample's mean deviation over the whole image (and its gradient is exact too).
     halo : {'auto', 'twice', 'wide'}
         'auto' takes the way that sends fewer numbers on this grid.
-    scheme : Scheme or str, optional
+    scheme : ExchangePolicy or str, optional
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
@@ -57,7 +57,7 @@ class LCNLayer(Layer):
         min_deviation: float | str = 1.0,
         halo: str = "auto",
         name: str | None = None,
-        scheme: Scheme | str | None = None,
+        scheme: ExchangePolicy | str | None = None,
     ) -> None:
         super().__init__(name, scheme)
         if any(k % 2 == 0 for k in Window(kernel_size, padding=0).kernel):

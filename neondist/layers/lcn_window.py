@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Phase
 from ..geometry import Box, GridShape, Window, split
+from ..halo import Phase
 from .node import Shape
 
 Halos = list[tuple[Shape, Window]]

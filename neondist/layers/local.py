@@ -8,9 +8,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Window
+from ..halo import ExchangePolicy
 from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
-from ..schemes import Scheme
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .filters import BlockFilters, Filters, OwnFilters, orthonormal
@@ -35,7 +35,7 @@ class LocalFilteringLayer(Layer):
     activation : Activation, optional
     weights_init : Initializer, optional
         Default FanInUniform.
-    scheme : Scheme or str, optional
+    scheme : ExchangePolicy or str, optional
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     shared : bool, int or one per axis
         False: every cell has a filter of its own. True: all cells have one together (a convolution). Numbers: blocks
@@ -60,7 +60,7 @@ class LocalFilteringLayer(Layer):
         activation: Activation | None = None,
         name: str | None = None,
         weights_init: Initializer | None = None,
-        scheme: Scheme | str | None = None,
+        scheme: ExchangePolicy | str | None = None,
         shared: bool | int | Sequence[int] = False,
     ) -> None:
         super().__init__(name, scheme)

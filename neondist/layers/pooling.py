@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Window
-from ..schemes import Scheme
+from ..halo import ExchangePolicy
 from .base import Dist, Layer, Shape
 from .context import StepContext
 
@@ -25,7 +25,7 @@ class PoolingLayer(Layer):
         Default: kernel_size.
     padding : int, one per axis, or ((before, after), ...) per axis
         Must be less than the kernel, so that every window holds a cell.
-    scheme : Scheme or str, optional
+    scheme : ExchangePolicy or str, optional
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
@@ -40,7 +40,7 @@ class PoolingLayer(Layer):
         stride: int | Sequence[int] | None = None,
         padding: int | Sequence[Any] = 0,
         name: str | None = None,
-        scheme: Scheme | str | None = None,
+        scheme: ExchangePolicy | str | None = None,
     ) -> None:
         super().__init__(name, scheme)
         self.kernel_size, self.padding = kernel_size, padding

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Upsampling
-from ..schemes import Scheme
+from ..halo import ExchangePolicy
 from .base import Dist, Layer, Shape
 from .context import StepContext
 
@@ -25,7 +25,7 @@ class UpsampleLayer(Layer):
     factor : int or one per axis
     mode : {'nearest', 'bilinear'}
         'bilinear' is linear along each axis, whatever their number.
-    scheme : Scheme or str, optional
+    scheme : ExchangePolicy or str, optional
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     """
 
@@ -39,7 +39,7 @@ class UpsampleLayer(Layer):
         factor: int | Sequence[int] = 2,
         mode: str = "nearest",
         name: str | None = None,
-        scheme: Scheme | str | None = None,
+        scheme: ExchangePolicy | str | None = None,
     ) -> None:
         super().__init__(name, scheme)
         factors = (factor,) if isinstance(factor, int) else tuple(factor)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..arrays import Phase, real_array
+from ..halo import Phase, real_array
 from ..layers import Layer, LocalFilteringLayer
 from ..parallel import Flag, finite
 from .nonfinite import SchemeMemory, locate_in_stage
@@ -24,8 +24,8 @@ class Autoencoder:
     """Encoder z = W x and tied decoder Wᵀ z of a stage of a model; `number` counts from 1.
 
     It offers what the training loop asks of a model, but trains this layer's weights alone, without targets. A step
-    moves three halos of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles travel home and add; and of
-    the residual. Where an L2 pooling layer follows, its halo travels both ways. Gradients of unshared weights are not
+    moves three halos of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles they add; and of the
+    residual. Where an L2 pooling layer follows, its halo travels both ways. Gradients of unshared weights are not
     summed over the tiles.
     """
 

@@ -37,7 +37,7 @@ class Choice:
 def choose(chain: Node, input_shape: Shape, grid: GridShape, figures: Figures) -> list[Choice]:
     """Return the exact scheme that costs least, for every layer that has a halo on the grid.
 
-    A single layer has `halo`, whose gradients travel home or are gathered; a run of layers `deep_halo`, or, from the
+    A single layer has `halo`, whose gradients are scattered or gathered; a run of layers `deep_halo`, or, from the
     image on, `overlap_tile`. Inside of containers there is no `overlap_tile`, and no run leaves its chain.
     """
     chains = enumerate(chain.chains(input_shape))

@@ -9,10 +9,10 @@ from ..backends import Backend
 from ..comm import ProcessGrid
 from ..costs import Cost
 from ..errors import ConfigError
+from ..halo import ExchangePolicy
 from ..layers import Node
 from ..optim import Adam, Optimizer
 from ..registry.ranges import Count, flag, integer, real
-from ..schemes import Scheme
 from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
 from .part import Part
@@ -65,7 +65,7 @@ class GB(Convnet):
         seed: int = 0,
         backend: str | Backend = "auto",
         dtype: str = "float32",
-        scheme: Scheme | str = "halo",
+        scheme: ExchangePolicy | str = "halo",
         num_pretrain_epochs: int = 1,
         num_initial_epochs: int = 1,
         sparsity: float = 0.1,

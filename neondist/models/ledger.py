@@ -46,7 +46,7 @@ def ledger(model: Model) -> Ledger:
     found: Ledger = Counter()
     for layer in model.leaves:
         for array in layer.arrays:
-            for direction, exchange in array.border.booked:
+            for direction, exchange in array.recorded:
                 for message in exchange.sends if exchange.runs else ():
                     account = Account("halo", str(layer.name), direction, first + message.peer, message.nbytes)
                     found[account] += exchange.runs

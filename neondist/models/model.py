@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..arrays import GlobalArray, Phase, real_array
 from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..geometry import GridShape, split
+from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, real_array, scheme_text
 from ..layers import Context, Layer, Node, Sequential
 from ..optim import SGD, Optimizer
 from ..parallel import SYNCS, Flag, GradientSync
@@ -21,7 +21,6 @@ from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, integer, shape_of
 from ..runtime import Executor, LayerTask, Pass
-from ..schemes import Scheme, as_scheme, scheme_text
 from .entry import Entry
 from .ledger import Ledger, accounts, ledger
 from .nonfinite import SchemeMemory, Trouble, locate
@@ -48,7 +47,7 @@ class Model(Registered):
     backend : str
         'auto' takes the fastest that is there.
     dtype : {'float32', 'float64'}
-    scheme : Scheme or str
+    scheme : ExchangePolicy or str
         How cells of other tiles reach the views of all layers that have no scheme of their own.
     accumulate : int
         In how many micro-batches a rank's samples go through a training step, or one for each sample if these are
@@ -94,7 +93,7 @@ class Model(Registered):
         seed: int = 0,
         backend: str | Backend = "auto",
         dtype: str = "float32",
-        scheme: Scheme | str = "halo",
+        scheme: ExchangePolicy | str = "halo",
         accumulate: Count = 1,
         sync: Literal["allreduce", "bucketed"] = "allreduce",
     ) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..arrays import real_array
 from ..errors import PassError, ShapeError
+from ..halo import real_array
 from ..runtime import Pass
 
 if TYPE_CHECKING:

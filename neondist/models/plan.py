@@ -9,8 +9,8 @@ from math import prod
 
 from ..errors import ShapeError, UserError
 from ..geometry import Box, GridShape, HaloPlan, Partition, Window, split
+from ..halo import ExchangePolicy, Halo
 from ..layers import Layer, Node, Reduction, Sequential
-from ..schemes import Halo, Scheme
 from .runs import Found, find_regions
 
 Shape = tuple[int, ...]
@@ -43,7 +43,7 @@ class LayerPlan:
     """for each tile, how many numbers of a sample each of its messages holds in an exact fprop"""
     backward: list[list[int]]
     """the same for bprop"""
-    scheme: Scheme
+    scheme: ExchangePolicy
     reverse: bool
     """whether the halo adds in fprop and is fetched in bprop"""
     sums: list[Reduction]

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any, TypeAlias
 
-from ..arrays import GlobalArray, PaddedArray
 from ..errors import ConfigError
 from ..geometry import GridShape, Partition, Window, sources
+from ..halo import GlobalArray, PaddedArray
+from ..halo.fusion import Fusion, fusion_of
 from ..layers import Layer, Node
 from ..machine import Figures
 from .planner import Placed, best_cuts, can_follow, run_seconds
@@ -41,8 +42,13 @@ def find_regions(chain: Node, input_shape: Shape, grid: GridShape, samples: int 
         for run in _runs(links, grid, samples, first=number == 0):
             found |= regions_of(run, grid)
     for layer, shape in chain.walk(input_shape):
-        wide = layer.scheme is not None and layer.scheme.reads_wide
-        if wide and id(layer) not in found and single(layer, shape, grid) is not None:
+        fusion = fusion_of(layer.scheme)
+        if (
+            fusion is not None
+            and fusion.reads_wide
+            and id(layer) not in found
+            and single(layer, shape, grid) is not None
+        ):
             raise _refused(layer, _FIRST)
     return found
 
@@ -52,13 +58,14 @@ def _runs(links: Links, grid: GridShape, samples: int | None, first: bool) -> It
     at = 0
     while at < len(links):
         layer = single(*links[at], grid)
-        if layer is None or layer.scheme is None or layer.scheme.run == 1:
+        fusion = None if layer is None else fusion_of(layer.scheme)
+        if layer is None or fusion is None or fusion.layers == 1:
             at += 1
             continue
-        end, wide = _end(links, at, layer, grid), layer.scheme.reads_wide
+        end, wide = _end(links, at, layer, fusion.layers, grid), fusion.reads_wide
         if wide and (not first or any(blocks(node, shape, grid) for node, shape in links[:at])):
             raise _refused(layer, _FIRST)
-        figures = layer.scheme.figures(grid.size, samples)
+        figures = fusion.figures(grid.size, samples)
         if figures is not None:
             yield from _planned(figures, links[at : end + 1], grid, home=not first or at > 0)
         elif wide or end > at:
@@ -66,9 +73,9 @@ def _runs(links: Links, grid: GridShape, samples: int | None, first: bool) -> It
         at = end + 1
 
 
-def _end(links: Links, at: int, first: Layer, grid: GridShape) -> int:
+def _end(links: Links, at: int, first: Layer, longest: int, grid: GridShape) -> int:
     """Return the place of the last layer of a run that begins at `at`."""
-    end, count, longest = at, 1, first.scheme.run if first.scheme is not None else 1
+    end, count = at, 1
     for place in range(at + 1, len(links)):
         node, shape = links[place]
         if not blocks(node, shape, grid):
@@ -131,7 +138,7 @@ def regions_of(run: Links, grid: GridShape, wide: bool | None = None) -> Found:
     """
     found: Found = {}
     if wide is None:
-        wide = any(layer.scheme is not None and layer.scheme.reads_wide for node, _ in run for layer in node.leaves)
+        wide = any(fusion.reads_wide for fusion in _fusions(run))
     last, shape = run[-1]
     outputs: Partition = grid.partition(last.output_shape_for(shape)[:-1])
     for place in range(len(run) - 1, -1, -1):
@@ -154,13 +161,17 @@ def _check(layer: Layer, run: Links, window: Window) -> None:
     why = layer.no_recompute or ("its image wraps around" if window.mode == "wrap" else "")
     if why:
         raise _refused(layer, f"computes cells of other tiles, but this layer cannot: {why}")
-    schemes = [inside.scheme for node, _ in run for inside in node.leaves if inside.scheme is not None]
-    if layer.sums_image and any(scheme.reads_wide and scheme.statistics is None for scheme in schemes):
+    if layer.sums_image and any(fusion.reads_wide and fusion.statistics is None for fusion in _fusions(run)):
         raise _about(
             layer,
             "scheme overlap_tile exchanges nothing, but this layer normalises over the whole image; say"
             " 'statistics: global' in the scheme (its sums are then added over all tiles), or use deep_halo",
         )
+
+
+def _fusions(run: Links) -> list[Fusion]:
+    found = (fusion_of(layer.scheme) for node, _ in run for layer in node.leaves)
+    return [fusion for fusion in found if fusion is not None]
 
 
 def _refused(layer: Layer, why: str) -> ConfigError:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from .. import rng
-from ..arrays import Phase
 from ..geometry import Box
+from ..halo import Phase
 from .model import Model
 
 

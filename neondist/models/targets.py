@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays import PaddedArray
 from ..errors import ShapeError
+from ..halo import PaddedArray
 
 
 def local_targets(targets: Any, output: PaddedArray, batch_size: int, images: PaddedArray) -> Any:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any
 
-from ..arrays import Phase
+from ..halo import Phase
 from ..layers import Context, Layer, StepContext
 from ..plan import Graph, MemoryPlan, Step, plan_memory
 from .arena import Arena, ArenaSlot
@@ -33,7 +33,7 @@ class Workspace:
         """Return the buffers of a step's view for batches of so many samples."""
         key = task.at, samples
         if key not in self._views:
-            self._views[key] = task.array.frame(samples, self.number, self._slots(task.at))
+            self._views[key] = task.array.buffer(samples, self.number, self._slots(task.at))
         return self._views[key]
 
     def value_place(self, value: int, samples: int) -> Any:

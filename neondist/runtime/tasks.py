@@ -183,9 +183,9 @@ class LayerTask(Task):
         """Call the layer's reduce, or reduce_backward."""
         return (self.layer.reduce if direction == "forward" else self.layer.reduce_backward)(ctx, array)
 
-    def halo(self, direction: str, ctx: StepContext, frame: Any, array: Any) -> Any:
+    def halo(self, direction: str, ctx: StepContext, buffer: Any, array: Any) -> Any:
         """Return the view of a tile, or the gradient of a tile for that of its view."""
-        move = frame.forward if direction == "forward" else frame.backward
+        move = buffer.forward if direction == "forward" else buffer.backward
         with self.observers.during("halo", self.name, direction):
             return move(array, ctx.phase)
 

@@ -13,9 +13,9 @@ from typing import Any
 from ..checkpoint import REMEMBERED, Piece, memory_of, opened, remind, write
 from ..checkpoint.texts import LARGEST, of_kind, plain_json, whole
 from ..errors import ConfigError, DataError
+from ..halo import scheme_text
 from ..registry import suggest
 from ..registry.ranges import integer, real
-from ..schemes import scheme_text
 from ..version import __version__
 from .hooks import Hook
 from .run import Record, Totals, TrainState

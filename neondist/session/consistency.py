@@ -10,9 +10,9 @@ import numpy as np
 
 from ..comm import ProcessGrid, Transport
 from ..errors import ConfigError
+from ..halo import scheme_text
 from ..hdf5 import checksum
 from ..models.plan import LayerPlan
-from ..schemes import scheme_text
 from ..version import __version__
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def layer_costs(model: Model, plans: ModelPlan, batch_size: int, grid: GridShape
     costs, ungiven = [], Graph(model.layers, plans.input_shape).first_layers
     for index, (layer, plan) in enumerate(zip(model.leaves, plans, strict=True)):
         channels = plan.input_shape[-1] * itemsize
-        home = layer not in ungiven  # the images need no gradient, so nothing travels home from what they go into
+        home = layer not in ungiven  # the images need no gradient, so nothing returns from what they go into
         sent = sent_bytes(plan, shares[0], itemsize, home)
         held = max((1 + (index > 0)) * box.size * channels for box in plan.kept)
         costs.append(

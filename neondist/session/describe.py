@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..geometry import Box, GridShape
-from ..schemes import scheme_text
+from ..halo import scheme_text
 from .costing import LayerCosts, layer_costs, planned_memory, pretraining_bytes
 from .summing import sums_of_step
 from .validate import validate

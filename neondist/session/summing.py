@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def sums_of_step(model: Model, plans: ModelPlan, batch_size: int, grid: GridShape, rank: int) -> dict[str, int]:
     """Return the bytes of the arrays that a rank gives into sums in a training step.
 
-    By layer, and under 'gradients' and 'loss', as the ledger books them; what gives nothing is left out.
+    By layer, and under 'gradients' and 'loss', as the ledger records them; what gives nothing is left out.
     """
     replica, tile = divmod(rank, grid.tiles)
     lo, hi = split(batch_size, grid.replicas, replica)

@@ -72,7 +72,7 @@ def test_nothing_is_under_way_when_a_run_is_over():
     def body(world):
         made = experiment("stale(steps=3)")
         made.run(nd.ProcessGrid(world), hooks=[])
-        exchanges = [e for layer in made.model.leaves for array in layer.arrays for _, e in array.border.booked]
+        exchanges = [e for layer in made.model.leaves for array in layer.arrays for _, e in array.recorded]
         return len(exchanges), any(exchange.under_way for exchange in exchanges)
 
     for count, under_way in loopback.run(4, body):

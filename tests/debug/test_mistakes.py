@@ -7,7 +7,6 @@ from scheme_runs import build, noise, on_ranks, step
 
 import neondist as nd
 from neondist.errors import HaloError
-from neondist.schemes import Scheme
 
 
 class Right(nd.ConvLayerDist):
@@ -73,30 +72,29 @@ class ForgetsGradient(Right):
         return dview
 
 
-class FillsNothing(Scheme):
+class FillsNothing(nd.Scheme):
     """Leaves the cells of other tiles as they are, in its second step."""
 
-    def forward(self, way):
-        if way.step != 1:
-            way.exchange()
+    def forward(self, halo):
+        if halo.step != 1:
+            halo.exchange()
 
-    def backward(self, way):
-        way.drop()
+    def backward(self, halo):
+        halo.drop()
 
 
-class Overlaps(Scheme):
+class Overlaps(nd.Scheme):
     """Works on cells that are on their way."""
 
-    def forward(self, way):
-        courier = way.memory.setdefault("courier", way.courier())
-        courier.start(way.outgoing())
-        if way.step == 1:
-            for cells in courier.leaving:
-                cells += 1
-        way.place(courier.finish())
+    def forward(self, halo):
+        packed = halo.memory.setdefault("packed", halo.packed())
+        packed.start(halo.outgoing())
+        if halo.step == 1:
+            packed.outgoing += 1
+        halo.unpack(packed.wait())
 
-    def backward(self, way):
-        way.exchange()
+    def backward(self, halo):
+        halo.exchange()
 
 
 def caught(layer, ranks=2, guarded=True):

@@ -8,7 +8,8 @@ from support import worst
 
 import neondist as nd
 from neondist.comm import loopback, mpi
-from neondist.schemes import as_scheme, scheme_names
+from neondist.halo import as_scheme, scheme_names
+from neondist.halo.fusion import fusion_of
 
 world = MPI.COMM_WORLD
 
@@ -17,7 +18,7 @@ def train(comm, scheme, steps=5):
     layers = [
         nd.ConvLayerDist(3, 5, padding=2, activation=nd.RectLin()),
         nd.MaxPoolingLayerDist(3, 2),
-        nd.ConvLayerDist(4, 3) if as_scheme(scheme).run > 1 else nd.DeconvLayerDist(4, 3, 2),
+        nd.ConvLayerDist(4, 3) if fusion_of(as_scheme(scheme)) else nd.DeconvLayerDist(4, 3, 2),
         nd.FCLayerDist(10),
     ]
     model = nd.ConvnetDist(layers, scheme=scheme, seed=1, dtype="float64", backend="numpy")

@@ -6,7 +6,7 @@ from scheme_runs import SCHEMES
 import neondist as nd
 from neondist.config import dump, load_experiment
 from neondist.errors import ConfigError
-from neondist.schemes import as_scheme, scheme_text
+from neondist.halo import as_scheme, scheme_text
 
 FILE = """\
 !FitExperiment

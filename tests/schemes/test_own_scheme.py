@@ -17,6 +17,8 @@ def test_adding_a_scheme_takes_one_file_of_sixty_lines():
     whole = (ROOT / "examples" / "own_scheme.py").read_text().split("# begin scheme\n")[1].split("# end scheme")[0]
     assert len(whole.splitlines()) <= 60
     assert nd.Scheme.__doc__
-    schemes = {file.name: file.read_text() for file in (ROOT / "neondist" / "schemes").glob("*.py")}
-    assert "(Scheme):" in schemes["tower.py"]
-    assert {name for name, text in schemes.items() if "(Scheme):" in text and len(text.splitlines()) > 60} == set()
+    schemes = {file.name: file.read_text() for file in (ROOT / "neondist" / "halo" / "policies").glob("*.py")}
+    assert "(ExchangePolicy):" in schemes["tower.py"]
+    assert {
+        name for name, text in schemes.items() if "(ExchangePolicy):" in text and len(text.splitlines()) > 60
+    } == set()

@@ -10,7 +10,7 @@ from support import slides
 
 import neondist as nd
 from neondist.errors import ConfigError
-from neondist.schemes import as_scheme
+from neondist.halo import as_scheme
 
 FILLS = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate"}
 
@@ -75,7 +75,7 @@ def test_towers_of_any_window_pass_the_dot_test(drawn, parts, fill):
     def job(comm):
         grid = nd.ProcessGrid(comm, rows=parts[0], cols=parts[1])
         ga = nd.GlobalArray(grid, (2, *shape, 1), window, dtype="float64")
-        ga.border.scheme = nd.Tower(fill)
+        ga.policy = nd.Tower(fill)
         x = ga.scatter(np.random.default_rng(7).normal(size=ga.global_shape))
         dview = np.random.default_rng(grid.rank).normal(size=ga.view_shape)
         view = ga.get_fprop_view(x) - ga.get_fprop_view(0 * x)
@@ -133,10 +133,10 @@ def series(scheme, steps, training=True):
     def job(comm):
         grid = nd.ProcessGrid(comm)
         ga = nd.GlobalArray(grid, (2, 8, 7, 2), nd.Window(5, padding=2), dtype="float64")
-        ga.border.scheme = as_scheme(scheme)
+        ga.policy = as_scheme(scheme)
         found = []
         for number in range(steps):
-            phase = nd.arrays.Phase(training, number)
+            phase = nd.halo.Phase(training, number)
             rng = np.random.default_rng(number)
             x, dview = rng.normal(size=ga.global_shape), rng.normal(size=ga.view_shape)
             found.append((ga.get_fprop_view(ga.scatter(x), phase), ga.get_bprop_view(dview, phase)))
@@ -211,7 +211,7 @@ def test_feedback_returns_what_rounding_took():
         ga = nd.GlobalArray(nd.ProcessGrid(comm), (1, 6, 6, 1), nd.Window(3, padding=1), dtype="float64")
         dview = np.random.default_rng(1).normal(size=(1, 6, 6, 1))[:, : ga.view_shape[1], : ga.view_shape[2]]
         exact = ga.get_bprop_view(dview)
-        ga.border.scheme = nd.Quantised(8, feedback)
+        ga.policy = nd.Quantised(8, feedback)
         return np.abs(sum(ga.get_bprop_view(dview) - exact for _ in range(steps))).max() / steps
 
     with_it, without = (max(on_ranks(4, lambda comm, f=f: job(comm, f))) for f in (True, False))

@@ -31,13 +31,13 @@ def test_the_ledger_agrees_with_the_metrics_and_the_plan(tmp_path):
     history, entries = train(tmp_path)
     plans = {plan.name: plan for plan in experiment().model.plan((13, 12, 1), GridShape(1, 3, 2))}
     for record in history:
-        booked = [entry for entry in entries if entry["epoch"] == record["epoch"]]
-        assert total(booked, **{"pass": "training"}, kind="halo") == record["bytes_sent"] > 0
-        assert total(booked, **{"pass": "training"}, kind="sum") == record["bytes_summed"] > 0
+        recorded = [entry for entry in entries if entry["epoch"] == record["epoch"]]
+        assert total(recorded, **{"pass": "training"}, kind="halo") == record["bytes_sent"] > 0
+        assert total(recorded, **{"pass": "training"}, kind="sum") == record["bytes_summed"] > 0
         for layer, plan in plans.items():
             for rank in range(6):
                 words = plan.sent_words[rank] * 8
-                mine = [entry for entry in booked if (entry["layer"], entry["rank"]) == (layer, rank)]
+                mine = [entry for entry in recorded if (entry["layer"], entry["rank"]) == (layer, rank)]
                 halos = [entry for entry in mine if entry["kind"] == "halo"]
                 assert total(halos, **{"pass": "training"}, direction="forward") == 10 * words
                 assert total(halos, **{"pass": "evaluation"}, direction="forward") == 4 * words

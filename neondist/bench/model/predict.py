@@ -10,10 +10,10 @@ import numpy as np
 
 from ...geometry import GridShape, grid_shape
 from ...geometry.split import factorisations
+from ...halo import as_scheme
 from ...machine import Machine
 from ...models.choices import Choice, choose
 from ...models.plan import share
-from ...schemes import as_scheme
 from .alone import LONG, QUICK, Alone, rank_alone
 
 Row = dict[str, Any]

@@ -111,9 +111,11 @@ def seams(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_seams(arguments: argparse.Namespace, world: Transport, ranks: int) -> dict[str, argparse.Namespace]:
+    from ...halo.fusion import fusion_of
+
     runs = {text: _named(arguments, text, 1) for text in _listed(arguments)}
     for text, run in runs.items():
-        if validated(run, world, ranks).model.scheme.run > 1:
+        if fusion_of(validated(run, world, ranks).model.scheme) is not None:
             raise ConfigError(
                 f"--schemes {text}: its tiles overlap and its numbers are exact; name approximate schemes"
             )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..arrays import Way
-from .base import Fill, Scheme
+from ..exchange import HaloExchange
+from .base import ExchangePolicy, Fill
 
 
-class Tower(Scheme):
+class Tower(ExchangePolicy):
     """Nothing is sent: cells of other tiles are filled from the own ones, and gradients are those of that network.
 
     Towers meet in the fully connected layers, or in the layer whose scheme says `merge: true`.
@@ -26,12 +26,12 @@ class Tower(Scheme):
     def __init__(self, fill: Fill = "zeros", merge: bool = False) -> None:
         self.fill, self.merge, self.exact = fill, merge, merge
 
-    def forward(self, way: Way) -> None:
+    def forward(self, halo: HaloExchange) -> None:
         """Fill the cells, in bprop the adjoint; exchange where the towers meet."""
         if self.merge:
-            way.exchange()
+            halo.exchange()
         else:
-            way.fill(self.fill)
+            halo.fill(self.fill)
 
     backward = forward
 

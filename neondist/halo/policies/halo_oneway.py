@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..arrays import Way
-from .base import Scheme
+from ..exchange import HaloExchange
+from .base import ExchangePolicy
 
 
-class HaloOneway(Scheme):
-    """Cells travel, but gradients of other tiles' cells are dropped: exact outputs, inexact gradients at the seams."""
+class HaloOneway(ExchangePolicy):
+    """Cells are sent, gradients of other tiles' cells are dropped: exact outputs, inexact gradients at the seams."""
 
     formula = "forward H = n c (2 O (h + w) + 4 O²) numbers, backward 0"
 
-    def forward(self, way: Way) -> None:
+    def forward(self, halo: HaloExchange) -> None:
         """Exchange the cells."""
-        way.exchange()
+        halo.exchange()
 
-    def backward(self, way: Way) -> None:
+    def backward(self, halo: HaloExchange) -> None:
         """Forget their gradients."""
-        way.drop()
+        halo.drop()
 
     def backward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
         """Return 0."""

@@ -1,29 +1,23 @@
-"""Border schemes: how cells of other tiles reach a view, and what returns. One small class each, in a file of its own.
+"""Exchange policies, which users call border schemes: how cells of other tiles reach a view, and what returns.
 
-base: what a scheme says of itself. names: schemes as text.
+base: what every policy says of itself. names: policies as text. The others: one small class each.
 """
 
-from .auto import Auto
-from .base import Scheme
-from .deep_halo import DeepHalo
+from .base import ExchangePolicy
 from .every import Every
 from .halo import Halo
 from .halo_oneway import HaloOneway
 from .names import as_scheme, scheme_names, scheme_text
-from .overlap_tile import OverlapTile
 from .quantised import Quantised
 from .stale import Stale
 from .tower import Tower
 
 __all__ = [
-    "Auto",
-    "DeepHalo",
     "Every",
+    "ExchangePolicy",
     "Halo",
     "HaloOneway",
-    "OverlapTile",
     "Quantised",
-    "Scheme",
     "Stale",
     "Tower",
     "as_scheme",

@@ -1,4 +1,4 @@
-"""The view that a window has of an array: the array's cells plus the cells around them."""
+"""An activation, and the view that a window has of it: its cells plus the cells around them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 
 from ..backends import Backend, get_backend
-from ..comm import ProcessGrid, Reductions, group_of
+from ..comm import Exchange, ProcessGrid, Reductions, group_of
 from ..errors import ShapeError
 from ..geometry import HaloPlan, Partition, Window
 from ..registry.arguments import checked
-from .border import Border
-from .frame import Frame, Rooms
-from .phase import WHOLE, Phase
-from .real import real_array
-from .way import Way
+from .buffer import HaloBuffer, Slots
+from .exchange import WHOLE, HaloExchange, Phase
+from .policies import ExchangePolicy, Halo
 
 
 class PaddedArray:
@@ -40,8 +38,14 @@ class PaddedArray:
         This rank's tile, and the tile plus what the window needs.
     own, need, extent : Box, Box, tuple
         The same as boxes in the coordinates of the image, and the image's extent.
-    border : Border
-        How cells of other tiles reach a view: `border.scheme`, default an exact exchange.
+    policy : ExchangePolicy
+        What crosses between tiles; default: every cell.
+    reverse : bool
+        True where the halo adds in fprop and is gathered in bprop, as under a transposed convolution.
+    memory : dict of (samples, direction) to dict
+        What the policy keeps from step to step.
+    recorded : list of (direction, Exchange)
+        Every exchange, 'forward' or 'backward'; each counts its runs.
     reductions : Reductions
         What was summed over ranks for it.
     bytes_sent : int
@@ -73,7 +77,11 @@ class PaddedArray:
         self.extent, self.channels = self.global_shape[1:-1], self.global_shape[-1]
         if window is not None:
             window.check(self.extent)
-        self.border, self.reductions = Border(), Reductions(grid)
+        self.policy: ExchangePolicy = Halo()
+        self.reverse = False
+        self.memory: dict[tuple[int, str], dict[str, Any]] = {}
+        self.recorded: list[tuple[str, Exchange]] = []
+        self.reductions = Reductions(grid)
         self.cut()
 
     def cut(self, tiles: Partition | None = None, outputs: Partition | None = None) -> None:
@@ -93,7 +101,7 @@ class PaddedArray:
         lo, hi = grid.sample_range(self.global_shape[0])
         self.local_shape = (hi - lo, *self.own.shape, self.channels)
         self.view_shape = (hi - lo, *self.need.shape, self.channels)
-        self._frames: dict[tuple[int, int], Frame] = {}
+        self._buffers: dict[tuple[int, int], HaloBuffer] = {}
 
     @property
     def held(self) -> int:
@@ -119,7 +127,7 @@ class PaddedArray:
     @property
     def bytes_sent(self) -> int:
         """Bytes of halos sent by this rank since construction."""
-        return self.border.bytes_sent
+        return sum(exchange.runs * exchange.bytes_sent for _, exchange in self.recorded)
 
     def get_fprop_view(self, tile: Any, phase: Phase = WHOLE) -> Any:
         """Return the cells that the window needs, halo and padding filled in.
@@ -129,7 +137,7 @@ class PaddedArray:
         tile : array (n, *own.shape, C)
             This rank's tile.
         phase : Phase, optional
-            What it is for, where a scheme asks.
+            What it is for, where a policy asks.
 
         Returns
         -------
@@ -139,12 +147,12 @@ class PaddedArray:
         self.check_tile("tile", tile)
         if self.plan.trivial:
             return self._given(tile)
-        return self._given(self.frame(len(tile)).forward(tile, phase))
+        return self._given(self.buffer(len(tile)).forward(tile, phase))
 
     def get_bprop_view(self, dview: Any, phase: Phase = WHOLE) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
 
-        Contributions of other ranks' windows travel home and are added; those of the padding go where it came from.
+        Contributions of other ranks' windows are sent here and added; those of the padding go where it came from.
 
         Parameters
         ----------
@@ -158,7 +166,7 @@ class PaddedArray:
         self._check("dview", dview, self.view_shape[1:])
         if self.plan.trivial:
             return self._given(dview)
-        return self._given(self.frame(len(dview)).backward(dview, phase))
+        return self._given(self.buffer(len(dview)).backward(dview, phase))
 
     def scatter(self, whole: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
@@ -188,65 +196,54 @@ class PaddedArray:
         group, total = group_of(self.tiled, replicas), array.copy()
         return total if group is None else self.reductions.allreduce(group, total)
 
-    def frame(self, samples: int, number: int = -1, rooms: Rooms = (None, None)) -> Frame:
-        """Return the buffers for batches of so many samples (of this rank's replica).
+    def buffer(self, samples: int, number: int = -1, slots: Slots = (None, None)) -> HaloBuffer:
+        """Return the memory for batches of so many samples (of this rank's replica).
 
         Parameters
         ----------
         number : int
-            Of the workspace that they belong to; -1: of none, for calls from outside of passes.
-        rooms : pair
+            Of the workspace that it belongs to; -1: of none, for calls from outside of passes.
+        slots : pair
             Where the view and its gradient live, if they are made now.
         """
         key = number, samples
-        if key not in self._frames:
-            self._frames[key] = Frame(
-                self.plan,
-                samples,
-                self.channels,
-                self.dtype,
-                self.backend,
-                self.grid.tile_comm,
-                self.border,
-                self.grid.observers,
-                rooms,
-            )
-        return self._frames[key]
+        if key not in self._buffers:
+            self._buffers[key] = HaloBuffer(self, samples, slots)
+        return self._buffers[key]
 
     @property
-    def ways(self) -> dict[tuple[int, str], Way]:
-        """The ways over the border that have been used so far, by number of samples and direction."""
+    def exchanges(self) -> dict[tuple[int, str], HaloExchange]:
+        """The halo exchanges that have been used so far, by number of samples and direction."""
         return {
-            (samples, way.direction): way
-            for (_, samples), frame in self._frames.items()
-            for way in (frame.fetch, frame.home)
+            (samples, halo.direction): halo
+            for (_, samples), buffer in self._buffers.items()
+            for halo in (buffer.gather, buffer.scatter_add)
         }
 
-    def way(self, samples: int, direction: str) -> Way:
-        """Return one way over the border; it is made where it has not been used."""
-        frame = self.frame(samples)
-        return frame.fetch if frame.fetch.direction == direction else frame.home
+    def settle(self) -> None:
+        """Wait for all that is under way: nothing may arrive any more where a buffer has been."""
+        for _, exchange in self.recorded:
+            exchange.finish()
 
     def remembered(self) -> dict[tuple[int, str], list[Any]]:
-        """Return copies of what the scheme remembers of earlier steps, by number of samples and direction."""
-        scheme = self.border.scheme
-        return {key: [array.copy() for array in scheme.remembered(way)] for key, way in self.ways.items()}
+        """Return copies of what the policy remembers of earlier steps, by number of samples and direction."""
+        return {key: [array.copy() for array in self.policy.remembered(halo)] for key, halo in self.exchanges.items()}
 
     def remember(self, memory: dict[tuple[int, str], list[Any]]) -> None:
-        """Let the scheme remember what `remembered` returned, and nothing else; collective."""
-        self.border.settle()
-        for key, way in self.ways.items():
-            self.border.scheme.remember(way, memory.get(key, []))
+        """Let the policy remember what `remembered` returned, and nothing else; collective."""
+        self.settle()
+        for samples, _ in memory:
+            self.buffer(samples)
+        for key, halo in self.exchanges.items():
+            self.policy.remember(halo, memory.get(key, []))
 
-    def forget_frames(self) -> None:
-        """Make new buffers, with the transport that `grid.tile_comm` is now; schemes keep their memory; collective."""
+    def renew_buffers(self) -> None:
+        """Make new buffers, with the transport that `grid.tile_comm` is now; policies keep their memory; collective."""
         memory = self.remembered()
-        self.border.settle()
-        self._frames = {}
-        self.border.memory.clear()
-        for key, arrays in memory.items():
-            if arrays:
-                self.border.scheme.remember(self.way(*key), arrays)
+        self.settle()
+        self._buffers = {}
+        self.memory.clear()
+        self.remember({key: arrays for key, arrays in memory.items() if arrays})
 
     def _taken(self, name: str, array: Any) -> Any:
         return array if self.reuse else real_array(name, array, self.dtype)
@@ -262,3 +259,41 @@ class PaddedArray:
         if array.shape[1:] != expected:
             told = ", ".join(map(str, ("n", *expected)))
             raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({told})")
+
+
+class GlobalArray(PaddedArray):
+    """An activation (N, *spatial, C) cut over the ranks of `grid`; otherwise as PaddedArray.
+
+    `get_fprop_view` and `get_bprop_view` are collective over the ranks of a replica.
+
+    Examples
+    --------
+    >>> ga = nd.GlobalArray(grid, (8, 256, 256, 3), nd.Window(kernel=3, padding=1))   # doctest: +SKIP
+    >>> view = ga.get_fprop_view(ga.scatter(images))                                  # doctest: +SKIP
+    """
+
+    @checked
+    def __init__(
+        self,
+        grid: ProcessGrid,
+        global_shape: Sequence[int],
+        window: Window | None = None,
+        dtype: str = "float32",
+        backend: str | Backend = "numpy",
+        reuse: bool = False,
+    ) -> None:
+        self._lay_out(grid, global_shape, window, dtype, backend, reuse)
+
+
+def real_array(name: str, array: Any, dtype: np.dtype, copy: bool = False) -> np.ndarray:
+    """Return what a caller gave as a contiguous array of the model's dtype: itself, where it is one, or a copy.
+
+    Raises
+    ------
+    ShapeError
+        These are no real numbers.
+    """
+    given = np.asarray(array)
+    if given.dtype.kind not in "biuf":
+        raise ShapeError(f"{name} of dtype {given.dtype}: give real numbers")
+    return np.array(given, dtype, order="C") if copy else np.ascontiguousarray(given, dtype)

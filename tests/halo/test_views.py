@@ -109,13 +109,13 @@ def test_a_missing_part_of_the_halo_is_noticed(monkeypatch, name, keep):
 
 @pytest.mark.parametrize("wrong", ["forgets", "places"])
 def test_an_adjoint_that_does_not_add_is_noticed(monkeypatch, wrong):
-    from neondist.arrays.way import Home
+    from neondist.halo.exchange import ScatterAdd
 
-    def placed(self, arrived):
-        for piece, cells in zip(self.receives, arrived, strict=True):
-            self.frame.gradient[self.frame.index(piece.source)] = cells
+    def placed(self, messages):
+        for (_, own), cells in zip(self.receives, messages, strict=True):
+            self.array[own] = cells
 
-    monkeypatch.setattr(Home, "place", placed if wrong == "places" else lambda self, arrived: None)
+    monkeypatch.setattr(ScatterAdd, "unpack", placed if wrong == "places" else lambda self, messages: None)
     with pytest.raises(AssertionError):
         on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
 

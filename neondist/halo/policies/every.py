@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ..arrays import Way
-from ..registry.ranges import Count
-from .base import Fill, Scheme
+from ...registry.ranges import Count
+from ..exchange import HaloExchange
+from .base import ExchangePolicy, Fill
 
 
-class Every(Scheme):
+class Every(ExchangePolicy):
     """Exchanges in each j-th training step; between, cells are those of the last exchange, or filled.
 
     In evaluation it always exchanges. Cells that are reused belong to another batch.
@@ -26,31 +26,30 @@ class Every(Scheme):
     def __init__(self, j: Count = 2, between: Literal["reuse"] | Fill = "reuse") -> None:
         self.j, self.between, self.exact = j, between, j == 1
 
-    def forward(self, way: Way) -> None:
+    def forward(self, halo: HaloExchange) -> None:
         """Exchange, reuse or fill."""
-        due = not way.training or way.step % self.j == 0
-        if not way.training or self.between != "reuse":
-            way.exchange() if due else way.fill(self.between)
+        due = not halo.training or halo.step % self.j == 0
+        if not halo.training or self.between != "reuse":
+            halo.exchange() if due else halo.fill(self.between)
             return
-        due |= "courier" not in way.memory
-        courier = way.memory["courier"] = way.memory.get("courier") or way.courier()
+        due |= "last" not in halo.memory
+        last = halo.memory["last"] = halo.memory.get("last") or halo.packed()
         if due:
-            courier.start(way.outgoing())
-        way.place(courier.finish())
+            last.start(halo.outgoing())
+        halo.unpack(last.wait())
 
     backward = forward
 
-    def remembered(self, way: Way) -> list[Any]:
+    def remembered(self, halo: HaloExchange) -> list[Any]:
         """Return the cells of the last exchange."""
-        return [way.joined(way.memory["courier"].arriving)] if "courier" in way.memory else []
+        return [halo.memory["last"].incoming] if "last" in halo.memory else []
 
-    def remember(self, way: Way, arrays: Sequence[Any]) -> None:
+    def remember(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
         """Let them be what has arrived last; without them nothing has."""
-        courier = way.memory.pop("courier", None)
+        last = halo.memory.pop("last", None)
         for cells in arrays:
-            way.memory["courier"] = courier or way.courier()
-            for place, arrived in zip(way.memory["courier"].arriving, way.parted(cells, way.receives), strict=True):
-                place[...] = arrived
+            halo.memory["last"] = last or halo.packed()
+            halo.memory["last"].incoming[...] = cells
 
     def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
         """Return the mean of j steps."""

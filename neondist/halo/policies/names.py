@@ -1,4 +1,4 @@
-"""Schemes as text: 'tower', or 'quantised(bits=8)'."""
+"""Policies as text: 'tower', or 'quantised(bits=8)'."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import ast
 import inspect
 import re
 
-from ..errors import ConfigError
-from ..registry import registered, suggest
-from .base import Scheme
+from ...errors import ConfigError
+from ...registry import registered, suggest
+from .base import ExchangePolicy
 
 
-def scheme_names() -> dict[str, type[Scheme]]:
+def scheme_names() -> dict[str, type[ExchangePolicy]]:
     """Return all schemes by their name in text: the class, in small letters with underscores."""
-    return {re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): cls for name, cls in registered(Scheme).items()}
+    return {
+        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): cls for name, cls in registered(ExchangePolicy).items()
+    }
 
 
-def scheme_text(scheme: Scheme) -> str:
+def scheme_text(scheme: ExchangePolicy) -> str:
     """Return the scheme as text that `as_scheme` reads; arguments at their defaults are left out."""
     name = next((name for name, cls in scheme_names().items() if cls is type(scheme)), type(scheme).__name__)
     defaults = inspect.signature(type(scheme)).parameters
@@ -24,7 +26,7 @@ def scheme_text(scheme: Scheme) -> str:
     return name + (f"({', '.join(f'{key}={value}' for key, value in given.items())})" if given else "")
 
 
-def as_scheme(scheme: Scheme | str) -> Scheme:
+def as_scheme(scheme: ExchangePolicy | str) -> ExchangePolicy:
     """Return the scheme of a text; a scheme is returned as it is.
 
     Raises
@@ -32,7 +34,7 @@ def as_scheme(scheme: Scheme | str) -> Scheme:
     ConfigError
         If there is none of this name, or it has no such argument.
     """
-    if isinstance(scheme, Scheme):
+    if isinstance(scheme, ExchangePolicy):
         return scheme
     matched = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", str(scheme))
     name, arguments = matched.groups() if matched else (str(scheme), None)

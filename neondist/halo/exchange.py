@@ -1,0 +1,210 @@
+"""The exchange of one view's halo: cells are gathered from their owners; the adjoint scatters gradients, and adds.
+
+This is all that a policy sees; it knows neither boxes nor messages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..comm import Exchange, Message
+from .old_names import OldHaloNames, OldPackedNames
+from .padding import fill_locally, return_locally
+
+if TYPE_CHECKING:
+    from .buffer import HaloBuffer
+
+Shape = tuple[int, ...]
+Region = tuple[int, tuple[slice, ...]]
+"""The rank at the other end of a message, and where its cells are in the buffer."""
+
+
+class Phase(NamedTuple):
+    """What a pass is for: training or not, the step's number, and the first of the replica's samples in the batch."""
+
+    training: bool = True
+    step: int = 0
+    first_sample: int = 0
+
+
+WHOLE = Phase()
+"""Of calls that do not say."""
+
+
+class HaloExchange(OldHaloNames, ABC):
+    """What crosses between tiles for one view, in one pass, for one batch size; collective.
+
+    Attributes
+    ----------
+    direction : 'forward' or 'backward'
+        The pass.
+    memory : dict
+        Belongs to the policy; empty at first.
+    """
+
+    def __init__(self, buffer: HaloBuffer, direction: str, sends: Sequence[Region], receives: Sequence[Region]) -> None:
+        self.buffer, self.direction, self.sends, self.receives = buffer, direction, sends, receives
+        self.memory: dict[str, Any] = buffer.owner.memory.setdefault((buffer.samples, direction), {})
+
+    @property
+    def training(self) -> bool:
+        """Whether the pass at work trains; in evaluation there is no step before."""
+        return self.buffer.phase.training
+
+    @property
+    def step(self) -> int:
+        """Number of the training step."""
+        return self.buffer.phase.step
+
+    @property
+    @abstractmethod
+    def array(self) -> Any:
+        """The buffer's cells, or their gradients."""
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """Send and receive every cell, exactly."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Nothing crosses: cells of other tiles are zero, or gradients of theirs are forgotten."""
+
+    @abstractmethod
+    def fill(self, mode: str) -> None:
+        """Fill cells of other tiles from the own ones ('zeros', 'reflect', 'replicate'), or do the adjoint of that.
+
+        'zeros' means the window's fill value; where that is infinite (max pooling), the nearest own cell.
+        """
+
+    def outgoing(self) -> list[Any]:
+        """Return the cells (n, *cells, C) that others wait for, one array for each message; not copies."""
+        array = self.array
+        return [array[cells] for _, cells in self.sends]
+
+    @abstractmethod
+    def unpack(self, messages: Sequence[Any]) -> None:
+        """Put arrays in the place of what others would send, one for each message; gradients are added."""
+
+    def packed(self, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> PackedExchange:
+        """Return new messages of `shape(a message's shape)` and `dtype`; default: those of the cells."""
+        return PackedExchange(self, shape, dtype)
+
+    def planned(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """Return an exchange of messages, which the array's record has from now on."""
+        owner = self.buffer.owner
+        exchange = owner.grid.tile_comm.exchange(sends, receives)
+        exchange.observers = owner.grid.observers
+        owner.recorded.append((self.direction, exchange))
+        return exchange
+
+
+class Gather(HaloExchange):
+    """Cells of other tiles come into the view."""
+
+    @property
+    def array(self) -> Any:
+        """The buffer's cells."""
+        return self.buffer.cells
+
+    def exchange(self) -> None:
+        """Gather every cell, straight from array to array."""
+        self._direct.run()
+
+    @cached_property
+    def _direct(self) -> Exchange:
+        ends = ([Message(peer, self.array, cells) for peer, cells in part] for part in (self.sends, self.receives))
+        return self.planned(*ends)
+
+    def drop(self) -> None:
+        """Let cells of other tiles be zero."""
+        for _, cells in self.receives:
+            self.array[cells] = 0
+
+    def fill(self, mode: str) -> None:
+        """Fill cells of other tiles from the own ones."""
+        fill_locally(self.buffer, mode)
+
+    def unpack(self, messages: Sequence[Any]) -> None:
+        """Put cells into the view."""
+        for (_, cells), message in zip(self.receives, messages, strict=True):
+            ghosts = self.array[cells]
+            ghosts[...] = message.reshape(ghosts.shape)
+
+
+class ScatterAdd(HaloExchange):
+    """The adjoint: gradients of cells of other tiles go to their owners, who add them."""
+
+    @property
+    def array(self) -> Any:
+        """The gradients of the buffer's cells."""
+        return self.buffer.gradient
+
+    def exchange(self) -> None:
+        """Send every gradient to its owner, and add what comes."""
+        self._messages.start(self.outgoing())
+        self.unpack(self._messages.wait())
+
+    @cached_property
+    def _messages(self) -> PackedExchange:
+        return self.packed()
+
+    def drop(self) -> None:
+        """Forget the gradients of cells of other tiles."""
+
+    def fill(self, mode: str) -> None:
+        """Add the gradients of the cells that were filled to the own cells that they came from."""
+        return_locally(self.buffer, mode)
+
+    def unpack(self, messages: Sequence[Any]) -> None:
+        """Add gradients that other tiles have of own cells."""
+        for (_, cells), message in zip(self.receives, messages, strict=True):
+            own = self.array[cells]
+            own += message.reshape(own.shape)
+
+
+class PackedExchange(OldPackedNames):
+    """Messages through contiguous buffers, so that they may change type or size, or travel while the step goes on.
+
+    Attributes
+    ----------
+    outgoing, incoming : flat arrays
+        What leaves and what has arrived, message after message.
+    """
+
+    def __init__(self, halo: HaloExchange, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> None:
+        self.outgoing, self.sends, sends = _messages(halo, halo.sends, shape, dtype)
+        self.incoming, self.receives, receives = _messages(halo, halo.receives, shape, dtype)
+        self.exchange = halo.planned(sends, receives)
+
+    def start(self, messages: Sequence[Any] | None = None) -> None:
+        """Send copies of these arrays, one for each message, or what `outgoing` holds; they travel until `wait`."""
+        if messages is not None:
+            for array, message in zip(self.sends, messages, strict=True):
+                array[...] = message
+        self.exchange.start()
+
+    def wait(self) -> list[Any]:
+        """Return what has arrived, an array for each message; valid until the next `start`."""
+        self.exchange.finish()
+        return self.receives
+
+
+def _messages(
+    halo: HaloExchange, regions: Sequence[Region], shape: Callable[[Shape], Shape] | None, dtype: Any
+) -> tuple[Any, list[Any], list[Message]]:
+    """Return a flat array, its parts, one for each message, and the messages."""
+    owner, cells = halo.buffer.owner, halo.buffer.cells
+    shapes = [cells[where].shape for _, where in regions]
+    shapes = shapes if shape is None else [shape(each) for each in shapes]
+    ends = list(accumulate(map(prod, shapes), initial=0))
+    flat = owner.backend.xp.zeros((ends[-1],), np.dtype(dtype or owner.dtype))
+    parts = [flat[lo:hi].reshape(each) for (lo, hi), each in zip(pairwise(ends), shapes, strict=True)]
+    whole = [tuple(slice(0, n) for n in part.shape) for part in parts]
+    return flat, parts, [Message(peer, *of) for (peer, _), *of in zip(regions, parts, whole, strict=True)]

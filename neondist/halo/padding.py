@@ -1,0 +1,93 @@
+"""Cells that are copied from inside, and the adjoint: padding from inside the image, other tiles' from inside the own.
+
+Both work on one axis after the other, so that corners come out right. Padding by `reflect` and `replicate` copies cells
+that are in the buffer already (HaloPlan asks for them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isinf
+from typing import TYPE_CHECKING, Any
+
+from ..geometry import Box, HaloPlan, fold
+
+if TYPE_CHECKING:
+    from .buffer import HaloBuffer
+
+
+def fold_in(buffer: Any, plan: HaloPlan) -> None:
+    """Fill the cells outside the image from cells inside."""
+    for target, source in _pairs(plan):
+        buffer[target] = buffer[source]
+
+
+def fold_back(gradient: Any, plan: HaloPlan) -> None:
+    """Add the gradient of the cells outside the image to the cells that they were copied from."""
+    for target, source in reversed(list(_pairs(plan))):
+        gradient[source] += gradient[target]
+
+
+def _pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
+    """Yield (padding layer, source layer) as indices into the buffer; a layer is one cell thick."""
+    if plan.window.mode not in ("reflect", "replicate") or plan.need.empty:
+        return
+    for axis, ((lo, hi), n) in enumerate(zip(plan.need.axes(), plan.extent, strict=True)):
+        before = (slice(None),) * (axis + 1)
+        start = plan.buffer.lo[axis]
+        for cell in (*range(lo, min(0, hi)), *range(max(n, lo), hi)):
+            yield (*before, cell - start), (*before, fold(cell, n, plan.window.mode) - start)
+
+
+def fill_locally(buffer: HaloBuffer, mode: str) -> None:
+    """Fill cells of other tiles as if the image ended with the own one, which has nothing but zeros if it is empty.
+
+    Modes are 'zeros', 'reflect' and 'replicate'. 'zeros' is the window's fill value; where that is infinite (max
+    pooling), a window with no own cell would be infinite too, so the nearest own cell is taken, which changes no other
+    maximum.
+    """
+    own, constant = buffer.plan.own, buffer.plan.window.fill
+    for piece in buffer.plan.receives:
+        target = buffer.index(piece.target)
+        if own.empty or (mode == "zeros" and not isinf(constant)):
+            buffer.cells[target] = 0 if isinf(constant) else constant
+            continue
+        cells = buffer.tile
+        for axis, sources in enumerate(_sources(piece.target, own, mode), start=1):
+            cells = cells.take(sources, axis=axis)
+        buffer.cells[target] = cells
+
+
+def return_locally(buffer: HaloBuffer, mode: str) -> None:
+    """Add the gradients of those cells to the own cells that they were copied from."""
+    own = buffer.plan.own
+    if own.empty or (mode == "zeros" and not isinf(buffer.plan.window.fill)):
+        return
+    for piece in buffer.plan.receives:
+        cells = buffer.gradient[buffer.index(piece.target)]
+        for axis, sources in enumerate(_sources(piece.target, own, mode), start=1):
+            before, shape = (slice(None),) * axis, list(cells.shape)
+            shape[axis] = own.shape[axis - 1]
+            folded = buffer.owner.backend.xp.zeros(shape, cells.dtype)
+            for at, source in enumerate(sources):
+                folded[(*before, source)] += cells[(*before, at)]
+            cells = folded
+        buffer.dtile[...] += cells
+
+
+def _sources(target: Box, own: Box, mode: str) -> list[list[int]]:
+    """Return, for every axis, which of the tile's cells those of `target` are copies of."""
+    return [
+        [mirror(cell - start, stop - start, mode) for cell in range(lo, hi)]
+        for (lo, hi), (start, stop) in zip(target.axes(), own.axes(), strict=True)
+    ]
+
+
+def mirror(i: int, n: int, mode: str) -> int:
+    """Return the cell of a tile of n that cell i outside of it shows; what is reflected may be so many times."""
+    if mode != "reflect":
+        return min(max(i, 0), n - 1)
+    if n == 1:
+        return 0
+    i %= 2 * (n - 1)
+    return min(i, 2 * (n - 1) - i)

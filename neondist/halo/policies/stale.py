@@ -1,0 +1,59 @@
+"""Cells of an earlier step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from ...registry.ranges import Count
+from ..exchange import HaloExchange
+from .base import ExchangePolicy
+
+
+class Stale(ExchangePolicy):
+    """Uses the cells that left `steps` training steps ago; this step's travel meanwhile, so that nobody waits.
+
+    What arrives belongs to an earlier batch, which only helps where batches resemble each other. The first steps, and
+    evaluation, exchange and wait.
+
+    Parameters
+    ----------
+    steps : int
+    """
+
+    def __init__(self, steps: Count = 1) -> None:
+        self.steps = steps
+
+    def forward(self, halo: HaloExchange) -> None:
+        """Send this step's cells, and place those of an earlier one."""
+        if not halo.training:
+            halo.exchange()
+            return
+        travelling: deque = halo.memory.setdefault("travelling", deque())
+        if len(travelling) == self.steps:
+            packed = travelling.popleft()
+            halo.unpack(packed.wait())
+        else:
+            packed = halo.packed()
+            halo.exchange()
+        packed.start(halo.outgoing())  # what came has changed other cells than those that leave
+        travelling.append(packed)
+
+    backward = forward
+
+    def remembered(self, halo: HaloExchange) -> list[Any]:
+        """Return the cells under way, of the earliest step first."""
+        return [packed.outgoing for packed in halo.memory.get("travelling", ())]
+
+    def remember(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
+        """Send them once more."""
+        known = [*halo.memory.get("travelling", ())][: len(arrays)]
+        halo.memory["travelling"] = deque(known + [halo.packed() for _ in arrays[len(known) :]])
+        for packed, cells in zip(halo.memory["travelling"], arrays, strict=True):
+            packed.outgoing[...] = cells
+            packed.start()
+
+    def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
+        """Return the bytes of every message; the first steps send twice."""
+        return sum(messages) * itemsize
