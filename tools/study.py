@@ -18,7 +18,6 @@ from neondist.bench.schemes import plot, plot_tiles, read_results, summaries, ti
 from neondist.bench.tables import markdown, seconds_text
 from neondist.config import load_experiment
 from neondist.geometry import grid_shape
-from neondist.session.costing import layer_costs
 
 ROOT = Path(__file__).parents[1]
 TOWERS = "tower,tower(fill=reflect)"
@@ -101,8 +100,8 @@ def with_halo(part, rows):
     exact = [row for row in rows if row["scheme"] == "halo" and tiles_of(row) == 1]
     for tiles in dict.fromkeys(tiles_of(row) for row in rows if tiles_of(row) > 1):
         experiment, grid = load_experiment(ROOT / part.file), grid_shape(tiles)
-        plans = experiment.model.plan(experiment.dataset.sample_shape, grid)
-        sent = sum(cost.sent_all for cost in layer_costs(experiment.model, plans, experiment.batch_size, grid))
+        plan = experiment.model.plan(experiment.dataset.sample_shape, grid, experiment.batch_size)
+        sent = sum(cost.sent_all for cost in plan.costs())
         rows += [row | {"grid": [1, grid.rows, grid.cols], "bytes_per_step": sent} for row in exact]
     return rows
 

@@ -40,7 +40,7 @@ def limits(model: Model, layers: list[dict[str, Any]], machine: dict[str, float]
 
     Bytes are those of its input, output and their gradients, each read or written once. Sums over all ranks.
     """
-    first = model.executor.graph.first_layers
+    first = [plan.layer for plan in model.compiled if not plan.gradient]
     known = {str(layer.name): _work(layer, model.batch_size, layer not in first) for layer in model.leaves}
     made = []
     for row in layers:

@@ -67,12 +67,13 @@ def bench_step(
         What the JSON file says: seconds are medians, of the slowest rank; in 'layers' they are means over the ranks.
     """
     model, dataset, empty = experiment.model, experiment.dataset, memory.resident()
-    dataset.open(model.reading_grid(dataset.sample_shape, grid))
+    plan = model.plan(dataset.sample_shape, grid.shape, experiment.batch_size)
+    dataset.open(grid.reading(plan.wide_tiles))
     batch = np.arange(experiment.batch_size) % len(dataset.train)
     lo, hi = grid.sample_range(len(batch))
     x, targets = dataset.train.images(batch[lo:hi], model.dtype), dataset.train.targets(batch)
     memory.forget_peak()
-    model.build(dataset.sample_shape, len(batch), grid)
+    model.build(dataset.sample_shape, len(batch), grid, plan)
     made = {"bench": "step", "batch_size": len(batch), "steps": steps, "backend": model.context.backend.name}
     made |= environment(grid, dtype=str(model.dtype), seed=model.seed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..session.describe import Column, LayerTable
+from ..plan.report import Column, LayerTable
 from .clock import KINDS
 
 if TYPE_CHECKING:

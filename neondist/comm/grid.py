@@ -121,8 +121,10 @@ class ProcessGrid:
             return self._wide.box(self.tile)
         return self.partition(extent).box(self.tile)
 
-    def reading(self, tiles: Partition) -> ProcessGrid:
+    def reading(self, tiles: Partition | None) -> ProcessGrid:
         """Return this grid with other tiles of the images of one extent, which may overlap: for reading them."""
+        if tiles is None:
+            return self
         found = copy.copy(self)
         found._wide = tiles
         return found

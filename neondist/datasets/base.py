@@ -197,8 +197,14 @@ class Dataset(Registered, ABC):
         Each holds this rank's tile, `tile_slices(grid, sample_shape)`; no messages.
         """
 
-    def open(self, grid: ProcessGrid) -> None:
+    def open(self, grid: ProcessGrid, checked: bool = False) -> None:
         """Load this rank's part of all splits (collective): if one rank cannot, every rank raises.
+
+        Parameters
+        ----------
+        grid : ProcessGrid
+        checked : bool
+            Whether `check` has been called on every rank just now.
 
         Raises
         ------
@@ -207,7 +213,8 @@ class Dataset(Registered, ABC):
         """
         error: Exception | None = None
         try:
-            self.check()
+            if not checked:
+                self.check()
             self.train, *own, self.test = self.load(grid)
             self.validation = own[0] if own else None
             if self.validation is None and self._kept is not None:

@@ -217,10 +217,6 @@ class Layer(Node):
         for array in self.arrays:
             array.settle()
 
-    def walk(self, input_shape: Shape) -> Iterator[tuple[Layer, Shape]]:
-        """Yield this layer."""
-        yield self, input_shape
-
     def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield nothing."""
         yield from ()

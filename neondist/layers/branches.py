@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from ..backends import Kernels
 from ..errors import ConfigError, ShapeError
 from .containers import Container
-from .node import Context, Node, Shape
+from .node import Node, Shape
 
 
 class Branches(Container):
@@ -19,13 +20,6 @@ class Branches(Container):
         super().__init__(layers, name)
         if not self.layers:
             raise ConfigError(f"layers: {type(self).__name__} has no branch; give one, [] for the identity")
-
-    def build(self, input_shape: Shape, context: Context) -> None:
-        """Build every layer inside."""
-        super().build(input_shape, context)
-        self.kernels = context.backend.kernels
-        channels = [layer.output_shape_for(input_shape)[-1] for layer in self.layers]
-        self.ends = list(accumulate(channels))
 
     def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every branch with the container's input."""
@@ -39,12 +33,12 @@ class Branches(Container):
         return found
 
     @abstractmethod
-    def combine(self, parts: Sequence[Any], y: Any) -> None:
+    def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:
         """Write into y what the branches' values come to."""
 
     @abstractmethod
-    def split(self, dy: Any) -> Sequence[Any]:
-        """Return the gradients of the branches' values: dy itself, or parts of it."""
+    def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
+        """Return the gradients of the branches' values, which have so many channels: dy itself, or parts of it."""
 
     def _shapes(self, input_shape: Shape, compared: slice) -> list[Shape]:
         """Return the branches' output shapes; ShapeError if they differ in the axes compared."""
@@ -65,13 +59,13 @@ class Sum(Branches):
         """Return the shape that all branches must give."""
         return self._shapes(input_shape, slice(None))[0]
 
-    def combine(self, parts: Sequence[Any], y: Any) -> None:
+    def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:
         """Write the sum of all branches."""
-        self.kernels.copy(parts[0], y)
+        kernels.copy(parts[0], y)
         for part in parts[1:]:
             y += part
 
-    def split(self, dy: Any) -> Sequence[Any]:
+    def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
         """Give dy to every branch."""
         return [dy] * len(self.layers)
 
@@ -84,14 +78,14 @@ class Concat(Branches):
         shapes = self._shapes(input_shape, slice(0, -1))
         return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
 
-    def combine(self, parts: Sequence[Any], y: Any) -> None:
+    def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:
         """Write all branches' channels."""
-        for start, stop, part in zip([0, *self.ends], self.ends, parts, strict=False):
-            self.kernels.copy(part, y[..., start:stop])
+        for place, part in zip(self.split(y, [part.shape[-1] for part in parts]), parts, strict=True):
+            kernels.copy(part, place)
 
-    def split(self, dy: Any) -> Sequence[Any]:
+    def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
         """Give every branch the gradient of its channels."""
-        return [dy[..., start:stop] for start, stop in zip([0, *self.ends], self.ends, strict=False)]
+        return [dy[..., stop - n : stop] for n, stop in zip(channels, accumulate(channels), strict=True)]
 
 
 def _tell(node: Node) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..registry.arguments import expected
 from .base import Layer
-from .node import Context, Node, Shape
+from .node import Node, Shape
 
 
 class Container(Node):
@@ -21,21 +21,9 @@ class Container(Node):
     def __init__(self, layers: Sequence[Any], name: str | None = None) -> None:
         self.name, self.layers = name, [as_node(layer) for layer in layers]
 
-    def build(self, input_shape: Shape, context: Context) -> None:
-        """Build every layer inside."""
-        self.output_shape_for(input_shape)
-        for layer, shape in self.inputs(input_shape):
-            layer.build(shape, context)
-
     @abstractmethod
     def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield what is directly inside, with the shape of its input."""
-
-    def walk(self, input_shape: Shape) -> Iterator[tuple[Layer, Shape]]:
-        """Yield every single layer inside, with the shape of its input."""
-        for layer, shape in self.inputs(input_shape):
-            yield from layer.walk(shape)
-        self.output_shape_for(input_shape)  # what meets here must fit
 
     def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield the chains of all that is inside."""

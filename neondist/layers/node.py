@@ -53,16 +53,8 @@ class Node(Registered, ABC):
         """Return the global output shape, without the batch; raises ShapeError or ConfigError if there is none."""
 
     @abstractmethod
-    def build(self, input_shape: Shape, context: Context) -> None:
-        """Fix shapes and make the input, for a global input shape without the batch."""
-
-    @abstractmethod
     def lower(self, graph: Any, value: int) -> int:
         """Append what this node does with a value to a `plan.Graph`; return the value that it gives."""
-
-    @abstractmethod
-    def walk(self, input_shape: Shape) -> Iterator[tuple[Layer, Shape]]:
-        """Yield every single layer inside, with the shape of its input."""
 
     @abstractmethod
     def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:

@@ -1,7 +1,7 @@
 """Models: layers, a cost and an optimiser.
 
-model: the chain and its steps. passes: a pass as users have it. parameters: all arrays in flat buffers. plan: shapes
-and halos from arithmetic. dist: the distributed models. distribute: from one to the other. gb, autoencoder,
+model: the chain and its steps. passes: a pass as users have it. parameters: all arrays in flat buffers.
+dist: the distributed models. distribute: from one to the other. gb, autoencoder,
 reconstruction: the sparse autoencoder.
 """
 
@@ -12,7 +12,6 @@ from .distribute import distribute
 from .gb import GB
 from .mlp import MLP
 from .model import Model
-from .plan import LayerPlan
 from .reconstruction import Reconstruction
 from .stimulus import optimal_stimulus
 
@@ -24,7 +23,6 @@ __all__ = [
     "ConvnetDist",
     "DistModel",
     "GBDist",
-    "LayerPlan",
     "MLPDist",
     "Model",
     "Reconstruction",

@@ -15,9 +15,9 @@ from .parameters import gather, load
 from .reconstruction import Reconstruction, ReconstructionCost
 
 if TYPE_CHECKING:
+    from ..plan import LayerPlan
     from .entry import Entry
     from .gb import GB
-    from .plan import LayerPlan
 
 
 class Autoencoder:

@@ -9,14 +9,15 @@ from ..backends import Backend
 from ..comm import ProcessGrid
 from ..costs import Cost
 from ..errors import ConfigError
+from ..geometry import GridShape
 from ..halo import ExchangePolicy
 from ..layers import Node
 from ..optim import Adam, Optimizer
+from ..plan import Plan
 from ..registry.ranges import Count, flag, integer, real
 from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
 from .part import Part
-from .plan import LayerPlan
 
 
 class GB(Convnet):
@@ -87,9 +88,15 @@ class GB(Convnet):
             name = type(self).__name__
             raise ConfigError(f"layers: {name} pretrains LocalFiltering layers, but has none; add one, or use Convnet")
 
-    def build(self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None) -> None:
+    def build(
+        self,
+        input_shape: Sequence[int],
+        batch_size: int,
+        grid: ProcessGrid | None = None,
+        plan: Plan | None = None,
+    ) -> None:
         """Build the layers as Model does, then the autoencoders."""
-        super().build(input_shape, batch_size, grid)
+        super().build(input_shape, batch_size, grid, plan)
         rest = range(self.starts[-1] + 1, len(self.layers))
         trained = (i for i in rest if any(leaf.params for leaf in self.layers[i].leaves))
         self.top_start = next(trained, len(self.layers))
@@ -98,14 +105,14 @@ class GB(Convnet):
         self.top_part = Part(self._built(), lambda layer, _: layer in inside)
         self.top_alone = False
 
-    def pretraining_words(self, plans: Sequence[LayerPlan]) -> dict[str, list[int]]:
-        """Return, for each stage, the numbers that each tile sends for a sample in a step of pretraining."""
-        found = {}
+    def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
+        """Return the plan, pretraining included."""
+        plan = super().plan(input_shape, grid, batch_size)
         for index in self.starts if self.num_pretrain_epochs else ():
             name = str(self.layers[index].name)
             pooled = any(layer.pools_squares for layer in self.layers[index + 1 : index + 2])
-            found[name] = words_sent(plans, [plan.name for plan in plans].index(name), pooled)
-        return found
+            plan.pretraining[name] = words_sent(plan, [layer.name for layer in plan].index(name), pooled)
+        return plan
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Find out what the epoch trains; the optimiser starts anew when that changes."""

@@ -6,12 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ..comm import Reductions
+from ..plan import GRADIENTS, LOSS
 
 if TYPE_CHECKING:
     from .model import Model
-
-LOSS, GRADIENTS = "loss", "gradients"
-"""Under these names, instead of a layer's, reductions of the whole model are recorded."""
 
 
 class Account(NamedTuple):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 from ..geometry import GridShape
+from ..plan import Plan, of_layer
 from .model import Model
-from .plan import ModelPlan, of_layer
 
 
 class MLP(Model):
@@ -16,12 +16,10 @@ class MLP(Model):
     Input images (N, *spatial, C) or vectors (N, C).
     """
 
-    def plan(
-        self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
-    ) -> ModelPlan:
-        """Return the plan of every layer; ConfigError if one of them has a window."""
-        plans = super().plan(input_shape, grid, batch_size)
-        for index, (layer, plan) in enumerate(zip(self.leaves, plans, strict=True)):
-            if plan.window is not None:
-                raise of_layer(ConfigError("an MLP has no layers with windows; use Convnet"), index, layer)
-        return plans
+    def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
+        """Return the plan; ConfigError if one of them has a window."""
+        plan = super().plan(input_shape, grid, batch_size)
+        for index, layer in enumerate(plan):
+            if layer.window is not None:
+                raise of_layer(ConfigError("an MLP has no layers with windows; use Convnet"), index, layer.layer)
+        return plan

@@ -16,7 +16,7 @@ from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, real_array, sc
 from ..layers import Context, Layer, Node, Sequential
 from ..optim import SGD, Optimizer
 from ..parallel import SYNCS, Flag, GradientSync
-from ..plan import Graph
+from ..plan import Plan, Training, compile_plan
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, integer, shape_of
@@ -26,8 +26,6 @@ from .ledger import Ledger, accounts, ledger
 from .nonfinite import SchemeMemory, Trouble, locate
 from .parameters import Parameters, gather, load
 from .passes import ModelPass
-from .plan import LayerPlan, ModelPlan, plan_layers, share
-from .runs import find_regions, whole_gradient, wide_tiles
 from .targets import local_targets
 
 
@@ -127,20 +125,25 @@ class Model(Registered):
         return type(self).__name__
 
     @checked
-    def plan(
-        self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
-    ) -> ModelPlan:
-        """Return shapes, tiles and halos of every layer, from arithmetic alone; raises what `build` would raise.
+    def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
+        """Return what every rank of a grid would do, from arithmetic alone; raises what `build` would raise.
 
         Parameters
         ----------
         batch_size : int, optional
-            Global; `scheme: auto` plans with it.
+            Global; default one sample for each replica.
         """
-        return plan_layers(self.layers, tuple(input_shape), grid or GridShape(), batch_size)
+        training = Training(self.cost, self.optimizer, self.dtype, self.accumulate)
+        return compile_plan(self.chain, tuple(input_shape), grid or GridShape(), batch_size, training)
 
     @checked
-    def build(self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None) -> None:
+    def build(
+        self,
+        input_shape: Sequence[int],
+        batch_size: int,
+        grid: ProcessGrid | None = None,
+        plan: Plan | None = None,
+    ) -> None:
         """Fix all shapes, make the inputs of all layers for this rank, and fill in first weights.
 
         Parameters
@@ -150,22 +153,24 @@ class Model(Registered):
             Global: over all replicas.
         grid : ProcessGrid, optional
             Default: all ranks (distributed models), or this process alone (serial ones).
+        plan : Plan, optional
+            What `plan` has returned for the same arguments, where it is known already.
         """
         self.grid = grid or self.default_grid()
         self.input_shape, self.batch_size = shape_of("input_shape", input_shape), integer("batch_size", batch_size, 1)
         self._check_grid(batch_size)
-        self.plan(self.input_shape)  # names the layer if something does not fit
-        self.output_shape = self.chain.output_shape_for(self.input_shape)
+        self.compiled = plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
+        if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):
+            raise ConfigError("plan: is of other arguments; leave it out, or give build what plan was given")
+        self.output_shape = plan.output_shape
         context = self.context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
-        regions = find_regions(self.chain, self.input_shape, self.grid.shape, share(batch_size, self.grid.shape))
-        for layer in self.leaves:
-            layer.regions = regions.get(id(layer), (None, None))
-        self.chain.build(self.input_shape, context)
+        for planned in plan:
+            planned.layer.regions = planned.regions
+            planned.layer.build(planned.input_shape, context)
         self.last_pass = None
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
-        tiles = wide_tiles(regions, self.leaves)
-        if tiles is not None:
-            self.input.cut(tiles, tiles)
+        if plan.wide_tiles is not None:
+            self.input.cut(plan.wide_tiles, plan.wide_tiles)
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
         self.parameters = Parameters(self.leaves, context, self._sync)
         self.make_executor()
@@ -175,10 +180,9 @@ class Model(Registered):
 
     def make_executor(self, layer_task: Any = LayerTask) -> None:
         """Run all passes from now on by a new executor; `layer_task` is what runs a layer's step in it."""
-        graph = Graph(self.layers, self.input_shape)
         self.last_pass = None
         samples = max(hi - lo for lo, hi in self.micro_batches(self.input.local_shape[0]))
-        self.executor = Executor(graph, self.context, self.input.local_shape[1:], samples, layer_task)
+        self.executor = Executor(self.compiled, self.context, samples, layer_task)
 
     # The passes.
 
@@ -268,7 +272,11 @@ class Model(Registered):
 
         It is the same, but where tiles of the image overlap.
         """
-        return whole_gradient(self.input, dx) if self.input.tiles.overlaps else dx
+        if not self.input.tiles.overlaps:
+            return dx
+        shared = GlobalArray(self.grid, self.input.global_shape, dtype=str(self.dtype))
+        shared.cut(outputs=self.input.tiles)
+        return shared.get_fprop_view(shared.get_bprop_view(dx))  # training needs none of this
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
@@ -358,10 +366,6 @@ class Model(Registered):
         count = max(1, min(self.accumulate, samples))
         return [split(samples, count, at) for at in range(count)]
 
-    def pretraining_words(self, plans: Sequence[LayerPlan]) -> dict[str, list[int]]:
-        """Return, for each of `stages`, the numbers that each tile sends for a sample in a step of pretraining."""
-        return {}
-
     def sum_gradients(self) -> None:
         """Add up all ranks' shares of the gradients; collective."""
         with self.grid.observers.during("sync"):
@@ -401,11 +405,6 @@ class Model(Registered):
     def scatter(self, images: Any) -> Any:
         """Return this rank's tile of images (N, *spatial, C), the same on every rank."""
         return self.input.scatter(images)
-
-    def reading_grid(self, input_shape: Sequence[int], grid: ProcessGrid) -> ProcessGrid:
-        """Return the grid to open a data set on, on which tiles of the image are what this model reads of it."""
-        tiles = wide_tiles(find_regions(self.chain, tuple(input_shape), grid.shape), self.leaves)
-        return grid if tiles is None else grid.reading(tiles)
 
     def scatter_output(self, dy: Any) -> Any:
         """Return this rank's part of an array of the output's shape, the same on every rank."""

@@ -1,6 +1,26 @@
-"""From layers to what a step does: graph (steps and values), memory (what lives when, and where)."""
+"""From layers to what a step does, from arithmetic alone.
 
-from .graph import Graph, Step
+plan: `compile_plan`, and the Plan that check prints and the executor runs. graph: its steps and values. layer: one
+layer on all tiles. memory: what lives when, and where. segments: layers that compute cells of other tiles, so that
+fewer messages travel. planner, choices: which segments, and which schemes, cost least. report: a plan to read.
+"""
+
+from .graph import Graph, Step, of_layer
+from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
+from .plan import GRADIENTS, LOSS, Plan, Training, compile_plan
 
-__all__ = ["Graph", "LiveRange", "MemoryPlan", "Step", "plan_memory"]
+__all__ = [
+    "GRADIENTS",
+    "LOSS",
+    "Graph",
+    "LayerPlan",
+    "LiveRange",
+    "MemoryPlan",
+    "Plan",
+    "Step",
+    "Training",
+    "compile_plan",
+    "of_layer",
+    "plan_memory",
+]

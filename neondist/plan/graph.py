@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..errors import ShapeError, UserError
+
 if TYPE_CHECKING:
     from ..layers import Branches, Layer, Node
 
@@ -30,7 +32,7 @@ class Step(NamedTuple):
 
 
 class Graph:
-    """The steps of a chain of nodes, in the order of the forward pass.
+    """The steps of a chain of nodes, in the order of the forward pass; an error names the layer.
 
     Attributes
     ----------
@@ -39,14 +41,20 @@ class Graph:
         The global shape of every value, without the batch.
     ends : list of (int, int)
         For every number of nodes: how many steps they are, and the value that they give.
+    readers : list of list of int
+        The steps that read each value.
     """
 
     def __init__(self, nodes: Sequence[Node], input_shape: Shape) -> None:
         self.steps: list[Step] = []
         self.shapes = [input_shape]
         self.ends = [(0, 0)]
-        for node in nodes:
-            value = node.lower(self, self.ends[-1][1])
+        for index, node in enumerate(nodes):
+            self._about: Node = node
+            try:
+                value = node.lower(self, self.ends[-1][1])
+            except UserError as error:
+                raise of_layer(error, index, self._about) from error
             self.ends.append((len(self.steps), value))
         self.output = self.ends[-1][1]
         self.readers: list[list[int]] = [[] for _ in self.shapes]
@@ -56,7 +64,15 @@ class Graph:
 
     def layer(self, layer: Layer, value: int) -> int:
         """Append a layer, and return the value that it gives."""
-        return self._append(layer, None, (value,), layer.output_shape_for(self.shapes[value]))
+        outer, self._about, shape = self._about, layer, self.shapes[value]
+        if len(shape) < 2 and (layer.needs_image or layer.window is not None):
+            raise ShapeError(
+                f"needs an image, but its input is a vector, of shape {shape}; put it before the layer that makes"
+                " vectors: fully connected, or global pooling"
+            )
+        found = self._append(layer, None, (value,), layer.output_shape_for(shape))
+        self._about = outer
+        return found
 
     def join(self, join: Branches, values: Sequence[int], shape: Shape) -> int:
         """Append what joins several values."""
@@ -67,7 +83,9 @@ class Graph:
         self.steps.append(Step(layer, join, inputs, len(self.shapes) - 1))
         return len(self.shapes) - 1
 
-    @property
-    def first_layers(self) -> list[Layer]:
-        """Those that read the network's input, whose gradient nobody needs in training."""
-        return [step.layer for step in self.steps if step.layer is not None and 0 in step.inputs]
+
+def of_layer(error: UserError, index: int, layer: Node) -> UserError:
+    """Return the error with the layer's place in front and the layer as `subject`."""
+    named = type(error)(f"layer {index} '{layer.name}' ({type(layer).__name__}): {error}")
+    named.subject = layer
+    return named

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from math import prod
 from typing import Any
 
 from ..halo import Phase
 from ..layers import Context, Layer, StepContext
-from ..plan import Graph, MemoryPlan, Step, plan_memory
+from ..plan import Plan, Step
 from .arena import Arena, ArenaSlot
 from .tasks import JoinTask, LayerTask, Task
 
@@ -115,11 +114,9 @@ class Executor:
 
     Parameters
     ----------
-    graph : Graph
+    compiled : Plan
         Of built layers.
     context : Context
-    input_tile : tuple of int
-        Shape of this rank's tile of the input, without the batch.
     samples : int
         Of this rank, in most passes: memory is made for so many.
     layer_task : type
@@ -128,38 +125,26 @@ class Executor:
 
     def __init__(
         self,
-        graph: Graph,
+        compiled: Plan,
         context: Context,
-        input_tile: tuple[int, ...],
         samples: int,
         layer_task: Callable[[int, Step, Layer], Task] = LayerTask,
     ) -> None:
-        self.graph, self.context, self.samples = graph, context, samples
+        self.graph, self.context, self.samples = compiled.graph, context, samples
         self.tasks: list[Task] = []
-        for at, step in enumerate(graph.steps):
+        for at, step in enumerate(self.graph.steps):
             if step.layer is not None:
                 self.tasks.append(layer_task(at, step, step.layer))
             elif step.join is not None:
-                self.tasks.append(JoinTask(at, step, step.join))
-        grid = context.grid
-        self.shapes = [input_tile, *(step.layer.ofmshape if step.layer is not None else () for step in graph.steps)]
-        for step in graph.steps:
-            if step.layer is None:
-                shape = graph.shapes[step.output]
-                self.shapes[step.output] = *grid.tile_box(shape[:-1]).shape, shape[-1]
+                channels = [self.graph.shapes[value][-1] for value in step.inputs]
+                self.tasks.append(JoinTask(at, step, step.join, channels, context.backend.kernels))
         #: whether a step of training needs all samples at once somewhere: then micro-batches have to go together
         self.over_batch = any(task.over_batch for task in self.tasks)
         self.free: list[Workspace] = []
         self.made = 0
-        self.plan = self._memory()
-        self._last_reader = [max(readers, default=-1) for readers in graph.readers]
-
-    def _memory(self) -> MemoryPlan:
-        layers = [step.layer for step in self.graph.steps]
-        held = [0 if layer is None else layer.input.held for layer in layers]
-        windowed = [layer is not None and not layer.input.plan.trivial for layer in layers]
-        numbers = [prod(shape) for shape in self.shapes]
-        return plan_memory(self.graph, held, windowed, numbers)
+        self.shapes = compiled.tile_shapes(context.grid.tile)
+        self.plan = compiled.live_ranges(context.grid.tile)
+        self._last_reader = [max(readers, default=-1) for readers in self.graph.readers]
 
     # Passes.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..backends import Kernels
 from ..layers import Branches, Layer, StepContext
 from ..plan import Step
 from .reduce import combine, joined
@@ -36,20 +37,20 @@ class Task(ABC):
 class JoinTask(Task):
     """Several values become one."""
 
-    def __init__(self, at: int, step: Step, join: Branches) -> None:
+    def __init__(self, at: int, step: Step, join: Branches, channels: Sequence[int], kernels: Kernels) -> None:
         super().__init__(at, step)
-        self.join = join
+        self.join, self.channels, self.kernels = join, channels, kernels
 
     def forward(self, runs: Sequence[Pass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Write the joined values where their reader wants them."""
         found = [run.workspace.value_place(self.output, run.samples) for run in runs]
         for values, y in zip(inputs, found, strict=True):
-            self.join.combine(values, y)
+            self.join.combine(self.kernels, values, y)
         return found
 
     def backward(self, runs: Sequence[Pass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return parts of dy, or dy itself."""
-        return [self.join.split(dy) for dy in dys]
+        return [self.join.split(dy, self.channels) for dy in dys]
 
 
 class LayerTask(Task):

@@ -23,7 +23,7 @@ from .consistency import check_consistency, check_data_consistency, outline
 from .fit import evaluate
 from .predictions import Predictions
 from .sources import Source, open_source
-from .validate import grid_shape_of
+from .validate import grid_shape_of, validate
 
 if TYPE_CHECKING:
     from ..models import Model
@@ -60,17 +60,16 @@ def evaluate_checkpoint(
     grid = experiment.open_grid() if grid is None else grid
     model, dataset = experiment.model, experiment.dataset
     with all_or_none(grid.world):
-        experiment.validate(grid.size)
-        reading = model.reading_grid(dataset.sample_shape, grid)
-        lines = outline(experiment, grid)
+        plan = validate(experiment, grid.size, grid.shape)
+        lines = outline(experiment, plan)
     check_consistency(grid.world, lines)
-    dataset.open(reading)
+    dataset.open(grid.reading(plan.wide_tiles), checked=True)
     with closing(dataset):
         check_data_consistency(grid, dataset)
         with all_or_none(grid.world):
             if split not in dataset.splits:
                 raise ConfigError(f"split: the data set has no {split} split; choose from {', '.join(dataset.splits)}")
-            model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
+            model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
         with opened(Path(checkpoint), grid.world) as file:
             take(file, model.kept_arrays()["model"], strict=True)
         samples = dataset.splits[split]

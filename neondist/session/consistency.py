@@ -12,7 +12,7 @@ from ..comm import ProcessGrid, Transport
 from ..errors import ConfigError
 from ..halo import scheme_text
 from ..hdf5 import checksum
-from ..models.plan import LayerPlan
+from ..plan import LayerPlan, Plan
 from ..version import __version__
 
 if TYPE_CHECKING:
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 _FEW = 10  # numbers that are told one by one
 
 
-def outline(experiment: FitExperiment, grid: ProcessGrid, resume: bool | str = False) -> list[str]:
+def outline(experiment: FitExperiment, plan: Plan, resume: bool | str = False) -> list[str]:
     """Return what all ranks must agree on, a fact a line: the plan, the weights' layout, how to train."""
     model, dataset = experiment.model, experiment.dataset
     shape = tuple(dataset.sample_shape)
     return [
         f"neondist {__version__}",
-        f"{grid.shape}",
+        f"{plan.grid}",
         f"dataset: {type(dataset).__name__} {shape} {_plain(_without_places(dataset.arguments()))}",
         f"batch_size: {experiment.batch_size}, epochs: {experiment.epochs}, resume: {resume}",
         f"{experiment.checkpoint}, nonfinite: {model.nonfinite}",
         f"seed: {model.seed}, dtype: {model.dtype}, model: {model}",
         f"optimizer: {type(model.optimizer).__name__} {_plain(model.optimizer.arguments())}",
         f"cost: {type(model.cost).__name__} {_plain(model.cost.arguments())}",
-        *(_layer(plan) for plan in model.plan(shape, grid.shape, experiment.batch_size)),
+        *map(_layer, plan),
         *(f"'{layer.name}': scheme {scheme_text(layer.scheme)}" for layer in model.leaves if layer.scheme is not None),
         *(
             f"'{layer.name}/{name}': {parameter.shape}, {parameter.layout}"
-            for layer, inside in model.chain.walk(shape)
-            for name, parameter in {**layer.parameters_for(inside), **layer.state_for(inside)}.items()
+            for layer in plan
+            for name, parameter in {**layer.trained, **layer.layer.state_for(layer.input_shape)}.items()
         ),
     ]
 

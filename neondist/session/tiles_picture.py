@@ -16,7 +16,7 @@ from .run import TrainState
 
 if TYPE_CHECKING:
     from ..datasets import Dataset
-    from ..models.plan import LayerPlan
+    from ..plan import LayerPlan
 
 
 PIXELS = 512  # a larger image is drawn from every s-th cell, so that no rank has to hold it whole
@@ -39,7 +39,7 @@ class TilesPicture(Hook):
         image = collect(run.dataset, grid, run.model.dtype, run.model.input.own)
         with all_or_none(grid.world):
             if run.first_rank and can_draw():
-                layer = first_window(run.model.plan(shape, grid.shape, run.model.batch_size))
+                layer = first_window(run.model.compiled)
                 partition = grid.partition(shape[:2])
                 tiles = partition.boxes()
                 views = tiles if layer is None else layer.views
@@ -47,7 +47,7 @@ class TilesPicture(Hook):
                 draw_tiles(self.path, image, shape[:2], partition.parts, tiles, views, title)
 
 
-def first_window(plans: list[LayerPlan]) -> LayerPlan | None:
+def first_window(plans: Sequence[LayerPlan]) -> LayerPlan | None:
     """Return the first layer whose window is larger than one cell; it has to see the image at its full extent."""
     for plan in plans:
         if plan.window is not None and any(k > 1 for k in plan.window.kernel):

@@ -25,8 +25,10 @@ from .output import CHECKPOINT, has_run, is_new
 from .pretrain import last_stage, pretrain_stages
 from .run import Record, Stop, TrainState
 from .tiles_picture import TilesPicture
+from .validate import validate
 
 if TYPE_CHECKING:
+    from ..plan import Plan
     from .experiment import FitExperiment
 
 
@@ -61,15 +63,16 @@ def train(
     Whatever can be wrong is found, on every rank, before a file of an earlier run is touched.
     """
     with all_or_none(grid.world):
-        experiment.validate(grid.size)
-        lines = outline(experiment, grid, resume)
+        plan = validate(experiment, grid.size, grid.shape)
+        lines = outline(experiment, plan, resume)
     check_consistency(grid.world, lines)
     with output.held(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
-        return _train(experiment, grid, folder, resume, init_from, resolved, list(hooks))
+        return _train(experiment, plan, grid, folder, resume, init_from, resolved, list(hooks))
 
 
 def _train(
     experiment: FitExperiment,
+    plan: Plan,
     grid: ProcessGrid,
     folder: Path | None,
     resume: bool | str,
@@ -79,13 +82,10 @@ def _train(
 ) -> RunResult:
     """Run an experiment that is right on every rank, in a folder that is its own."""
     model, dataset = experiment.model, experiment.dataset
-    with all_or_none(grid.world):
-        dataset.check()
-        reading = model.reading_grid(dataset.sample_shape, grid)
-    dataset.open(reading)
+    dataset.open(grid.reading(plan.wide_tiles), checked=True)
     check_data_consistency(grid, dataset)
     with all_or_none(grid.world), room_for("model", "fewer or smaller layers"):
-        model.build(input_shape=dataset.sample_shape, batch_size=experiment.batch_size, grid=grid)
+        model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
     model.step = model.uncounted = 0
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
     begun = start(run, folder, resume, init_from)

@@ -14,15 +14,19 @@ from ..registry import Distributed
 
 if TYPE_CHECKING:
     from ..datasets import Dataset
-    from ..models import Model
-    from ..models.plan import ModelPlan
+    from ..plan import Plan
     from .experiment import FitExperiment
 
 _BATCHES = 3  # of the samples: the one that trains, the next, and the first layer's view
 
 
-def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, ModelPlan]:
-    """Return the grid and the layers' plan of an experiment on `ranks` ranks; needs no MPI.
+def validate(experiment: FitExperiment, ranks: int, grid: GridShape | None = None) -> Plan:
+    """Return the plan of an experiment on `ranks` ranks; needs no MPI.
+
+    Parameters
+    ----------
+    grid : GridShape, optional
+        Instead of the one that the experiment asks for.
 
     Raises
     ------
@@ -31,13 +35,14 @@ def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, ModelPla
     """
     model, dataset = experiment.model, experiment.dataset
     with about(experiment):
-        shape = grid_shape_of(experiment, ranks)
+        asked = grid_shape_of(experiment, ranks)
+        shape = grid or asked
     with about(dataset):
         dataset.check()
     with about(model):
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         get_backend(model.backend)
-        _check_room_for_layers(model, plan, split(experiment.batch_size, shape.replicas, 0)[1])
+        _check_room_for_layers(plan)
     with about(dataset):
         _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
     with about(model.layers[-1] if model.layers else model):
@@ -48,7 +53,7 @@ def validate(experiment: FitExperiment, ranks: int) -> tuple[GridShape, ModelPla
     for metric in experiment.metrics:
         with about(metric):
             metric.check(dataset.classes)
-    return shape, plan
+    return plan
 
 
 def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int, itemsize: int) -> None:
@@ -60,13 +65,10 @@ def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int,
     require_room(needed, f"a rank's tile of {samples} samples", "use more ranks, or smaller batches")
 
 
-def _check_room_for_layers(model: Model, plans: ModelPlan, samples: int) -> None:
+def _check_room_for_layers(plan: Plan) -> None:
     """Refuse a layer whose view, or whose parameters, no rank could hold alone on a machine like this one."""
-    size = model.dtype.itemsize
-    per_value = size * (2 + len(model.optimizer.slot_names))
-    for plan in plans:
-        needed = max(box.size for box in plan.kept) * plan.input_shape[-1] * size * samples + max(plan.held) * per_value
-        require_room(needed, f"layer '{plan.name}'", "use more ranks, smaller batches, or fewer outputs")
+    for layer, costs in zip(plan, plan.costs(), strict=True):
+        require_room(costs.memory, f"layer '{layer.name}'", "use more ranks, smaller batches, or fewer outputs")
 
 
 @contextmanager

@@ -11,9 +11,8 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.datasets import Synthetic
 from neondist.errors import NonFiniteError
-from neondist.geometry import GridShape, split
+from neondist.geometry import split
 from neondist.session import evaluate
-from neondist.session.costing import planned_memory
 
 BATCHES = (8, 5)
 
@@ -79,7 +78,7 @@ def test_memory_is_that_of_one_micro_batch():
     (block,) = space.arena._blocks.values()
     assert block.size == 2 * space.arena.length  # two samples of eight
     plans = model.plan((8, 8, 2), batch_size=8)
-    assert planned_memory(model, plans, 8, GridShape()) == 2 * 8 * model.executor.plan.length
+    assert plans.peak == 2 * 8 * model.executor.plan.length
 
 
 def test_evaluation_takes_no_more_samples_at_once():

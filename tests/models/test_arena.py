@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from present import NAMES
 
 import neondist as nd
-from neondist.geometry import GridShape
 from neondist.plan.memory import LiveRange, pack
 from neondist.runtime import Arena, LayerTask
-from neondist.session.costing import planned_memory
 
 
 @given(st.lists(st.builds(LiveRange, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=12))
@@ -253,7 +251,7 @@ def test_torch_allocates_strips_alone(monkeypatch):
 def test_check_plans_what_is_built(network):
     model = nd.Convnet(networks()[network], backend="numpy")
     model.build((8, 8, 2), batch_size=4)
-    planned = planned_memory(model, model.plan((8, 8, 2)), 4, GridShape())
+    planned = model.plan((8, 8, 2), batch_size=4).peak
     rounded = 4 * 4 * 16 * (2 * len(model.leaves) + 9 * len(networks()[network]))  # every span to a cache line
     made = 4 * 4 * model.executor.plan.length
     assert 0.94 * planned <= made <= planned + rounded  # the plan knows nothing of what LCN keeps outside of its view

@@ -102,7 +102,7 @@ def test_a_step_sends_what_the_formula_says_and_no_weights(kind):
 
     for ranks in (1, 4, 6):
         plans = model.plan(SHAPE, nd.GridShape(1, *ROWS[ranks]))
-        formula = model.pretraining_words(plans)
+        formula = plans.pretraining
         assert all(sum(words) > 0 for words in formula.values()) or ranks == 1
         for tile, (sent, sums, size) in enumerate(loopback.run(ranks, job)):
             assert sent == {name: 8 * batch * words[tile] for name, words in formula.items()}
@@ -198,7 +198,7 @@ def test_runs_of_layers_around_a_stage(name):
     def job(comm, scheme):
         data, grid = nd.Synthetic((11, 10, 1), classes=4, train=16, test=8), nd.ProcessGrid(comm)
         model = nd.GBDist(layers(scheme), dtype="float64", backend="numpy", seed=2)
-        data.open(model.reading_grid(data.sample_shape, grid))
+        data.open(grid.reading(model.plan(data.sample_shape, grid.shape).wide_tiles))
         model.build(data.sample_shape, 8, grid)
         losses = [record["test_loss"] for record in nd.pretrain(model, data, 8)]
         losses += [record["test_loss"] for record in nd.fit(model, data, epochs=2, batch_size=8)]

@@ -6,7 +6,6 @@ from scheme_runs import GRIDS, LAYERS, SCHEMES, build, noise, on_ranks, step
 
 import neondist as nd
 from neondist.geometry import grid_shape
-from neondist.session.costing import sent_bytes
 
 UNEVEN = [(7, 7)]
 
@@ -28,7 +27,7 @@ def test_bytes_are_those_of_the_formula(layer, scheme):
             return model.bytes_sent - before
 
         plan = nd.ConvnetDist(make(scheme=scheme)).plan(shape, grid_shape(ranks, rows=rows))[0]
-        expected = [2 * sent for sent in sent_bytes(plan, samples=3, itemsize=8)]
+        expected = [2 * sent for sent in plan.sent_bytes(samples=3, itemsize=8)]
         assert on_ranks(ranks, job) == expected, (ranks, rows)
 
 

@@ -12,8 +12,8 @@ from test_runs import NETWORKS, passes
 import neondist as nd
 from neondist.errors import ConfigError
 from neondist.machine import Figures
-from neondist.models.planner import best_cuts, run_seconds
-from neondist.models.runs import placed
+from neondist.plan.planner import best_cuts, segment_seconds
+from neondist.plan.segments import placed
 
 
 def runs(scheme, layers=5):
@@ -63,7 +63,7 @@ def test_what_is_computed_twice_is_that_of_the_fullest_tile():
     model = nd.ConvnetDist(layers, scheme=nd.DeepHalo())
     links, grid = list(model.chain.inputs((14, 14, 2))), nd.GridShape(1, 2, 1)
     figures = Figures(bandwidth=1e30, latency=1e-30, samples=3, cell_seconds={"conv1": 1.0})
-    assert run_seconds(figures, placed(links, grid), grid) == pytest.approx([14 * 3, 0])
+    assert segment_seconds(figures, placed(links, grid), grid) == pytest.approx([14 * 3, 0])
 
 
 def test_mistakes():

@@ -6,7 +6,6 @@ from scheme_runs import on_ranks
 
 import neondist as nd
 from neondist.geometry import GridShape
-from neondist.session.summing import sums_of_step
 
 # layers, cost; the ends are an image or a vector
 NETWORKS = {
@@ -49,8 +48,8 @@ def test_sums_are_those_of_the_formula(name):
     layers, cost = NETWORKS[name]
     for replicas, rows, cols in GRIDS:
         grid, model = GridShape(replicas, rows, cols), nd.ConvnetDist(layers(), cost(), dtype="float64")
-        plans = model.plan(SHAPE, grid)
-        expected = [sums_of_step(model, plans, BATCH, grid, rank) for rank in range(grid.size)]
+        plan = model.plan(SHAPE, grid, BATCH)
+        expected = [plan.reduced(rank) for rank in range(grid.size)]
         found = on_ranks(grid.size, lambda comm, cut=(replicas, rows, cols): train(comm, layers, cost, *cut))
         assert found == [{key: 2 * count for key, count in one.items()} for one in expected], grid
         assert grid.size > 1 or not any(found)

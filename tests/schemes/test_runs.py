@@ -8,7 +8,6 @@ from support import worst
 import neondist as nd
 from neondist.errors import ConfigError
 from neondist.geometry import Box, grid_shape
-from neondist.session.costing import sent_bytes
 
 
 def conv(channels, kernel, **options):
@@ -120,7 +119,7 @@ def test_bytes_are_those_of_the_formula(name, scheme):
         return [layer.bytes_sent for layer in model.leaves]
 
     plans = nd.ConvnetDist(layers(), scheme=scheme).plan(shape, grid_shape(6, rows=3))
-    expected = [sent_bytes(plan, samples=3, itemsize=8) for plan in plans]
+    expected = [plan.sent_bytes(samples=3, itemsize=8) for plan in plans]
     found = on_ranks(6, job)
     assert [[sent[i] for sent in found] for i in range(len(plans))] == expected
     if "overlap" in scheme:
@@ -151,7 +150,7 @@ def test_maps_that_were_read_wide_are_cut_to_a_tiles_own_cells():
         grid, layers = nd.ProcessGrid(comm, rows=3), [conv(3, 3, padding=1), conv(2, 3, padding=1)]
         model = nd.ConvnetDist(layers, scheme="overlap_tile", backend="numpy")
         model.build(shape, 2, grid)
-        wide, own = model.reading_grid(shape, grid).tile_box(shape[:-1]), model.output.own
+        wide, own = grid.reading(model.compiled.wide_tiles).tile_box(shape[:-1]), model.output.own
         assert own.size < wide.size < labels[0].size
         for box in own, wide, Box.of(shape[:-1]):
             found = model.local_targets(labels[(slice(None), *box.slices)], 2)

@@ -10,7 +10,6 @@ from neondist.geometry import grid_shape
 from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, RectLin
 from neondist.optim import Adam
 from neondist.session import describe
-from neondist.session.costing import layer_costs
 
 
 def text(made, ranks, **console):
@@ -52,9 +51,10 @@ def test_bytes_are_those_that_a_run_sends(ranks, replicas, dtype, first):
 
     made = experiment(1, layers, **fields)
     shape = grid_shape(ranks, replicas)
-    costs = layer_costs(made.model, made.model.plan(made.dataset.sample_shape, shape), 9, shape)
+    plan = made.model.plan(made.dataset.sample_shape, shape, 9)
+    costs = plan.costs()
     train = sum(loopback.run(ranks, body)) - sum(loopback.run(ranks, evaluation))
-    assert train == 5 * sum(cost.sent_all for cost in costs)
+    assert train == 5 * sum(cost.sent_all for cost in costs) == 5 * sum(plan.bytes(rank) for rank in range(ranks))
 
 
 def test_table():
@@ -87,8 +87,8 @@ def test_table_is_never_cut():
 def test_memory_counts_the_optimisers_arrays():
     def parameters(optimizer):
         made = experiment(optimizer=optimizer)
-        shape = grid_shape(1)
-        return layer_costs(made.model, made.model.plan(made.dataset.sample_shape), 10, shape)[-1].memory
+        plan = made.model.plan(made.dataset.sample_shape, batch_size=10)
+        return plan.costs()[-1].memory
 
     from neondist.optim import SGD
 

@@ -6,8 +6,6 @@ import pytest
 import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import ShapeError
-from neondist.session.costing import layer_costs, planned_memory
-from neondist.session.summing import sums_of_step
 
 
 def conv(channels, size=3):
@@ -43,19 +41,20 @@ def test_bytes_are_those_of_the_ledger(name):
         for account, count in model.ledger().items():
             found = kinds[account.kind]
             found[account.layer] = found.get(account.layer, 0) + count * account.nbytes
-        plans = model.plan(SHAPE, grid.shape)
-        assert sums_of_step(model, plans, BATCH, grid.shape, grid.rank) == kinds["sum"]
-        assert plans.output_shape == model.output_shape
+        plan = model.compiled
+        assert plan.reduced(grid.rank) == kinds["sum"]
+        assert plan.bytes(grid.rank) == sum(kinds["halo"].values()) == model.bytes_sent
+        assert plan.output_shape == model.output_shape
         return kinds["halo"], 8 * BATCH * model.executor.plan.length
 
     model = model_of(name)
     told = loopback.run(4, job)
     grid = nd.GridShape(1, 2, 2)
-    plans = model.plan(SHAPE, grid)
-    for plan, cost in zip(plans, layer_costs(model, plans, BATCH, grid), strict=True):
+    plans = model.plan(SHAPE, grid, BATCH)
+    for plan, cost in zip(plans, plans.costs(), strict=True):
         assert cost.sent_all == sum(sent.get(plan.name, 0) for sent, _ in told), plan.name
     largest = max(length for _, length in told)
-    assert planned_memory(model, plans, BATCH, grid) <= largest <= planned_memory(model, plans, BATCH, grid) + (1 << 14)
+    assert plans.peak == largest
 
 
 def test_classes_are_checked_for_the_models_output():

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from ...geometry import GridShape, grid_shape
-from ...geometry.split import factorisations
+from ...geometry.split import factorisations, split
 from ...halo import as_scheme
 from ...machine import Machine
-from ...models.choices import Choice, choose
-from ...models.plan import share
+from ...plan.choices import Choice, choose
 from .alone import LONG, QUICK, Alone, rank_alone
 
 Row = dict[str, Any]
@@ -56,7 +55,7 @@ def grids(count: int, experiment: Any) -> list[GridShape]:
     default = grid_shape(count, **given)
     if {"rows", "cols"} & given.keys():
         return [default]
-    shapes, images = [default], [shape for _, shape in experiment.model.chain.walk(experiment.dataset.sample_shape)]
+    shapes, images = [default], [plan.input_shape for plan in experiment.model.plan(experiment.dataset.sample_shape)]
     thinnest = min(n for shape in images if len(shape) > 2 for n in shape[-3:-1]) if len(images[0]) > 2 else 1
     for rows, cols in factorisations(default.rows * default.cols, 2):
         if 1 in (rows, cols) and max(rows, cols) <= thinnest:  # tiles without a cell help nobody
@@ -74,7 +73,7 @@ def _schemes(
     made = experiment()
     figures = replace(
         machine.figures(shape.tiles),
-        samples=share(made.batch_size, shape) or 1,
+        samples=max(1, split(made.batch_size, shape.replicas, 0)[1]),
         itemsize=made.model.dtype.itemsize,
         cell_seconds={name: machine.compute(each, shape.size) for name, each in found.cell_seconds.items()},
     )

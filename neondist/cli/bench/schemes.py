@@ -94,7 +94,7 @@ def seams(arguments: argparse.Namespace) -> int:
         for text, run in runs.items():
             pair = [validated(each, world, world.size) for each in (_named(arguments, "halo", 1), run)]
             dataset, grid = pair[0].dataset, pair[0].open_grid(world)
-            dataset.open(pair[0].model.reading_grid(dataset.sample_shape, grid))
+            dataset.open(grid.reading(pair[0].model.plan(dataset.sample_shape, grid.shape).wide_tiles))
             for experiment in pair:
                 experiment.model.build(dataset.sample_shape, experiment.batch_size, grid)
             batches = [np.arange(pair[0].batch_size) % len(dataset.train) + shift for shift in (1, 0)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from neondist.session.costing import layer_costs
-from neondist.session.summing import sums_of_step
-
 from .build import grid_shape, model
 from .case import Case, Grid
 
@@ -18,9 +15,8 @@ class Told:
 
     def sent(self, samples: int) -> dict[str, int]:
         """Return the bytes of halos that all ranks send together, by layer."""
-        costs = layer_costs(self.model, self.plans, samples, self.shape)
-        return {plan.name: cost.sent_all for plan, cost in zip(self.plans, costs, strict=True)}
+        return {plan.name: cost.sent_all for plan, cost in zip(self.plans, self.plans.costs(samples), strict=True)}
 
     def summed(self, samples: int, rank: int) -> int:
         """Return the bytes that a rank gives into sums."""
-        return sum(sums_of_step(self.model, self.plans, samples, self.shape, rank).values())
+        return sum(self.plans.reduced(rank, samples).values())

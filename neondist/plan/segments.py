@@ -1,18 +1,18 @@
-"""Runs of layers that compute cells of other tiles themselves, so that only the input of the run has to travel."""
+"""Segments: layers that compute cells of other tiles themselves, so that only the first one's input has to travel."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import inf
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ..errors import ConfigError
 from ..geometry import GridShape, Partition, Window, sources
-from ..halo import GlobalArray, PaddedArray
 from ..halo.fusion import Fusion, fusion_of
 from ..layers import Layer, Node
 from ..machine import Figures
-from .planner import Placed, best_cuts, can_follow, run_seconds
+from .graph import Graph
+from .planner import Placed, best_cuts, can_follow, segment_seconds
 
 Shape = tuple[int, ...]
 Links: TypeAlias = Sequence[tuple[Node, Shape]]
@@ -24,37 +24,36 @@ _FIRST = (
 )
 
 
-def find_regions(chain: Node, input_shape: Shape, grid: GridShape, samples: int | None = None) -> Found:
-    """Return the regions of all layers that are in runs.
+def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None = None) -> Found:
+    """Return the regions of all layers that are in segments.
 
     Parameters
     ----------
+    graph : Graph
+        Of the chain.
     samples : int, optional
         Of a replica in a step, for a planner.
 
     Raises
     ------
     ConfigError
-        A layer's scheme asks for a run in which it cannot be; `subject` is the layer.
+        A layer's scheme asks for a segment in which it cannot be; `subject` is the layer.
     """
     found: Found = {}
-    for number, links in enumerate(chain.chains(input_shape)):
-        for run in _runs(links, grid, samples, first=number == 0):
-            found |= regions_of(run, grid)
-    for layer, shape in chain.walk(input_shape):
-        fusion = fusion_of(layer.scheme)
-        if (
-            fusion is not None
-            and fusion.reads_wide
-            and id(layer) not in found
-            and single(layer, shape, grid) is not None
-        ):
+    for number, links in enumerate(chain.chains(graph.shapes[0])):
+        for segment in _segments(links, grid, samples, first=number == 0):
+            found |= regions_of(segment, grid)
+    for step in graph.steps:
+        layer, shape = step.layer, graph.shapes[step.inputs[0]]
+        fusion = None if layer is None else fusion_of(layer.scheme)
+        wide = fusion is not None and fusion.reads_wide
+        if layer is not None and wide and id(layer) not in found and single(layer, shape, grid) is not None:
             raise _refused(layer, _FIRST)
     return found
 
 
-def _runs(links: Links, grid: GridShape, samples: int | None, first: bool) -> Iterator[Links]:
-    """Yield the parts of a chain that are runs: of two layers with windows or more, or read wide from the image."""
+def _segments(links: Links, grid: GridShape, samples: int | None, first: bool) -> Iterator[Links]:
+    """Yield the segments of a chain: of two layers with windows or more, or read wide from the image."""
     at = 0
     while at < len(links):
         layer = single(*links[at], grid)
@@ -74,7 +73,7 @@ def _runs(links: Links, grid: GridShape, samples: int | None, first: bool) -> It
 
 
 def _end(links: Links, at: int, first: Layer, longest: int, grid: GridShape) -> int:
-    """Return the place of the last layer of a run that begins at `at`."""
+    """Return the place of the last layer of a segment that begins at `at`."""
     end, count = at, 1
     for place in range(at + 1, len(links)):
         node, shape = links[place]
@@ -88,25 +87,25 @@ def _end(links: Links, at: int, first: Layer, longest: int, grid: GridShape) -> 
 
 
 def _planned(figures: Figures, links: Links, grid: GridShape, home: bool) -> Iterator[Links]:
-    """Yield the runs that a planner makes of layers with one scheme."""
+    """Yield the segments that a planner makes of layers with one scheme."""
     places = [at for at, (node, shape) in enumerate(links) if single(node, shape, grid) is not None]
     fits = [can_follow(node.leaves[0], shape) for node, shape in links]
 
     def cost(first: int, last: int) -> float:
         if last > first and not all(fits[places[first] : places[last] + 1]):
             return inf
-        run = placed(links[places[first] : places[last] + 1], grid, alone=last == first)
-        return sum(run_seconds(figures, run, grid, home or first > 0))
+        segment = placed(links[places[first] : places[last] + 1], grid, alone=last == first)
+        return sum(segment_seconds(figures, segment, grid, home or first > 0))
 
     for first, last in best_cuts(cost, len(places)):
         if last > first:
             yield links[places[first] : places[last] + 1]
 
 
-def placed(run: Links, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[Placed]:
-    """Return the layers of a run with their regions; `alone`: it is no run, and nothing is computed twice."""
-    regions = {} if alone else regions_of(run, grid, wide)
-    return [Placed(node.leaves[0], shape, regions.get(id(node.leaves[0]), (None, None))) for node, shape in run]
+def placed(segment: Links, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[Placed]:
+    """Return the layers of a segment with their regions; `alone`: it is none, and nothing is computed twice."""
+    regions = {} if alone else regions_of(segment, grid, wide)
+    return [Placed(node.leaves[0], shape, regions.get(id(node.leaves[0]), (None, None))) for node, shape in segment]
 
 
 def single(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
@@ -128,26 +127,26 @@ def _alike(one: Layer, other: Layer) -> bool:
     return type(a) is type(b) and a is not None and b is not None and a.arguments() == b.arguments()
 
 
-def regions_of(run: Links, grid: GridShape, wide: bool | None = None) -> Found:
-    """Return the regions of one run, from its last output, which is what each tile owns, to its input.
+def regions_of(segment: Links, grid: GridShape, wide: bool | None = None) -> Found:
+    """Return the regions of one segment, from its last output, which is what each tile owns, to its input.
 
     Parameters
     ----------
     wide : bool, optional
-        Whether the run's input has them too; default: what its schemes say.
+        Whether the segment's input has them too; default: what its schemes say.
     """
     found: Found = {}
     if wide is None:
-        wide = any(fusion.reads_wide for fusion in _fusions(run))
-    last, shape = run[-1]
+        wide = any(fusion.reads_wide for fusion in _fusions(segment))
+    last, shape = segment[-1]
     outputs: Partition = grid.partition(last.output_shape_for(shape)[:-1])
-    for place in range(len(run) - 1, -1, -1):
-        node, shape = run[place]
+    for place in range(len(segment) - 1, -1, -1):
+        node, shape = segment[place]
         layer = node.leaves[0]
         window = layer.window_for(shape) or Window(1, padding=0, ndim=len(shape) - 1)
         inputs: Partition | None = None
         if place or wide:
-            _check(layer, run, window)
+            _check(layer, segment, window)
             inputs = sources(outputs, window, grid.partition(shape[:-1]))
         elif layer.no_recompute:
             raise _refused(layer, f"computes cells of other tiles, but this layer cannot: {layer.no_recompute}")
@@ -156,12 +155,12 @@ def regions_of(run: Links, grid: GridShape, wide: bool | None = None) -> Found:
     return found
 
 
-def _check(layer: Layer, run: Links, window: Window) -> None:
-    """Raise ConfigError if a layer of a run cannot compute cells of other tiles."""
+def _check(layer: Layer, segment: Links, window: Window) -> None:
+    """Raise ConfigError if a layer of a segment cannot compute cells of other tiles."""
     why = layer.no_recompute or ("its image wraps around" if window.mode == "wrap" else "")
     if why:
         raise _refused(layer, f"computes cells of other tiles, but this layer cannot: {why}")
-    if layer.sums_image and any(fusion.reads_wide and fusion.statistics is None for fusion in _fusions(run)):
+    if layer.sums_image and any(fusion.reads_wide and fusion.statistics is None for fusion in _fusions(segment)):
         raise _about(
             layer,
             "scheme overlap_tile exchanges nothing, but this layer normalises over the whole image; say"
@@ -169,8 +168,8 @@ def _check(layer: Layer, run: Links, window: Window) -> None:
         )
 
 
-def _fusions(run: Links) -> list[Fusion]:
-    found = (fusion_of(layer.scheme) for node, _ in run for layer in node.leaves)
+def _fusions(segment: Links) -> list[Fusion]:
+    found = (fusion_of(layer.scheme) for node, _ in segment for layer in node.leaves)
     return [fusion for fusion in found if fusion is not None]
 
 
@@ -182,18 +181,3 @@ def _about(layer: Layer, words: str) -> ConfigError:
     error = ConfigError(words)
     error.subject = layer
     return error
-
-
-def wide_tiles(found: Found, leaves: Sequence[Layer]) -> Partition | None:
-    """Return the tiles of the image that a model reads, if they overlap."""
-    return found.get(id(leaves[0]), (None, None))[0] if leaves else None
-
-
-def whole_gradient(images: PaddedArray, dx: Any) -> Any:
-    """Return the gradient of tiles of the image that overlap, from each tile's share in it (collective).
-
-    Training needs none; it takes an exchange each way.
-    """
-    shared = GlobalArray(images.grid, images.global_shape, dtype=str(images.dtype))
-    shared.cut(outputs=images.tiles)
-    return shared.get_fprop_view(shared.get_bprop_view(dx))

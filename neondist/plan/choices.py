@@ -10,8 +10,8 @@ from math import inf
 from ..geometry import GridShape
 from ..layers import Node
 from ..machine import Figures
-from .planner import Placed, best_cuts, can_follow, gather_seconds, run_seconds
-from .runs import Links, blocks, placed, single
+from .planner import Placed, best_cuts, can_follow, gather_seconds, segment_seconds
+from .segments import Links, blocks, placed, single
 
 Shape = tuple[int, ...]
 
@@ -37,8 +37,8 @@ class Choice:
 def choose(chain: Node, input_shape: Shape, grid: GridShape, figures: Figures) -> list[Choice]:
     """Return the exact scheme that costs least, for every layer that has a halo on the grid.
 
-    A single layer has `halo`, whose gradients are scattered or gathered; a run of layers `deep_halo`, or, from the
-    image on, `overlap_tile`. Inside of containers there is no `overlap_tile`, and no run leaves its chain.
+    A single layer has `halo`, whose gradients are scattered or gathered; a segment `deep_halo`, or, from the image on,
+    `overlap_tile`. Inside of containers there is no `overlap_tile`, and no segment leaves its chain.
     """
     chains = enumerate(chain.chains(input_shape))
     return [
@@ -50,7 +50,7 @@ def choose(chain: Node, input_shape: Shape, grid: GridShape, figures: Figures) -
 
 
 def _groups(links: Links, grid: GridShape) -> Iterator[list[int]]:
-    """Yield the places of layers with halos that may be in one run."""
+    """Yield the places of layers with halos that may be in one segment."""
     places: list[int] = []
     for at, (node, shape) in enumerate(links):
         if single(node, shape, grid) is not None:
@@ -77,26 +77,26 @@ class _Cutter:
             text, seconds = self._best(first, last)
             for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
-                alone = run_seconds(self.figures, [Placed(node.leaves[0], shape)], self.grid, self._home(at))
+                alone = segment_seconds(self.figures, [Placed(node.leaves[0], shape)], self.grid, self._home(at))
                 found.append(Choice(str(node.name), text, cost, sum(alone)))
         return found
 
     def _best(self, first: int, last: int) -> tuple[str, list[float]]:
-        """Return the best scheme of a run, and what each of its layers with a halo costs."""
+        """Return the best scheme of a segment, and what each of its layers with a halo costs."""
         begin, end = self.places[first], self.places[last] + 1
-        run, home, found = self.links[begin:end], self._home(begin), []
+        segment, home, found = self.links[begin:end], self._home(begin), []
         if first == last:
-            alone = placed(run, self.grid, alone=True)
-            found.append(("halo", run_seconds(self.figures, alone, self.grid, home)))
+            alone = placed(segment, self.grid, alone=True)
+            found.append(("halo", segment_seconds(self.figures, alone, self.grid, home)))
             if home:
                 found.append(("halo(backward=gather)", [gather_seconds(self.figures, alone[0], self.grid)]))
         elif all(self.fits[begin:end]):
-            costs = run_seconds(self.figures, placed(run, self.grid, wide=False), self.grid, home)
+            costs = segment_seconds(self.figures, placed(segment, self.grid, wide=False), self.grid, home)
             found.append((f"deep_halo(layers={last - first + 1})", self._folded(costs, begin, first, last)))
         if self.from_image and first == 0 and all(self.fits[:end]):
             wide = self.links[:end]
             text = "overlap_tile(statistics=global)" if any(_sums(node) for node, _ in wide) else "overlap_tile"
-            costs = run_seconds(self.figures, placed(wide, self.grid, wide=True), self.grid, home)
+            costs = segment_seconds(self.figures, placed(wide, self.grid, wide=True), self.grid, home)
             found.append((text, self._folded(costs, 0, first, last)))
         return min(found, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 

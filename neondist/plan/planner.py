@@ -1,4 +1,4 @@
-"""Which consecutive layers make a run: dynamic programming on a cost model."""
+"""Which consecutive layers make a segment: dynamic programming on a cost model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..machine import Figures
 Shape = tuple[int, ...]
 Regions = tuple[Partition | None, Partition | None]
 LONGEST = 12
-"""layers with windows in a run, at most"""
+"""layers with windows in a segment, at most"""
 PASSES = 3
 """what a training step computes, in units of fprop"""
 
@@ -29,7 +29,7 @@ class Placed(NamedTuple):
 def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, int]]:
     """Return the cheapest cut of `count` layers into ranges [first, last], given the cost of each range.
 
-    Of equal ones the shorter runs win, since they compute less.
+    Of equal ones the shorter segments win, since they compute less.
     """
     best: list[float] = [0.0] + [inf] * count
     start = [0] * (count + 1)
@@ -45,8 +45,8 @@ def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, 
     return cuts[::-1]
 
 
-def run_seconds(figures: Figures, run: Sequence[Placed], grid: GridShape, home: bool = True) -> list[float]:
-    """Return the seconds that a training step spends on a run's exchange and on what it computes twice, by layer.
+def segment_seconds(figures: Figures, segment: Sequence[Placed], grid: GridShape, home: bool = True) -> list[float]:
+    """Return the seconds that a training step spends on a segment's exchange and on what it computes twice, by layer.
 
     The exchange is that of the tile in the middle of the grid, which has all neighbours; what is computed twice, by how
     much the most that a tile computes grows: all wait for that one.
@@ -54,10 +54,10 @@ def run_seconds(figures: Figures, run: Sequence[Placed], grid: GridShape, home: 
     Parameters
     ----------
     home : bool
-        Whether the run's input needs a gradient.
+        Whether the segment's input needs a gradient.
     """
-    tile, (first, shape, (inputs, outputs)) = _middle(grid, len(run[0].input_shape) - 1), run[0]
-    found = [_twice(figures, placed, grid) for placed in run]
+    tile, (first, shape, (inputs, outputs)) = _middle(grid, len(segment[0].input_shape) - 1), segment[0]
+    found = [_twice(figures, placed, grid) for placed in segment]
     if inputs is None:
         for array, window in first.halos_for(shape, grid):
             plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)

@@ -1,0 +1,195 @@
+"""What a layer will look like on a grid: shapes, tiles and halos, from arithmetic alone."""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from math import prod
+
+from ..errors import ShapeError
+from ..geometry import Box, GridShape, HaloPlan, Partition, Window
+from ..halo import Halo
+from ..layers import Layer
+
+Shape = tuple[int, ...]
+_MOST = 1 << 48  # far beyond any machine; from there on products leave what an index can count
+
+
+class LayerPlan:
+    """One layer on all tiles of a replica; shapes without the batch.
+
+    What is told of each tile is computed when it is asked for.
+
+    Parameters
+    ----------
+    layer : Layer
+    input_shape, output_shape : tuple of int
+        Global.
+    grid : GridShape
+    regions : pair of Partition or None
+        Which cells of the input and of the output each tile has, where these are not the balanced ones.
+    gradient : bool
+        Whether the gradient of its input is needed in training: not that of the images.
+
+    Attributes
+    ----------
+    name, cls : str
+    window : Window or None
+    scheme : Scheme
+    reverse : bool
+        Whether the halo adds in the forward pass and is fetched in the backward pass.
+    trained : dict of name to Parameter
+    parameters : int
+        Trained numbers, on all tiles together.
+    reductions : list of Reduction
+        Those that other ranks have a part in.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        input_shape: Shape,
+        output_shape: Shape,
+        grid: GridShape,
+        regions: tuple[Partition | None, Partition | None] = (None, None),
+        gradient: bool = True,
+    ) -> None:
+        self.layer, self.name, self.cls = layer, str(layer.name), type(layer).__name__
+        self.input_shape, self.output_shape, self.grid, self.regions = input_shape, output_shape, grid, regions
+        self.gradient = gradient
+        self.window, self.scheme, self.reverse = layer.window_for(input_shape), layer.scheme or Halo(), False
+        self.reverse = layer.reverse_halos
+        self.trained = layer.parameters_for(input_shape)
+        self.parameters = sum(prod(p.shape) for p in self.trained.values())
+        self.reductions = [one for one in layer.reductions_for(input_shape) if one.group]
+        self._halos = [(shape, window) for shape, window in layer.halos_for(input_shape, grid)]
+        self._gathers = layer.gathers_for(input_shape, grid)
+        self._seen = layer.view_window_for(input_shape, grid) or Window(1, padding=0, ndim=len(input_shape) - 1)
+        largest = max(self.parameters, prod(output_shape), self.view(0).need.size * input_shape[-1])
+        if largest > _MOST:
+            raise ShapeError(f"would have {largest} numbers, more than any machine can hold; make the layer smaller")
+
+    def view(self, tile: int) -> HaloPlan:
+        """Return which cells of the input a tile's rank has, and sees."""
+        return HaloPlan.of(self._inputs(self.input_shape), self._seen, tile, self.regions[1])
+
+    def tile(self, tile: int) -> Box:
+        """Return a tile's cells of the output."""
+        return (self.regions[1] or self.grid.partition(self.output_shape[:-1])).box(tile)
+
+    def held_by(self, tile: int) -> int:
+        """Return the trained numbers that a tile's rank keeps: all of them, or those of its tile."""
+        return sum(p.size_on(self.grid, tile) for p in self.trained.values())
+
+    @cached_property
+    def held(self) -> list[int]:
+        """The same for every tile."""
+        return [self.held_by(tile) for tile in range(self.grid.tiles)]
+
+    @cached_property
+    def tiles(self) -> list[Box]:
+        """Every tile's cells of the output."""
+        return (self.regions[1] or self.grid.partition(self.output_shape[:-1])).boxes()
+
+    @cached_property
+    def views(self) -> list[Box]:
+        """Every tile's view of the input."""
+        return [plan.need for plan in self._all_views]
+
+    @cached_property
+    def kept(self) -> list[Box]:
+        """For every tile, the box of the array that holds both its view and the tile itself."""
+        return [plan.buffer for plan in self._all_views]
+
+    @cached_property
+    def halo_cells(self) -> list[int]:
+        """Cells that each tile receives in a forward pass, channels not counted."""
+        halos = [_plans(*self._over(shape, window)) for shape, window in self._halos]
+        return [sum(plans[tile].received_cells for plans in halos) for tile in range(self.grid.tiles)]
+
+    @property
+    def forward(self) -> list[list[int]]:
+        """For each tile, how many numbers of a sample each message holds that it sends in an exact forward pass."""
+        return self._back if self.reverse else self._there
+
+    @property
+    def backward(self) -> list[list[int]]:
+        """The same for the backward pass."""
+        return self._there if self.reverse else self._back
+
+    @property
+    def sent_words(self) -> list[int]:
+        """Numbers of a sample that each tile sends in an exact forward pass."""
+        return [sum(messages) for messages in self.forward]
+
+    @property
+    def received_words(self) -> list[int]:
+        """Numbers of a sample that each tile receives in it, which are those that it sends in the backward pass."""
+        return [sum(messages) for messages in self.backward]
+
+    def sent_bytes(self, samples: int, itemsize: int, gradient: bool = True) -> list[float]:
+        """Return the bytes of halos that each tile sends in a training step, by its scheme's formula.
+
+        Parameters
+        ----------
+        samples : int
+            Of one replica.
+        gradient : bool
+            Whether that of the layer's input is needed.
+        """
+        sent, needed = [], gradient or self.reverse  # a transposed convolution's weights need its neighbours' gradients
+        for there, back in zip(self.forward, self.backward, strict=True):
+            there, back = ([numbers * samples for numbers in messages] for messages in (there, back))
+            home = self.scheme.backward_bytes(back, itemsize) if needed else 0
+            sent.append(self.scheme.forward_bytes(there, itemsize) + home)
+        return sent
+
+    def reduced_bytes(self, samples: int, itemsize: int, ranks: dict[str, int]) -> int:
+        """Return the bytes of the arrays that a rank gives into the layer's reductions in a training step.
+
+        Parameters
+        ----------
+        ranks : dict of group to int
+            How many ranks are in each.
+        """
+        return sum(
+            (one.each * samples + one.once) * itemsize
+            for one in self.reductions
+            if one.group and ranks[one.group] > 1 and (one.direction == "forward" or self.gradient)
+        )
+
+    @cached_property
+    def _there(self) -> list[list[int]]:
+        """What each tile sends to those that see its cells."""
+        halos = [(_plans(*self._over(shape, window)), shape[-1]) for shape, window in self._halos]
+        return [
+            [piece.source.size * channels for plans, channels in halos for piece in plans[tile].sends]
+            for tile in range(self.grid.tiles)
+        ]
+
+    @cached_property
+    def _back(self) -> list[list[int]]:
+        """What each tile sends the other way: gradients of the cells that it sees, or those of its outputs."""
+        if self._gathers is not None:
+            shape, window = self._gathers
+            sent = _plans(self.grid.partition(shape[:-1]), window, self.grid.tiles, None)
+            return [[piece.source.size * shape[-1] for piece in plan.sends] for plan in sent]
+        halos = [(_plans(*self._over(shape, window)), shape[-1]) for shape, window in self._halos]
+        return [
+            [piece.source.size * channels for plans, channels in halos for piece in plans[tile].receives]
+            for tile in range(self.grid.tiles)
+        ]
+
+    @cached_property
+    def _all_views(self) -> list[HaloPlan]:
+        return _plans(*self._over(self.input_shape, self._seen))
+
+    def _inputs(self, shape: Shape) -> Partition:
+        return self.regions[0] or self.grid.partition(shape[:-1])
+
+    def _over(self, shape: Shape, window: Window) -> tuple[Partition, Window, int, Partition | None]:
+        return self._inputs(shape), window, self.grid.tiles, self.regions[1]
+
+
+@lru_cache(maxsize=64)  # virtual ranks, and every look at the same model, ask for the same
+def _plans(tiles: Partition, window: Window, count: int, outputs: Partition | None) -> list[HaloPlan]:
+    return [HaloPlan.of(tiles, window, tile, outputs) for tile in range(count)]

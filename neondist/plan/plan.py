@@ -1,0 +1,292 @@
+"""What a model does on a grid, compiled once: what runs, what it sends, and what it needs of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+
+from ..comm import group_of
+from ..costs import Cost
+from ..errors import UserError
+from ..geometry import GridShape, Partition, split
+from ..layers import Sequential
+from ..optim import Optimizer
+from ..parallel import HEADER
+from .graph import Graph, of_layer
+from .layer import LayerPlan
+from .memory import MemoryPlan, plan_memory
+from .segments import find_regions
+
+if TYPE_CHECKING:
+    from ..layers import Layer
+
+Shape = tuple[int, ...]
+LOSS, GRADIENTS = "loss", "gradients"
+"""Under these names, instead of a layer's, reductions of the whole model are told."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a plan has to know of a training step beside the layers."""
+
+    cost: Cost
+    optimizer: Optimizer
+    dtype: np.dtype
+    accumulate: int = 1
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One layer (or several) in one training step.
+
+    Attributes
+    ----------
+    sent_most, sent_all : bytes of halos, forward and backward, of the rank that sends most and of all ranks
+    parameters : number of trained values
+    memory : bytes that the fullest rank holds, kernels' scratch space not counted
+    """
+
+    sent_most: int = 0
+    sent_all: int = 0
+    parameters: int = 0
+    memory: int = 0
+
+    def __add__(self, other: LayerCosts) -> LayerCosts:
+        """Add layer by layer; the ranks that send or hold most need not be the same, so the sum is an upper bound."""
+        return LayerCosts(
+            self.sent_most + other.sent_most,
+            self.sent_all + other.sent_all,
+            self.parameters + other.parameters,
+            self.memory + other.memory,
+        )
+
+
+@dataclass
+class Plan(Sequence[LayerPlan]):
+    """The steps of a model on every rank of a grid; as a sequence, the plans of all its layers, in order.
+
+    It is made from arithmetic alone, without MPI. `model.compiled` is the one that runs; what is executed is compared
+    with it.
+
+    Attributes
+    ----------
+    graph : Graph
+    layers : list of LayerPlan
+    grid : GridShape
+    batch_size : int
+        Global.
+    training : Training
+    pretraining : dict of name to list
+        For each stage that is trained before, the numbers that each tile sends for a sample in a step.
+    """
+
+    graph: Graph
+    layers: list[LayerPlan]
+    grid: GridShape
+    batch_size: int
+    training: Training
+    pretraining: dict[str, list[int]] = field(default_factory=dict)
+
+    @overload
+    def __getitem__(self, at: int) -> LayerPlan: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[LayerPlan]: ...
+    def __getitem__(self, at: int | slice) -> LayerPlan | list[LayerPlan]:
+        return self.layers[at]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerPlan]:
+        return iter(self.layers)
+
+    @property
+    def input_shape(self) -> Shape:
+        """That of the model, global and without the batch."""
+        return self.graph.shapes[0]
+
+    @property
+    def output_shape(self) -> Shape:
+        """That of the model, global and without the batch."""
+        return self.graph.shapes[self.graph.output]
+
+    @property
+    def wide_tiles(self) -> Partition | None:
+        """The tiles of the image that the model reads, if they overlap."""
+        return self.layers[0].regions[0] if self.layers else None
+
+    # What is sent, in bytes of a training step.
+
+    def bytes(self, rank: int, batch_size: int | None = None) -> int:
+        """Return the bytes of halos that a rank sends in a training step; where steps differ, in the mean.
+
+        Parameters
+        ----------
+        batch_size : int, optional
+            Of a step with fewer samples than the plan's.
+        """
+        replica, tile = divmod(rank, self.grid.tiles)
+        samples = self.samples(replica, batch_size)
+        return round(sum(plan.sent_bytes(samples, self.itemsize, plan.gradient)[tile] for plan in self))
+
+    def reduced(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
+        """Return the bytes of the arrays that a rank gives into sums over ranks in a training step.
+
+        By layer, and under 'gradients' and 'loss', as the ledger records them; what gives nothing is left out.
+        """
+        replica, tile = divmod(rank, self.grid.tiles)
+        size, samples = self.itemsize, self.samples(replica, batch_size)
+        ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
+        found = {plan.name: plan.reduced_bytes(samples, size, ranks) for plan in self}
+        parameters = [p for plan in self for p in plan.trained.values()]
+        shared, own = (
+            sum(p.size_on(self.grid, tile) for p in parameters if bool(p.layout.cut) is cut) for cut in (False, True)
+        )
+        found[GRADIENTS] = size * ((HEADER + shared) * (self.grid.size > 1) + own * (self.grid.replicas > 1))
+        tiled = len(self.output_shape) > 1
+        whole, inside = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
+        once, each = ranks[whole or "tiles"] > 1, inside is not None and ranks[inside] > 1
+        found[LOSS] = 8 * (once + each * samples * self.training.cost.sums_for(self.output_shape))
+        return {name: count for name, count in found.items() if count}
+
+    def pretraining_bytes(self) -> list[tuple[str, int, int]]:
+        """Return each stage's name, and what the busiest rank and all ranks send in a step of its pretraining."""
+        most, size = self.samples(0), self.itemsize
+        found = self.pretraining.items()
+        return [(name, max(words) * most * size, sum(words) * self.batch_size * size) for name, words in found]
+
+    # What is held.
+
+    def memory(self, rank: int) -> int:
+        """Return the bytes that a rank holds: views, gradients of them, parameters, and the optimiser's arrays.
+
+        Kernels' scratch space is not counted.
+        """
+        replica, tile = divmod(rank, self.grid.tiles)
+        return self.arena(replica, tile) + sum(plan.held_by(tile) for plan in self) * self._per_parameter
+
+    def arena(self, replica: int, tile: int) -> int:
+        """Return the bytes of one block for all views and gradients.
+
+        Arrays that never live at the same moment of a step share memory in it.
+        """
+        return self.live_ranges(tile).length * self._held_samples(replica) * self.itemsize
+
+    @property
+    def peak(self) -> int:
+        """The same on the rank that needs most."""
+        return max(self.arena(0, tile) for tile in range(self.grid.tiles))
+
+    def live_ranges(self, tile: int) -> MemoryPlan:
+        """Return what lives when on a tile's rank."""
+        steps = [self._by_layer.get(id(step.layer)) for step in self.graph.steps]
+        views = [None if plan is None else plan.view(tile) for plan in steps]
+        held = [
+            0 if view is None or plan is None else view.buffer.size * plan.input_shape[-1]
+            for view, plan in zip(views, steps, strict=True)
+        ]
+        windowed = [view is not None and not view.trivial for view in views]
+        return plan_memory(self.graph, held, windowed, [prod(shape) for shape in self.tile_shapes(tile)])
+
+    def tile_shapes(self, tile: int) -> list[Shape]:
+        """Return the shape of a tile of every value of the graph, without the batch."""
+        shapes = self.graph.shapes
+        boxes = [self.grid.partition(shape[:-1]).box(tile) for shape in shapes]
+        if self.wide_tiles is not None:
+            boxes[0] = self.wide_tiles.box(tile)
+        for step in self.graph.steps:
+            if step.layer is not None:
+                boxes[step.output] = self._by_layer[id(step.layer)].tile(tile)
+        return [(*box.shape, shape[-1]) for box, shape in zip(boxes, shapes, strict=True)]
+
+    def costs(self, batch_size: int | None = None) -> list[LayerCosts]:
+        """Return the costs of every layer in one step of a whole batch."""
+        size, found = self.itemsize, []
+        shares = [self.samples(replica, batch_size) for replica in range(self.grid.replicas)]
+        for index, plan in enumerate(self):
+            view = max(box.size for box in plan.kept) * plan.input_shape[-1] * size
+            found.append(
+                LayerCosts(
+                    sent_most=round(max(plan.sent_bytes(shares[0], size, plan.gradient))),
+                    sent_all=round(sum(sum(plan.sent_bytes(n, size, plan.gradient)) for n in shares)),
+                    parameters=plan.parameters,
+                    memory=(1 + (index > 0)) * view * self._held_samples(0) + max(plan.held) * self._per_parameter,
+                )
+            )
+        return found
+
+    def samples(self, replica: int, batch_size: int | None = None) -> int:
+        """Return how many samples of a batch a replica has."""
+        lo, hi = split(self.batch_size if batch_size is None else batch_size, self.grid.replicas, replica)
+        return hi - lo
+
+    def describe(self) -> str:
+        """Return the plan as a table, with what all layers send and hold together: what `neondist check` prints."""
+        from .report import as_text
+
+        return as_text(self)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return self.training.dtype.itemsize
+
+    @property
+    def _per_parameter(self) -> int:
+        """Bytes of a trained number, its gradient, and what the optimiser keeps of it."""
+        return self.itemsize * (2 + len(self.training.optimizer.slot_names))
+
+    def _held_samples(self, replica: int) -> int:
+        """Return how many of a rank's samples are in memory at once: a micro-batch, if none waits for another."""
+        samples = self.samples(replica)
+        over_batch = any(one.over_batch for plan in self for one in plan.reductions)
+        return samples if over_batch else -(-samples // self.training.accumulate)
+
+    @cached_property
+    def _by_layer(self) -> dict[int, LayerPlan]:
+        return {id(plan.layer): plan for plan in self}
+
+
+def compile_plan(
+    chain: Sequential, input_shape: Shape, grid: GridShape, batch_size: int | None, training: Training
+) -> Plan:
+    """Return the plan of a chain of layers.
+
+    Parameters
+    ----------
+    batch_size : int, optional
+        Global; default: one sample for each replica, of which no planner of segments knows.
+
+    Raises
+    ------
+    UserError
+        A layer does not fit; the error names it, and carries it as `subject`.
+    """
+    graph = Graph(chain.layers, input_shape)
+    plans = []
+    try:
+        samples = None if batch_size is None else max(1, split(batch_size, grid.replicas, 0)[1])
+        regions = find_regions(chain, graph, grid, samples)
+        for step in graph.steps:
+            if (layer := step.layer) is not None:
+                shapes, gradient = (graph.shapes[step.inputs[0]], graph.shapes[step.output]), 0 not in step.inputs
+                try:
+                    plans.append(LayerPlan(layer, *shapes, grid, regions.get(id(layer), (None, None)), gradient))
+                except UserError as error:
+                    error.subject = layer
+                    raise
+    except UserError as error:
+        raise _named(error, chain) from error
+    return Plan(graph, plans, grid, batch_size or grid.replicas, training)
+
+
+def _named(error: UserError, chain: Sequential) -> UserError:
+    layer: Layer | None = getattr(error, "subject", None)
+    if layer is None:
+        return error
+    return of_layer(error, next(i for i, node in enumerate(chain.layers) if layer in node.leaves), layer)

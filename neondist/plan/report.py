@@ -1,0 +1,163 @@
+"""A plan to read: the table that `neondist check` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from ..geometry import Box, GridShape
+from ..halo import scheme_text
+from .plan import LayerCosts
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
+
+    from .layer import LayerPlan
+    from .plan import Plan
+
+LEGEND = """\
+tile: output cells of a rank; view: input cells that it looks at, with padding
+halo: cells of the view that other ranks own, per sample; the most of any rank
+sent: halo bytes of a training step, both ways; by the busiest rank, and by all
+memory: view and its gradient, parameters, optimiser of the fullest rank; a layer
+writes its outputs into the next one's view"""
+KEPT_HEAD = "on a rank"
+KEPT = f"\n{KEPT_HEAD}: parameters of the fullest rank, where each keeps those of its own tile"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its head, a cell per layer, and the foot under them."""
+
+    head: str
+    cells: list[str]
+    foot: str = ""
+    right: bool = True
+
+
+class LayerTable:
+    """A table that is never cut; on a terminal too narrow for all columns it becomes two."""
+
+    def __init__(self, columns: Sequence[Column], left: int) -> None:
+        self.columns, self.left = columns, left
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(width=10_000)
+        halves = [self.columns[: self.left], [self.columns[0], *self.columns[self.left :]]]
+        fits = console.measure(self._table(self.columns), options=unlimited).maximum <= options.max_width
+        for at, columns in enumerate([self.columns] if fits or not console.is_terminal else halves):
+            yield from [""] * bool(at)
+            table = self._table(columns)
+            needed = console.measure(table, options=unlimited).maximum
+            yield from console.render(table, options.update(width=needed))
+
+    def _table(self, columns: Sequence[Column]) -> Table:
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", footer_style="bold")
+        table.show_footer = any(column.foot for column in columns[1:])
+        for column in columns:
+            table.add_column(column.head, column.foot, justify="right" if column.right else "left", no_wrap=True)
+        for row in zip(*(column.cells for column in columns), strict=True):
+            table.add_row(*row)
+        return table
+
+
+def table(plan: Plan) -> Any:
+    """Return a plan for a rich console to print: a table of the layers, what they do together, and a legend."""
+    from rich.console import Group
+    from rich.text import Text
+
+    found = LayerTable([*_shapes(plan), *_costs(plan)], left=5)
+    notes = [
+        f"planned peak: {_size(plan.peak)} for views and gradients, which share memory, on the fullest rank",
+        *_sums(plan),
+        *(
+            f"a step of pretraining '{name}' sends {_size(most)} (the busiest rank), {_size(total)} (all)"
+            for name, most, total in plan.pretraining_bytes()
+        ),
+    ]
+    legend = LEGEND + (KEPT if any(column.head == KEPT_HEAD for column in found.columns) else "")
+    return Group(found, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
+
+
+def as_text(plan: Plan) -> str:
+    """Return the same as plain text, with the grid above."""
+    from rich.console import Console
+
+    console = Console(file=StringIO(), soft_wrap=True, color_system=None)
+    shape = by(plan.input_shape)
+    console.print(f"{plan.training.dtype} on {grid_text(plan.grid)}, inputs {shape}, batches of {plan.batch_size}\n")
+    console.print(table(plan))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def grid_text(grid: GridShape) -> str:
+    """Return '6 ranks (1 replicas, 3 rows, 2 cols)'."""
+    ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks"
+    parts = {"replicas": grid.replicas, "planes": grid.planes, "rows": grid.rows, "cols": grid.cols}
+    return f"{ranks} ({', '.join(f'{n} {name}' for name, n in parts.items() if name != 'planes' or n > 1)})"
+
+
+def _shapes(plans: Sequence[LayerPlan]) -> list[Column]:
+    schemes = [scheme_text(p.scheme) if p.window is not None or p.reverse else "-" for p in plans]
+    plain = all(text in ("halo", "-") for text in schemes)
+    views = [_spread(p.views, p.input_shape[-1]) if p.window is not None else "-" for p in plans]
+    return [
+        Column("layer", [p.name for p in plans], "total", right=False),
+        Column("class", [p.cls for p in plans], right=False),
+        Column("output", [by(p.output_shape) for p in plans], right=False),
+        Column("tile", [_spread(p.tiles, p.output_shape[-1]) for p in plans], right=False),
+        Column("view", views, right=False),
+        *([] if plain else [Column("scheme", schemes, right=False)]),
+    ]
+
+
+def _costs(plans: Plan) -> list[Column]:
+    costs = plans.costs()
+    total = sum(costs, LayerCosts())
+    halo = [f"{max(p.halo_cells):,}" if any(p.halo_cells) else "-" for p in plans]
+    kept = Column(KEPT_HEAD, [f"{max(p.held):,}" for p in plans], f"{sum(max(p.held) for p in plans):,}")
+    return [
+        Column("halo", halo),
+        Column("sent, most", [_size(c.sent_most) for c in costs], _size(total.sent_most)),
+        Column("sent, all", [_size(c.sent_all) for c in costs], _size(total.sent_all)),
+        Column("parameters", [f"{c.parameters:,}" for c in costs], f"{total.parameters:,}"),
+        *([kept] if any(max(p.held) < p.parameters for p in plans) else []),
+        Column("memory", [_size(c.memory) for c in costs], _size(total.memory)),
+    ]
+
+
+def _sums(plan: Plan) -> list[str]:
+    """Return what a rank of the fullest replica gives into sums, the largest first."""
+    given = plan.reduced(0)
+    if not given:
+        return []
+    parts = [f"{name} {_size(count)}" for name, count in sorted(given.items(), key=lambda pair: -pair[1])]
+    return [f"sums over ranks: a rank gives {_size(sum(given.values()))} a step: {', '.join(parts)}"]
+
+
+def by(shape: Iterable[object]) -> str:
+    """Return '28×28×1'."""
+    return "×".join(map(str, shape))
+
+
+def _spread(boxes: Sequence[Box], channels: int) -> str:
+    """Return the extents of all tiles: '9-10×14×16'."""
+    axes = zip(*(box.shape for box in boxes), strict=True)
+    ranges = [(min(axis), max(axis)) for axis in axes]
+    return by([*(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in ranges), channels])
+
+
+def _size(count: float) -> str:
+    if not count:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:,.4g} TB"
