@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ShapeError
 from ..registry import suggest
 from ..registry.arguments import checked
 from .kernels import Kernels
@@ -57,6 +57,21 @@ class Backend:
     def from_host(self, array: Any, dtype: Any = None) -> Any:
         """Return a new contiguous array of this backend with the values of a NumPy array."""
         return self.xp.array(array, dtype, order="C")
+
+    def real_array(self, name: str, array: Any, dtype: np.dtype, copy: bool = False) -> Any:
+        """Return what a caller gave as a contiguous array of this backend: itself, where it is one, or a copy.
+
+        Raises
+        ------
+        ShapeError
+            These are no real numbers; `name` is the array's.
+        """
+        given = array if self.owns(array) else np.asarray(array)
+        if given.dtype.kind not in "biuf":
+            raise ShapeError(f"{name} of dtype {given.dtype}: give real numbers")
+        if copy or given is not array:
+            return self.from_host(given, dtype)
+        return self.xp.ascontiguousarray(given, dtype)
 
     def close(self) -> None:
         """Take back what the backend has changed in this process, such as numbers of threads."""

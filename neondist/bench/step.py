@@ -127,7 +127,7 @@ def _rival(
     whole, labels = model.gather_input(x), model.output.gather(model.local_targets(targets, batch)[..., None])[..., 0]
     rival = Rival(described, whole, labels.astype(np.int64), threads) if grid.rank == 0 else None
     try:
-        loss, gradients = _without_dropout(model, lambda: model.loss_and_gradients(x, targets, batch))
+        loss, gradients = _without_dropout(model, lambda: model.loss_and_gradients(x, targets, batch)[0])
         agreement = {}
         if rival:
             theirs, expected = rival.check()

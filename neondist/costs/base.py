@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeAlias
-
-import numpy as np
+from typing import Any, TypeAlias
 
 from ..errors import ShapeError
 from ..registry import Registered
 
-Total: TypeAlias = Callable[[np.ndarray], np.ndarray]
+Total: TypeAlias = Callable[[Any], Any]
 """Sums an array over the tiles that share a sample (collective), and returns it."""
 
 
-def alone(array: np.ndarray) -> np.ndarray:
+def alone(array: Any) -> Any:
     """Return the array: the total where nobody shares the samples."""
     return array
 
@@ -25,18 +23,19 @@ class Cost(Registered, ABC):
     """A cost of outputs against targets, summed over what this rank holds.
 
     Sums of ranks add up; the model divides the total by `global batch * cells(output shape)`, so that no rank has to
-    know how much of the output the others hold. All arrays may be empty.
+    know how much of the output the others hold. All arrays may be empty. Outputs may lie on a device, where targets,
+    which are NumPy's, then have to be brought: `namespace(y).asarray(targets)`.
     """
 
     @abstractmethod
-    def value(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> float:
-        """Return the sum of the cost over the local samples and cells of `y`.
+    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+        """Return the sum of the cost over the local samples and cells of `y`; it may be an array of `y`'s kind, ().
 
         `total` is for costs that are no sum over cells: every rank's value is its share in the whole.
         """
 
     @abstractmethod
-    def gradient(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> np.ndarray:
+    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return the gradient of `value` with respect to `y`: a new array of its shape and dtype."""
 
     def cells(self, y_shape: tuple[int, ...]) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+from ..backends import namespace
 from .base import Cost, Total, alone
-from .labels import is_dense, pick
+from .labels import is_dense, one_hot, pick
 
 
 class CrossEntropy(Cost):
@@ -15,28 +16,29 @@ class CrossEntropy(Cost):
     integer labels (n,) or (n, *spatial), or probabilities of the shape of `y`. The mean is over batch and cells.
     """
 
-    def value(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> float:
+    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return the sum of -log p over the local cells, summed in float64."""
-        shifted = _shifted(y)
+        xp, shifted = namespace(y), _shifted(y)
         if is_dense(y, targets):
-            fitted = (targets * shifted).sum(axis=-1, dtype=np.float64)
-            weight = targets.sum(axis=-1, dtype=np.float64)
+            targets = xp.asarray(targets)
+            fitted = (targets * shifted).sum(axis=-1, dtype="f8")
+            weight = targets.sum(axis=-1, dtype="f8")
         else:
             fitted, weight = pick(shifted, targets)[..., 0], 1.0
-        mass = np.exp(shifted, out=shifted).sum(axis=-1, dtype=np.float64)
-        return float((weight * np.log(mass) - fitted).sum())
+        mass = xp.exp(shifted, out=shifted).sum(axis=-1, dtype="f8")
+        return (weight * xp.log(mass) - fitted).sum()
 
-    def gradient(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> np.ndarray:
+    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return softmax(y) minus the targets, (n, C) or (n, *spatial, C)."""
-        p = _shifted(y)
-        np.exp(p, out=p)
+        xp, p = namespace(y), _shifted(y)
+        xp.exp(p, out=p)
         p /= p.sum(axis=-1, keepdims=True)
         if is_dense(y, targets):
+            targets = xp.asarray(targets)
             p *= targets.sum(axis=-1, keepdims=True)
             p -= targets
         else:
-            index = targets[..., None].astype(np.intp, copy=False)
-            np.put_along_axis(p, index, pick(p, targets) - 1, axis=-1)
+            p -= one_hot(p, targets)
         return p
 
 
@@ -44,6 +46,6 @@ class SoftmaxCrossEntropy(CrossEntropy):
     """Cross entropy for each cell of a segmentation, under the name that people look for; the same as CrossEntropy."""
 
 
-def _shifted(y: np.ndarray) -> np.ndarray:
+def _shifted(y: Any) -> Any:
     """Return `y` minus the largest score of each cell, so that no exponential overflows (a new array)."""
-    return y - y.max(axis=-1, keepdims=True, initial=-np.inf)
+    return y - y.max(axis=-1, keepdims=True)

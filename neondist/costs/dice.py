@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+from ..backends import namespace
 from ..registry.ranges import Positive
 from .base import Cost, Total, alone
-from .labels import is_dense, pick
+from .labels import is_dense, one_hot
 
 
 class Dice(Cost):
@@ -25,17 +26,17 @@ class Dice(Cost):
     def __init__(self, smooth: Positive = 1.0) -> None:
         self.smooth = smooth
 
-    def value(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> float:
+    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return this rank's share: its own sums over those of the whole image."""
         p, t = _softmax(y), _one_hot(y, targets)
         both, overlap = _over_cells(p + t), _over_cells(p * t)
         whole = total(both.copy())
-        return float(((both - 2 * overlap) / (whole + self.smooth)).sum() / y.shape[-1])
+        return ((both - 2 * overlap) / (whole + self.smooth)).sum() / y.shape[-1]
 
-    def gradient(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> np.ndarray:
+    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return the gradient of the whole image's loss with respect to the local scores."""
         p, t = _softmax(y), _one_hot(y, targets)
-        both, overlap = total(np.stack([_over_cells(p + t), _over_cells(p * t)]))
+        both, overlap = total(namespace(y).stack([_over_cells(p + t), _over_cells(p * t)]))
         spatial = (slice(None), *(None for _ in y.shape[1:-1]))
         whole = (both + self.smooth)[spatial]
         by_p = ((2 * overlap + self.smooth)[spatial] / whole - 2 * t) / (whole * y.shape[-1])
@@ -51,19 +52,16 @@ class Dice(Cost):
         return 1
 
 
-def _softmax(y: np.ndarray) -> np.ndarray:
-    p = np.exp(y - y.max(axis=-1, keepdims=True, initial=-np.inf))
+def _softmax(y: Any) -> Any:
+    p = namespace(y).exp(y - y.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
     return p
 
 
-def _one_hot(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    if is_dense(y, targets):
-        return targets
-    pick(y, targets)  # labels out of range are told here
-    return (targets[..., None] == np.arange(y.shape[-1])).astype(y.dtype)
+def _one_hot(y: Any, targets: Any) -> Any:
+    return namespace(y).asarray(targets) if is_dense(y, targets) else one_hot(y, targets).astype(y.dtype)
 
 
-def _over_cells(array: np.ndarray) -> np.ndarray:
+def _over_cells(array: Any) -> Any:
     """Return the sums over the spatial axes, (n, C), in float64."""
-    return array.sum(axis=tuple(range(1, array.ndim - 1)), dtype=np.float64)
+    return array.sum(axis=tuple(range(1, array.ndim - 1)), dtype="f8")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ..backends import namespace
 from ..errors import DataError, ShapeError
 
 
-def is_dense(y: np.ndarray, targets: np.ndarray) -> bool:
+def is_dense(y: Any, targets: Any) -> bool:
     """Return whether `targets` has one value per output (one-hot, probabilities), and not one label per cell.
 
     Raises
@@ -26,7 +29,7 @@ def is_dense(y: np.ndarray, targets: np.ndarray) -> bool:
             " layer at the end"
         )
     classes = y.shape[-1]
-    if not np.issubdtype(targets.dtype, np.integer):
+    if targets.dtype.kind not in "iu":
         raise DataError(f"targets: labels must be integers from 0 to {classes - 1}, not {targets.dtype}")
     if targets.size:
         low, high = int(targets.min()), int(targets.max())
@@ -52,6 +55,13 @@ def tells_classes(y: np.ndarray, targets: np.ndarray) -> bool:
     return bool(targets.min(initial=0) >= 0 and np.allclose(sums, 1, rtol=0, atol=1e-3))
 
 
-def pick(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def pick(values: Any, labels: Any) -> Any:
     """Return from every cell of `values` the entry of its label, with the last axis kept (length 1)."""
-    return np.take_along_axis(values, labels[..., None].astype(np.intp, copy=False), axis=-1)
+    xp = namespace(values)
+    return xp.take_along_axis(values, xp.asarray(labels)[..., None].astype("i8", copy=False), axis=-1)
+
+
+def one_hot(y: Any, labels: Any) -> Any:
+    """Return where in every cell of `y` the entry of its label is: booleans of the shape of `y`."""
+    xp = namespace(y)
+    return xp.asarray(labels)[..., None] == xp.arange(y.shape[-1])

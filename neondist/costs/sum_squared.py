@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+from ..backends import namespace
 from .base import Cost, Total, alone
-from .labels import is_dense, pick
+from .labels import is_dense, one_hot
 
 
 class SumSquared(Cost):
@@ -15,20 +16,17 @@ class SumSquared(Cost):
     (n,) or (n, *spatial), which stand for their one-hot vectors.
     """
 
-    def value(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> float:
+    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return 0.5 * sum((y - targets)^2) over everything local, summed in float64."""
         difference = self.gradient(y, targets)
-        np.multiply(difference, difference, out=difference)
-        return 0.5 * float(difference.sum(dtype=np.float64))
+        difference *= difference
+        return 0.5 * difference.sum(dtype="f8")
 
-    def gradient(self, y: np.ndarray, targets: np.ndarray, total: Total = alone) -> np.ndarray:
+    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return y - targets."""
         if is_dense(y, targets):
-            return np.subtract(y, targets, dtype=y.dtype, casting="same_kind")
-        difference = y.copy()
-        index = targets[..., None].astype(np.intp, copy=False)
-        np.put_along_axis(difference, index, pick(y, targets) - 1, axis=-1)
-        return difference
+            return y - namespace(y).asarray(targets, y.dtype)
+        return y - one_hot(y, targets)
 
     def cells(self, y_shape: tuple[int, ...]) -> int:
         """Return 1: a sample's cost is the sum over all its outputs."""

@@ -9,7 +9,7 @@ old_names: what schemes written for neondist 0.1 call.
 
 from .exchange import HaloExchange, PackedExchange, Phase
 from .fusion import Auto, DeepHalo, Fusion, OverlapTile
-from .global_array import GlobalArray, PaddedArray, real_array
+from .global_array import GlobalArray, PaddedArray
 from .policies import (
     Every,
     ExchangePolicy,
@@ -41,7 +41,6 @@ __all__ = [
     "Stale",
     "Tower",
     "as_scheme",
-    "real_array",
     "scheme_names",
     "scheme_text",
 ]

@@ -246,7 +246,7 @@ class PaddedArray:
         self.remember({key: arrays for key, arrays in memory.items() if arrays})
 
     def _taken(self, name: str, array: Any) -> Any:
-        return array if self.reuse else real_array(name, array, self.dtype)
+        return array if self.reuse else self.backend.real_array(name, array, self.dtype)
 
     def _given(self, array: Any) -> Any:
         return array if self.reuse else array.copy()
@@ -283,17 +283,3 @@ class GlobalArray(PaddedArray):
         reuse: bool = False,
     ) -> None:
         self._lay_out(grid, global_shape, window, dtype, backend, reuse)
-
-
-def real_array(name: str, array: Any, dtype: np.dtype, copy: bool = False) -> np.ndarray:
-    """Return what a caller gave as a contiguous array of the model's dtype: itself, where it is one, or a copy.
-
-    Raises
-    ------
-    ShapeError
-        These are no real numbers.
-    """
-    given = np.asarray(array)
-    if given.dtype.kind not in "biuf":
-        raise ShapeError(f"{name} of dtype {given.dtype}: give real numbers")
-    return np.array(given, dtype, order="C") if copy else np.ascontiguousarray(given, dtype)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..halo import Phase, real_array
+from ..halo import Phase
 from ..layers import Layer, LocalFilteringLayer
 from ..parallel import Flag, finite
 from .nonfinite import SchemeMemory, locate_in_stage
@@ -46,7 +46,7 @@ class Autoencoder:
         self.cost = ReconstructionCost(model.sparsity, model.epsilon)
         self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
-        self.accumulate = model.accumulate
+        self.accumulate, self.context = model.accumulate, model.context
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.slots: dict[str, Any] = {}
         self.phase = Phase(training=False)
@@ -73,7 +73,7 @@ class Autoencoder:
 
     def inputs(self, x: Any) -> Any:
         """Return this rank's tile of the stage's input for its tile of the images."""
-        with self.model.executor.passing(real_array("x", x, self.dtype), Phase(training=False), self.start) as run:
+        with self.model.executor.passing(self.model.real_array("x", x), Phase(training=False), self.start) as run:
             return run.output.copy()
 
     def encode(self, x: Any) -> Any:
@@ -129,10 +129,13 @@ class Autoencoder:
         batch = batch_size or len(x) * self.grid.replicas
         memory = SchemeMemory(self.leaves, self.model.nonfinite == "skip")
         value = self.cost_and_gradient(x, 1.0 / batch)
-        self.sync.flags.mine[Flag.NON_FINITE] = not finite(self.layer.grads["weights"])
-        cost = self.total_over_output(np.array([value, *self.sync.flags.mine]))
-        self.sync.flags.heard[...] = cost[1:]
-        good = np.isfinite(cost[0]) and not self.sync.flags.heard[Flag.NON_FINITE]
+        backend, flags = self.context.backend, self.sync.flags
+        xp = backend.xp
+        numbers = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.mine)])
+        numbers[1 + Flag.NON_FINITE] = xp.logical_not(finite(self.layer.grads["weights"]))
+        cost = backend.to_host(self.total_over_output(numbers))
+        flags.heard[...] = cost[1:]
+        good = np.isfinite(cost[0]) and not flags.heard[Flag.NON_FINITE]
         where = None
         if not good:
             memory.put_back()

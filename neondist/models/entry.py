@@ -46,11 +46,12 @@ class Entry:
         return Entry(self.layer, f"{self.name}/{name}", self.parameter, self.grid)
 
     def gather(self, array: Any) -> Any:
-        """Return a copy of the whole array; collective over the tiles if it is cut."""
+        """Return a copy of the whole array, NumPy's; collective over the tiles if it is cut."""
+        mine = self.layer.context.backend.to_host(array)
         if not self.cut:
-            return array.copy()
-        whole = np.empty(self.parameter.shape, array.dtype)
-        for tile, part in enumerate(self.grid.tile_comm.allgather(array)):
+            return mine.copy()
+        whole = np.empty(self.parameter.shape, mine.dtype)
+        for tile, part in enumerate(self.grid.tile_comm.allgather(mine)):
             for here, there in self.strips(tile):
                 whole[there] = part[here]
         return whole

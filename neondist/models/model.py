@@ -12,10 +12,10 @@ from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..geometry import GridShape, split
-from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, real_array, scheme_text
+from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, scheme_text
 from ..layers import Context, Layer, Node, Sequential
 from ..optim import SGD, Optimizer
-from ..parallel import SYNCS, Flag, GradientSync
+from ..parallel import SYNCS, GradientSync, finite
 from ..plan import Plan, Training, compile_plan
 from ..registry import Registered
 from ..registry.arguments import checked
@@ -168,10 +168,10 @@ class Model(Registered):
             planned.layer.regions = planned.regions
             planned.layer.build(planned.input_shape, context)
         self.last_pass = None
-        self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
+        self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), None, str(self.dtype), context.backend)
         if plan.wide_tiles is not None:
             self.input.cut(plan.wide_tiles, plan.wide_tiles)
-        self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype))
+        self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), None, str(self.dtype), context.backend)
         self.parameters = Parameters(self.leaves, context, self._sync)
         self.make_executor()
         self.slots = self.optimizer.slots(self.parameters.values)
@@ -200,7 +200,7 @@ class Model(Registered):
         batch_size : int, optional
             Samples over all replicas, where they are not those that the model was built for.
         """
-        run = self.run_forward(real_array("x", x, self.dtype, copy=True), training, batch_size)
+        run = self.run_forward(self.real_array("x", x, copy=True), training, batch_size)
         return ModelPass(self, run)
 
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
@@ -262,6 +262,11 @@ class Model(Registered):
         self._built().begin_gradients()
         return self.executor.backward(run, dy)
 
+    def real_array(self, name: str, array: Any, copy: bool = False) -> Any:
+        """Return what a caller gave as a contiguous array of the model's dtype and backend; `name` is the array's."""
+        self._built()
+        return self.context.backend.real_array(name, array, self.dtype, copy)
+
     def owned(self, x: Any) -> Any:
         """Return the part of an array over this rank's tile of the input that no other rank has too."""
         own = self.grid.tile_box(self.input_shape[:-1]).relative_to(self.input.own)
@@ -301,8 +306,8 @@ class Model(Registered):
         batch, parameters = self._batch(x, batch_size), self._built()
         kept, memory = parameters.kept_values.copy(), SchemeMemory(self.leaves, self.nonfinite == "skip")
         with self.grid.observers.during("step"):
-            loss = self.loss_and_gradients(x, targets, batch)
-            if good := parameters.finite():
+            loss, good = self.loss_and_gradients(x, targets, batch)
+            if good:
                 with self.grid.observers.during("update"):
                     self.update()
         if not good:
@@ -317,13 +322,14 @@ class Model(Registered):
             return float("nan")
         return loss
 
-    def loss_and_gradients(self, x: Any, targets: Any, batch_size: int) -> float:
-        """Return the mean loss over the global batch, and fill the gradients of what is trained at present.
+    def loss_and_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:
+        """Return the mean loss over the global batch, and whether it and all gradients are finite.
 
-        The arguments are those of `train_batch`, which updates the weights too.
+        Fills the gradients of what is trained at present. The arguments are those of `train_batch`, which updates the
+        weights too.
         """
         observers, self.last_pass = self.grid.observers, None
-        x = real_array("x", x, self.dtype)
+        x = self.real_array("x", x)
         batch, first = self._samples(x, batch_size)
         local = self.local_targets(targets, batch)
         scale, value = 1.0 / (batch * self.cost.cells(self.output_shape)), 0.0
@@ -347,16 +353,17 @@ class Model(Registered):
                 for run in runs:
                     run.close()
         with observers.during("cost"):
-            loss = self.total_over_output(np.array([value]))
-        self.sync.flags.mine[Flag.NON_FINITE] = not np.isfinite(loss[0])
+            loss = self.total_over_output(self.context.backend.xp.asarray(value, np.float64).reshape(1))
+        self.sync.note(finite(loss))
         self.sum_trained()
-        return float(loss[0] * scale)
+        total, good = self._built().hear(loss)
+        return total * scale, good
 
     def _cost_of(self, y: Any, targets: Any) -> tuple[float, Any]:
         """Return the cost of samples, and its gradient."""
         observers, total = self.grid.observers, self.output.total
         value = self.cost.value(y, targets, total)
-        observers.value(None, "cost", np.array([value]))
+        observers.value(None, "cost", self.context.backend.xp.asarray(value).reshape(1))
         dy = self.cost.gradient(y, targets, total)
         observers.value(None, "gradient of the cost", dy)
         return value, dy

@@ -110,7 +110,7 @@ def locate_in_stage(stage: Autoencoder, x: Any, batch: int) -> str:
                 found.note(f"the weights of layer '{name}'", weights)
             found.note(f"the output of layer '{name}'", stage.z)
             found.note(f"the reconstruction of the input of layer '{name}'", y.residual)
-            found.note(f"the cost of {stage}", np.array([stage.cost.value(y)]))
+            found.note(f"the cost of {stage}", stage.cost.value(y).reshape(1))
             stage.bprop(y, 1 / batch)
         stage.sum_gradient()
         found.note(f"the gradients of the weights of layer '{name}'", stage.layer.grads["weights"])

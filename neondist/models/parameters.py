@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import rng
+from ..backends import namespace
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
 from ..parallel import HEADER, AllReduce, Flag, GradientSync, finite
@@ -20,16 +21,18 @@ class Views(dict[str, Any]):
     """Arrays by name that live in a flat buffer: assigning copies the values in, so they stay there."""
 
     def __setitem__(self, name: str, values: Any) -> None:
-        self._fitting(name, values)[...] = values
+        array, values = self._fitting(name, values)
+        array[...] = values
 
-    def _fitting(self, name: str, values: Any) -> Any:
-        """Return the array of a name, if values of its shape are given; otherwise raise KeyError or ShapeError."""
+    def _fitting(self, name: str, values: Any) -> tuple[Any, Any]:
+        """Return the array of a name and values of its shape, of the same kind; otherwise KeyError or ShapeError."""
         if name not in self:
             raise KeyError(f"no array '{name}'; this layer has {', '.join(self) or 'none'}")
         array = super().__getitem__(name)
-        if np.shape(values) != array.shape:
-            raise ShapeError(f"'{name}' of shape {np.shape(values)}: expected {array.shape}")
-        return array
+        values = namespace(array).asarray(values)
+        if values.shape != array.shape:
+            raise ShapeError(f"'{name}' of shape {values.shape}: expected {array.shape}")
+        return array, values
 
 
 class Gradients(Views):
@@ -44,7 +47,7 @@ class Gradients(Views):
         self.stale.update(self)
 
     def __setitem__(self, name: str, values: Any) -> None:
-        array = self._fitting(name, values)
+        array, values = self._fitting(name, values)
         if name in self.stale:
             self.stale.discard(name)
             array[...] = values
@@ -146,9 +149,16 @@ class Parameters:
             layer.grads.settle()
         self.sync.finish()
 
-    def finite(self) -> bool:
-        """Tell whether loss and gradients of the last step were finite on all ranks; the same on every rank."""
-        return not self.sync.flags.heard[Flag.NON_FINITE] and finite(self.grads[: self.shared])
+    def hear(self, loss: Any) -> tuple[float, bool]:
+        """Return a step's loss (1,), and whether it and all gradients are finite, the same on every rank.
+
+        The flags are heard. All this comes in one copy: the only time that a step waits for the device.
+        """
+        backend, sync = self.context.backend, self.sync
+        good = finite(self.grads[: self.shared]).reshape(1)
+        told = backend.to_host(backend.xp.concatenate([sync.header, good, loss]))
+        sync.flags.heard[...] = told[:HEADER]
+        return float(told[-1]), bool(told[HEADER]) and not sync.flags.heard[Flag.NON_FINITE]
 
     def arrays(self) -> list[tuple[Entry, Any]]:
         """Return all arrays, trained and kept: views of this rank's part."""
@@ -172,7 +182,8 @@ class Parameters:
         parameter: Parameter = entry.parameter
         for here, there in entry.mine:
             index = rng.box_index(parameter.shape, there)
-            array[here] = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
+            values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
+            array[here] = self.context.backend.from_host(values, array.dtype)
 
 
 def gather(arrays: Iterable[tuple[Entry, Any]]) -> dict[str, Any]:
@@ -196,4 +207,4 @@ def load(arrays: list[tuple[Entry, Any]], values: dict[str, Any], what: str) -> 
             )
     for entry, array in arrays:
         for here, there in entry.mine:
-            array[here] = values[entry.full_name][there]
+            array[here] = namespace(array).asarray(values[entry.full_name][there])

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..layers import Layer
 from ..optim import Optimizer
-from ..parallel import Flag, finite
+from ..parallel import finite
 from .parameters import Parameters
 
 
@@ -32,12 +32,13 @@ class Part:
 
     def sum_gradients(self) -> None:
         """Add up every rank's share; what is cut over the tiles, over the replicas alone."""
-        reductions, flags = self.parameters.reductions, self.parameters.sync.flags
+        sync = self.parameters.sync
         entries = [entry for entry, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
         for gradient, entry in zip(self.cut(self.parameters.grads), entries, strict=True):
-            reductions.allreduce(entry.parameter.layout.group, gradient)
-            flags.mine[Flag.NON_FINITE] += entry.cut and not finite(gradient)
-        flags.exchange(reductions)
+            sync.reductions.allreduce(entry.parameter.layout.group, gradient)
+            if entry.cut:
+                sync.note(finite(gradient))
+        sync.tell()
 
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
         """Change these parameters by their gradients; `slots` are as long as all parameters."""

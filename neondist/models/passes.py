@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PassError, ShapeError
-from ..halo import real_array
 from ..runtime import Pass
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class ModelPass:
             The weights have changed since, or the pass was closed.
         """
         model = self.model
-        dy = real_array("dy", dy, model.dtype)
+        dy = model.real_array("dy", dy)
         if self._run.closed or self._version != model.weights_version:
             why = "it was closed" if self._run.closed else "the weights have changed"
             raise PassError(f"backward: {why} since the pass forward; run fprop of its batch right before bprop")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
+from ..backends import namespace
 
 
 class Reconstruction(NamedTuple):
@@ -40,14 +40,14 @@ class ReconstructionCost:
     sparsity: float
     epsilon: float
 
-    def value(self, y: Reconstruction, targets: Any = None, total: Any = None) -> float:
+    def value(self, y: Reconstruction, targets: Any = None, total: Any = None) -> Any:
         """Return the sum over everything local, in float64; sums of ranks add up."""
-        error = 0.5 * float(np.sum(y.residual * y.residual, dtype=np.float64))
-        return error + self.sparsity * float(np.sum(np.sqrt(self.epsilon + y.pooled), dtype=np.float64))
+        error = 0.5 * (y.residual * y.residual).sum(dtype="f8")
+        return error + self.sparsity * namespace(y.pooled).sqrt(self.epsilon + y.pooled).sum(dtype="f8")
 
     def by_pooled(self, pooled: Any) -> Any:
         """Return the gradient of `value` with respect to the pooled squares."""
-        return (0.5 * self.sparsity) / np.sqrt(self.epsilon + pooled)
+        return (0.5 * self.sparsity) / namespace(pooled).sqrt(self.epsilon + pooled)
 
     def cells(self, shape: Any) -> int:
         """Return 1: a sample's cost is a sum over all its cells."""

@@ -6,8 +6,6 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..comm import Reductions
-
 HEADER = 16
 """Numbers that travel: a multiple of what keeps the gradients behind them aligned."""
 
@@ -36,10 +34,6 @@ class ControlFlags:
 
     def __init__(self) -> None:
         self.mine, self.heard = np.zeros(HEADER), np.zeros(HEADER)
-
-    def exchange(self, reductions: Reductions) -> None:
-        """Tell and hear in a message of its own, where no sum over all ranks can take it along; collective."""
-        self.heard[...] = reductions.allreduce("world", self.mine.copy())
 
     def ranks(self, flag: Flag) -> int:
         """Return how many ranks had the flag in the last step."""

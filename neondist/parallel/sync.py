@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from ..backends import namespace
 from ..comm import ProcessGrid, Reductions, Request
 from .flags import HEADER, ControlFlags, Flag
 
@@ -16,10 +15,19 @@ Span = tuple[int, int]
 """From where to where a parameter lies among the gradients."""
 
 
-def finite(array: Any) -> bool:
-    """Tell whether all numbers of an array are finite; one pass over it, if they are."""
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())  # a sum of finite ones may overflow
+_BLOCK = 1 << 20  # cells along the first axis at a time: a mask of all gradients would be a quarter of them
+
+
+def finite(array: Any) -> Any:
+    """Return whether all numbers of an array are finite: a truth value of its namespace, which on a device is awaited.
+
+    Whoever asks for it as a bool waits.
+    """
+    xp = namespace(array)
+    found = xp.isfinite(array[:_BLOCK]).all()
+    for start in range(_BLOCK, len(array), _BLOCK):
+        found &= xp.isfinite(array[start : start + _BLOCK]).all()
+    return found
 
 
 class GradientSync(ABC):
@@ -49,10 +57,15 @@ class GradientSync(ABC):
         self.header, self.grads, self.shared = buffer[:HEADER], buffer[HEADER:], shared
         #: the flags and the shared gradients
         self.told = buffer[: HEADER + shared]
+        self.good: Any = True
 
-    @abstractmethod
     def begin(self) -> None:
         """Take note that a step fills the gradients anew."""
+        self.good = True
+
+    def note(self, good: Any) -> None:
+        """Take note of whether something on this rank is finite; all ranks hear if it is not."""
+        self.good = self.good & good
 
     @abstractmethod
     def ready(self, span: Span) -> None:
@@ -60,18 +73,27 @@ class GradientSync(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Return when all gradients are summed, and the flags heard; collective."""
+        """Return when all gradients are summed, and the flags in front of them; collective."""
+
+    def tell(self) -> None:
+        """Add up the flags alone, where no gradients are that all ranks add up; collective."""
+        self._raise_flags()
+        self.reductions.allreduce("world", self.header)
+
+    def _raise_flags(self) -> None:
+        """Put this rank's flags in front of the gradients."""
+        xp = namespace(self.header)
+        self.header[...] = xp.asarray(self.flags.mine)
+        self.header[Flag.NON_FINITE] += xp.logical_not(self.good)
 
     def _check_own(self) -> None:
-        """Raise the flag if a gradient of this tile's own parameters, which nobody else sees, is not finite."""
-        self.flags.mine[Flag.NON_FINITE] += not finite(self.grads[self.shared :])
+        """Take note of the gradients of this tile's own parameters, which nobody else sees."""
+        if self.shared < len(self.grads):
+            self.note(finite(self.grads[self.shared :]))
 
 
 class AllReduce(GradientSync):
     """One sum over all ranks, when all gradients are complete."""
-
-    def begin(self) -> None:
-        """Wait for nothing."""
 
     def ready(self, span: Span) -> None:
         """Wait for the others."""
@@ -80,10 +102,9 @@ class AllReduce(GradientSync):
         """Sum over the replicas what belongs to a tile, and then the rest, with the flags, over all ranks."""
         if self.shared < len(self.grads):
             self.reductions.allreduce("replicas", self.grads[self.shared :])
-            self._check_own()
-        self.header[...] = self.flags.mine
+        self._check_own()
+        self._raise_flags()
         self.reductions.allreduce("world", self.told)
-        self.flags.heard[...] = self.header
 
 
 @dataclass
@@ -130,6 +151,7 @@ class Bucketed(GradientSync):
 
     def begin(self) -> None:
         """Begin to fill all buckets."""
+        super().begin()
         self.sent: list[Bucket] = []
         for bucket in (*self.early, self.last):
             bucket.missing, bucket.request = bucket.stop - bucket.start, None
@@ -147,12 +169,10 @@ class Bucketed(GradientSync):
         for bucket in self.early:
             self._send(bucket)
         self._wait("replicas")
-        if self.shared < len(self.grads):
-            self._check_own()
-        self.header[...] = self.flags.mine
+        self._check_own()
+        self._raise_flags()
         self._send(self.last)
         self._wait("world")
-        self.flags.heard[...] = self.header
         self.begin()
 
     def _send(self, bucket: Bucket) -> None:

@@ -180,7 +180,8 @@ def evaluate(model: Model, split: Split, batch_size: int, metrics: Sequence[Metr
         for count, (x, targets) in zip(counts, read, strict=True):
             y = model.fprop(x, training=False, batch_size=count)
             targets = model.local_targets(targets, count)
-            sums[0] += model.cost.value(y, targets, model.output.total)
+            sums[0] += float(model.cost.value(y, targets, model.output.total))
+            y = model.context.backend.to_host(y) if metrics else y
             for at, metric in enumerate(metrics):
                 sums[1 + 2 * at : 3 + 2 * at] += metric.measure(y, targets)
     model.total_over_output(sums)

@@ -77,7 +77,7 @@ def test_the_cost_is_the_one_of_the_papers():
     encoder = model.stages[0].encode(np.eye(cells).reshape(cells, *SHAPE)).reshape(cells, -1).T
     flat = x.reshape(2, cells)
     z = flat @ encoder.T
-    pooled, _ = model.stages[0].pool.squares(z.reshape(2, *model.layers[0].output_shape), nd.arrays.Phase())
+    pooled, _ = model.stages[0].pool.squares(z.reshape(2, *model.layers[0].output_shape), nd.halo.Phase())
     residual = flat - z @ encoder
     expected = 0.5 * np.sum(residual**2) + 0.1 * np.sum(np.sqrt(0.01 + pooled))
     assert stage.cost.value(y) == pytest.approx(expected, rel=1e-12)

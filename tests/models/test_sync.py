@@ -88,7 +88,7 @@ def test_every_gradient_and_the_flags_are_in_one_bucket(monkeypatch, full):
         assert all(bucket.request is not None for bucket in sync.early)
         sync.flags.mine[Flag.TIME] = 1
         sync.finish()
-        assert sync.flags.ranks(Flag.TIME) == 1
+        assert sync.header[Flag.TIME] == 1
         numbers = np.arange(HEADER + 60.0)
 
 
