@@ -14,6 +14,14 @@ def _told(old: str, new: str) -> None:
     warnings.warn(f"{old} is called {new} now (docs/adding_a_scheme.md)", DeprecationWarning, stacklevel=3)
 
 
+def old_bytes(policy: Any, direction: str) -> Any:
+    """Return `forward_bytes`, or `backward_bytes`, of a policy that has them."""
+    found = getattr(policy, f"{direction}_bytes", None) or getattr(policy, "forward_bytes", None)
+    if found is not None:
+        _told(f"{type(policy).__name__}.{found.__name__}(messages, itemsize)", "message_bytes, and exchanges,")
+    return found
+
+
 class OldHaloNames:
     """Of HaloExchange."""
 

@@ -139,8 +139,8 @@ class LayerPlan:
         sent, needed = [], gradient or self.reverse  # a transposed convolution's weights need its neighbours' gradients
         for there, back in zip(self.forward, self.backward, strict=True):
             there, back = ([numbers * samples for numbers in messages] for messages in (there, back))
-            home = self.scheme.backward_bytes(back, itemsize) if needed else 0
-            sent.append(self.scheme.forward_bytes(there, itemsize) + home)
+            returns = self.scheme.mean_bytes(back, itemsize, "backward") if needed else 0
+            sent.append(self.scheme.mean_bytes(there, itemsize, "forward") + returns)
         return sent
 
     def reduced_bytes(self, samples: int, itemsize: int, ranks: dict[str, int]) -> int:

@@ -1,13 +1,17 @@
 """What is sent is what the formula says, for every scheme, layer and grid."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from scheme_runs import GRIDS, LAYERS, SCHEMES, build, noise, on_ranks, step
 
 import neondist as nd
 from neondist.geometry import grid_shape
+from neondist.halo import Phase, as_scheme
 
 UNEVEN = [(7, 7)]
+MORE = ["deep_halo", "overlap_tile", "auto", "stale(steps=3)", "every(j=3)", "every(j=1)"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -29,6 +33,63 @@ def test_bytes_are_those_of_the_formula(layer, scheme):
         plan = nd.ConvnetDist(make(scheme=scheme)).plan(shape, grid_shape(ranks, rows=rows))[0]
         expected = [2 * sent for sent in plan.sent_bytes(samples=3, itemsize=8)]
         assert on_ranks(ranks, job) == expected, (ranks, rows)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["gathers", "adds"])
+@pytest.mark.parametrize("text", [*SCHEMES, *MORE])
+def test_every_exchange_and_message_is_what_the_scheme_says(text, reverse):
+    """In training and evaluation, step after step; the mean is that of the steps after the first."""
+    scheme, cycle = as_scheme(text), 6
+
+    def sent(ga, call, *given):
+        """How often a call sent all messages, each as (peer, bytes)."""
+        before = [exchange.runs for _, exchange in ga.recorded]
+        call(*given)
+        before += [0] * (len(ga.recorded) - len(before))
+        return [
+            (direction, [(message.peer, message.nbytes) for message in exchange.sends])
+            for (direction, exchange), runs in zip(ga.recorded, before, strict=True)
+            for _ in range(exchange.runs - runs)
+        ]
+
+    def job(comm):
+        ga = nd.GlobalArray(nd.ProcessGrid(comm, rows=2), (3, 9, 8, 2), nd.Window(4, 2, ((1, 2), (2, 0))), "float32")
+        ga.policy, ga.reverse = scheme, reverse
+        rng, counts = np.random.default_rng(comm.rank), Counter()
+        view, tile = rng.normal(size=ga.view_shape), rng.normal(size=ga.local_shape)
+        for number in range(2 * cycle):
+            for training in (True, False):
+                for gathers, call, array in ((True, ga.get_fprop_view, tile), (False, ga.get_bprop_view, view)):
+                    direction = "forward" if gathers != reverse else "backward"
+                    pieces = ga.plan.sends if gathers else ga.plan.receives
+                    numbers = [(piece.peer, 3 * 2 * piece.source.size) for piece in pieces]
+                    messages = [(peer, scheme.message_bytes(n, 4, direction)) for peer, n in numbers]
+                    least, _, most = scheme.exchanges(direction)
+                    found = sent(ga, call, array, Phase(training, number))
+                    assert least <= len(found) <= most
+                    assert found == [(direction, messages)] * len(found)
+                    counts[direction] += len(found) * (training and number >= cycle)
+        assert counts == {way: cycle * scheme.exchanges(way)[1] for way in ("forward", "backward")}
+
+    on_ranks(4, job)
+
+
+def test_a_scheme_that_tells_its_bytes_as_before_is_heard():
+    class Halved(nd.Scheme):
+        def forward(self, halo):
+            """Nobody runs it."""
+
+        backward = forward
+
+        def forward_bytes(self, messages, itemsize):
+            return sum(messages) * itemsize / 2
+
+        def backward_bytes(self, messages, itemsize):
+            return 7 * len(messages)
+
+    with pytest.warns(DeprecationWarning, match=r"Halved\.(for|back)ward_bytes\(.*is called message_bytes, and"):
+        told = [Halved().mean_bytes([3, 5], 8, direction) for direction in ("forward", "backward")]
+    assert told == [32, 14]
 
 
 def test_the_formula_of_an_inner_tile():

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from ...registry import Registered
 from ..exchange import HaloExchange
+from ..old_names import old_bytes
 
 Fill: TypeAlias = Literal["zeros", "reflect", "replicate"]
 """What may stand for cells of other tiles."""
@@ -63,10 +64,28 @@ class ExchangePolicy(Registered, ABC):
         if arrays:
             halo.memory.update(zip(self.remembers, arrays, strict=True))
 
-    def forward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
-        """Return the bytes that messages of so many numbers take in fprop, in the mean of many training steps."""
-        return sum(messages) * itemsize
+    def message_bytes(self, numbers: int, itemsize: int, direction: str) -> int:
+        """Return the bytes of one message that stands for so many numbers of the halo.
 
-    def backward_bytes(self, messages: Sequence[int], itemsize: int) -> float:
-        """Return the same for bprop."""
-        return self.forward_bytes(messages, itemsize)
+        Parameters
+        ----------
+        itemsize : int
+            Bytes of a number.
+        direction : 'forward' or 'backward'
+        """
+        old = old_bytes(self, direction)
+        return numbers * itemsize if old is None else old([numbers], itemsize)
+
+    def exchanges(self, direction: str) -> tuple[int, float, int]:
+        """Return how many exchanges of all messages a call of `forward`, or of `backward`, starts.
+
+        Returns
+        -------
+        least, mean, most
+            The mean is that of many training steps.
+        """
+        return 1, 1, 1
+
+    def mean_bytes(self, messages: Sequence[int], itemsize: int, direction: str) -> float:
+        """Return the bytes of messages of so many numbers, in the mean of many training steps."""
+        return self.exchanges(direction)[1] * sum(self.message_bytes(n, itemsize, direction) for n in messages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any, Literal
 
@@ -31,29 +31,30 @@ class Quantised(ExchangePolicy):
     def forward(self, halo: HaloExchange) -> None:
         """Send rounded cells or gradients, and keep what rounding took from gradients."""
         numbers, memory = [cells.ravel() for cells in halo.outgoing()], halo.memory
+        xp = halo.buffer.owner.backend.xp
         if halo.training and "rest" in memory:
-            rests = np.split(memory["rest"], np.cumsum([cells.size for cells in numbers])[:-1])
+            rests = xp.split(memory["rest"], list(accumulate(cells.size for cells in numbers))[:-1])
             numbers = [cells + rest for cells, rest in zip(numbers, rests, strict=False)]
-        messages = [self._pack(cells) for cells in numbers]
+        messages = [self._pack(cells, xp) for cells in numbers]
         if self.feedback and halo.training and halo.direction == "backward":
             rests = [cells - self._unpack(message) for cells, message in zip(numbers, messages, strict=True)]
-            memory["rest"] = np.concatenate([np.empty(0, halo.array.dtype), *rests])
-        packed = memory["packed"] = memory.get("packed") or halo.packed(
-            lambda shape: (self.forward_bytes([prod(shape)], 1),), np.uint8
-        )
-        packed.start(messages)
-        halo.unpack([self._unpack(message) for message in packed.wait()])
+            memory["rest"] = xp.concatenate([xp.empty(0, halo.array.dtype), *rests])
+        if "packed" not in memory:
+            memory["packed"] = halo.packed(lambda shape: (self.message_bytes(prod(shape), 1, ""),), "u1")
+        memory["packed"].start(messages)
+        halo.unpack([self._unpack(message) for message in memory["packed"].wait()])
 
     backward = forward
 
-    def forward_bytes(self, messages: Sequence[int], itemsize: int) -> int:
-        """Return the bytes of integers and scales."""
-        return sum(numbers * self.bits // 8 + 4 for numbers in messages if numbers)
+    def message_bytes(self, numbers: int, itemsize: int, direction: str) -> int:
+        """Return the bytes of integers and a scale."""
+        return numbers * self.bits // 8 + 4 if numbers else 0
 
-    def _pack(self, numbers: Any) -> Any:
-        scale = np.maximum(np.abs(numbers).max(initial=0) / np.iinfo(self.kind).max, np.finfo("f4").tiny)
-        parts = np.array([scale], "f4"), np.rint(numbers / np.float32(scale)).astype(self.kind)
-        return np.concatenate([part.view(np.uint8) for part in parts])[: self.forward_bytes([numbers.size], 1)]
+    def _pack(self, numbers: Any, xp: Any) -> Any:
+        largest = abs(numbers).max(initial=0, keepdims=True)
+        scale = xp.maximum(largest / np.iinfo(self.kind).max, np.finfo("f4").tiny).astype("f4")
+        message = xp.concatenate([scale.view("u1"), xp.rint(numbers / scale).astype(self.kind).view("u1")])
+        return message if len(numbers) else message[:0]
 
     def _unpack(self, message: Any) -> Any:
         return message[4:].view(self.kind) * message[:4].view("f4") if len(message) else message
