@@ -10,8 +10,9 @@ from typing import Any
 class Observer:
     """Base of all that watch; a subclass overrides what it wants to know. Arrays that it is shown belong to the pass.
 
-    What begins and ends: 'step' (of training), 'layer', 'halo' (a view is made, or its gradient exchanged),
-    'reduce' (all ranks add up), 'wait' (inside MPI), 'cost', 'sync' (of the gradients), 'update'.
+    What begins and ends: 'step' (of training), 'layer', 'halo' (a view is made, or its gradient exchanged), 'reduce'
+    (all ranks add up), 'redistribute' (a vector is cut anew), 'wait' (inside MPI), 'cost', 'sync' (of the gradients),
+    'update'.
     """
 
     def begin(self, what: str, name: str, direction: str, subject: Any) -> None:

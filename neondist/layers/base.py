@@ -20,7 +20,7 @@ from ..initializers import Constant, Initializer
 from ..registry import Distributed, dist_class
 from .context import StepContext
 from .functions import Activation
-from .layout import Replicate
+from .layout import Replicate, Shard, said_with
 from .node import Context, Node, Shape
 from .reduction import Reduction
 
@@ -62,6 +62,10 @@ class Layer(Node):
         Makes views, and offers `total`, `own`, `need` and `extent`.
     scheme : ExchangePolicy or None
         How cells of other tiles reach a view; None until the model says.
+    layout : type
+        How it has vectors: Replicate, whole on each rank of a replica, or Shard, each rank its range of the features.
+        With Shard it gets such a range, and what its `forward` makes of a whole sum, feature by feature, it makes of a
+        range. A class with a `forward` of its own says anew what it gives.
     regions : pair of Partition or None
         Which cells of the input and of the output each tile has, in a run of layers that computes some twice.
     activation : Activation or None
@@ -82,6 +86,7 @@ class Layer(Node):
     needs_image = False
     #: True where the halo adds in fprop and is fetched in bprop
     reverse_halos = False
+    layout: type[Replicate] = Replicate
     #: why the layer cannot compute cells of other tiles, if it cannot
     no_recompute = ""
     #: whether it sums over the whole image; such a layer takes its sums over `counted` cells
@@ -255,6 +260,12 @@ class Layer(Node):
     def bytes_sent(self) -> int:
         """Bytes of halos that this rank has sent for this layer."""
         return sum(array.bytes_sent for array in self.arrays)
+
+    @property
+    def gives_shards(self) -> bool:
+        """Whether its sum may stay cut over the tiles' ranks, where it is a vector."""
+        each = self.activation is None or said_with(self.activation, "elementwise", "fprop")
+        return bool(each) and said_with(self, "layout", "forward") is Shard
 
     @property
     def keeps_output(self) -> bool:

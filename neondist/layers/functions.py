@@ -10,7 +10,15 @@ from ..registry import Registered
 
 
 class Activation(Registered, ABC):
-    """A function of each cell."""
+    """A function of each cell.
+
+    Attributes
+    ----------
+    elementwise : bool
+        Whether it is one of each channel alone. It is said in the class that has the `fprop`.
+    """
+
+    elementwise = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let `finish` and `begin` follow `fprop` and `bprop`, where a class replaces these alone."""
@@ -39,6 +47,8 @@ class Activation(Registered, ABC):
 class Identity(Activation):
     """The input itself."""
 
+    elementwise = True
+
     def fprop(self, z: Any) -> Any:
         """Return z."""
         return z
@@ -50,6 +60,8 @@ class Identity(Activation):
 
 class RectLin(Activation):
     """Rectifier max(z, 0); the gradient at 0 is 0."""
+
+    elementwise = True
 
     def fprop(self, z: Any) -> Any:
         """Return max(z, 0)."""
@@ -71,6 +83,8 @@ class RectLin(Activation):
 class Logistic(Activation):
     """1 / (1 + exp(-z))."""
 
+    elementwise = True
+
     def fprop(self, z: Any) -> Any:
         """Return the logistic function, through tanh so that nothing overflows."""
         z *= 0.5
@@ -86,6 +100,8 @@ class Logistic(Activation):
 
 class Tanh(Activation):
     """Hyperbolic tangent."""
+
+    elementwise = True
 
     def fprop(self, z: Any) -> Any:
         """Return tanh z."""

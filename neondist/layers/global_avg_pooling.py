@@ -8,16 +8,18 @@ from typing import Any
 from ..errors import ShapeError
 from .base import Dist, Layer, Shape
 from .context import StepContext
+from .layout import Shard
 from .reduction import Reduction
 
 
 class GlobalAvgPoolingLayer(Layer):
     """Mean over the whole image: input (N, *spatial, C) local, output (N, C) whole on every rank (Lin et al. 2014).
 
-    Local sums and one allreduce of N x C numbers; nothing is gathered.
+    Local sums and one allreduce of N x C numbers; nothing is gathered. For a fully connected layer they stay cut.
     """
 
     saves_input = saves_output = False
+    layout = Shard
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return (C,)."""

@@ -1,9 +1,9 @@
-"""Which part of a parameter each rank of a replica keeps."""
+"""Which part of a parameter, or of a vector, each rank of a replica keeps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..geometry import Box, GridShape, split
 
@@ -81,6 +81,12 @@ class Shard(Replicate):
             found.append(((slice(here, here + rows), *rest), (slice(there, there + rows), *rest)))
             here += rows
         return found
+
+
+def said_with(thing: Any, name: str, method: str) -> Any:
+    """Return what the class says of itself that has the method; what it inherits was said of another method."""
+    found = next(vars(cls) for cls in type(thing).__mro__ if method in vars(cls))
+    return found.get(name)
 
 
 def in_one(place: tuple[slice, ...]) -> list[Strip]:

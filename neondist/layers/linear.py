@@ -18,8 +18,8 @@ class FCLayer(Layer):
     """Fully connected: flattens (*spatial, C) row-major and multiplies by 'weights' (inputs, out_features).
 
     Each rank multiplies what it has - its tile, or its range of a vector's features - by the rows of the weights for
-    that, which it alone keeps, and one sum over the tiles joins the products. Input
-    (N, *spatial, C) local or (N, C) whole; output (N, out_features) whole.
+    that, which it alone keeps, and one sum over the tiles joins the products. Input (N, *spatial, C) local or (N, C)
+    cut over the tiles; output (N, out_features) whole, or cut for the next fully connected layer.
 
     Parameters
     ----------
@@ -31,6 +31,7 @@ class FCLayer(Layer):
     """
 
     saves_output = False
+    layout = Shard
 
     def __init__(
         self,
@@ -51,9 +52,8 @@ class FCLayer(Layer):
         return (self.out_features,)
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
-        """Return the sum that joins the outputs, and for a vector the one that joins its gradient."""
-        back = [Reduction("backward", "tiles", each=input_shape[0])] if len(input_shape) == 1 else []
-        return [Reduction("forward", "tiles", each=self.out_features), *back]
+        """Return the sum that joins the outputs."""
+        return [Reduction("forward", "tiles", each=self.out_features)]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights' and 'bias'."""
@@ -65,22 +65,16 @@ class FCLayer(Layer):
         return found
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
-        """Return the products of this rank's inputs; those of all tiles add up."""
-        mine = view[(slice(None), *self._part)]
-        ctx.save(view=mine.reshape(len(view), prod(mine.shape[1:])))  # -1 fails where there are no samples
-        return self.kernels.matmul(ctx.view, ctx.params["weights"])
+        """Return the products of this rank's inputs, one of them with the bias; those of all tiles add up."""
+        ctx.save(view=view.reshape(len(view), prod(view.shape[1:])), seen=view.shape)  # -1 fails without samples
+        products = self.kernels.matmul(ctx.view, ctx.params["weights"])
+        if self.bias:
+            products += ctx.local_contribution(ctx.params["bias"])
+        return products
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return the products plus bias."""
-        return ctx.reduced + ctx.params["bias"] if self.bias else ctx.reduced
-
-    def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient of this rank's range of a vector, zero elsewhere; those of all tiles add up."""
-        if not ctx.needs_input_gradient:
-            return None
-        whole = ctx.xp.zeros((len(dy), *self.input_shape), dy.dtype)
-        whole[(slice(None), *self._part)] = self._back(ctx, dy)
-        return whole
+        """Return the sum."""
+        return ctx.reduced
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view."""
@@ -89,16 +83,7 @@ class FCLayer(Layer):
             ctx.grads["bias"] = ctx.local_contribution(dy.sum(axis=0))
         if not ctx.needs_input_gradient:
             return None
-        return self._back(ctx, dy).reshape(len(dy), *self.input.view_shape[1:]) if self.input.tiled else ctx.reduced
-
-    def _back(self, ctx: StepContext, dy: Any) -> Any:
-        return self.kernels.matmul(dy, ctx.params["weights"].T)
-
-    @property
-    def _part(self) -> tuple[slice, ...]:
-        """Where this rank's inputs lie in the view: a tile is all of it, a vector is whole on every rank."""
-        grid = self.context.grid
-        return () if self.input.tiled else Shard(self.input_shape).inputs(grid.shape, grid.tile).slices
+        return self.kernels.matmul(dy, ctx.params["weights"].T).reshape(ctx.seen)
 
 
 class FCLayerDist(Dist, FCLayer):

@@ -17,10 +17,10 @@ class Account(NamedTuple):
 
     Attributes
     ----------
-    kind : 'halo' or 'sum'
+    kind : 'halo', 'sum' or 'redistribution'
     layer : its name; of sums also 'loss' and 'gradients'
     direction : 'forward' or 'backward'
-    peer : the rank that a halo went to, among all ranks; of a sum its group, one of `comm.GROUPS`
+    peer : the rank, among all, that a halo or a part of a vector went to; of a sum its group, one of `comm.GROUPS`
     nbytes : of one message; of a sum those of the array, once, however the library adds it up
     """
 
@@ -36,7 +36,7 @@ Ledger: TypeAlias = "Counter[Account]"
 
 
 def ledger(model: Model) -> Ledger:
-    """Return what this rank has sent and summed since the model's build.
+    """Return what this rank has sent and summed since the model's build, by account.
 
     Nothing is written down while a step runs: an exchange counts its runs, and its messages are fixed.
     """
@@ -51,6 +51,8 @@ def ledger(model: Model) -> Ledger:
     for name, reductions in accounts(model):
         for (direction, group, nbytes), count in reductions.recorded.items():
             found[Account("sum", name, direction, group, nbytes)] += count
+        for (direction, _, peer, nbytes), count in reductions.moved.items():  # all of them within a replica
+            found[Account("redistribution", name, direction, first + peer, nbytes)] += count
     return found
 
 

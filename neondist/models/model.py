@@ -64,7 +64,7 @@ class Model(Registered):
     bytes_sent : int
         Bytes of halos that this rank has sent since `build`.
     bytes_summed : int
-        Bytes that it has given into sums over ranks.
+        Bytes that it has given into sums over ranks, or sent so that vectors are cut anew.
     step : int
         Training steps so far.
     uncounted : int
@@ -474,11 +474,11 @@ class Model(Registered):
 
     @property
     def bytes_summed(self) -> int:
-        """Bytes of the arrays that this rank has given into sums over ranks since `build`."""
+        """Bytes that this rank has given into sums over ranks, or sent so that vectors are cut anew, since `build`."""
         return sum(reductions.bytes_reduced for _, reductions in accounts(self))
 
     def ledger(self) -> Ledger:
-        """Return the messages of halos and the sums over ranks since `build`: how many of each size, and to whom."""
+        """Return all messages and the sums over ranks since `build`: how many of each size, and to whom."""
         return ledger(self)
 
     @property

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ShapeError, UserError
+from ..geometry import split
+from ..layers import Shard
 
 if TYPE_CHECKING:
     from ..layers import Branches, Layer, Node
@@ -31,6 +33,19 @@ class Step(NamedTuple):
     output: int
 
 
+class Cut(NamedTuple):
+    """A vector that is cut over a replica's ranks becomes whole; or, if it `adds`, ranks' vectors become cut sums."""
+
+    direction: str
+    features: int
+    adds: bool = False
+
+    def sent(self, tiles: int, tile: int) -> int:
+        """Return how many numbers of a sample the rank of a tile sends."""
+        lo, hi = split(self.features, tiles, tile)
+        return self.features - (hi - lo) if self.adds else (tiles - 1) * (hi - lo)
+
+
 class Graph:
     """The steps of a chain of nodes, in the order of the forward pass; an error names the layer.
 
@@ -43,6 +58,8 @@ class Graph:
         For every number of nodes: how many steps they are, and the value that they give.
     readers : list of list of int
         The steps that read each value.
+    shards : set of int
+        Vectors that each rank of a replica has its range of alone, since all who read them want no more.
     """
 
     def __init__(self, nodes: Sequence[Node], input_shape: Shape) -> None:
@@ -61,6 +78,32 @@ class Graph:
         for at, step in enumerate(self.steps):
             for value in step.inputs:
                 self.readers[value].append(at)
+        self.shards = {step.output for step in self.steps if self._stays_cut(step)}
+
+    def _stays_cut(self, step: Step) -> bool:
+        readers = self.readers[step.output]
+        gives = step.layer is not None and step.layer.gives_shards and len(self.shapes[step.output]) == 1
+        return gives and bool(readers) and all(self.wants_shard(self.steps[at]) for at in readers)
+
+    def wants_shard(self, step: Step) -> bool:
+        """Tell whether a step wants this rank's range of a vector alone."""
+        return step.layer is not None and step.layer.layout is Shard and len(self.shapes[step.inputs[0]]) == 1
+
+    def redistributions(self, step: Step, needed: bool = True) -> list[Cut]:
+        """Return how vectors are cut anew for a step, forward and backward.
+
+        Parameters
+        ----------
+        needed : bool
+            Whether somebody needs the gradient of its input.
+        """
+        found, (first, *_) = [], step.inputs
+        if step.output in self.shards:
+            (features,) = self.shapes[step.output]
+            found += [Cut("forward", features, adds=True), Cut("backward", features)]
+        if needed and self.wants_shard(step) and first not in self.shards:
+            found.append(Cut("backward", self.shapes[first][0]))
+        return found
 
     def layer(self, layer: Layer, value: int) -> int:
         """Append a layer, and return the value that it gives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -9,6 +10,7 @@ from ..errors import ShapeError
 from ..geometry import Box, GridShape, HaloPlan, Partition, Window
 from ..halo import Halo
 from ..layers import Layer
+from .graph import Cut
 
 Shape = tuple[int, ...]
 _MOST = 1 << 48  # far beyond any machine; from there on products leave what an index can count
@@ -29,6 +31,8 @@ class LayerPlan:
         Which cells of the input and of the output each tile has, where these are not the balanced ones.
     gradient : bool
         Whether the gradient of its input is needed in training: not that of the images.
+    redistributions : list of Cut
+        How vectors are cut anew for it; what becomes cut sums is not reduced beside.
 
     Attributes
     ----------
@@ -52,15 +56,17 @@ class LayerPlan:
         grid: GridShape,
         regions: tuple[Partition | None, Partition | None] = (None, None),
         gradient: bool = True,
+        redistributions: Sequence[Cut] = (),
     ) -> None:
         self.layer, self.name, self.cls = layer, str(layer.name), type(layer).__name__
         self.input_shape, self.output_shape, self.grid, self.regions = input_shape, output_shape, grid, regions
-        self.gradient = gradient
+        self.gradient, self.redistributions = gradient, redistributions
         self.window, self.scheme, self.reverse = layer.window_for(input_shape), layer.scheme or Halo(), False
         self.reverse = layer.reverse_halos
         self.trained = layer.parameters_for(input_shape)
         self.parameters = sum(prod(p.shape) for p in self.trained.values())
-        self.reductions = [one for one in layer.reductions_for(input_shape) if one.group]
+        cut = {one.direction for one in redistributions if one.adds}
+        self.reductions = [one for one in layer.reductions_for(input_shape) if one.group and one.direction not in cut]
         self._halos = [(shape, window) for shape, window in layer.halos_for(input_shape, grid)]
         self._gathers = layer.gathers_for(input_shape, grid)
         self._seen = layer.view_window_for(input_shape, grid) or Window(1, padding=0, ndim=len(input_shape) - 1)

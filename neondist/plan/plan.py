@@ -14,7 +14,7 @@ from ..comm import group_of
 from ..costs import Cost
 from ..errors import UserError
 from ..geometry import GridShape, Partition, split
-from ..layers import Sequential
+from ..layers import Sequential, Shard
 from ..optim import Optimizer
 from ..parallel import HEADER
 from .graph import Graph, of_layer
@@ -154,6 +154,13 @@ class Plan(Sequence[LayerPlan]):
         found[LOSS] = 8 * (once + each * samples * self.training.cost.sums_for(self.output_shape))
         return {name: count for name, count in found.items() if count}
 
+    def redistributed(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
+        """Return the bytes that a rank sends in a training step so that vectors are cut anew, by layer."""
+        replica, tile = divmod(rank, self.grid.tiles)
+        size = self.itemsize * self.samples(replica, batch_size)
+        found = {plan.name: sum(one.sent(self.grid.tiles, tile) for one in plan.redistributions) for plan in self}
+        return {name: numbers * size for name, numbers in found.items() if numbers * size}
+
     def pretraining_bytes(self) -> list[tuple[str, int, int]]:
         """Return each stage's name, and what the busiest rank and all ranks send in a step of its pretraining."""
         most, size = self.samples(0), self.itemsize
@@ -202,7 +209,9 @@ class Plan(Sequence[LayerPlan]):
         for step in self.graph.steps:
             if step.layer is not None:
                 boxes[step.output] = self._by_layer[id(step.layer)].tile(tile)
-        return [(*box.shape, shape[-1]) for box, shape in zip(boxes, shapes, strict=True)]
+        whole = [(*box.shape, shape[-1]) for box, shape in zip(boxes, shapes, strict=True)]
+        cut = {value: Shard(shapes[value]).inputs(self.grid, tile).shape for value in self.graph.shards}
+        return [cut.get(value, shape) for value, shape in enumerate(whole)]
 
     def costs(self, batch_size: int | None = None) -> list[LayerCosts]:
         """Return the costs of every layer in one step of a whole batch."""
@@ -276,7 +285,8 @@ def compile_plan(
             if (layer := step.layer) is not None:
                 shapes, gradient = (graph.shapes[step.inputs[0]], graph.shapes[step.output]), 0 not in step.inputs
                 try:
-                    plans.append(LayerPlan(layer, *shapes, grid, regions.get(id(layer), (None, None)), gradient))
+                    tiles, cuts = regions.get(id(layer), (None, None)), graph.redistributions(step, gradient)
+                    plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, cuts))
                 except UserError as error:
                     error.subject = layer
                     raise

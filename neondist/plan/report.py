@@ -133,12 +133,16 @@ def _costs(plans: Plan) -> list[Column]:
 
 
 def _sums(plan: Plan) -> list[str]:
-    """Return what a rank of the fullest replica gives into sums, the largest first."""
-    given = plan.reduced(0)
-    if not given:
-        return []
-    parts = [f"{name} {_size(count)}" for name, count in sorted(given.items(), key=lambda pair: -pair[1])]
-    return [f"sums over ranks: a rank gives {_size(sum(given.values()))} a step: {', '.join(parts)}"]
+    """Return what a rank of the fullest replica gives into sums and redistributions, the largest first."""
+    found, ways = (
+        [],
+        {"sums over ranks: a rank gives": plan.reduced, "redistributions: a rank sends": plan.redistributed},
+    )
+    for what, bytes_of in ways.items():
+        given = bytes_of(0)
+        parts = [f"{name} {_size(count)}" for name, count in sorted(given.items(), key=lambda pair: -pair[1])]
+        found += [f"{what} {_size(sum(given.values()))} a step: {', '.join(parts)}"] * bool(given)
+    return found
 
 
 def by(shape: Iterable[object]) -> str:

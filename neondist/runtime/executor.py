@@ -8,7 +8,7 @@ from typing import Any
 
 from ..halo import Phase
 from ..layers import Context, Layer, StepContext
-from ..plan import Plan, Step
+from ..plan import Graph, Plan, Step
 from .arena import Arena, ArenaSlot
 from .tasks import JoinTask, LayerTask, Task
 
@@ -128,13 +128,13 @@ class Executor:
         compiled: Plan,
         context: Context,
         samples: int,
-        layer_task: Callable[[int, Step, Layer], Task] = LayerTask,
+        layer_task: Callable[[int, Step, Layer, Graph], Task] = LayerTask,
     ) -> None:
         self.graph, self.context, self.samples = compiled.graph, context, samples
         self.tasks: list[Task] = []
         for at, step in enumerate(self.graph.steps):
             if step.layer is not None:
-                self.tasks.append(layer_task(at, step, step.layer))
+                self.tasks.append(layer_task(at, step, step.layer, self.graph))
             elif step.join is not None:
                 channels = [self.graph.shapes[value][-1] for value in step.inputs]
                 self.tasks.append(JoinTask(at, step, step.join, channels, context.backend.kernels))
@@ -166,7 +166,7 @@ class Executor:
                         held.pop(value, None)
                 held[task.output] = y
         for run, held in zip(runs, values, strict=True):
-            run.output = held[last]
+            run.output = self.tasks[steps - 1].whole(held[last]) if steps else held[last]
         return runs
 
     def backward(self, run: Pass, dy: Any, first: int = 0, wanted: bool = True, again: bool = True) -> Any:
@@ -201,8 +201,11 @@ class Executor:
         `done` is called for each layer when its gradients are complete.
         """
         stop, value = self.graph.ends[first]
-        gradients = [{run.value: dy} for run, dy in zip(runs, dys, strict=True)]
-        for task in reversed(self.tasks[stop : runs[0].steps]):
+        end = runs[0].steps
+        gradients = [
+            {run.value: self.tasks[end - 1].part(dy) if end else dy} for run, dy in zip(runs, dys, strict=True)
+        ]
+        for task in reversed(self.tasks[stop:end]):
             needed = [wanted or v != value for v in task.inputs]
             found = task.backward(runs, [held.pop(task.output) for held in gradients], needed)
             for run, held, dxs in zip(runs, gradients, found, strict=True):

@@ -8,8 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..backends import Kernels
-from ..layers import Branches, Layer, StepContext
-from ..plan import Step
+from ..comm import Redistribution
+from ..geometry import Box
+from ..layers import Branches, Layer, Shard, StepContext
+from ..plan import Graph, Step
 from .reduce import combine, joined
 
 if TYPE_CHECKING:
@@ -32,6 +34,14 @@ class Task(ABC):
     @abstractmethod
     def backward(self, runs: Sequence[Pass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return the gradients of each pass's inputs, None for those not needed, given that of the value."""
+
+    def whole(self, y: Any) -> Any:
+        """Return a value as one outside of passes has it: a vector whole; collective over the tiles."""
+        return y
+
+    def part(self, y: Any) -> Any:
+        """Return a value as its readers in a pass have it."""
+        return y
 
 
 class JoinTask(Task):
@@ -58,9 +68,13 @@ class LayerTask(Task):
 
     context_class = StepContext
 
-    def __init__(self, at: int, step: Step, layer: Layer) -> None:
+    def __init__(self, at: int, step: Step, layer: Layer, graph: Graph) -> None:
         super().__init__(at, step)
         self.layer, self.array, self.name = layer, layer.input, str(layer.name)
+        (value,) = step.inputs
+        #: from a range of a vector to the whole: of the input, where only the layer has no use for that; of the output
+        self.opens = self._joins(graph.shapes[value]) if graph.wants_shard(step) and value not in graph.shards else None
+        self.joins = self._joins(graph.shapes[step.output]) if step.output in graph.shards else None
         self.windowed = not self.array.plan.trivial
         self.reductions = {one.direction: one for one in layer.reductions_for(layer.input_shape)}
         self.over_batch = any(one.over_batch for one in self.reductions.values())
@@ -98,6 +112,7 @@ class LayerTask(Task):
     def _seen(self, run: Pass, x: Any) -> tuple[StepContext, Any]:
         """Return a new call's ctx and view."""
         layer, space, samples = self.layer, run.workspace, run.samples
+        x = x if self.opens is None else x[..., self.opens.plan.own.slices[0]]
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_place, self.output, samples))
         run.contexts[self.at] = ctx
         return ctx, x if not self.windowed else self.halo("forward", ctx, space.view(self, samples), x)
@@ -140,9 +155,12 @@ class LayerTask(Task):
         if layer.activation is not None and not ctx.activated:
             dy = layer.activation.bprop(ctx.output, dy)
         ctx.needs_input_gradient = needed
-        if layer.gathers is None or not needed:
+        if self.opens is not None:
+            shape = run.samples, *self.opens.plan.own.shape
+            ctx.offer(partial(ctx.xp.empty, shape, layer.context.dtype))
+        elif layer.gathers is None or not needed:
             ctx.offer(partial(run.workspace.gradient_place, self, run.samples))
-        return ctx, dy
+        return ctx, self._redistributed("backward", self.joins, dy)
 
     def _computed_back(self, run: Pass, ctx: StepContext, dy: Any) -> Any:
         layer, space = self.layer, run.workspace
@@ -154,6 +172,8 @@ class LayerTask(Task):
         dview = self.compute_back(ctx, dy)
         if not needed:
             return None
+        if self.opens is not None:
+            return self._redistributed("backward", self.opens, dview)
         if self.windowed:
             return self.halo("backward", ctx, space.view(self, run.samples), dview)
         return self._copied(ctx, dview) if dview is not ctx.offered and space.arena.owns(dview) else dview
@@ -203,7 +223,35 @@ class LayerTask(Task):
         if mine[0] is not None and how.group is not None:
             self.array.reductions.direction = direction
             with self.observers.during("reduce", self.name, direction):
-                mine = [combine(self.array.reductions, how, one) for one in mine]
+                if self.joins is not None and direction == "forward":
+                    mine = [self.joins.adjoint(one) for one in mine]
+                else:
+                    mine = [combine(self.array.reductions, how, one) for one in mine]
         for at, (ctx, _) in enumerate(calls):
             ctx.repeats = how.over_batch and at > 0
             ctx.reduced = mine[0 if how.over_batch else at]
+
+    # Vectors, which may be whole on each rank of a replica, or cut over them.
+
+    def _joins(self, shape: tuple[int, ...]) -> Redistribution | None:
+        """Return what makes the ranges of a vector whole; None on one rank."""
+        grid = self.layer.context.grid.shape
+        if grid.tiles == 1:
+            return None
+        shards = [Shard(shape).inputs(grid, tile) for tile in range(grid.tiles)]
+        return Redistribution(self.array.reductions, "tiles", shards, [Box.of(shape)] * grid.tiles)
+
+    def _redistributed(self, direction: str, moves: Redistribution | None, part: Any) -> Any:
+        if moves is None:
+            return part
+        self.array.reductions.direction = direction
+        with self.observers.during("redistribute", self.name, direction):
+            return moves.forward(part)
+
+    def whole(self, y: Any) -> Any:
+        """Return all of a vector that its readers have a range of."""
+        return self._redistributed("forward", self.joins, y)
+
+    def part(self, y: Any) -> Any:
+        """Return the range of a vector that its readers have."""
+        return y if self.joins is None else y[..., self.joins.plan.own.slices[0]]

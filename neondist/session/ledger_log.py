@@ -21,13 +21,14 @@ class LedgerLog(Hook):
     """Write, on rank 0, one JSON object per line for each epoch, pass, kind, layer, direction, sender and receiver.
 
     Fields: epoch, rank, pass ('training' or 'evaluation'), kind, layer, direction ('forward' or 'backward'), peer,
-    messages, bytes. A 'halo' goes to the rank `peer`. A 'sum' is made with a group of ranks, `peer` is 'world' (all),
-    'tiles' (of one replica) or 'replicas' (the same tile in all replicas), and its bytes are those of the array that
-    the rank gives, once: how a library passes it on is its own affair (a ring of P ranks sends 2 (P - 1) / P of them).
-    Sums of the whole model have the layers 'gradients' and 'loss'.
+    messages, bytes. A 'halo' goes to the rank `peer`, as does a 'redistribution', a part of a vector that is cut anew.
+    A 'sum' is made with a group of ranks, `peer` is 'world' (all), 'tiles' (of one replica) or 'replicas' (the same
+    tile in all replicas), and its bytes are those of the array that the rank gives, once: how a library passes it on is
+    its own affair (a ring of P ranks sends 2 (P - 1) / P of them). Sums of the whole model have the layers 'gradients'
+    and 'loss'.
 
-    The bytes of an epoch's training add up to `bytes_sent` (halos) and `bytes_summed` (sums) in metrics.jsonl, except
-    in an epoch that was stopped and resumed, of which the ledger has what was sent since.
+    The bytes of an epoch's training add up to `bytes_sent` (halos) and `bytes_summed` (all others) in metrics.jsonl,
+    except in an epoch that was stopped and resumed, of which the ledger has what was sent since.
     """
 
     def __init__(self, path: Path) -> None:

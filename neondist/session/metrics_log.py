@@ -16,7 +16,7 @@ class MetricsLog(Hook):
     """Write one JSON object per epoch, on rank 0, floats in full precision; NaN and infinity become null.
 
     The object holds what a Record does; seconds, samples_per_second, bytes_sent (halos) and bytes_summed (arrays that
-    were given into sums over ranks), both of all ranks, are of training alone.
+    were given into sums over ranks, or sent in redistributions), both of all ranks, are of training alone.
     """
 
     def __init__(self, path: Path) -> None:

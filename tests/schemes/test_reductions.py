@@ -1,4 +1,4 @@
-"""What is summed over ranks is what the formula says, for every layer that sums, cost and grid."""
+"""What is summed over ranks, or cut anew, is what the formula says, for every layer that sums, cost and grid."""
 
 import numpy as np
 import pytest
@@ -20,6 +20,11 @@ NETWORKS = {
                  nd.GlobalAvgPoolingLayerDist()],
         nd.CrossEntropy,
     ),
+    "one after the other": (
+        lambda: [nd.GlobalAvgPoolingLayerDist(), nd.FCLayerDist(7, activation=nd.Tanh()), nd.FCLayerDist(5),
+                 nd.ActivationLayerDist(nd.Tanh()), nd.FCLayerDist(4, activation=nd.Softmax()), nd.FCLayerDist(3)],
+        nd.CrossEntropy,
+    ),
     "segmented": (lambda: [nd.BatchNormLayerDist(), nd.ConvLayerDist(2, 3), nd.BatchNormLayerDist()], nd.Dice),
 }  # fmt: skip
 GRIDS = [(1, 1, 1), (1, 2, 2), (2, 1, 1), (2, 2, 1), (1, 3, 2)]  # replicas, rows, cols
@@ -27,7 +32,7 @@ SHAPE, BATCH = (9, 8, 2), 5
 
 
 def train(comm, layers, cost, replicas, rows, cols):
-    """Bytes by account of two steps, and what the model counts."""
+    """Bytes of two steps by kind and layer."""
     model = nd.ConvnetDist(layers(), cost(), seed=1, dtype="float64", backend="numpy")
     model.build(SHAPE, BATCH, nd.ProcessGrid(comm, replicas=replicas, rows=rows, cols=cols))
     lo, hi = model.grid.sample_range(BATCH)
@@ -35,11 +40,12 @@ def train(comm, layers, cost, replicas, rows, cols):
     targets = np.zeros((BATCH, *model.output_shape[:-1]), int)
     for _ in range(2):
         model.train_batch(x, targets, batch_size=BATCH)
-    found = {}
+    found = {"sum": {}, "redistribution": {}, "halo": {}}
     for account, count in model.ledger().items():
-        if account.kind == "sum":
-            found[account.layer] = found.get(account.layer, 0) + count * account.nbytes
-    assert sum(found.values()) == model.bytes_summed
+        kind = found[account.kind]
+        kind[account.layer] = kind.get(account.layer, 0) + count * account.nbytes
+    assert sum(found.pop("halo").values()) == model.bytes_sent
+    assert sum(sum(kind.values()) for kind in found.values()) == model.bytes_summed
     return found
 
 
@@ -49,19 +55,27 @@ def test_sums_are_those_of_the_formula(name):
     for replicas, rows, cols in GRIDS:
         grid, model = GridShape(replicas, rows, cols), nd.ConvnetDist(layers(), cost(), dtype="float64")
         plan = model.plan(SHAPE, grid, BATCH)
-        expected = [plan.reduced(rank) for rank in range(grid.size)]
+        ways = {"sum": plan.reduced, "redistribution": plan.redistributed}
+        expected = [
+            {kind: {name: 2 * count for name, count in way(rank).items()} for kind, way in ways.items()}
+            for rank in range(grid.size)
+        ]
         found = on_ranks(grid.size, lambda comm, cut=(replicas, rows, cols): train(comm, layers, cost, *cut))
-        assert found == [{key: 2 * count for key, count in one.items()} for one in expected], grid
-        assert grid.size > 1 or not any(found)
+        assert found == expected, grid
+        assert grid.size > 1 or found == [{"sum": {}, "redistribution": {}}]
 
 
-def test_what_a_sum_is_booked_under():
+def test_what_a_sum_and_a_redistribution_are_booked_under():
     def job(comm):
         model = nd.ConvnetDist([nd.FCLayerDist(4), nd.FCLayerDist(3)], dtype="float64", backend="numpy")
-        model.build((4, 3, 1), 4, nd.ProcessGrid(comm, replicas=2))
+        grid = nd.ProcessGrid(comm, replicas=2)
+        model.build((4, 3, 1), 4, grid)
         lo, hi = model.grid.sample_range(4)
         x = np.ones((4, 4, 3, 1))[(slice(lo, hi), *model.input.own.slices)]
         model.train_batch(x, np.zeros(4, int), batch_size=4)
+        peer = grid.rank ^ 1
+        parts = [account[1:] for account in model.ledger() if account.kind == "redistribution"]
+        assert sorted(parts) == [("fc1", way, peer, 2 * 2 * 8) for way in ("backward", "forward")]
         return sorted(account[1:] for account in model.ledger() if account.kind == "sum")
 
     rows, biases = 6 * 4 + 2 * 3, 4 + 3  # of one of two tiles, and of both
@@ -69,8 +83,6 @@ def test_what_a_sum_is_booked_under():
         on_ranks(4, job)
         == [
             [
-                ("fc1", "forward", "tiles", 2 * 4 * 8),
-                ("fc2", "backward", "tiles", 2 * 4 * 8),
                 ("fc2", "forward", "tiles", 2 * 3 * 8),
                 ("gradients", "backward", "replicas", rows * 8),
                 ("gradients", "backward", "world", (16 + biases) * 8),

@@ -37,7 +37,7 @@ def test_bytes_are_those_of_the_ledger(name):
         model, grid = model_of(name), nd.ProcessGrid(comm, rows=2, cols=2)
         model.build(SHAPE, BATCH, grid)
         model.train_batch(model.scatter(np.ones((BATCH, *SHAPE))), np.zeros((BATCH, *model.output_shape[:-1]), int))
-        kinds = {"halo": {}, "sum": {}}
+        kinds = {"halo": {}, "sum": {}, "redistribution": {}}
         for account, count in model.ledger().items():
             found = kinds[account.kind]
             found[account.layer] = found.get(account.layer, 0) + count * account.nbytes

@@ -18,5 +18,6 @@ class Told:
         return {plan.name: cost.sent_all for plan, cost in zip(self.plans, self.plans.costs(samples), strict=True)}
 
     def summed(self, samples: int, rank: int) -> int:
-        """Return the bytes that a rank gives into sums."""
-        return sum(self.plans.reduced(rank, samples).values())
+        """Return the bytes that a rank gives into sums and redistributions."""
+        ways = self.plans.reduced, self.plans.redistributed
+        return sum(sum(way(rank, samples).values()) for way in ways)
