@@ -69,7 +69,7 @@ class Backend:
         given = array if self.owns(array) else np.asarray(array)
         if given.dtype.kind not in "biuf":
             raise ShapeError(f"{name} of dtype {given.dtype}: give real numbers")
-        if copy or given is not array:
+        if copy or not self.owns(given):
             return self.from_host(given, dtype)
         return self.xp.ascontiguousarray(given, dtype)
 

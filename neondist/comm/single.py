@@ -43,11 +43,11 @@ class SingleTransport(Transport):
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return a copy of the array, with an axis of one rank before it."""
-        return np.array(array[None])
+        return array[None].copy()
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Return a copy of the one array."""
-        return [np.array(array, order="C") for array in sends]
+        return [array.copy() for array in sends]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return a copy of the value alone."""

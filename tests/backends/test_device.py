@@ -1,0 +1,198 @@
+"""Models on a device whose arrays never become NumPy's by themselves; see helpers/device.py."""
+
+import numpy as np
+import pytest
+from device import Device
+
+import neondist as nd
+from neondist.costs import Cost
+from neondist.layers import Activation, Layer
+from neondist.optim import Optimizer
+from neondist.registry import registered
+
+SHAPE, BATCH, CLASSES = (7, 8, 4), 3, 5
+LAYERS = {
+    "ActivationLayer": lambda cls: cls(nd.Tanh()),
+    "AvgPoolingLayer": lambda cls: cls(3, 2, padding=1, count_include_pad=False),
+    "BatchNormLayer": lambda cls: cls(),
+    "ConvLayer": lambda cls: cls(4, 3, padding=1, groups=2, activation=nd.Logistic(), padding_mode="reflect"),
+    "CropLayer": lambda cls: cls(1),
+    "DeconvLayer": lambda cls: cls(4, 3, stride=2, padding=1),
+    "DropoutLayer": lambda cls: cls(0.3),
+    "FCLayer": lambda cls: cls(6, activation=nd.RectLin()),
+    "GlobalAvgPoolingLayer": lambda cls: cls(),
+    "GroupNormLayer": lambda cls: cls(2),
+    "InstanceNormLayer": lambda cls: cls(affine=True),
+    "L2PoolingLayer": lambda cls: cls(2),
+    "LCNLayer": lambda cls: cls(3, min_deviation="mean"),
+    "LRNLayer": lambda cls: cls(3),
+    "LocalFilteringLayer": lambda cls: cls(4, 3, padding=1, shared=2),
+    "MaxPoolingLayer": lambda cls: cls(3, 2, padding=1),
+    "PadLayer": lambda cls: cls(1, mode="wrap"),
+    "UpsampleLayer": lambda cls: cls(2, mode="bilinear"),
+}
+OPTIMIZERS = {
+    "SGD": nd.SGD(0.1),
+    "momentum": nd.SGD(0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "Adam": nd.Adam(0.01, weight_decay=0.01),
+}
+
+
+def names(base):
+    return sorted(
+        name for name, cls in registered(base).items() if cls.__module__.startswith("neondist.") and "Dist" not in name
+    )
+
+
+def network(name, dist=""):
+    layer = LAYERS[name](getattr(nd, name + dist))
+    return [layer, getattr(nd, "FCLayer" + dist)(CLASSES)]
+
+
+def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=2, dtype="float64", **more):
+    """Return what a model gives, computes and learns, on the host, and how often each step waited for the device."""
+    backend = device.backend if device else "numpy"
+    kind = nd.ConvnetDist if layers[0].distributed else nd.Convnet
+    model = kind(layers, cost, optimizer or nd.SGD(0.1, 0.9), seed=3, backend=backend, dtype=dtype, **more)
+    model.build(SHAPE, BATCH, nd.ProcessGrid.serial())
+    host, rng = model.context.backend.to_host, np.random.default_rng(0)
+    x, dy = rng.normal(size=(BATCH, *SHAPE)), rng.normal(size=(BATCH, *model.output_shape))
+    labels = rng.integers(0, model.output_shape[-1], (BATCH, *model.output_shape[:-1]))
+    given = labels if targets == "labels" else np.eye(model.output_shape[-1])[labels]
+    found = {"y": host(model.fprop(x)), "dx": host(model.bprop(dy)), "inference": host(model.fprop(x, training=False))}
+    found |= {f"gradient {name}": array for name, array in model.gradients().items()}
+    waited = []
+    for step in range(steps):
+        before = device.synchronisations if device else 0
+        found[f"loss {step}"] = np.array(model.train_batch(x, given))
+        waited.append(device.synchronisations - before if device else 0)
+    return found | model.state() | model.optimizer_state(), waited
+
+
+def check(make, **more):
+    expected, _ = run(make(), **more)
+    found, waited = run(make(), Device(), **more)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert isinstance(found[name], np.ndarray), name
+        assert found[name].dtype == values.dtype, name
+        np.testing.assert_allclose(found[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
+    assert max(waited) <= 1
+
+
+def test_no_class_is_forgotten():
+    """A new layer or optimiser needs a line above."""
+    assert sorted(LAYERS) == names(Layer)
+    assert sorted({type(one).__name__ for one in OPTIMIZERS.values()}) == names(Optimizer)
+
+
+@pytest.mark.parametrize("name", names(Layer))
+def test_every_layer(name):
+    check(lambda: network(name))
+    check(lambda: network(name, "Dist"))
+
+
+@pytest.mark.parametrize("name", names(Activation))
+def test_every_activation(name):
+    check(lambda: [nd.ConvLayer(4, 3, activation=getattr(nd, name)()), nd.FCLayer(3)])
+
+
+def everything():
+    """A chain of all layers, with branches."""
+    images = [name for name in LAYERS if name not in ("FCLayer", "GlobalAvgPoolingLayer")]
+    chain = [LAYERS[name](getattr(nd, name)) for name in images]
+    branches = (
+        nd.Sum([[nd.ConvLayer(4, 3, padding=1)], []]),
+        nd.Concat([[nd.MaxPoolingLayer(2)], [nd.AvgPoolingLayer(2)]]),
+    )
+    return [*chain, *branches, nd.GlobalAvgPoolingLayer(), nd.FCLayer(CLASSES)]
+
+
+@pytest.mark.parametrize("rule", OPTIMIZERS)
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"sync": "bucketed"}, {"dtype": "float32"}], ids=str)
+def test_training_waits_once_a_step(rule, more):
+    check(everything, optimizer=OPTIMIZERS[rule], **more)
+
+
+@pytest.mark.parametrize("targets", ["labels", "dense"])
+@pytest.mark.parametrize("cost", names(Cost))
+def test_every_cost(cost, targets):
+    check(lambda: network("ConvLayer")[:1], cost=getattr(nd, cost)(), targets=targets)
+
+
+def test_a_step_that_is_skipped():
+    """What is not finite is found, and told, as elsewhere; looking for the place may take its time."""
+    told = []
+    for backend in ("numpy", Device().backend):
+        model = nd.Convnet([nd.ConvLayer(2, 3), nd.BatchNormLayer(), nd.FCLayer(3)], backend=backend, dtype="float64")
+        model.build(SHAPE, BATCH)
+        model.nonfinite = "skip"
+        before = model.state()
+        model.leaves[0].params["weights"] = np.full((3, 3, 4, 2), np.inf)
+        assert np.isnan(model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int)))
+        model.load_state(before)
+        assert np.isfinite(model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int)))
+        told.append((model.trouble.where, {name: array.sum() for name, array in model.state().items()}))
+    assert told[0] == told[1]
+
+
+def test_pretraining():
+    """A stage of GB, with pooling, and orthonormal filters."""
+    found, waited = [], 0
+    for device in (None, Device()):
+        layers = [nd.LocalFilteringLayer(2, 3), nd.L2PoolingLayer(2, 1), nd.FCLayer(3)]
+        model = nd.GB(layers, seed=1, backend=device.backend if device else "numpy", dtype="float64", orthonormal=True)
+        model.build(SHAPE, BATCH)
+        x, stage = np.random.default_rng(0).normal(size=(BATCH, *SHAPE)), model.stages[0]
+        stage.begin_epoch(0)
+        before = device.synchronisations if device else 0
+        losses = [stage.train_batch(x) for _ in range(3)]
+        waited = device.synchronisations - before if device else 0
+        found.append(model.state() | {"losses": np.array(losses)})
+    for name, values in found[0].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-12, atol=1e-12, err_msg=name)
+    assert waited == 3
+
+
+class Forgetful(nd.ActivationLayer):
+    """Calls NumPy."""
+
+    def backward(self, ctx, dy):
+        return np.multiply(dy, 1)
+
+
+class Curious(nd.ActivationLayer):
+    """Wants to know a number."""
+
+    def backward(self, ctx, dy):
+        return dy * (float(dy.sum()) > 0)
+
+
+def test_mistakes_are_noticed():
+    with pytest.raises(TypeError):
+        run([Forgetful(nd.Tanh()), nd.FCLayer(3)], Device())
+    assert run([Curious(nd.Tanh()), nd.FCLayer(3)], Device())[1] == [2, 2]
+
+
+def test_the_device_is_strict():
+    device = Device()
+    there, here = device.xp.ones((2, 3)), np.ones((2, 3))
+    refused = [
+        lambda: np.asarray(there),
+        lambda: np.tanh(there),
+        lambda: np.concatenate([there]),
+        lambda: there + here,
+        lambda: here * there,
+        lambda: there[:, here[0] > 0],
+        lambda: there.__setitem__(0, here[0]),
+        lambda: device.xp.maximum(there, here),
+        lambda: device.xp.sqrt(there, where=there > 0),
+        lambda: there.max(initial=0),
+    ]
+    for each in refused:
+        with pytest.raises(TypeError):
+            each()
+    assert device.synchronisations == 0
+    assert float(there.sum()) == 6
+    assert there[there > 0].shape == (6,)
+    assert device.synchronisations == 2

@@ -1,0 +1,190 @@
+"""A strict device: arrays in NumPy's memory that behave as a GPU's would, and stricter.
+
+They never become NumPy arrays by themselves, do not mix with them, and are touched by no NumPy function, only by those
+of their namespace, which takes no argument that CuPy's functions do not have. What makes the host wait is counted.
+"""
+
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+
+from neondist.backends import Backend, Kernels
+
+_LACKING = {"errstate", "ndindex", "nditer", "put_along_axis"}
+"""what NumPy has, and no device"""
+_LACKING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
+_WAITING = {"argwhere", "flatnonzero", "nonzero", "unique"}
+"""the host has to know how large their results are"""
+_ATTRIBUTES = "shape dtype ndim size nbytes itemsize strides"
+_METHODS = "all any argmax argsort astype copy fill max mean min prod ravel reshape squeeze sum swapaxes take transpose"
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_OTHER_OPERATORS = "neg pos abs invert lt le gt ge eq ne"
+
+
+class Device:
+    """A device, and what has been asked of it.
+
+    Attributes
+    ----------
+    synchronisations : int
+        How often the host waited for values.
+    backend : Backend
+        The reference's kernels over its arrays.
+    """
+
+    def __init__(self):
+        self.synchronisations = 0
+        self.xp = Namespace(self, np)
+        self.backend = Backend("strict", Kernels(self.xp), self.to_host)
+
+    def to_host(self, array):
+        """Copy an array to the host, which waits for it."""
+        assert isinstance(array, DeviceArray), f"{type(array).__name__} is not the device's"
+        self.synchronisations += 1
+        return array.inner.copy()
+
+    def wrapped(self, value):
+        """Return a result as the device's."""
+        if isinstance(value, (np.ndarray, np.generic)):
+            return DeviceArray(self, np.asarray(value))
+        return tuple(map(self.wrapped, value)) if isinstance(value, (tuple, list)) else value
+
+
+def inner(value):
+    """Return the memory of the arrays in an argument; TypeError for one of the host's."""
+    if isinstance(value, DeviceArray):
+        return value.inner
+    if isinstance(value, np.ndarray):
+        raise TypeError("a NumPy array among the device's: bring it there by xp.asarray")
+    return type(value)(map(inner, value)) if type(value) in (tuple, list) else value
+
+
+def run(device, function, args, kwargs):
+    """Call a function of NumPy's on the device's memory; TypeError for arguments that a device's do not have."""
+    if lacking := kwargs.keys() & _LACKING_ARGUMENTS:
+        raise TypeError(f"{function.__name__} has no argument {', '.join(lacking)} on a device")
+    device.synchronisations += function.__name__ in _WAITING
+    found = function(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()})
+    return kwargs.get("out", device.wrapped(found))
+
+
+class DeviceArray:
+    """An array of a device."""
+
+    __array_ufunc__ = None  # an operator between a NumPy array and this one is this one's
+    __hash__ = None
+
+    def __init__(self, device, memory):
+        self.device, self.inner = device, memory
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("a device's array does not become NumPy's by itself: call backend.to_host")
+
+    def __array_function__(self, function, types, args, kwargs):
+        raise TypeError(f"np.{function.__name__} of a device's array: take it from xp")
+
+    def __array_namespace__(self, api_version=None):
+        return self.device.xp
+
+    T = property(lambda self: DeviceArray(self.device, self.inner.T))
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __iter__(self):
+        return (self[at] for at in range(len(self)))
+
+    def __getitem__(self, index):
+        index = inner(index)
+        chosen = index if isinstance(index, tuple) else (index,)
+        self.device.synchronisations += any(getattr(part, "dtype", np.dtype(int)).kind == "b" for part in chosen)
+        found = self.inner[index]
+        if isinstance(found, np.generic):  # a view, as of a device
+            found = self.inner[(*chosen, ...)]
+        return DeviceArray(self.device, found)
+
+    def __setitem__(self, index, value):
+        self.inner[inner(index)] = inner(value)
+
+    # What makes the host wait.
+
+    def item(self):
+        self.device.synchronisations += 1
+        return self.inner.item()
+
+    def __bool__(self):
+        return bool(self.item())
+
+    def __float__(self):
+        return float(self.item())
+
+    def __int__(self):
+        return int(self.item())
+
+    def __index__(self):
+        return int(self.item())
+
+
+def _attribute(name):
+    return property(lambda self: getattr(self.inner, name))
+
+
+def _method(name):
+    def call(self, *args, **kwargs):
+        return run(self.device, getattr(self.inner, name), args, kwargs)
+
+    return call
+
+
+def _in_place(name):
+    def call(self, other):
+        self.inner = getattr(self.inner, name)(inner(other))
+        return self
+
+    return call
+
+
+for _name in _ATTRIBUTES.split():
+    setattr(DeviceArray, _name, _attribute(_name))
+for _name in _METHODS.split():
+    setattr(DeviceArray, _name, _method(_name))
+for _name in _OPERATORS.split():
+    setattr(DeviceArray, f"__{_name}__", _method(f"__{_name}__"))
+    setattr(DeviceArray, f"__r{_name}__", _method(f"__r{_name}__"))
+    setattr(DeviceArray, f"__i{_name}__", _in_place(f"__i{_name}__"))
+for _name in _OTHER_OPERATORS.split():
+    setattr(DeviceArray, f"__{_name}__", _method(f"__{_name}__"))
+
+
+class Namespace:
+    """NumPy's functions, for the arrays of a device."""
+
+    ndarray = DeviceArray
+
+    def __init__(self, device, module):
+        self._device, self._module = device, module
+
+    def __getattr__(self, name):
+        if name in _LACKING:
+            raise AttributeError(f"no xp.{name} on a device")
+        found = getattr(self._module, name)
+        if isinstance(found, ModuleType):
+            found = Namespace(self._device, found)
+        elif callable(found) and not isinstance(found, type):
+            found = partial(self._call, found)
+        setattr(self, name, found)
+        return found
+
+    def _call(self, function, *args, **kwargs):
+        return run(self._device, function, args, kwargs)
+
+    def array(self, values, dtype=None, order="K"):
+        """Return a new array, also of the host's values."""
+        memory = values if isinstance(values, np.ndarray) else inner(values)
+        return DeviceArray(self._device, np.array(memory, dtype, order=order))
+
+    def asarray(self, values, dtype=None):
+        """Return an array; one of the device's stays what it is."""
+        same = isinstance(values, DeviceArray) and dtype in (None, values.dtype)
+        return values if same else self.array(values, dtype)
