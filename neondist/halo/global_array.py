@@ -15,6 +15,7 @@ from ..registry.arguments import checked
 from .buffer import HaloBuffer, Slots
 from .exchange import WHOLE, HaloExchange, Phase
 from .policies import ExchangePolicy, Halo
+from .redistribute import assembled, onto
 
 
 class PaddedArray:
@@ -178,14 +179,28 @@ class PaddedArray:
 
     def gather(self, tile: Any) -> Any:
         """Return the whole array (N, *spatial, C) on every rank; collective."""
-        parts = self.grid.world.allgather(self.backend.to_host(tile))
-        boxes = self.tiles.boxes()
-        rows = [parts[start : start + len(boxes)] for start in range(0, len(parts), len(boxes))]
-        replicas = [np.zeros((len(row[0]), *self.global_shape[1:]), self.dtype) for row in rows]
-        for whole, row in zip(replicas, rows, strict=True):
-            for box, part in zip(boxes, row, strict=True):
-                whole[(slice(None), *box.slices)] = part
-        return self.backend.from_host(np.concatenate(replicas), self.dtype)
+        return assembled(tile, self)
+
+    def redistribute(self, tile: Any, other: PaddedArray) -> Any:
+        """Return this rank's tile on another grid, or of other tiles, given that of this array; one all-to-all.
+
+        Parameters
+        ----------
+        tile : array (n, *own.shape, C)
+            Any number of samples, replicas one after the other.
+        other : GlobalArray
+            Of the same shape, but for the samples, over the same ranks; windows do not matter.
+
+        Returns
+        -------
+        array (n', *other.own.shape, C), a new one
+
+        Raises
+        ------
+        GridError, ShapeError
+            On every rank: the grids have other ranks, or the shapes differ.
+        """
+        return onto(tile, self, other)
 
     def total(self, array: Any, replicas: bool = False) -> Any:
         """Return the sum over the tiles (and replicas) of what each rank counted over its own cells.
