@@ -51,12 +51,12 @@ def memory_of(leaves: Sequence[Layer], owner: str, world: Transport) -> Memory:
     mine: dict[str, list[Entry]] = {}
     values: dict[str, Any] = {}
     for layer in leaves:
-        entries, arrays = [], []
+        entries, arrays = [], []  # type: list[Entry], list[np.ndarray]
         for at, array in enumerate(layer.arrays):
             for (samples, direction), kept in sorted(array.remembered().items()):
                 if kept:
                     entries.append((at, samples, direction, len(kept), sum(map(len, kept))))
-                    arrays += kept
+                    arrays += map(array.backend.to_host, kept)
         mine[str(layer.name)] = entries
         values[str(layer.name)] = np.concatenate([np.empty(0, layer.context.dtype), *arrays])
     everyone = world.allgather(mine)
@@ -104,7 +104,8 @@ def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) 
     try:
         for (name, ranks), piece in zip(layers.items(), pieces, strict=True):
             for at, memory in _cut(ranks[world.rank], piece.array).items():
-                by_name[name].arrays[at].remember(memory)
+                array = by_name[name].arrays[at]
+                array.remember({key: [*map(array.backend.from_host, flat)] for key, flat in memory.items()})
     except (ShapeError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
         error = DataError(f"{file.facts.path}: what border schemes remember does not fit the model ({problem})")
     agree(world, error)

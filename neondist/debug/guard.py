@@ -10,7 +10,7 @@ import numpy as np
 
 from ..comm import DebugTransport
 from ..errors import HaloError
-from ..halo import PaddedArray
+from ..halo import GlobalArray
 from ..layers import StepContext
 from ..models import Model
 from ..runtime import LayerTask
@@ -61,7 +61,7 @@ class GuardedContext(StepContext):
         return shadow.array
 
     def exchanged(
-        self, direction: str, array: PaddedArray, gathers: bool, buffer: Any, move: Callable[..., Any], *given: Any
+        self, direction: str, array: GlobalArray, gathers: bool, buffer: Any, move: Callable[..., Any], *given: Any
     ) -> Any:
         """Return what an exchange of an array returns: a view, all of it filled, or the gradient of a tile.
 
@@ -83,7 +83,7 @@ class GuardedContext(StepContext):
         self._check_cells(direction, array, view, "numbers of its view were never filled", remedy)
         return view
 
-    def _check_cells(self, direction: str, array: PaddedArray, cells: Any, what: str, remedy: str = "") -> None:
+    def _check_cells(self, direction: str, array: GlobalArray, cells: Any, what: str, remedy: str = "") -> None:
         """Raise HaloError if cells of a view, or of the gradient of one, hold marks."""
         missing = marked(cells)
         if missing.any():

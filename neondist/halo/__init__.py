@@ -10,18 +10,14 @@ redistribute: activations cut for another grid. old_names: what schemes written 
 from .exchange import HaloExchange, PackedExchange, Phase
 from .fusion import Auto, DeepHalo, Fusion, OverlapTile
 from .global_array import GlobalArray, PaddedArray
-from .policies import (
-    Every,
-    ExchangePolicy,
-    Halo,
-    HaloOneway,
-    Quantised,
-    Stale,
-    Tower,
-    as_scheme,
-    scheme_names,
-    scheme_text,
-)
+from .policies.base import ExchangePolicy
+from .policies.every import Every
+from .policies.halo import Halo
+from .policies.halo_oneway import HaloOneway
+from .policies.names import as_scheme, scheme_names, scheme_text
+from .policies.quantised import Quantised
+from .policies.stale import Stale
+from .policies.tower import Tower
 
 __all__ = [
     "Auto",

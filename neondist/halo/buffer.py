@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..geometry import Box
-from .exchange import WHOLE, Gather, HaloExchange, Phase, ScatterAdd
+from .exchange import WHOLE, HaloExchange, Phase
 from .padding import fold_back, fold_in
 
 if TYPE_CHECKING:
-    from .global_array import PaddedArray
+    from .global_array import GlobalArray
 
 Slots = tuple[Any, Any]
 """Where a view and its gradient live: `.array(shape)` is their memory; None: in memory of their own."""
@@ -24,9 +24,10 @@ class HaloBuffer:
     tile, view : the parts of `cells` that the tile owns, and that its window needs
     dtile, dview : those of `gradient`
     gather, scatter_add : HaloExchange
+        Cells come from their owners; the adjoint.
     """
 
-    def __init__(self, owner: PaddedArray, samples: int, slots: Slots = (None, None)) -> None:
+    def __init__(self, owner: GlobalArray, samples: int, slots: Slots = (None, None)) -> None:
         self.owner, self.samples, self.plan = owner, samples, owner.plan
         plan = self.plan
         self.cells, self._gradient_slot = self._new(slots[0]), slots[1]
@@ -42,10 +43,8 @@ class HaloBuffer:
         self.again = [
             (self.index(piece.target), self.index(piece.source)) for piece in plan.local if piece.target != piece.source
         ]
-        owned = [(piece.peer, self.index(piece.source)) for piece in plan.sends]
-        ghosts = [(piece.peer, self.index(piece.target)) for piece in plan.receives]
         forward, backward = ("backward", "forward") if owner.reverse else ("forward", "backward")
-        self.gather, self.scatter_add = Gather(self, forward, owned, ghosts), ScatterAdd(self, backward, ghosts, owned)
+        self.gather, self.scatter_add = HaloExchange(self, forward, False), HaloExchange(self, backward, True)
 
     def forward(self, tile: Any, phase: Phase) -> Any:
         """Copy the tile, gather the halo, fold the padding; return the view."""

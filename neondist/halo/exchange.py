@@ -5,7 +5,6 @@ This is all that a policy sees; it knows neither boxes nor messages.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -38,20 +37,29 @@ WHOLE = Phase()
 """Of calls that do not say."""
 
 
-class HaloExchange(OldHaloNames, ABC):
+class HaloExchange(OldHaloNames):
     """What crosses between tiles for one view, in one pass, for one batch size; collective.
+
+    Parameters
+    ----------
+    buffer : HaloBuffer
+    direction : 'forward' or 'backward'
+        The pass.
+    adds : bool
+        False: cells of other tiles come into the view. True, the adjoint: their gradients go to the owners, who add.
 
     Attributes
     ----------
-    direction : 'forward' or 'backward'
-        The pass.
     memory : dict
         Belongs to the policy; empty at first.
     """
 
-    def __init__(self, buffer: HaloBuffer, direction: str, sends: Sequence[Region], receives: Sequence[Region]) -> None:
-        self.buffer, self.direction, self.sends, self.receives = buffer, direction, sends, receives
+    def __init__(self, buffer: HaloBuffer, direction: str, adds: bool) -> None:
+        self.buffer, self.direction, self.adds = buffer, direction, adds
         self.memory: dict[str, Any] = buffer.owner.memory.setdefault((buffer.samples, direction), {})
+        owned = [(piece.peer, buffer.index(piece.source)) for piece in buffer.plan.sends]
+        ghosts = [(piece.peer, buffer.index(piece.target)) for piece in buffer.plan.receives]
+        self.sends, self.receives = (ghosts, owned) if adds else (owned, ghosts)
 
     @property
     def training(self) -> bool:
@@ -64,33 +72,45 @@ class HaloExchange(OldHaloNames, ABC):
         return self.buffer.phase.step
 
     @property
-    @abstractmethod
     def array(self) -> Any:
         """The buffer's cells, or their gradients."""
+        return self.buffer.gradient if self.adds else self.buffer.cells
 
-    @abstractmethod
     def exchange(self) -> None:
         """Send and receive every cell, exactly."""
+        if self.adds:
+            self._packed.start(self.outgoing())
+            self.unpack(self._packed.wait())
+        else:
+            self._direct.run()
 
-    @abstractmethod
     def drop(self) -> None:
         """Nothing crosses: cells of other tiles are zero, or gradients of theirs are forgotten."""
+        for _, cells in () if self.adds else self.receives:
+            self.array[cells] = 0
 
-    @abstractmethod
     def fill(self, mode: str) -> None:
         """Fill cells of other tiles from the own ones ('zeros', 'reflect', 'replicate'), or do the adjoint of that.
 
         'zeros' means the window's fill value; where that is infinite (max pooling), the nearest own cell.
         """
+        (return_locally if self.adds else fill_locally)(self.buffer, mode)
 
     def outgoing(self) -> list[Any]:
         """Return the cells (n, *cells, C) that others wait for, one array for each message; not copies."""
         array = self.array
         return [array[cells] for _, cells in self.sends]
 
-    @abstractmethod
     def unpack(self, messages: Sequence[Any]) -> None:
         """Put arrays in the place of what others would send, one for each message; gradients are added."""
+        array = self.array
+        for (_, cells), message in zip(self.receives, messages, strict=True):
+            part = array[cells]
+            message = message.reshape(part.shape)
+            if self.adds:
+                part += message
+            else:
+                part[...] = message
 
     def packed(self, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> PackedExchange:
         """Return new messages of `shape(a message's shape)` and `dtype`; default: those of the cells."""
@@ -104,69 +124,15 @@ class HaloExchange(OldHaloNames, ABC):
         owner.recorded.append((self.direction, exchange))
         return exchange
 
-
-class Gather(HaloExchange):
-    """Cells of other tiles come into the view."""
-
-    @property
-    def array(self) -> Any:
-        """The buffer's cells."""
-        return self.buffer.cells
-
-    def exchange(self) -> None:
-        """Gather every cell, straight from array to array."""
-        self._direct.run()
-
     @cached_property
     def _direct(self) -> Exchange:
+        """Straight from array to array."""
         ends = ([Message(peer, self.array, cells) for peer, cells in part] for part in (self.sends, self.receives))
         return self.planned(*ends)
 
-    def drop(self) -> None:
-        """Let cells of other tiles be zero."""
-        for _, cells in self.receives:
-            self.array[cells] = 0
-
-    def fill(self, mode: str) -> None:
-        """Fill cells of other tiles from the own ones."""
-        fill_locally(self.buffer, mode)
-
-    def unpack(self, messages: Sequence[Any]) -> None:
-        """Put cells into the view."""
-        for (_, cells), message in zip(self.receives, messages, strict=True):
-            ghosts = self.array[cells]
-            ghosts[...] = message.reshape(ghosts.shape)
-
-
-class ScatterAdd(HaloExchange):
-    """The adjoint: gradients of cells of other tiles go to their owners, who add them."""
-
-    @property
-    def array(self) -> Any:
-        """The gradients of the buffer's cells."""
-        return self.buffer.gradient
-
-    def exchange(self) -> None:
-        """Send every gradient to its owner, and add what comes."""
-        self._messages.start(self.outgoing())
-        self.unpack(self._messages.wait())
-
     @cached_property
-    def _messages(self) -> PackedExchange:
+    def _packed(self) -> PackedExchange:
         return self.packed()
-
-    def drop(self) -> None:
-        """Forget the gradients of cells of other tiles."""
-
-    def fill(self, mode: str) -> None:
-        """Add the gradients of the cells that were filled to the own cells that they came from."""
-        return_locally(self.buffer, mode)
-
-    def unpack(self, messages: Sequence[Any]) -> None:
-        """Add gradients that other tiles have of own cells."""
-        for (_, cells), message in zip(self.receives, messages, strict=True):
-            own = self.array[cells]
-            own += message.reshape(own.shape)
 
 
 class PackedExchange(OldPackedNames):

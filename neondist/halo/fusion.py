@@ -1,6 +1,6 @@
 """Schemes for several layers together: they change who computes what, and leave the exchange exact.
 
-The compiler asks them which layers to fuse; see models/runs.py.
+The compiler asks them which layers to fuse; see plan/segments.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, Literal
 from ..machine import Figures, Machine, read
 from ..registry.ranges import Count, Positive
 from .exchange import HaloExchange
-from .policies import ExchangePolicy, Halo
+from .policies.base import ExchangePolicy
+from .policies.halo import Halo
 
 
 class Fusion(Halo):
@@ -66,7 +67,7 @@ class DeepHalo(Fusion):
         Layers with a window that share an exchange.
     """
 
-    formula = "each way n c (2 R (h + w) + 4 R²) numbers once for all layers of a run; R is their radius together"
+    formula = "each way n c (2 R (h + w) + 4 R²) numbers once for all layers of a segment; R is their radius together"
 
     def __init__(self, layers: Count = 2) -> None:
         self.layers = layers
@@ -106,7 +107,7 @@ class Auto(DeepHalo):
     """`deep_halo` of the layers that a planner chooses for the grid: where messages are dear they are many.
 
     The planner adds up what the exchanges of a tile in the middle take, and what it computes twice, and takes the
-    cheapest cut of a chain into runs (dynamic programming). It is as good as the figures that it is given.
+    cheapest cut of a chain into segments (dynamic programming). It is as good as the figures that it is given.
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ class Auto(DeepHalo):
         Of a replica in a step; default: those of the experiment's batch.
     """
 
-    formula = "that of deep_halo, for the runs that the planner chooses"
+    formula = "that of deep_halo, for the segments that the planner chooses"
 
     def __init__(
         self,

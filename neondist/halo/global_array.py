@@ -14,15 +14,19 @@ from ..geometry import HaloPlan, Partition, Window
 from ..registry.arguments import checked
 from .buffer import HaloBuffer, Slots
 from .exchange import WHOLE, HaloExchange, Phase
-from .policies import ExchangePolicy, Halo
+from .policies.base import ExchangePolicy
+from .policies.halo import Halo
 from .redistribute import assembled, onto
 
 
-class PaddedArray:
-    """An activation and the view that a layer's window has of it, on the 1 x 1 grid.
+class GlobalArray:
+    """An activation (N, *spatial, C) cut over the ranks of a grid, and the view that a layer's window has of it.
+
+    `get_fprop_view` and `get_bprop_view` are collective over the ranks of a replica.
 
     Parameters
     ----------
+    grid : ProcessGrid
     global_shape : (N, *spatial, C)
         Shape of the whole activation; N is the global batch size. (N, C) is a vector, known whole on every tile's rank.
     window : Window, optional
@@ -51,27 +55,22 @@ class PaddedArray:
         What was summed over ranks for it.
     bytes_sent : int
         Bytes of halos sent by this rank since construction.
+
+    Examples
+    --------
+    >>> ga = nd.GlobalArray(grid, (8, 256, 256, 3), nd.Window(kernel=3, padding=1))   # doctest: +SKIP
+    >>> view = ga.get_fprop_view(ga.scatter(images))                                  # doctest: +SKIP
     """
 
     @checked
     def __init__(
         self,
+        grid: ProcessGrid,
         global_shape: Sequence[int],
         window: Window | None = None,
         dtype: str = "float32",
         backend: str | Backend = "numpy",
         reuse: bool = False,
-    ) -> None:
-        self._lay_out(ProcessGrid.serial(), global_shape, window, dtype, backend, reuse)
-
-    def _lay_out(
-        self,
-        grid: ProcessGrid,
-        global_shape: Sequence[int],
-        window: Window | None,
-        dtype: str,
-        backend: str | Backend,
-        reuse: bool,
     ) -> None:
         self.grid, self.global_shape, self.window = grid, tuple(global_shape), window
         self.dtype, self.backend, self.reuse = np.dtype(dtype), get_backend(backend), reuse
@@ -181,7 +180,7 @@ class PaddedArray:
         """Return the whole array (N, *spatial, C) on every rank; collective."""
         return assembled(tile, self)
 
-    def redistribute(self, tile: Any, other: PaddedArray) -> Any:
+    def redistribute(self, tile: Any, other: GlobalArray) -> Any:
         """Return this rank's tile on another grid, or of other tiles, given that of this array; one all-to-all.
 
         Parameters
@@ -276,25 +275,16 @@ class PaddedArray:
             raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({told})")
 
 
-class GlobalArray(PaddedArray):
-    """An activation (N, *spatial, C) cut over the ranks of `grid`; otherwise as PaddedArray.
-
-    `get_fprop_view` and `get_bprop_view` are collective over the ranks of a replica.
-
-    Examples
-    --------
-    >>> ga = nd.GlobalArray(grid, (8, 256, 256, 3), nd.Window(kernel=3, padding=1))   # doctest: +SKIP
-    >>> view = ga.get_fprop_view(ga.scatter(images))                                  # doctest: +SKIP
-    """
+class PaddedArray(GlobalArray):
+    """A GlobalArray on the 1 x 1 grid, which is whole on one rank; the arguments are the same but for the grid."""
 
     @checked
     def __init__(
         self,
-        grid: ProcessGrid,
         global_shape: Sequence[int],
         window: Window | None = None,
         dtype: str = "float32",
         backend: str | Backend = "numpy",
         reuse: bool = False,
     ) -> None:
-        self._lay_out(grid, global_shape, window, dtype, backend, reuse)
+        super().__init__(ProcessGrid.serial(), global_shape, window, dtype, backend, reuse)

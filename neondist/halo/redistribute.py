@@ -11,10 +11,10 @@ from ..errors import GridError, ShapeError
 from ..geometry import Box, Partition, split
 
 if TYPE_CHECKING:
-    from .global_array import PaddedArray
+    from .global_array import GlobalArray
 
 
-def onto(tile: Any, source: PaddedArray, target: PaddedArray) -> Any:
+def onto(tile: Any, source: GlobalArray, target: GlobalArray) -> Any:
     """Return this rank's tile of `target`, given that of `source`; collective over all ranks."""
     (here, shape), (there, other) = ((array.grid.size, array.global_shape[1:]) for array in (source, target))
     if here != there:
@@ -29,14 +29,14 @@ def onto(tile: Any, source: PaddedArray, target: PaddedArray) -> Any:
     return target.backend.from_host(_moved(tile, source, boxes), target.dtype)
 
 
-def assembled(tile: Any, source: PaddedArray) -> Any:
+def assembled(tile: Any, source: GlobalArray) -> Any:
     """Return the whole array (N, *spatial, C) on every rank; collective over all ranks."""
     size, shape = source.grid.size, source.global_shape[1:]
     found = _moved(tile, source, lambda samples: [Box.of((samples, *shape))] * size)
     return source.backend.from_host(found, source.dtype)
 
 
-def _moved(tile: Any, source: PaddedArray, target: Callable[[int], Sequence[Box]]) -> Any:
+def _moved(tile: Any, source: GlobalArray, target: Callable[[int], Sequence[Box]]) -> Any:
     """Return this rank's part, where `target` tells the boxes of all ranks for so many samples."""
     grid, tiles = source.grid, source.grid.partition(source.extent)
     source.check_tile("tile", tile)

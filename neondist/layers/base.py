@@ -95,8 +95,8 @@ class Layer(Node):
     activation: Activation | None = None
     saves_input = True
     saves_output = True
-    gathers: PaddedArray | None = None
-    scatters: PaddedArray | None = None
+    gathers: GlobalArray | None = None
+    scatters: GlobalArray | None = None
 
     def __init__(self, name: str | None = None, scheme: ExchangePolicy | str | None = None) -> None:
         self.name = name
@@ -195,7 +195,7 @@ class Layer(Node):
         self.context, self.input_shape = context, tuple(input_shape)
         self.window = self.view_window_for(self.input_shape, context.grid.shape)
         self.output_shape = self.output_shape_for(self.input_shape)
-        self.arrays: list[PaddedArray] = []
+        self.arrays: list[GlobalArray] = []
         self.adjust_for_dist()
 
     def adjust_for_dist(self) -> None:
@@ -206,14 +206,14 @@ class Layer(Node):
         self.ifmshape = self.input.local_shape[1:]
         self.ofmshape = (*self.tile.shape, self.output_shape[-1])
 
-    def make_array(self, shape: Shape, window: Window | None) -> PaddedArray:
+    def make_array(self, shape: Shape, window: Window | None) -> GlobalArray:
         """Return what makes the views of activations of this global shape (without the batch), and count its bytes."""
         array = self.new_array((self.context.batch_size, *shape), window)
         array.policy = self.scheme or array.policy
         self.arrays.append(array)
         return array
 
-    def new_array(self, shape: Shape, window: Window | None) -> PaddedArray:
+    def new_array(self, shape: Shape, window: Window | None) -> GlobalArray:
         """Return a PaddedArray; the mixin `Dist` returns a GlobalArray."""
         return PaddedArray(shape, window, str(self.context.dtype), self.context.backend, reuse=True)
 
@@ -290,7 +290,7 @@ class Dist(Distributed):
     distributed = True
     context: Context
 
-    def new_array(self, shape: Shape, window: Window | None) -> PaddedArray:
+    def new_array(self, shape: Shape, window: Window | None) -> GlobalArray:
         """Return a GlobalArray over the model's grid."""
         context = self.context
         return GlobalArray(context.grid, shape, window, str(context.dtype), context.backend, reuse=True)

@@ -11,7 +11,7 @@ from ..geometry import Box
 
 if TYPE_CHECKING:
     from ..backends import Kernels
-    from ..halo import PaddedArray, Phase
+    from ..halo import GlobalArray, Phase
     from .base import Layer
 
 
@@ -176,11 +176,11 @@ class StepContext:
 
     # Halos beside the view's, which the layer has declared in `halos_for`.
 
-    def gather(self, array: PaddedArray, tile: Any) -> Any:
+    def gather(self, array: GlobalArray, tile: Any) -> Any:
         """Return the view that a declared array's window has of a tile; valid until the next call; collective."""
         return self._halo("forward", array.get_fprop_view, tile)
 
-    def scatter_add(self, array: PaddedArray, dview: Any) -> Any:
+    def scatter_add(self, array: GlobalArray, dview: Any) -> Any:
         """Return the adjoint: the gradient of the tile; valid until the next call; collective."""
         return self._halo("backward", array.get_bprop_view, dview)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ShapeError
-from ..halo import PaddedArray
+from ..halo import GlobalArray
 
 
-def local_targets(targets: Any, output: PaddedArray, batch_size: int, images: PaddedArray) -> Any:
+def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: GlobalArray) -> Any:
     """Return this rank's part of the targets of a whole batch; what is local already is returned as it is.
 
     Parameters
@@ -16,9 +16,9 @@ def local_targets(targets: Any, output: PaddedArray, batch_size: int, images: Pa
     targets : array
         Labels (N,) or (N, *spatial), or arrays of the output's shape (N, *spatial, C); N is `batch_size`, or the
         samples of this rank's replica.
-    output : PaddedArray
+    output : GlobalArray
         The layout of the output.
-    images : PaddedArray
+    images : GlobalArray
         That of the images. Maps of their extent may have been cut as they are, into tiles that overlap.
     """
     lo, hi = output.grid.sample_range(batch_size)

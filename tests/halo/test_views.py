@@ -109,13 +109,13 @@ def test_a_missing_part_of_the_halo_is_noticed(monkeypatch, name, keep):
 
 @pytest.mark.parametrize("wrong", ["forgets", "places"])
 def test_an_adjoint_that_does_not_add_is_noticed(monkeypatch, wrong):
-    from neondist.halo.exchange import ScatterAdd
+    from neondist.halo import HaloExchange
 
     def placed(self, messages):
         for (_, own), cells in zip(self.receives, messages, strict=True):
             self.array[own] = cells
 
-    monkeypatch.setattr(ScatterAdd, "unpack", placed if wrong == "places" else lambda self, messages: None)
+    monkeypatch.setattr(HaloExchange, "unpack", placed if wrong == "places" else lambda self, messages: None)
     with pytest.raises(AssertionError):
         on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
 
