@@ -25,8 +25,6 @@ class Backend:
         What `backend` is set to, to have it.
     kernels : Kernels
         They know the namespace: `Kernels(cupy)`.
-    to_host : callable, optional
-        Copies an array into a NumPy array. Default: arrays are NumPy's.
 
     Attributes
     ----------
@@ -35,24 +33,15 @@ class Backend:
         The array namespace: offers what NumPy does.
     """
 
-    def __init__(self, name: str, kernels: Kernels, to_host: Callable[[Any], np.ndarray] | None = None) -> None:
-        self.name, self.kernels, self.xp, self._to_host = name, kernels, kernels.xp, to_host
+    def __init__(self, name: str, kernels: Kernels) -> None:
+        self.name, self.kernels, self.xp = name, kernels, kernels.xp
 
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def is_host(self) -> bool:
-        """Whether its arrays are NumPy's."""
-        return self._to_host is None
-
     def owns(self, array: Any) -> bool:
         """Tell whether an array is of this namespace."""
         return isinstance(array, self.xp.ndarray)
-
-    def to_host(self, array: Any) -> np.ndarray:
-        """Return an array's values as a NumPy array: itself, where it is one; otherwise this waits for the device."""
-        return array if self._to_host is None else self._to_host(array)
 
     def from_host(self, array: Any, dtype: Any = None) -> Any:
         """Return a new contiguous array of this backend with the values of a NumPy array."""

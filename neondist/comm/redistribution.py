@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..geometry import Box, Piece, RepartitionPlan
+from ..namespace import namespace
 
 if TYPE_CHECKING:
     from .reductions import Reductions
@@ -38,7 +37,7 @@ class Redistribution:
         What several ranks hold comes from one of them.
         """
         plan = self.plan
-        found = np.zeros((*array.shape[: -plan.own.ndim], *plan.need.shape), array.dtype)
+        found = namespace(array).zeros((*array.shape[: -plan.own.ndim], *plan.need.shape), array.dtype)
         for cells, part in self._exchanged(array, plan.own, plan.sends, found, plan.need, plan.receives):
             cells[...] = part
         return found
@@ -46,7 +45,7 @@ class Redistribution:
     def adjoint(self, array: Any) -> Any:
         """Return this rank's source box, given its target box: what several ranks needed is added; collective."""
         plan = self.plan
-        found = np.zeros((*array.shape[: -plan.own.ndim], *plan.own.shape), array.dtype)
+        found = namespace(array).zeros((*array.shape[: -plan.own.ndim], *plan.own.shape), array.dtype)
         for cells, part in self._exchanged(array, plan.need, plan.receives, found, plan.own, plan.sends):
             cells += part
         return found
@@ -56,7 +55,7 @@ class Redistribution:
     ) -> Iterator[tuple[Any, Any]]:
         """Yield the cells of `found` that come from each rank, in their order, and what comes."""
         ranks = range(self.log.grid.group(self.group).size)
-        sends = dict.fromkeys(ranks, np.empty(0, array.dtype))
+        sends = dict.fromkeys(ranks, namespace(array).empty(0, array.dtype))
         sends |= {piece.peer: array[_at(piece, here)] for piece in out}
         coming = {piece.peer: found[_at(piece, there)] for piece in home}
         shapes = [coming[peer].shape if peer in coming else (0,) for peer in ranks]

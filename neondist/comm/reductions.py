@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..namespace import namespace, to_host
+from .transport import Done, ReduceOp, Request, Transport
+
 if TYPE_CHECKING:
     from .grid import ProcessGrid
-    from .transport import ReduceOp, Request, Transport
 
 GROUPS = ("world", "tiles", "replicas")
 """all ranks; those of one replica; those that hold the same tile in all replicas"""
@@ -27,6 +29,25 @@ def group_of(tiled: bool, replicas: bool) -> str | None:
     if replicas:
         return "world" if tiled else "replicas"
     return "tiles" if tiled else None
+
+
+def _put_back(host: Any, array: Any) -> None:
+    """Copy what `to_host` gave back to the device, if it is a device's."""
+    if host is not array:
+        array[...] = namespace(array).asarray(host)
+
+
+class _Staged(Request):
+    """A sum under way, of an array that may be a device's."""
+
+    def __init__(self, transport: Transport, array: Any) -> None:
+        self.array, self.host = array, to_host(array)
+        self.request = transport.iallreduce(self.host)
+
+    def wait(self) -> None:
+        """Return when the array holds the sum."""
+        self.request.wait()
+        _put_back(self.host, self.array)
 
 
 class Reductions:
@@ -55,12 +76,16 @@ class Reductions:
         """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over that."""
         transport = self._record(group, array)
         with self.grid.observers.during("wait", "", self.direction, group):
-            transport.allreduce(array, op)
+            if transport.size > 1:
+                host = to_host(array)
+                transport.allreduce(host, op)
+                _put_back(host, array)
         return array
 
     def iallreduce(self, group: str, array: Any) -> Request:
         """Begin to replace the array by its sum over one of GROUPS; collective over that, in the same order."""
-        return self._record(group, array).iallreduce(array)
+        transport = self._record(group, array)
+        return _Staged(transport, array) if transport.size > 1 else Done()
 
     def wait(self, group: str, request: Request) -> None:
         """Wait for a sum over one of GROUPS that has begun."""
@@ -73,7 +98,7 @@ class Reductions:
         if transport.size == 1:
             return array[None]
         with self.grid.observers.during("wait", "", self.direction, group):
-            return transport.allgather_array(array)
+            return namespace(array).asarray(transport.allgather_array(to_host(array)))
 
     def all_to_all(self, group: str, sends: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         """Send an array to every rank of one of GROUPS, and return what each sent to this one; collective over it."""
@@ -81,7 +106,10 @@ class Reductions:
         others = [(peer, array.nbytes) for peer, array in enumerate(sends) if peer != transport.rank]
         self.moved.update((self.direction, group, peer, nbytes) for peer, nbytes in others if nbytes)
         with self.grid.observers.during("wait", "", self.direction, group):
-            return transport.all_to_all(sends, shapes)
+            if transport.size == 1:
+                return [array.copy() for array in sends]
+            found = transport.all_to_all([to_host(array) for array in sends], shapes)
+            return [namespace(array).asarray(part) for array, part in zip(sends, found, strict=True)]
 
     def _record(self, group: str, array: Any) -> Transport:
         """Take note of an array that is given into a reduction over a group, and return the group."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import GridError
+from ..namespace import namespace, to_host
 from ..observer import Observers
 
 ReduceOp = Literal["sum", "max"]
@@ -20,18 +21,22 @@ class Message:
     """A box of a fixed array that goes to, or comes from, rank `peer`."""
 
     peer: int
-    array: np.ndarray
+    array: Any
     box: tuple[slice, ...]
 
     @property
-    def cells(self) -> np.ndarray:
+    def cells(self) -> Any:
         """The part of the array that travels (a view)."""
         return self.array[self.box]
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire."""
-        return self.cells.nbytes
+        return int(self.cells.nbytes)
+
+
+Staged = tuple[Any, np.ndarray]
+"""cells of a device, and their place on the host"""
 
 
 class Exchange(ABC):
@@ -56,9 +61,9 @@ class Exchange(ABC):
     """
 
     def __init__(self, transport: Transport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        self.transport = transport
-        self.sends = [message for message in sends if message.nbytes]
-        self.receives = [message for message in receives if message.nbytes]
+        self.transport, self._leaving, self._arriving = transport, [], []  # type: Transport, list[Staged], list[Staged]
+        self.sends = [self._on_host(message, self._leaving) for message in sends if message.nbytes]
+        self.receives = [self._on_host(message, self._arriving) for message in receives if message.nbytes]
         self.bytes_sent = sum(message.nbytes for message in self.sends)
         self.runs, self.under_way = 0, False
         self.observers = Observers()
@@ -73,6 +78,8 @@ class Exchange(ABC):
         if self.transport.closed:
             raise closed_error()
         self.runs, self.under_way = self.runs + 1, True
+        for cells, host in self._leaving:
+            host[...] = to_host(cells)
         self._watched(self._start)
 
     def finish(self) -> None:
@@ -80,6 +87,17 @@ class Exchange(ABC):
         if self.under_way:
             self._watched(self._finish)
             self.under_way = False
+            for cells, host in self._arriving:
+                cells[...] = namespace(cells).asarray(host)
+
+    def _on_host(self, message: Message, staged: list[Staged]) -> Message:
+        """Return a message of NumPy's array; that of a device's cells goes through one, which is added to `staged`."""
+        if isinstance(message.array, np.ndarray):
+            return message
+        cells = message.cells
+        host = np.empty(cells.shape, cells.dtype)
+        staged.append((cells, host))
+        return Message(message.peer, host, tuple(slice(0, n) for n in cells.shape))
 
     def _watched(self, work: Callable[[], None]) -> None:
         with self.observers.during("wait", subject=self):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..backends import namespace
+from ..namespace import namespace
 from ..registry.ranges import Positive
 from .base import Cost, Total, alone
 from .labels import is_dense, one_hot

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import namespace
 from ..errors import DataError, ShapeError
+from ..namespace import namespace
 
 
 def is_dense(y: Any, targets: Any) -> bool:

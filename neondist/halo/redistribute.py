@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..comm import Redistribution, Reductions
 from ..errors import GridError, ShapeError
 from ..geometry import Box, Partition, split
+from ..namespace import to_host
 
 if TYPE_CHECKING:
     from .global_array import GlobalArray
@@ -43,7 +44,7 @@ def _moved(tile: Any, source: GlobalArray, target: Callable[[int], Sequence[Box]
     ends = [0, *accumulate(grid.world.allgather(len(tile))[:: grid.shape.tiles])]
     cut = _boxes(pairwise(ends), tiles, source.channels)
     mine = tiles.box(grid.tile).relative_to(source.own)  # of tiles that overlap
-    part = source.backend.to_host(tile)[(slice(None), *mine.slices)]
+    part = to_host(tile)[(slice(None), *mine.slices)]
     return Redistribution(Reductions(grid), "world", cut, target(ends[-1])).forward(part)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import Kernels, namespace
+from ..backends import Kernels
 from ..geometry import Box, Window
+from ..namespace import namespace
 from .node import Shape
 
 

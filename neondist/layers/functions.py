@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ..backends import Kernels, namespace
+from ..backends import Kernels
+from ..namespace import namespace
 from ..registry import Registered
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..halo import Phase
 from ..layers import Layer, LocalFilteringLayer
+from ..namespace import to_host
 from ..parallel import Flag, finite
 from .nonfinite import SchemeMemory, locate_in_stage
 from .parameters import gather, load
@@ -46,7 +47,7 @@ class Autoencoder:
         self.cost = ReconstructionCost(model.sparsity, model.epsilon)
         self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
-        self.accumulate, self.context = model.accumulate, model.context
+        self.accumulate = model.accumulate
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.slots: dict[str, Any] = {}
         self.phase = Phase(training=False)
@@ -129,11 +130,10 @@ class Autoencoder:
         batch = batch_size or len(x) * self.grid.replicas
         memory = SchemeMemory(self.leaves, self.model.nonfinite == "skip")
         value = self.cost_and_gradient(x, 1.0 / batch)
-        backend, flags = self.context.backend, self.sync.flags
-        xp = backend.xp
+        xp, flags = self.model.context.backend.xp, self.sync.flags
         numbers = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.mine)])
         numbers[1 + Flag.NON_FINITE] = xp.logical_not(finite(self.layer.grads["weights"]))
-        cost = backend.to_host(self.total_over_output(numbers))
+        cost = to_host(self.total_over_output(numbers))
         flags.heard[...] = cost[1:]
         good = np.isfinite(cost[0]) and not flags.heard[Flag.NON_FINITE]
         where = None

@@ -10,6 +10,7 @@ import numpy as np
 from ..comm import ProcessGrid
 from ..layers import Layer, Parameter
 from ..layers.layout import Strip
+from ..namespace import to_host
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Entry:
 
     def gather(self, array: Any) -> Any:
         """Return a copy of the whole array, NumPy's; collective over the tiles if it is cut."""
-        mine = self.layer.context.backend.to_host(array)
+        mine = to_host(array)
         if not self.cut:
             return mine.copy()
         whole = np.empty(self.parameter.shape, mine.dtype)

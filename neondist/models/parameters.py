@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from .. import rng
-from ..backends import namespace
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
+from ..namespace import namespace, to_host
 from ..parallel import HEADER, AllReduce, Flag, GradientSync, finite
 from .entry import Entry
 
@@ -154,9 +154,9 @@ class Parameters:
 
         The flags are heard. All this comes in one copy: the only time that a step waits for the device.
         """
-        backend, sync = self.context.backend, self.sync
+        xp, sync = self.context.backend.xp, self.sync
         good = finite(self.grads[: self.shared]).reshape(1)
-        told = backend.to_host(backend.xp.concatenate([sync.header, good, loss]))
+        told = to_host(xp.concatenate([sync.header, good, loss]))
         sync.flags.heard[...] = told[:HEADER]
         return float(told[-1]), bool(told[HEADER]) and not sync.flags.heard[Flag.NON_FINITE]
 

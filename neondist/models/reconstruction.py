@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..backends import namespace
+from ..namespace import namespace
 
 
 class Reconstruction(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ..backends import namespace
 from ..errors import ConfigError
+from ..namespace import namespace
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import NotNegative

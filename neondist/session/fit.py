@@ -13,6 +13,7 @@ import numpy as np
 from ..datasets import Dataset
 from ..metrics import Metric, Misclassification
 from ..models import Model
+from ..namespace import to_host
 from ..registry.arguments import checked
 from .hooks import Hook, opened
 from .run import Record, Totals, TrainState
@@ -181,7 +182,7 @@ def evaluate(model: Model, split: Split, batch_size: int, metrics: Sequence[Metr
             y = model.fprop(x, training=False, batch_size=count)
             targets = model.local_targets(targets, count)
             sums[0] += float(model.cost.value(y, targets, model.output.total))
-            y = model.context.backend.to_host(y) if metrics else y
+            y = to_host(y) if metrics else y
             for at, metric in enumerate(metrics):
                 sums[1 + 2 * at : 3 + 2 * at] += metric.measure(y, targets)
     model.total_over_output(sums)

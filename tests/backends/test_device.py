@@ -5,8 +5,10 @@ import pytest
 from device import Device
 
 import neondist as nd
+from neondist.comm import loopback
 from neondist.costs import Cost
 from neondist.layers import Activation, Layer
+from neondist.namespace import to_host
 from neondist.optim import Optimizer
 from neondist.registry import registered
 
@@ -49,22 +51,26 @@ def network(name, dist=""):
     return [layer, getattr(nd, "FCLayer" + dist)(CLASSES)]
 
 
-def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=2, dtype="float64", **more):
+def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=2, grid=None, **more):
     """Return what a model gives, computes and learns, on the host, and how often each step waited for the device."""
     backend = device.backend if device else "numpy"
     kind = nd.ConvnetDist if layers[0].distributed else nd.Convnet
-    model = kind(layers, cost, optimizer or nd.SGD(0.1, 0.9), seed=3, backend=backend, dtype=dtype, **more)
-    model.build(SHAPE, BATCH, nd.ProcessGrid.serial())
-    host, rng = model.context.backend.to_host, np.random.default_rng(0)
-    x, dy = rng.normal(size=(BATCH, *SHAPE)), rng.normal(size=(BATCH, *model.output_shape))
+    made = {"seed": 3, "backend": backend, "dtype": "float64"} | more
+    model = kind(layers, cost, optimizer or nd.SGD(0.1, 0.9), **made)
+    model.build(SHAPE, BATCH, grid or nd.ProcessGrid.serial())
+    rng = np.random.default_rng(0)
+    whole, dy = rng.normal(size=(BATCH, *SHAPE)), model.scatter_output(rng.normal(size=(BATCH, *model.output_shape)))
     labels = rng.integers(0, model.output_shape[-1], (BATCH, *model.output_shape[:-1]))
     given = labels if targets == "labels" else np.eye(model.output_shape[-1])[labels]
-    found = {"y": host(model.fprop(x)), "dx": host(model.bprop(dy)), "inference": host(model.fprop(x, training=False))}
+    x = model.input.scatter(whole) if grid else whole
+    found = {"y": model.gather(model.fprop(x, batch_size=BATCH)), "dx": model.gather_input(model.bprop(dy))}
+    found["inference"] = model.gather(model.fprop(x, training=False, batch_size=BATCH))
+    found = {name: to_host(array) for name, array in found.items()}
     found |= {f"gradient {name}": array for name, array in model.gradients().items()}
     waited = []
     for step in range(steps):
         before = device.synchronisations if device else 0
-        found[f"loss {step}"] = np.array(model.train_batch(x, given))
+        found[f"loss {step}"] = np.array(model.train_batch(x, given, BATCH))
         waited.append(device.synchronisations - before if device else 0)
     return found | model.state() | model.optimizer_state(), waited
 
@@ -90,6 +96,24 @@ def test_no_class_is_forgotten():
 def test_every_layer(name):
     check(lambda: network(name))
     check(lambda: network(name, "Dist"))
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "bucketed"])
+def test_on_ranks(sync):
+    """What MPI takes goes through the host, and only that."""
+
+    def layers(dist):
+        chain = ["Conv", "BatchNorm", "LocalFiltering", "MaxPooling", "LCN", "Upsample", "GroupNorm", "FC"]
+        made = [LAYERS[f"{name}Layer"](getattr(nd, f"{name}Layer{dist}")) for name in chain]
+        return [*made, getattr(nd, f"FCLayer{dist}")(CLASSES)]
+
+    def job(comm):
+        return run(layers("Dist"), Device(), grid=nd.ProcessGrid(comm, replicas=2, rows=2), sync=sync)[0]
+
+    expected, _ = run(layers(""))
+    for found in loopback.run(4, job):
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-10, atol=1e-10, err_msg=name)
 
 
 @pytest.mark.parametrize("name", names(Activation))

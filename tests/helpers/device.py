@@ -36,13 +36,7 @@ class Device:
     def __init__(self):
         self.synchronisations = 0
         self.xp = Namespace(self, np)
-        self.backend = Backend("strict", Kernels(self.xp), self.to_host)
-
-    def to_host(self, array):
-        """Copy an array to the host, which waits for it."""
-        assert isinstance(array, DeviceArray), f"{type(array).__name__} is not the device's"
-        self.synchronisations += 1
-        return array.inner.copy()
+        self.backend = Backend("strict", Kernels(self.xp))
 
     def wrapped(self, value):
         """Return a result as the device's."""
@@ -79,7 +73,7 @@ class DeviceArray:
         self.device, self.inner = device, memory
 
     def __array__(self, *args, **kwargs):
-        raise TypeError("a device's array does not become NumPy's by itself: call backend.to_host")
+        raise TypeError("a device's array does not become NumPy's by itself: call to_host")
 
     def __array_function__(self, function, types, args, kwargs):
         raise TypeError(f"np.{function.__name__} of a device's array: take it from xp")
@@ -178,6 +172,12 @@ class Namespace:
 
     def _call(self, function, *args, **kwargs):
         return run(self._device, function, args, kwargs)
+
+    def asnumpy(self, array):
+        """Return a copy on the host, which waits for it."""
+        assert isinstance(array, DeviceArray), f"{type(array).__name__} is not the device's"
+        self._device.synchronisations += 1
+        return array.inner.copy()
 
     def array(self, values, dtype=None, order="K"):
         """Return a new array, also of the host's values."""

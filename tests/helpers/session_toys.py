@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from neondist.backends import get_backend
 from neondist.comm import ProcessGrid
 from neondist.costs import CrossEntropy
 from neondist.datasets import Dataset, Split, Synthetic
@@ -19,7 +18,6 @@ class ToyModel:
 
     def __init__(self, optimizer=None, classes=3):
         self.grid, self.dtype, self.seed = ProcessGrid.serial(), np.dtype("float64"), 7
-        self.context = SimpleNamespace(backend=get_backend("numpy"))
         self.optimizer, self.cost = optimizer or SGD(0.1), CrossEntropy()
         self.output_shape, self.bytes_sent, self.bytes_summed = (classes,), 0, 0
         self.step, self.learning_rate_scale, self.accumulate = 0, 1.0, 1
