@@ -15,6 +15,7 @@ from ..comm import Transport, agree
 from ..errors import DataError, ShapeError
 from ..layers import Layer
 from ..layers.layout import in_one
+from ..namespace import to_host
 from .pieces import Piece
 from .read import Opened
 from .texts import of_kind, plain_json, whole
@@ -56,7 +57,7 @@ def memory_of(leaves: Sequence[Layer], owner: str, world: Transport) -> Memory:
             for (samples, direction), kept in sorted(array.remembered().items()):
                 if kept:
                     entries.append((at, samples, direction, len(kept), sum(map(len, kept))))
-                    arrays += map(array.backend.to_host, kept)
+                    arrays += map(to_host, kept)
         mine[str(layer.name)] = entries
         values[str(layer.name)] = np.concatenate([np.empty(0, layer.context.dtype), *arrays])
     everyone = world.allgather(mine)

@@ -17,7 +17,9 @@ _LACKING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
 _WAITING = {"argwhere", "flatnonzero", "nonzero", "unique"}
 """the host has to know how large their results are"""
 _ATTRIBUTES = "shape dtype ndim size nbytes itemsize strides"
-_METHODS = "all any argmax argsort astype copy fill max mean min prod ravel reshape squeeze sum swapaxes take transpose"
+_METHODS = (
+    "all any argmax argsort astype copy fill max mean min prod ravel reshape squeeze sum swapaxes take view transpose"
+)
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 _OTHER_OPERATORS = "neg pos abs invert lt le gt ge eq ne"
 

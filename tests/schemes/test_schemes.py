@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from device import Device
 from drawn import windows
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from support import slides
 import neondist as nd
 from neondist.errors import ConfigError
 from neondist.halo import as_scheme
+from neondist.namespace import to_host
 
 FILLS = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate"}
 
@@ -127,19 +129,19 @@ def test_max_pooling_over_towers_stays_finite():
     assert all(on_ranks(5, job))
 
 
-def series(scheme, steps, training=True):
+def series(scheme, steps, training=True, backend="numpy"):
     """Views and input gradients of one array on 4 tiles, for step after step of other images."""
 
     def job(comm):
         grid = nd.ProcessGrid(comm)
-        ga = nd.GlobalArray(grid, (2, 8, 7, 2), nd.Window(5, padding=2), dtype="float64")
+        ga = nd.GlobalArray(grid, (2, 8, 7, 2), nd.Window(5, padding=2), "float64", backend)
         ga.policy = as_scheme(scheme)
         found = []
         for number in range(steps):
             phase = nd.halo.Phase(training, number)
             rng = np.random.default_rng(number)
             x, dview = rng.normal(size=ga.global_shape), rng.normal(size=ga.view_shape)
-            found.append((ga.get_fprop_view(ga.scatter(x), phase), ga.get_bprop_view(dview, phase)))
+            found.append((to_host(ga.get_fprop_view(ga.scatter(x), phase)), to_host(ga.get_bprop_view(dview, phase))))
         own = ga.own.relative_to(ga.need).slices
         mine = np.zeros(ga.view_shape, bool)
         mine[(slice(None), *own)] = True
@@ -191,6 +193,14 @@ def test_an_evaluation_between_steps_changes_none_of_them(scheme):
     for found in on_ranks(4, lambda comm: job(comm, True)):
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_device_has_the_same_numbers(scheme):
+    for (found, *_), (wanted, *_) in zip(series(scheme, 3, backend=Device().backend), series(scheme, 3), strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one[0], other[0])
+            np.testing.assert_array_equal(one[1], other[1])
 
 
 @pytest.mark.parametrize(("bits", "error"), [(16, 4.0 / 2**16), (8, 4.0 / 2**8)])

@@ -51,10 +51,11 @@ class Quantised(ExchangePolicy):
         return numbers * self.bits // 8 + 4 if numbers else 0
 
     def _pack(self, numbers: Any, xp: Any) -> Any:
-        largest = abs(numbers).max(initial=0, keepdims=True)
+        if not len(numbers):
+            return numbers
+        largest = abs(numbers).max(keepdims=True)
         scale = xp.maximum(largest / np.iinfo(self.kind).max, np.finfo("f4").tiny).astype("f4")
-        message = xp.concatenate([scale.view("u1"), xp.rint(numbers / scale).astype(self.kind).view("u1")])
-        return message if len(numbers) else message[:0]
+        return xp.concatenate([scale.view("u1"), xp.rint(numbers / scale).astype(self.kind).view("u1")])
 
     def _unpack(self, message: Any) -> Any:
         return message[4:].view(self.kind) * message[:4].view("f4") if len(message) else message
