@@ -35,7 +35,7 @@ class Quantised(ExchangePolicy):
         if halo.training and "rest" in memory:
             rests = xp.split(memory["rest"], list(accumulate(cells.size for cells in numbers))[:-1])
             numbers = [cells + rest for cells, rest in zip(numbers, rests, strict=False)]
-        messages = [self._pack(cells, xp) for cells in numbers]
+        messages = [self._pack(cells, xp) if len(cells) else cells for cells in numbers]
         if self.feedback and halo.training and halo.direction == "backward":
             rests = [cells - self._unpack(message) for cells, message in zip(numbers, messages, strict=True)]
             memory["rest"] = xp.concatenate([xp.empty(0, halo.array.dtype), *rests])
@@ -51,8 +51,6 @@ class Quantised(ExchangePolicy):
         return numbers * self.bits // 8 + 4 if numbers else 0
 
     def _pack(self, numbers: Any, xp: Any) -> Any:
-        if not len(numbers):
-            return numbers
         largest = abs(numbers).max(keepdims=True)
         scale = xp.maximum(largest / np.iinfo(self.kind).max, np.finfo("f4").tiny).astype("f4")
         return xp.concatenate([scale.view("u1"), xp.rint(numbers / scale).astype(self.kind).view("u1")])
