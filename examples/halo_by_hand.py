@@ -53,7 +53,7 @@ weights = np.zeros(18)
 a, b = weights.reshape(2, 3, 3)  # views, so that the optimiser's update reaches them
 a[1, 1] = b[1, 1] = 1.0
 sgd = nd.SGD(learning_rate=0.2, momentum=0.7)
-slots = sgd.slots(weights.size, weights.dtype)
+slots = sgd.slots(weights)
 
 for step in range(steps):
     view1 = first.get_fprop_view(tile)  # the tile and its halo

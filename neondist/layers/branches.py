@@ -28,8 +28,8 @@ class Branches(Container):
 
     def lower(self, graph: Any, value: int) -> int:
         """Append all branches, and what joins them."""
-        shape = self.output_shape_for(graph.shapes[value])
-        found: int = graph.join(self, [layer.lower(graph, value) for layer in self.layers], shape)
+        values = [layer.lower(graph, value) for layer in self.layers]
+        found: int = graph.join(self, values, self.output_shape_for(graph.shapes[value]))
         return found
 
     @abstractmethod

@@ -36,7 +36,7 @@ class StepContext:
 
     reduced: Any = None
     needs_input_gradient = True
-    #: whether another call has changed the state for this one, as where micro-batches have the same statistics
+    #: whether another call has changed the state for this one: of micro-batches with the same statistics, or run again
     repeats = False
     #: whether `forward` has applied the layer's activation itself
     activated = False

@@ -39,7 +39,7 @@ class GB(Convnet):
 
     Parameters
     ----------
-    layers, cost, optimizer, seed, backend, dtype, scheme, accumulate, sync
+    layers, cost, optimizer, seed, backend, dtype, scheme, accumulate, sync, recompute
         As in Model.
     num_pretrain_epochs : int
         For each stage; 0 leaves the first weights as they are.
@@ -75,8 +75,9 @@ class GB(Convnet):
         pretrain_optimizer: Optimizer | None = None,
         accumulate: Count = 1,
         sync: Literal["allreduce", "bucketed"] = "allreduce",
+        recompute: bool = False,
     ) -> None:
-        super().__init__(layers, cost, optimizer, seed, backend, dtype, scheme, accumulate, sync)
+        super().__init__(layers, cost, optimizer, seed, backend, dtype, scheme, accumulate, sync, recompute)
         self.num_pretrain_epochs = integer("num_pretrain_epochs", num_pretrain_epochs, 0)
         self.num_initial_epochs = integer("num_initial_epochs", num_initial_epochs, 0)
         self.sparsity, self.epsilon = real("sparsity", sparsity, 0.0), real("epsilon", epsilon, 0.0, open_low=True)

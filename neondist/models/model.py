@@ -54,6 +54,9 @@ class Model(Registered):
     sync : {'allreduce', 'bucketed'}
         Whether the ranks add up their shares of all gradients when these are complete, or in several messages, of which
         most travel while other gradients are computed.
+    recompute : bool
+        Keep only what goes into every section of some layers, and run a section forward again on the way back: about
+        the root of the memory, for a third more time. The numbers are the same.
 
     Attributes
     ----------
@@ -94,6 +97,7 @@ class Model(Registered):
         scheme: ExchangePolicy | str = "halo",
         accumulate: Count = 1,
         sync: Literal["allreduce", "bucketed"] = "allreduce",
+        recompute: bool = False,
     ) -> None:
         if not layers:
             raise ConfigError("layers: a model needs at least one layer")
@@ -104,7 +108,7 @@ class Model(Registered):
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = integer("seed", seed, 0), backend, np.dtype(dtype)
-        self.accumulate, self._sync = accumulate, SYNCS[sync]
+        self.accumulate, self.recompute, self._sync = accumulate, recompute, SYNCS[sync]
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
@@ -114,12 +118,12 @@ class Model(Registered):
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
-            if self.accumulate > 1 and layer.scheme.has_memory:
-                raise ConfigError(
-                    f"accumulate {self.accumulate}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}'"
-                    " keeps cells from step to step, which micro-batches would mix up; set accumulate to 1, or take an"
-                    " exact scheme, such as halo"
-                )
+            for asked, field in ((accumulate > 1, "accumulate"), (recompute, "recompute")):
+                if asked and layer.scheme.has_memory:
+                    raise ConfigError(
+                        f"{field}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' keeps cells from step"
+                        f" to step, which would be mixed up; leave out {field}, or take an exact scheme, such as halo"
+                    )
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -133,7 +137,7 @@ class Model(Registered):
         batch_size : int, optional
             Global; default one sample for each replica.
         """
-        training = Training(self.cost, self.optimizer, self.dtype, self.accumulate)
+        training = Training(self.cost, self.optimizer, self.dtype, self.accumulate, self.recompute)
         return compile_plan(self.chain, tuple(input_shape), grid or GridShape(), batch_size, training)
 
     @checked

@@ -8,7 +8,7 @@ fewer messages travel. planner, choices: which segments, and which schemes, cost
 from .graph import Graph, Step, of_layer
 from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
-from .plan import GRADIENTS, LOSS, Plan, Training, compile_plan
+from .plan import GRADIENTS, LOSS, Plan, PlannedSection, Training, compile_plan
 
 __all__ = [
     "GRADIENTS",
@@ -18,6 +18,7 @@ __all__ = [
     "LiveRange",
     "MemoryPlan",
     "Plan",
+    "PlannedSection",
     "Step",
     "Training",
     "compile_plan",

@@ -47,7 +47,7 @@ class Cut(NamedTuple):
 
 
 class Graph:
-    """The steps of a chain of nodes, in the order of the forward pass; an error names the layer.
+    """The steps of a chain of nodes, in the order of the forward pass.
 
     Attributes
     ----------
@@ -62,17 +62,8 @@ class Graph:
         Vectors that each rank of a replica has its range of alone, since all who read them want no more.
     """
 
-    def __init__(self, nodes: Sequence[Node], input_shape: Shape) -> None:
-        self.steps: list[Step] = []
-        self.shapes = [input_shape]
-        self.ends = [(0, 0)]
-        for index, node in enumerate(nodes):
-            self._about: Node = node
-            try:
-                value = node.lower(self, self.ends[-1][1])
-            except UserError as error:
-                raise of_layer(error, index, self._about) from error
-            self.ends.append((len(self.steps), value))
+    def __init__(self, steps: Sequence[Step], shapes: Sequence[Shape], ends: Sequence[tuple[int, int]]) -> None:
+        self.steps, self.shapes, self.ends = list(steps), list(shapes), list(ends)
         self.output = self.ends[-1][1]
         self.readers: list[list[int]] = [[] for _ in self.shapes]
         for at, step in enumerate(self.steps):
@@ -104,6 +95,43 @@ class Graph:
         if needed and self.wants_shard(step) and first not in self.shards:
             found.append(Cut("backward", self.shapes[first][0]))
         return found
+
+    def part(self, first: int, last: int) -> Graph:
+        """Return the steps of the nodes from `first` up to `last`, whose input is value 0 then."""
+        (begin, zero), (end, _) = self.ends[first], self.ends[last]
+        steps = [
+            step._replace(inputs=tuple(value - zero for value in step.inputs), output=step.output - zero)
+            for step in self.steps[begin:end]
+        ]
+        ends = [(count - begin, value - zero) for count, value in self.ends[first : last + 1]]
+        return Graph(steps, self.shapes[zero : zero + len(steps) + 1], ends)
+
+
+class Lowering:
+    """Makes a graph of nodes, which append their steps to it; an error names the layer.
+
+    Attributes
+    ----------
+    shapes : list of tuple
+        Of the values so far.
+    """
+
+    def __init__(self, nodes: Sequence[Node], input_shape: Shape) -> None:
+        self.steps: list[Step] = []
+        self.shapes = [input_shape]
+        self.ends = [(0, 0)]
+        for index, node in enumerate(nodes):
+            self._about: Node = node
+            try:
+                value = node.lower(self, self.ends[-1][1])
+            except UserError as error:
+                raise of_layer(error, index, self._about) from error
+            self.ends.append((len(self.steps), value))
+
+    @property
+    def graph(self) -> Graph:
+        """All of it."""
+        return Graph(self.steps, self.shapes, self.ends)
 
     def layer(self, layer: Layer, value: int) -> int:
         """Append a layer, and return the value that it gives."""

@@ -132,7 +132,7 @@ class LayerPlan:
         """Numbers of a sample that each tile receives in it, which are those that it sends in the backward pass."""
         return [sum(messages) for messages in self.backward]
 
-    def sent_bytes(self, samples: int, itemsize: int, gradient: bool = True) -> list[float]:
+    def sent_bytes(self, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> list[float]:
         """Return the bytes of halos that each tile sends in a training step, by its scheme's formula.
 
         Parameters
@@ -141,12 +141,14 @@ class LayerPlan:
             Of one replica.
         gradient : bool
             Whether that of the layer's input is needed.
+        forwards : int
+            How often the layer goes forward.
         """
         sent, needed = [], gradient or self.reverse  # a transposed convolution's weights need its neighbours' gradients
         for there, back in zip(self.forward, self.backward, strict=True):
             there, back = ([numbers * samples for numbers in messages] for messages in (there, back))
             returns = self.scheme.mean_bytes(back, itemsize, "backward") if needed else 0
-            sent.append(self.scheme.mean_bytes(there, itemsize, "forward") + returns)
+            sent.append(forwards * self.scheme.mean_bytes(there, itemsize, "forward") + returns)
         return sent
 
     def reduced_bytes(self, samples: int, itemsize: int, ranks: dict[str, int]) -> int:

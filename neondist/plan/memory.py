@@ -86,7 +86,9 @@ def aligned(live: LiveRange) -> LiveRange:
     return live._replace(numbers=-(-live.numbers // _ALIGNED) * _ALIGNED)
 
 
-def plan_memory(graph: Graph, held: Sequence[int], windowed: Sequence[bool], numbers: Sequence[int]) -> MemoryPlan:
+def plan_memory(
+    graph: Graph, held: Sequence[int], windowed: Sequence[bool], numbers: Sequence[int], gradient: bool = False
+) -> MemoryPlan:
     """Return what lives when on one rank.
 
     Parameters
@@ -94,6 +96,7 @@ def plan_memory(graph: Graph, held: Sequence[int], windowed: Sequence[bool], num
     held : of each step, the numbers of the view of its input with the tile in it, for one sample
     windowed : whether that is more than the input itself
     numbers : of each value, the numbers of its tile
+    gradient : whether that of the input is needed
     """
     steps, end = graph.steps, 2 * len(graph.steps) - 1
     made = {step.output: at for at, step in enumerate(steps)}
@@ -118,7 +121,7 @@ def plan_memory(graph: Graph, held: Sequence[int], windowed: Sequence[bool], num
             saved = [end - at for at in readers if not windowed[at] and _saves(steps[at])]
             last = max([first, *readers, *saved, *_looked_at(steps, value, made)])
             plan.values[value] = plan.add(numbers[value], first, last)
-        if value and len(readers) > 1:
+        if (value or gradient) and len(readers) > 1:
             plan.sums[value] = plan.add(numbers[value], end - max(readers), read_last(value))
     for at, step in enumerate(steps):
         if step.layer is None:
@@ -129,7 +132,7 @@ def plan_memory(graph: Graph, held: Sequence[int], windowed: Sequence[bool], num
             first = made.get(value, at) if homed else at
             last = max([at, *([back] if _saves(step) else []), *(_looked_at(steps, value, made) if homed else [])])
             plan.views[at] = plan.add(held[at], first, last)
-        if value:
+        if value or gradient:
             alone = len(graph.readers[value]) == 1
             plan.gradients[at] = plan.add(held[at], back, read_last(value) if alone else back)
     return plan

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from itertools import pairwise
+from math import isqrt, prod
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..geometry import GridShape, Partition, split
 from ..layers import Sequential, Shard
 from ..optim import Optimizer
 from ..parallel import HEADER
-from .graph import Graph, of_layer
+from .graph import Graph, Lowering, of_layer
 from .layer import LayerPlan
 from .memory import MemoryPlan, plan_memory
 from .segments import find_regions
@@ -38,6 +39,7 @@ class Training:
     optimizer: Optimizer
     dtype: np.dtype
     accumulate: int = 1
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,55 @@ class LayerCosts:
             self.parameters + other.parameters,
             self.memory + other.memory,
         )
+
+
+@dataclass
+class PlannedSection:
+    """Some nodes, one after the other, whose arrays are in memory together.
+
+    Attributes
+    ----------
+    first, last : int
+        The number of the first node, and that of the first one behind.
+    graph : Graph
+        Their steps.
+    layers : dict of id to LayerPlan
+    grid : GridShape
+    wide : Partition or None
+        The tiles of the first value, where they are not the balanced ones.
+    """
+
+    first: int
+    last: int
+    graph: Graph
+    layers: dict[int, LayerPlan]
+    grid: GridShape
+    wide: Partition | None
+
+    def live_ranges(self, tile: int) -> MemoryPlan:
+        """Return what lives when on a tile's rank."""
+        steps = [self.layers.get(id(step.layer)) for step in self.graph.steps]
+        views = [None if plan is None else plan.view(tile) for plan in steps]
+        held = [
+            0 if view is None or plan is None else view.buffer.size * plan.input_shape[-1]
+            for view, plan in zip(views, steps, strict=True)
+        ]
+        windowed = [view is not None and not view.trivial for view in views]
+        numbers = [prod(shape) for shape in self.tile_shapes(tile)]
+        return plan_memory(self.graph, held, windowed, numbers, gradient=self.first > 0)
+
+    def tile_shapes(self, tile: int) -> list[Shape]:
+        """Return the shape of a tile of every value of the graph, without the batch."""
+        shapes = self.graph.shapes
+        boxes = [self.grid.partition(shape[:-1]).box(tile) for shape in shapes]
+        if self.wide is not None:
+            boxes[0] = self.wide.box(tile)
+        for step in self.graph.steps:
+            if step.layer is not None:
+                boxes[step.output] = self.layers[id(step.layer)].tile(tile)
+        whole = [(*box.shape, shape[-1]) for box, shape in zip(boxes, shapes, strict=True)]
+        cut = {value: Shard(shapes[value]).inputs(self.grid, tile).shape for value in self.graph.shards}
+        return [cut.get(value, shape) for value, shape in enumerate(whole)]
 
 
 @dataclass
@@ -132,7 +183,7 @@ class Plan(Sequence[LayerPlan]):
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
-        return round(sum(plan.sent_bytes(samples, self.itemsize, plan.gradient)[tile] for plan in self))
+        return round(sum(self._sent(plan, samples)[tile] for plan in self))
 
     def reduced(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
         """Return the bytes of the arrays that a rank gives into sums over ranks in a training step.
@@ -178,40 +229,38 @@ class Plan(Sequence[LayerPlan]):
         return self.arena(replica, tile) + sum(plan.held_by(tile) for plan in self) * self._per_parameter
 
     def arena(self, replica: int, tile: int) -> int:
-        """Return the bytes of one block for all views and gradients.
+        """Return the bytes of one block for all views and gradients, and of what sections are recomputed from.
 
-        Arrays that never live at the same moment of a step share memory in it.
+        Arrays that never live at the same moment of a step share memory in the block.
         """
-        return self.live_ranges(tile).length * self._held_samples(replica) * self.itemsize
+        kept = sum(prod(section.tile_shapes(tile)[0]) for section in self.sections[1:])
+        return (self.length(tile) + kept) * self._held_samples(replica) * self.itemsize
 
     @property
     def peak(self) -> int:
         """The same on the rank that needs most."""
         return max(self.arena(0, tile) for tile in range(self.grid.tiles))
 
-    def live_ranges(self, tile: int) -> MemoryPlan:
-        """Return what lives when on a tile's rank."""
-        steps = [self._by_layer.get(id(step.layer)) for step in self.graph.steps]
-        views = [None if plan is None else plan.view(tile) for plan in steps]
-        held = [
-            0 if view is None or plan is None else view.buffer.size * plan.input_shape[-1]
-            for view, plan in zip(views, steps, strict=True)
-        ]
-        windowed = [view is not None and not view.trivial for view in views]
-        return plan_memory(self.graph, held, windowed, [prod(shape) for shape in self.tile_shapes(tile)])
+    def length(self, tile: int) -> int:
+        """Return the numbers of a sample in such a block; sections take turns in it."""
+        return max(section.live_ranges(tile).length for section in self.sections)
 
-    def tile_shapes(self, tile: int) -> list[Shape]:
-        """Return the shape of a tile of every value of the graph, without the batch."""
-        shapes = self.graph.shapes
-        boxes = [self.grid.partition(shape[:-1]).box(tile) for shape in shapes]
-        if self.wide_tiles is not None:
-            boxes[0] = self.wide_tiles.box(tile)
-        for step in self.graph.steps:
-            if step.layer is not None:
-                boxes[step.output] = self._by_layer[id(step.layer)].tile(tile)
-        whole = [(*box.shape, shape[-1]) for box, shape in zip(boxes, shapes, strict=True)]
-        cut = {value: Shard(shapes[value]).inputs(self.grid, tile).shape for value in self.graph.shards}
-        return [cut.get(value, shape) for value, shape in enumerate(whole)]
+    @cached_property
+    def sections(self) -> list[PlannedSection]:
+        """All nodes; or, where arrays are recomputed, about as many sections as each of them has nodes."""
+        nodes = len(self.graph.ends) - 1
+        count = max(1, isqrt(nodes)) if self.training.recompute else 1
+        cuts = [split(nodes, count, at)[0] for at in range(1, count)]
+        cuts = [0, *(at for at in cuts if self.graph.ends[at][1] not in self.graph.shards), nodes]
+        layers = {id(plan.layer): plan for plan in self}
+        found = []
+        for first, last in pairwise(cuts):
+            graph, wide = self.graph.part(first, last), None
+            reader = next((layers.get(id(step.layer)) for step in self.graph.steps[self.graph.ends[first][0] :]), None)
+            if reader is not None:
+                wide = reader.regions[0]
+            found.append(PlannedSection(first, last, graph, layers, self.grid, wide))
+        return found
 
     def costs(self, batch_size: int | None = None) -> list[LayerCosts]:
         """Return the costs of every layer in one step of a whole batch."""
@@ -221,8 +270,8 @@ class Plan(Sequence[LayerPlan]):
             view = max(box.size for box in plan.kept) * plan.input_shape[-1] * size
             found.append(
                 LayerCosts(
-                    sent_most=round(max(plan.sent_bytes(shares[0], size, plan.gradient))),
-                    sent_all=round(sum(sum(plan.sent_bytes(n, size, plan.gradient)) for n in shares)),
+                    sent_most=round(max(self._sent(plan, shares[0]))),
+                    sent_all=round(sum(sum(self._sent(plan, samples)) for samples in shares)),
                     parameters=plan.parameters,
                     memory=(1 + (index > 0)) * view * self._held_samples(0) + max(plan.held) * self._per_parameter,
                 )
@@ -245,6 +294,14 @@ class Plan(Sequence[LayerPlan]):
         """Bytes of a number."""
         return self.training.dtype.itemsize
 
+    def _sent(self, plan: LayerPlan, samples: int) -> list[float]:
+        return plan.sent_bytes(samples, self.itemsize, plan.gradient, 1 + (id(plan.layer) in self._recomputed))
+
+    @cached_property
+    def _recomputed(self) -> set[int]:
+        """The layers that go forward twice."""
+        return {id(step.layer) for section in self.sections[:-1] for step in section.graph.steps}
+
     @property
     def _per_parameter(self) -> int:
         """Bytes of a trained number, its gradient, and what the optimiser keeps of it."""
@@ -255,10 +312,6 @@ class Plan(Sequence[LayerPlan]):
         samples = self.samples(replica)
         over_batch = any(one.over_batch for plan in self for one in plan.reductions)
         return samples if over_batch else -(-samples // self.training.accumulate)
-
-    @cached_property
-    def _by_layer(self) -> dict[int, LayerPlan]:
-        return {id(plan.layer): plan for plan in self}
 
 
 def compile_plan(
@@ -276,7 +329,7 @@ def compile_plan(
     UserError
         A layer does not fit; the error names it, and carries it as `subject`.
     """
-    graph = Graph(chain.layers, input_shape)
+    graph = Lowering(chain.layers, input_shape).graph
     plans = []
     try:
         samples = None if batch_size is None else max(1, split(batch_size, grid.replicas, 0)[1])

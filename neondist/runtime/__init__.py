@@ -1,4 +1,4 @@
-"""Running a network: executor (its passes), tasks (what a step does in them), arena (their memory)."""
+"""Running a network: executor (its passes), section (those of some nodes), tasks (what a step does), arena (memory)."""
 
 from .arena import Arena
 from .executor import Executor, Pass

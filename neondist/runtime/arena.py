@@ -14,21 +14,70 @@ from ..backends import Backend
 from ..plan.memory import MemoryPlan, aligned, pack
 
 
+class Blocks:
+    """One block of memory for each workspace that is in use at the same time, whatever section uses it.
+
+    Parameters
+    ----------
+    length : int
+        Numbers of a sample that any section needs.
+    samples : int
+        Of this rank. Fewer use a part of the same block, more get another one.
+
+    Attributes
+    ----------
+    made : int
+        How many there are.
+    free : list of int
+        The numbers of those that nobody uses.
+    """
+
+    def __init__(self, length: int, samples: int, dtype: np.dtype, backend: Backend) -> None:
+        self.length, self.samples, self.dtype, self.backend = length, samples, dtype, backend
+        self.made = 0
+        self.free: list[int] = []
+        self._blocks: dict[tuple[int, int], Any] = {}
+
+    def take(self) -> int:
+        """Return the lowest number that nobody uses: most passes use the same memory."""
+        if self.free:
+            self.free.sort(reverse=True)
+            return self.free.pop()
+        self.made += 1
+        return self.made - 1
+
+    def give_back(self, number: int) -> None:
+        """Take note that nobody uses it any more."""
+        self.free.append(number)
+
+    def block(self, number: int, samples: int, length: int) -> Any:
+        """Return the block of a number for so many samples, each of `length` numbers at least."""
+        samples = max(samples, self.samples)
+        if (number, samples) not in self._blocks:
+            size = samples * max(length, self.length)
+            self._blocks[number, samples] = self.backend.xp.empty((size,), self.dtype)
+        return self._blocks[number, samples]
+
+    def owns(self, array: Any) -> bool:
+        """Tell whether an array lies here: its values last no longer than a live range."""
+        return any(self.backend.xp.may_share_memory(array, block) for block in self._blocks.values())
+
+
 class Arena:
     """The memory of the activations of a pass and their gradients.
 
     Parameters
     ----------
     plan : MemoryPlan
-    samples : int
-        Of this rank. Fewer use a part of the same block, more get another one.
+    blocks : Blocks
+    number : int
+        Of the block in which it lies.
     """
 
-    def __init__(self, plan: MemoryPlan, samples: int, dtype: np.dtype, backend: Backend) -> None:
+    def __init__(self, plan: MemoryPlan, blocks: Blocks, number: int) -> None:
         self.plan, self.ranges = plan, [aligned(live) for live in plan.ranges]
         self.places, self.length = pack(self.ranges)
-        self.samples, self.dtype, self.backend = samples, dtype, backend
-        self._blocks: dict[int, Any] = {}
+        self.blocks, self.number, self.dtype, self.backend = blocks, number, blocks.dtype, blocks.backend
 
     def array(self, slot: int, shape: Sequence[int]) -> Any:
         """Return an array (n, ...) in the place of a range; what is in it is left from others."""
@@ -36,10 +85,7 @@ class Arena:
         return self._block(shape[0])[start : start + prod(shape)].reshape(shape)
 
     def _block(self, samples: int) -> Any:
-        samples = max(samples, self.samples)
-        if samples not in self._blocks:
-            self._blocks[samples] = self.backend.xp.empty((samples * self.length,), self.dtype)
-        return self._blocks[samples]
+        return self.blocks.block(self.number, samples, self.length)
 
     @contextmanager
     def kept(self, samples: int) -> Iterator[None]:
@@ -67,10 +113,6 @@ class Arena:
             for start, stop, live in places
             if live.first < turn <= live.last and any(start < end and begin < stop for begin, end in later)
         ]
-
-    def owns(self, array: Any) -> bool:
-        """Tell whether an array lies in the arena: its values last no longer than a range."""
-        return any(self.backend.xp.may_share_memory(array, block) for block in self._blocks.values())
 
 
 class ArenaSlot:

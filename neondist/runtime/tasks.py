@@ -15,7 +15,7 @@ from ..plan import Graph, Step
 from .reduce import combine, joined
 
 if TYPE_CHECKING:
-    from .executor import Pass
+    from .section import SectionPass
 
 
 class Task(ABC):
@@ -28,11 +28,11 @@ class Task(ABC):
         self.at, self.inputs, self.output = at, step.inputs, step.output
 
     @abstractmethod
-    def forward(self, runs: Sequence[Pass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Return, for each pass, this rank's tile of the value, given those of the inputs."""
 
     @abstractmethod
-    def backward(self, runs: Sequence[Pass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+    def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return the gradients of each pass's inputs, None for those not needed, given that of the value."""
 
     def whole(self, y: Any) -> Any:
@@ -51,14 +51,14 @@ class JoinTask(Task):
         super().__init__(at, step)
         self.join, self.channels, self.kernels = join, channels, kernels
 
-    def forward(self, runs: Sequence[Pass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Write the joined values where their reader wants them."""
         found = [run.workspace.value_place(self.output, run.samples) for run in runs]
         for values, y in zip(inputs, found, strict=True):
             self.join.combine(self.kernels, values, y)
         return found
 
-    def backward(self, runs: Sequence[Pass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+    def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return parts of dy, or dy itself."""
         return [self.join.split(dy, self.channels) for dy in dys]
 
@@ -80,7 +80,7 @@ class LayerTask(Task):
         self.over_batch = any(one.over_batch for one in self.reductions.values())
         self.observers = layer.context.grid.observers
 
-    def forward(self, runs: Sequence[Pass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Make the views, reduce, compute, activate."""
         if not self.observers:
             return self._forward(runs, inputs)
@@ -92,7 +92,7 @@ class LayerTask(Task):
             self.observers.value(self.layer, "output", y)
         return found
 
-    def backward(self, runs: Sequence[Pass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+    def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Do the adjoint of all that, and fill in the layer's gradients."""
         if not self.observers:
             return self._backward(runs, dys, needed[0])
@@ -104,17 +104,17 @@ class LayerTask(Task):
             self.observers.value(self.layer, "gradient of the input", dx)
         return found
 
-    def _forward(self, runs: Sequence[Pass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    def _forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
         calls = [self._seen(run, x) for run, (x,) in zip(runs, inputs, strict=True)]
-        self._reduce("forward", calls)
+        self._reduce("forward", calls, [run.given[self.at] for run in runs if run.given is not None])
         return [self._computed(ctx, view) for ctx, view in calls]
 
-    def _seen(self, run: Pass, x: Any) -> tuple[StepContext, Any]:
+    def _seen(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
         """Return a new call's ctx and view."""
         layer, space, samples = self.layer, run.workspace, run.samples
         x = x if self.opens is None else x[..., self.opens.plan.own.slices[0]]
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_place, self.output, samples))
-        run.contexts[self.at] = ctx
+        run.contexts[self.at], ctx.repeats = ctx, run.given is not None
         return ctx, x if not self.windowed else self.halo("forward", ctx, space.view(self, samples), x)
 
     def _computed(self, ctx: StepContext, view: Any) -> Any:
@@ -143,12 +143,12 @@ class LayerTask(Task):
             ctx.shield(y)
         return y
 
-    def _backward(self, runs: Sequence[Pass], dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
+    def _backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
         calls = [self._given(run, dy, needed) for run, dy in zip(runs, dys, strict=True)]
         self._reduce("backward", calls)
         return [[self._computed_back(run, *call)] for run, call in zip(runs, calls, strict=True)]
 
-    def _given(self, run: Pass, dy: Any, needed: bool) -> tuple[StepContext, Any]:
+    def _given(self, run: SectionPass, dy: Any, needed: bool) -> tuple[StepContext, Any]:
         """Return a call's ctx, and the gradient of what the layer's forward returned."""
         layer, ctx = self.layer, run.contexts[self.at]
         assert ctx is not None
@@ -162,7 +162,7 @@ class LayerTask(Task):
             ctx.offer(partial(run.workspace.gradient_place, self, run.samples))
         return ctx, self._redistributed("backward", self.joins, dy)
 
-    def _computed_back(self, run: Pass, ctx: StepContext, dy: Any) -> Any:
+    def _computed_back(self, run: SectionPass, ctx: StepContext, dy: Any) -> Any:
         layer, space = self.layer, run.workspace
         needed = ctx.needs_input_gradient
         if layer.gathers is not None and needed:
@@ -176,7 +176,7 @@ class LayerTask(Task):
             return self._redistributed("backward", self.opens, dview)
         if self.windowed:
             return self.halo("backward", ctx, space.view(self, run.samples), dview)
-        return self._copied(ctx, dview) if dview is not ctx.offered and space.arena.owns(dview) else dview
+        return self._copied(ctx, dview) if dview is not ctx.offered and space.arena.blocks.owns(dview) else dview
 
     def _copied(self, ctx: StepContext, array: Any) -> Any:
         """Return a copy where the result is wanted."""
@@ -210,14 +210,21 @@ class LayerTask(Task):
         with self.observers.during("halo", self.name, direction):
             return move(array, ctx.phase)
 
-    def _reduce(self, direction: str, calls: Sequence[tuple[StepContext, Any]]) -> None:
-        """Let each ctx have what all ranks' partial results come to; None: nothing is reduced in this pass."""
+    def _reduce(self, direction: str, calls: Sequence[tuple[StepContext, Any]], known: Sequence[Any] = ()) -> None:
+        """Let each ctx have what all ranks' partial results come to; None: nothing is reduced in this pass.
+
+        Where a pass is run again, that is `known`; the layer's part of it is computed, for what it saves, and no more.
+        """
         how = self.reductions.get(direction)
         if how is None:
             for ctx, _ in calls:
                 ctx.reduced = None
             return
         mine = [self.partial_result(direction, ctx, array) for ctx, array in calls]
+        if known:
+            for (ctx, _), reduced in zip(calls, known, strict=True):
+                ctx.reduced = reduced
+            return
         if how.over_batch:
             mine = [joined(how, mine)]
         if mine[0] is not None and how.group is not None:

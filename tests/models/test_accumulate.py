@@ -45,7 +45,7 @@ def test_every_layer(whole, grid):
         found = []
         for parts in (1, 2, 3, 5):
             model = every_layer("Dist", nd.ProcessGrid(comm, replicas=replicas), batch=8, accumulate=parts)
-            found.append((steps(model), model.executor.made))
+            found.append((steps(model), model.executor.blocks.made))
         return found
 
     for rank, results in enumerate(loopback.run(ranks, job)):
@@ -73,12 +73,12 @@ def small(**more):
 def test_memory_is_that_of_one_micro_batch():
     expected, model = steps(small()), small(accumulate=4)
     assert worst(steps(model), expected) < 1e-10
-    assert model.executor.made == 1
-    (space,) = model.executor.free
-    (block,) = space.arena._blocks.values()
-    assert block.size == 2 * space.arena.length  # two samples of eight
+    assert model.executor.blocks.made == 1
+    blocks = model.executor.blocks
+    (block,) = blocks._blocks.values()
+    assert block.size == 2 * blocks.length  # two samples of eight
     plans = model.plan((8, 8, 2), batch_size=8)
-    assert plans.peak == 2 * 8 * model.executor.plan.length
+    assert plans.peak == 2 * 8 * model.executor.blocks.length
 
 
 def test_evaluation_takes_no_more_samples_at_once():
@@ -88,7 +88,7 @@ def test_evaluation_takes_no_more_samples_at_once():
     found, expected = (evaluate(m, data.splits["train"], 8) for m in (model, small()))
     assert found == pytest.approx(expected)
     model.last_pass = None
-    assert [list(space.arena._blocks) for space in model.executor.free] == [[3]]
+    assert list(model.executor.blocks._blocks) == [(0, 3)]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -137,7 +137,7 @@ def test_where_a_micro_batch_is_not_finite():
 @pytest.mark.parametrize("scheme", [nd.Stale(), nd.Quantised(), nd.Every(2)], ids=lambda scheme: type(scheme).__name__)
 def test_schemes_with_memory_are_refused(scheme):
     with pytest.raises(
-        nd.ConfigError, match=r"accumulate 2: the scheme .* of layer 'conv1' keeps .* set accumulate to 1"
+        nd.ConfigError, match=r"accumulate: the scheme .* of layer 'conv1' keeps .* leave out accumulate"
     ):
         nd.Convnet(layers(), scheme=scheme, accumulate=2)
     with pytest.raises(nd.ConfigError, match="accumulate"):

@@ -141,7 +141,7 @@ class PoisonTask(LayerTask):
 
     def _backward(self, runs, dys, needed):
         for run in runs:
-            poison(run, 2 * len(run.executor.tasks) - 1 - self.at)
+            poison(run, 2 * len(run.section.tasks) - 1 - self.at)
         return super()._backward(runs, dys, needed)
 
 
@@ -154,7 +154,7 @@ def poison(run, moment):
 
 def trained(layers, name, arena, task, monkeypatch):
     """Outputs, input gradients, gradients and state of some steps with batches of several sizes."""
-    monkeypatch.setattr("neondist.runtime.executor.Arena", arena)
+    monkeypatch.setattr("neondist.runtime.section.Arena", arena)
     model = nd.Convnet(layers, cost=nd.SumSquared(), seed=3, backend=name, dtype="float64")
     model.build((8, 8, 2), batch_size=4)
     model.make_executor(task)
@@ -168,7 +168,7 @@ def trained(layers, name, arena, task, monkeypatch):
         found += [*kept, model.gradients()]
         model.train_batch(x, rng.normal(size=y.shape))
         np.testing.assert_array_equal(y, kept[0])  # what a caller holds is not overwritten
-        assert not any(space.arena.owns(array) for space in model.executor.free for array in (y, dx))
+        assert not any(model.executor.blocks.owns(array) for array in (y, dx))
     return [*found, model.state()]
 
 
@@ -195,7 +195,7 @@ def test_an_activation_in_place_leaves_the_input_alone():
 def test_live_ranges_of_a_chain():
     model = nd.Convnet([conv(), nd.MaxPoolingLayer(2), nd.MaxPoolingLayer(2), conv()])
     model.build((8, 8, 2), 1)
-    plan = model.executor.plan
+    plan = model.executor.sections[0].plan
     views, gradients = (
         [tuple(plan.ranges[found[at]][1:]) if at in found else None for at in range(4)]
         for found in (plan.views, plan.gradients)
@@ -253,5 +253,5 @@ def test_check_plans_what_is_built(network):
     model.build((8, 8, 2), batch_size=4)
     planned = model.plan((8, 8, 2), batch_size=4).peak
     rounded = 4 * 4 * 16 * (2 * len(model.leaves) + 9 * len(networks()[network]))  # every span to a cache line
-    made = 4 * 4 * model.executor.plan.length
+    made = 4 * 4 * model.executor.blocks.length
     assert 0.94 * planned <= made <= planned + rounded  # the plan knows nothing of what LCN keeps outside of its view

@@ -8,7 +8,6 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.debug import guard_model
 from neondist.models.stimulus import optimal_stimulus
-from neondist.plan import Graph
 
 SHAPE, BATCH = (5, 4, 2), 6
 
@@ -129,7 +128,7 @@ def on(ranks, job):
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_which_vectors_stay_cut_and_that_it_changes_no_number(name):
-    assert len(Graph(model_of(name).layers, SHAPE).shards) == CHAINS[name][1]
+    assert len(model_of(name).plan(SHAPE).graph.shards) == CHAINS[name][1]
     expected = on(1, lambda grid: trained(grid, name))[0]
     for ranks in GRIDS:
         for found in on(ranks, lambda grid: trained(grid, name)):

@@ -93,7 +93,7 @@ def test_every_layer_has_random_numbers_of_its_own():
         model.build((40,), batch_size=3)
         model.step = step
         run = model.run_forward(np.ones((3, 40), np.float32))
-        masks = [context.mask for context in run.contexts[2:]]
+        masks = [context.mask for context in run.current.contexts[2:]]
         return [*(layer.params["weights"] for layer in layers), *masks]
 
     one = drawn(1, "a", "b", "c", "d")

@@ -45,7 +45,7 @@ def test_bytes_are_those_of_the_ledger(name):
         assert plan.reduced(grid.rank) == kinds["sum"]
         assert plan.bytes(grid.rank) == sum(kinds["halo"].values()) == model.bytes_sent
         assert plan.output_shape == model.output_shape
-        return kinds["halo"], 8 * BATCH * model.executor.plan.length
+        return kinds["halo"], 8 * BATCH * model.executor.blocks.length
 
     model = model_of(name)
     told = loopback.run(4, job)

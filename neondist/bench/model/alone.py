@@ -120,7 +120,7 @@ def _held(model: Model) -> int:
     """Return the bytes of parameters, gradients and slots, and of the block of all views and their gradients."""
     assert model.parameters is not None
     flat = [model.parameters.values, model.parameters.grads, *model.slots.values()]
-    block = model.executor.plan.length * model.input.local_shape[0] * model.dtype.itemsize
+    block = model.executor.blocks.length * model.input.local_shape[0] * model.dtype.itemsize
     return sum(array.nbytes for array in flat) + block
 
 
