@@ -47,13 +47,12 @@ class GuardedContext(StepContext):
         mark(out)
         return out
 
-    def _halo(self, direction: str, move: Callable[..., Any], array: Any) -> Any:
-        padded: Any = getattr(move, "__self__", None)
-        if not hasattr(padded, "policy"):  # the view holds the neighbours already
-            return super()._halo(direction, move, array)
-        gathers = (direction == "forward") != padded.reverse
-        buffer = None if padded.plan.trivial or not gathers else padded.buffer(len(array))
-        found = self.exchanged(direction, padded, gathers, buffer, super()._halo, direction, move, array)
+    def _halo(self, direction: str, array: GlobalArray, given: Any) -> Any:
+        if not hasattr(array, "policy"):  # the view holds the neighbours already
+            return super()._halo(direction, array, given)
+        gathers = (direction == "forward") != array.reverse
+        buffer = None if array.plan.trivial or not gathers else array.buffer(len(given))
+        found = self.exchanged(direction, array, gathers, buffer, super()._halo, direction, array, given)
         if not gathers:
             return found
         shadow = Shadow(found)

@@ -178,15 +178,16 @@ class StepContext:
 
     def gather(self, array: GlobalArray, tile: Any) -> Any:
         """Return the view that a declared array's window has of a tile; valid until the next call; collective."""
-        return self._halo("forward", array.get_fprop_view, tile)
+        return self._halo("forward", array, tile)
 
     def scatter_add(self, array: GlobalArray, dview: Any) -> Any:
         """Return the adjoint: the gradient of the tile; valid until the next call; collective."""
-        return self._halo("backward", array.get_bprop_view, dview)
+        return self._halo("backward", array, dview)
 
-    def _halo(self, direction: str, move: Callable[[Any, Phase], Any], array: Any) -> Any:
+    def _halo(self, direction: str, array: GlobalArray, given: Any) -> Any:
+        move = array.get_fprop_view if direction == "forward" else array.get_bprop_view
         with self._layer.context.grid.observers.during("halo", str(self._layer.name), direction):
-            return move(array, self.phase)
+            return move(given, self.phase)
 
 
 class CellRandom:
