@@ -13,8 +13,8 @@ import numpy as np
 
 from ..comm import Transport, agree
 from ..errors import DataError, ShapeError
+from ..geometry import Box
 from ..layers import Layer
-from ..layers.layout import in_one
 from ..namespace import to_host
 from .pieces import Piece
 from .read import Opened
@@ -136,5 +136,5 @@ def _numbers(entries: list[Entry]) -> int:
 
 def _piece(name: str, ranks: list[list[Entry]], mine: Any) -> Piece:
     ends = list(accumulate(map(_numbers, ranks), initial=0))
-    places = [in_one((slice(lo, hi),)) for lo, hi in pairwise(ends)]
-    return Piece(f"{GROUP}/{name}", (ends[-1],), mine, places)
+    boxes = [Box((lo,), (hi,)) for lo, hi in pairwise(ends)]
+    return Piece(f"{GROUP}/{name}", (ends[-1],), mine, boxes)

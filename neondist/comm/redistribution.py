@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from ..geometry import Box, Piece, RepartitionPlan
 from ..namespace import namespace
-
-if TYPE_CHECKING:
-    from .reductions import Reductions
 
 
 class Redistribution:
@@ -19,17 +16,19 @@ class Redistribution:
 
     Parameters
     ----------
-    log : Reductions
-        Records what is sent.
-    group : str
-        One of `comm.GROUPS`: the ranks that take part.
+    all_to_all : callable
+        That of the transport of the ranks that take part, or of what records it.
+    rank : int
+        This one, among them.
     source, target : sequence of Box, one for each of these ranks
         What each holds, and what each needs. Boxes of `source` are disjoint or equal.
     """
 
-    def __init__(self, log: Reductions, group: str, source: Sequence[Box], target: Sequence[Box]) -> None:
-        self.log, self.group = log, group
-        self.plan = RepartitionPlan.of(source, target, log.grid.group(group).rank)
+    def __init__(
+        self, all_to_all: Callable[..., list[Any]], rank: int, source: Sequence[Box], target: Sequence[Box]
+    ) -> None:
+        self.all_to_all, self.ranks = all_to_all, range(len(source))
+        self.plan = RepartitionPlan.of(source, target, rank)
 
     def forward(self, array: Any) -> Any:
         """Return this rank's target box of the array, given its source box; cells that nobody holds are 0; collective.
@@ -54,12 +53,11 @@ class Redistribution:
         self, array: Any, here: Box, out: Sequence[Piece], found: Any, there: Box, home: Sequence[Piece]
     ) -> Iterator[tuple[Any, Any]]:
         """Yield the cells of `found` that come from each rank, in their order, and what comes."""
-        ranks = range(self.log.grid.group(self.group).size)
-        sends = dict.fromkeys(ranks, namespace(array).empty(0, array.dtype))
+        sends = dict.fromkeys(self.ranks, namespace(array).empty(0, array.dtype))
         sends |= {piece.peer: array[_at(piece, here)] for piece in out}
         coming = {piece.peer: found[_at(piece, there)] for piece in home}
-        shapes = [coming[peer].shape if peer in coming else (0,) for peer in ranks]
-        parts = dict(enumerate(self.log.all_to_all(self.group, list(sends.values()), shapes)))
+        shapes = [coming[peer].shape if peer in coming else (0,) for peer in self.ranks]
+        parts = dict(enumerate(self.all_to_all(list(sends.values()), shapes)))
         for piece in self.plan.local:
             coming[piece.peer], parts[piece.peer] = found[_at(piece, there)], array[_at(piece, here)]
         for peer in sorted(coming):

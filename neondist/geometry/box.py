@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 
@@ -66,17 +65,6 @@ class Box:
     def relative_to(self, origin: Box) -> Box:
         """Return the box in the coordinates of an array whose first cell is origin.lo."""
         return self.shift([-o for o in origin.lo])
-
-    def runs(self, extent: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield (first, count) of the cells that follow each other in a row-major array of this extent."""
-        if self.empty:
-            return
-        cut = max((axis for axis, n in enumerate(extent) if self.shape[axis] != n), default=0)
-        for outer in product(*(range(lo, hi) for lo, hi in list(self.axes())[:cut])):
-            first = 0
-            for n, at in zip(extent, (*outer, *self.lo[cut:]), strict=True):
-                first = first * n + at
-            yield first, prod(self.shape[cut:])
 
     def axes(self) -> Iterator[tuple[int, int]]:
         """Yield (lo, hi) of every axis."""

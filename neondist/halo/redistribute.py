@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from ..comm import Redistribution, Reductions
+from ..comm import Redistribution
 from ..errors import GridError, ShapeError
 from ..geometry import Box, Partition, split
 from ..namespace import to_host
@@ -45,7 +45,7 @@ def _moved(tile: Any, source: GlobalArray, target: Callable[[int], Sequence[Box]
     cut = _boxes(pairwise(ends), tiles, source.channels)
     mine = tiles.box(grid.tile).relative_to(source.own)  # of tiles that overlap
     part = to_host(tile)[(slice(None), *mine.slices)]
-    return Redistribution(Reductions(grid), "world", cut, target(ends[-1])).forward(part)
+    return Redistribution(grid.world.all_to_all, grid.rank, cut, target(ends[-1])).forward(part)
 
 
 def _boxes(samples: Iterable[tuple[int, int]], tiles: Partition, channels: int) -> list[Box]:

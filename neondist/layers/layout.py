@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..geometry import Box, GridShape, split
 
 Shape = tuple[int, ...]
-Strip: TypeAlias = "tuple[tuple[slice, ...], tuple[slice, ...]]"
-"""Where a box of cells lies in a rank's part, and where in the whole array."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +22,17 @@ class Replicate:
         """The ranks over which gradients are summed, one of `comm.GROUPS`."""
         return "replicas" if self.cut else "world"
 
+    def unfolded(self, shape: Shape) -> Shape:
+        """Return the shape, of as many numbers in the same order, in which parts of an array are boxes."""
+        return shape
+
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
-        """Return what of an array the rank of a tile keeps."""
+        """Return what of an unfolded array the rank of a tile keeps."""
         return Box.of(shape)
 
     def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
         """Return the shape of a tile's part of an array of this shape."""
         return self.box(shape, grid, tile).shape
-
-    def strips(self, shape: Shape, grid: GridShape, tile: int) -> list[Strip]:
-        """Return where a tile's part lies in the whole array, in the part's order."""
-        return in_one(self.box(shape, grid, tile).slices)
 
 
 @dataclass(frozen=True)
@@ -69,26 +67,21 @@ class Shard(Replicate):
         cells = grid.partition(extent).box(tile)
         return Box((*cells.lo, 0), (*cells.hi, channels))
 
+    def unfolded(self, shape: Shape) -> Shape:
+        """Return the shape with the input's axes as they are."""
+        return *self.input_shape, *shape[1:]
+
+    def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
+        """Return the tile's inputs, with all of the other axes."""
+        mine = self.inputs(grid, tile)
+        return Box((*mine.lo, *(0 for _ in shape[1:])), (*mine.hi, *shape[1:]))
+
     def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
         """Return the shape of a tile's rows."""
         return self.inputs(grid, tile).size, *shape[1:]
-
-    def strips(self, shape: Shape, grid: GridShape, tile: int) -> list[Strip]:
-        """Return the tile's rows, those that follow each other together."""
-        rest = tuple(slice(0, n) for n in shape[1:])
-        found, here = [], 0
-        for there, rows in self.inputs(grid, tile).runs(self.input_shape):
-            found.append(((slice(here, here + rows), *rest), (slice(there, there + rows), *rest)))
-            here += rows
-        return found
 
 
 def said_with(thing: Any, name: str, method: str) -> Any:
     """Return what the class says of itself that has the method; what it inherits was said of another method."""
     found = next(vars(cls) for cls in type(thing).__mro__ if method in vars(cls))
     return found.get(name)
-
-
-def in_one(place: tuple[slice, ...]) -> list[Strip]:
-    """Return the strips of a part that is a box of the whole array."""
-    return [(tuple(slice(0, s.stop - s.start) for s in place), place)]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..comm import ProcessGrid
+from ..geometry import Box
 from ..layers import Layer, Parameter
-from ..layers.layout import Strip
 from ..namespace import to_host
 
 
@@ -38,9 +38,17 @@ class Entry:
         return self.parameter.layout.shape_on(self.parameter.shape, self.grid.shape, self.grid.tile)
 
     @property
-    def mine(self) -> list[Strip]:
-        """Where this rank's part lies in the whole array."""
-        return self.strips(self.grid.tile)
+    def unfolded(self) -> tuple[int, ...]:
+        """The whole array's shape, in which the ranks' parts are boxes."""
+        return self.parameter.layout.unfolded(self.parameter.shape)
+
+    def box(self, tile: int) -> Box:
+        """Return the part of a tile's rank."""
+        return self.parameter.layout.box(self.parameter.shape, self.grid.shape, tile)
+
+    def part_of(self, whole: Any) -> Any:
+        """Return this rank's part of the whole array."""
+        return whole.reshape(self.unfolded)[self.box(self.grid.tile).slices].reshape(self.local_shape)
 
     def slot(self, name: str) -> Entry:
         """Return the entry of an optimiser's array for this parameter."""
@@ -51,12 +59,8 @@ class Entry:
         mine = to_host(array)
         if not self.cut:
             return mine.copy()
-        whole = np.empty(self.parameter.shape, mine.dtype)
+        whole = np.empty(self.unfolded, mine.dtype)
         for tile, part in enumerate(self.grid.tile_comm.allgather(mine)):
-            for here, there in self.strips(tile):
-                whole[there] = part[here]
-        return whole
-
-    def strips(self, tile: int) -> list[Strip]:
-        """Return where the part of a tile's rank lies in the whole array."""
-        return self.parameter.layout.strips(self.parameter.shape, self.grid.shape, tile)
+            box = self.box(tile)
+            whole[box.slices] = part.reshape(box.shape)
+        return whole.reshape(self.parameter.shape)

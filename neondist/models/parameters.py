@@ -180,10 +180,9 @@ class Parameters:
         """Fill in first values."""
         stream = rng.key(self.context.seed, "weights", str(entry.layer.name), entry.name)
         parameter: Parameter = entry.parameter
-        for here, there in entry.mine:
-            index = rng.box_index(parameter.shape, there)
-            values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
-            array[here] = self.context.backend.from_host(values, array.dtype)
+        index = rng.box_index(entry.unfolded, entry.box(entry.grid.tile).slices).reshape(array.shape)
+        values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
+        array[...] = self.context.backend.from_host(values, array.dtype)
 
 
 def gather(arrays: Iterable[tuple[Entry, Any]]) -> dict[str, Any]:
@@ -206,5 +205,4 @@ def load(arrays: list[tuple[Entry, Any]], values: dict[str, Any], what: str) -> 
                 f"{what}: '{name}' has shape {np.shape(values[name])}, but the model's has {entry.parameter.shape}"
             )
     for entry, array in arrays:
-        for here, there in entry.mine:
-            array[here] = namespace(array).asarray(values[entry.full_name][there])
+        array[...] = namespace(array).asarray(entry.part_of(values[entry.full_name]))

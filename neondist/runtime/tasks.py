@@ -246,7 +246,8 @@ class LayerTask(Task):
         if grid.tiles == 1:
             return None
         shards = [Shard(shape).inputs(grid, tile) for tile in range(grid.tiles)]
-        return Redistribution(self.array.reductions, "tiles", shards, [Box.of(shape)] * grid.tiles)
+        all_to_all = partial(self.array.reductions.all_to_all, "tiles")
+        return Redistribution(all_to_all, self.layer.context.grid.tile, shards, [Box.of(shape)] * grid.tiles)
 
     def _redistributed(self, direction: str, moves: Redistribution | None, part: Any) -> Any:
         if moves is None:

@@ -15,8 +15,8 @@ from ..checkpoint.texts import of_kind, plain_json, whole
 from ..comm import ProcessGrid, all_or_none
 from ..datasets.base import SPLITS, normalised
 from ..errors import ConfigError, DataError
+from ..geometry import Box
 from ..geometry import split as share
-from ..layers.layout import in_one
 from ..metrics import Misclassification
 from ..registry.ranges import choice
 from .consistency import check_consistency, check_data_consistency, outline
@@ -172,12 +172,11 @@ def _tiles(images: Source, samples: range, model: Model) -> np.ndarray:
 def _piece(model: Model, y: Any, batch: int, classes: bool) -> Piece:
     """Return this rank's part of a batch's outputs, which is cut into samples and tiles."""
     grid, (*extent, channels) = model.grid, model.output_shape
-    places = []
+    last, boxes = () if classes else (channels,), []
     for rank in range(grid.size):
         replica, tile = divmod(rank, grid.shape.tiles)
-        box = grid.partition(extent).box(tile).slices if extent else ()
-        samples = slice(*share(batch, grid.replicas, replica))
-        places.append(in_one((samples, *box, *(() if classes else (slice(0, channels),)))))
+        (lo, hi), cells = share(batch, grid.replicas, replica), grid.partition(extent).box(tile)
+        boxes.append(Box((lo, *cells.lo, *(0 for _ in last)), (hi, *cells.hi, *last)))
     if classes:
         y = np.asarray(y).argmax(axis=-1).astype(np.min_scalar_type(channels - 1))
-    return Piece("predictions", (batch, *extent, *(() if classes else (channels,))), np.asarray(y), places)
+    return Piece("predictions", (batch, *extent, *last), np.asarray(y), boxes)

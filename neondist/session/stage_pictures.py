@@ -84,7 +84,7 @@ def filters(stage: Autoencoder) -> Blocks:
     shape = entry.parameter.shape
     side = max(1, int((FILTERS / shape[-1]) ** 0.5))
     wanted = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, side))}) for n in shape[:2]]
-    lo = [part.start for part in entry.mine[0][1][:2]]
+    lo = entry.box(grid.tile).lo
     mine = {}
     if grid.replica == 0:
         for row, col in ((r, c) for r in wanted[0] for c in wanted[1]):

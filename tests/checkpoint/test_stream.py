@@ -11,13 +11,14 @@ from neondist.checkpoint import pieces
 from neondist.checkpoint.pieces import Piece, blocks
 from neondist.checkpoint.stream import collect, spread
 from neondist.comm import ProcessGrid, loopback
+from neondist.geometry import Box
 from neondist.layers import Replicate, Shard, Tiled
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.integers(1, 40))
 def test_blocks_fill_an_array_once_in_order(shape, cells):
     whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    parts = [whole[block] for block in blocks(shape, cells)]
+    parts = [whole[block.slices] for block in blocks(shape, cells)]
     assert all(0 < part.size <= cells for part in parts)
     assert np.concatenate([part.ravel() for part in parts] or [[]]).tolist() == whole.ravel().tolist()
 
@@ -35,16 +36,15 @@ def layouts(draw):
 
 def pieces_of(grid, whole, layout):
     """The array twice, once of one number, and an empty one: this rank's parts."""
-    places = [layout.strips(whole.shape, grid.shape, rank % grid.shape.tiles) for rank in range(grid.size)]
-    mine = np.full(layout.shape_on(whole.shape, grid.shape, grid.tile), np.nan, whole.dtype)
-    for here, there in places[grid.rank]:
-        mine[here] = whole[there]
-    places = places if layout.cut else places[:1]
+    boxes = [layout.box(whole.shape, grid.shape, rank % grid.shape.tiles) for rank in range(grid.size)]
+    unfolded = layout.unfolded(whole.shape)
+    mine = whole.reshape(unfolded)[boxes[grid.rank].slices].copy()
+    boxes = boxes if layout.cut else boxes[:1]
     return [
-        Piece("a", whole.shape, mine, places),
-        Piece("number", (), np.full((), 3.0, whole.dtype), [Replicate().strips((), grid.shape, 0)]),
-        Piece("none", (0, 2), np.empty((0, 2)), [Replicate().strips((0, 2), grid.shape, 0)]),
-        Piece("b", whole.shape, 2 * mine, places),
+        Piece("a", whole.shape, mine, boxes, unfolded),
+        Piece("number", (), np.full((), 3.0, whole.dtype), [Box((), ())]),
+        Piece("none", (0, 2), np.empty((0, 2)), [Box.of((0, 2))]),
+        Piece("b", whole.shape, 2 * mine, boxes, unfolded),
     ]
 
 

@@ -1,5 +1,7 @@
 """Arrays that are cut anew, over virtual ranks."""
 
+from functools import partial
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,8 +46,8 @@ def test_those_who_hold_the_same_share_the_work():
 
     def body(comm):
         everything, nothing = Box.of((5,)), Box((0,), (0,))
-        log = Reductions(ProcessGrid(comm))
-        moves = Redistribution(log, "world", [everything, everything, nothing, nothing], [everything] * 4)
+        log, held = Reductions(ProcessGrid(comm)), [everything, everything, nothing, nothing]
+        moves = Redistribution(partial(log.all_to_all, "world"), comm.rank, held, [everything] * 4)
         x = np.arange(5.0) if comm.rank < 2 else np.empty(0)
         np.testing.assert_array_equal(moves.forward(x), np.arange(5.0))
         return [piece.peer for piece in moves.plan.sends], log.bytes_reduced
@@ -58,7 +60,7 @@ def test_shards_become_whole_and_partial_sums_become_shards():
 
     def body(comm):
         shards = [Box((lo,), (hi,)) for lo, hi in ((0, 3), (3, 5), (5, 7))]
-        moves = Redistribution(Reductions(ProcessGrid(comm)), "tiles", shards, [Box.of((7,))] * 3)
+        moves = Redistribution(comm.all_to_all, comm.rank, shards, [Box.of((7,))] * 3)
         whole = np.arange(14.0).reshape(2, 7)
         np.testing.assert_array_equal(moves.forward(whole[(..., *shards[comm.rank].slices)]), whole)
         return moves.adjoint(whole * 0.1 ** np.float64(comm.rank))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 import neondist as nd
@@ -135,7 +137,8 @@ def check_redistribution(grid, shape, source, target, lead=()):
     log = Reductions(grid)
     sources, targets = boxes_of(shape, ranks, source), boxes_of(shape, ranks, target)
     mine, wanted = sources[rank], targets[rank]
-    there, back = Redistribution(log, "world", sources, targets), Redistribution(log, "world", targets, sources)
+    there = Redistribution(partial(log.all_to_all, "world"), rank, sources, targets)
+    back = Redistribution(grid.world.all_to_all, rank, targets, sources)
     whole = np.random.default_rng(5).normal(size=(*lead, *shape))
     known = whole if source != "none" else 0 * whole
     x = np.ascontiguousarray(whole[(..., *mine.slices)])
