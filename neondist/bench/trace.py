@@ -48,7 +48,7 @@ class Trace(Observer):
         if what == "sync":
             title = "sum of gradients"
         elif isinstance(subject, str):
-            title = f"wait: sum over {subject}"
+            title = f"wait: {subject}"
         elif subject is not None:
             title = "wait: messages"
             details |= {"messages": len(subject.sends), "bytes_sent": subject.bytes_sent}

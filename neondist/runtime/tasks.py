@@ -229,11 +229,10 @@ class LayerTask(Task):
             mine = [joined(how, mine)]
         if mine[0] is not None and how.group is not None:
             self.array.reductions.direction = direction
-            with self.observers.during("reduce", self.name, direction):
-                if self.joins is not None and direction == "forward":
-                    mine = [self.joins.adjoint(one) for one in mine]
-                else:
-                    mine = [combine(self.array.reductions, how, one) for one in mine]
+            cut = self.joins if direction == "forward" else None
+            with self.observers.during("reduce" if cut is None else "redistribute", self.name, direction):
+                log = self.array.reductions
+                mine = [combine(log, how, one) if cut is None else cut.adjoint(one) for one in mine]
         for at, (ctx, _) in enumerate(calls):
             ctx.repeats = how.over_batch and at > 0
             ctx.reduced = mine[0 if how.over_batch else at]

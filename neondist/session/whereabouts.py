@@ -42,19 +42,20 @@ class Whereabouts(Observer):
 
     def __str__(self) -> str:
         """Say in which layer, or which other part of a step, it is, and what it waits for; '' outside of passes."""
-        place, doing = "", ""
+        place, doing, before = "", "", ""
         for what, name, direction, subject in [*self._at_work]:
             if what == "layer":
                 place, doing = f"{direction} pass of layer '{name}': ", "waits for nobody"
             elif what == "wait":
-                doing = self._waiting(subject)
+                doing = self._waiting(subject, before)
             else:
                 place, doing = _WORK.get(what, place), doing or "waits for nobody"
+            before = what
         return place + doing
 
-    def _waiting(self, subject: Exchange | str) -> str:
+    def _waiting(self, subject: Exchange | str, during: str) -> str:
         if isinstance(subject, str):
-            return f"waits in a sum over {self._group(subject)}"
+            return f"waits in a {'redistribution' if during == 'redistribute' else 'sum'} over {self._group(subject)}"
         first = self.grid.rank - self.grid.tile  # of this replica
         peers = sorted({first + message.peer for message in (*subject.receives, *subject.sends)})
         return f"waits in its halo exchange for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))}"

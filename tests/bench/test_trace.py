@@ -47,7 +47,7 @@ def test_events_of_all_ranks_nest(tmp_path, replicas):
             inside.append(end)
         names = {e["name"] for e in events}
         assert names >= {"conv", "bn", "out", "halo", "reduce", "cost", "sum of gradients", "update", "wait: messages"}
-        assert names & {"wait: sum over world", "wait: sum over tiles"}
+        assert names & {"wait: world", "wait: tiles"}
         layers = {(e["name"], e["args"]["direction"]) for e in events if e["cat"] == "layer"}
         assert layers == {(name, way) for name in ("conv", "bn", "out") for way in ("forward", "backward")}
         sent = [e["args"] for e in events if e["name"] == "wait: messages"]

@@ -8,6 +8,7 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.debug import guard_model
 from neondist.models.stimulus import optimal_stimulus
+from neondist.session.whereabouts import Whereabouts
 
 SHAPE, BATCH = (5, 4, 2), 6
 
@@ -135,7 +136,9 @@ def test_which_vectors_stay_cut_and_that_it_changes_no_number(name):
             assert worst(found, expected) < 1e-10, ranks
 
 
-@pytest.mark.parametrize("arguments", [{"accumulate": 2}, {"guarded": True}, {"sync": "bucketed"}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"accumulate": 2}, {"guarded": True}, {"sync": "bucketed"}, {"recompute": True}], ids=str
+)
 @pytest.mark.parametrize("name", ["one after the other", "a layer of a user's that says so"])
 def test_with_all_else(name, arguments):
     plain = {"guarded": arguments.get("guarded", False)} if "accumulate" not in arguments else arguments
@@ -157,6 +160,26 @@ def test_interleaved_passes_have_their_own_ranges():
     np.testing.assert_array_equal(expected[0], expected[2])
     for found in on(3, body):
         assert worst(found, expected) < 1e-10
+
+
+def test_who_waits_says_for_what():
+    class Notes(Whereabouts):
+        def begin(self, what, name, direction, subject):
+            super().begin(what, name, direction, subject)
+            said.extend([str(self)] * (what == "wait"))
+
+    def body(grid):
+        model = model_of("pooled")
+        model.build(SHAPE, BATCH, grid)
+        with grid.observers.watched_by(Notes(grid)):
+            model.train_batch(*data(model))
+
+    said = []
+    on(3, body)
+    for way in ("forward", "backward"):
+        where = f"{way} pass of layer 'global_avg_pooling1': waits in a redistribution over the tiles of replica 0"
+        assert said.count(where) == 3
+    assert said.count("forward pass of layer 'fc1': waits in a sum over the tiles of replica 0") == 3
 
 
 def test_whoever_stops_at_a_vector_has_all_of_it():
