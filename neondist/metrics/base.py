@@ -14,6 +14,8 @@ class Metric(Registered, ABC):
 
     name: str = ""
     """What the number is called in results, such as 'misclassification'."""
+    #: whether it wants outputs as NumPy's arrays; False: as the model gives them
+    on_host = True
 
     @abstractmethod
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:

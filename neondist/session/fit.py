@@ -182,9 +182,8 @@ def evaluate(model: Model, split: Split, batch_size: int, metrics: Sequence[Metr
             y = model.fprop(x, training=False, batch_size=count)
             targets = model.local_targets(targets, count)
             sums[0] += float(model.cost.value(y, targets, model.output.total))
-            y = to_host(y) if metrics else y
             for at, metric in enumerate(metrics):
-                sums[1 + 2 * at : 3 + 2 * at] += metric.measure(y, targets)
+                sums[1 + 2 * at : 3 + 2 * at] += metric.measure(to_host(y) if metric.on_host else y, targets)
     model.total_over_output(sums)
     terms = len(split) * model.cost.cells(model.output_shape)
     results = {"loss": _mean(sums[0], terms)}

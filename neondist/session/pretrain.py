@@ -11,6 +11,7 @@ import numpy as np
 from ..comm import Transport
 from ..datasets import Dataset
 from ..models import Model
+from ..namespace import to_host
 from ..registry.arguments import checked
 from .checkpoint import Checkpoint, CheckpointSchedule, restore
 from .fit import judge, train_loop
@@ -132,7 +133,7 @@ class ReconstructionError:
         Samples per pass, over all replicas.
     """
 
-    name = "reconstruction_error"
+    name, on_host = "reconstruction_error", False
 
     def __init__(self, stage: Autoencoder, split: Split, batch_size: int) -> None:
         grid, total = stage.grid, np.zeros(stage.output.local_shape[1:])
@@ -145,8 +146,7 @@ class ReconstructionError:
 
     def measure(self, y: Reconstruction, targets: np.ndarray | None = None) -> tuple[float, float]:
         """Return the two sums over everything local."""
-        around = y.x - self.mean
-        return _squares(y.residual), _squares(around)
+        return _squares(to_host(y.residual)), _squares(to_host(y.x) - self.mean)
 
 
 def _squares(array: np.ndarray) -> float:
