@@ -21,11 +21,11 @@ class SobelLayer(nd.Layer):
         h, w = ctx.output_box.shape
         dv = sum(v * view[:, i : i + h, j : j + w] for i, j, v, _ in TAPS)
         dh = sum(u * view[:, i : i + h, j : j + w] for i, j, _, u in TAPS)
-        ctx.save(dv=dv, dh=dh, y=np.sqrt(dv**2 + dh**2 + 1e-6), shape=view.shape)  # smooth where the image is flat
+        ctx.save(dv=dv, dh=dh, y=ctx.xp.sqrt(dv**2 + dh**2 + 1e-6), shape=view.shape)  # smooth where the image is flat
         return ctx.y
 
     def backward(self, ctx, dy):
-        dview, (h, w) = np.zeros(ctx.shape, dy.dtype), ctx.output_box.shape
+        dview, (h, w) = ctx.xp.zeros(ctx.shape, dy.dtype), ctx.output_box.shape
         for i, j, v, u in TAPS:
             dview[:, i : i + h, j : j + w] += dy / ctx.y * (v * ctx.dv + u * ctx.dh)
         return dview

@@ -4,7 +4,7 @@ Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 """
 
 from . import at_start  # noqa: F401
-from .backends import available, get_backend
+from .backends import Backend, Kernels, available, get_backend
 from .comm import ProcessGrid, loopback
 from .costs import Cost, CrossEntropy, Dice, SoftmaxCrossEntropy, SumSquared
 from .datasets import CIFAR10, MNIST, Dataset, HDF5Dataset, Photographs, Split, Synthetic
@@ -117,6 +117,7 @@ __all__ = [
     "Auto",
     "AvgPoolingLayer",
     "AvgPoolingLayerDist",
+    "Backend",
     "BatchNormLayer",
     "BatchNormLayerDist",
     "Box",
@@ -170,6 +171,7 @@ __all__ = [
     "Initializer",
     "InstanceNormLayer",
     "InstanceNormLayerDist",
+    "Kernels",
     "L2PoolingLayer",
     "L2PoolingLayerDist",
     "LCNLayer",

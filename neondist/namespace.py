@@ -14,4 +14,4 @@ def namespace(array: Any) -> Any:
 
 def to_host(array: Any) -> np.ndarray:
     """Return an array's values as a NumPy array: itself, where it is one; of a device's a copy, which waits for it."""
-    return array if isinstance(array, np.ndarray) else namespace(array).asnumpy(array)
+    return np.asarray(array) if isinstance(array, (np.ndarray, np.generic)) else namespace(array).asnumpy(array)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..comm import Redistribution, Transport
 from ..geometry import Box
+from ..namespace import namespace, to_host
 from .pieces import Piece, Slices
 
 
@@ -19,11 +20,11 @@ def collect(world: Transport, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, 
     for piece in pieces:
         for block, place in piece.blocks():
             if len(piece.boxes) == 1:
-                values = piece.array[block.slices]
+                values = to_host(piece.array[block.slices])
             else:
                 parts = [box.intersect(block) for box in piece.boxes]
                 moves = Redistribution(world.all_to_all, world.rank, parts, _on_first(world, block))
-                values = moves.forward(_within(piece, world.rank, parts))
+                values = moves.forward(to_host(_within(piece, world.rank, parts)))
             if world.rank == 0:
                 yield piece, place, values.reshape([s.stop - s.start for s in place])
 
@@ -47,13 +48,14 @@ def spread(world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Sli
     for piece in pieces:
         for block, place in piece.blocks():
             if len(piece.boxes) == 1:
-                piece.array[block.slices] = world.bcast(values_of(piece, block, place) if world.rank == 0 else None)
+                found = world.bcast(values_of(piece, block, place) if world.rank == 0 else None)
+                piece.array[block.slices] = namespace(piece.array).asarray(found)
                 continue
             held, parts = _on_first(world, block), [box.intersect(block) for box in piece.boxes]
             mine = values_of(piece, block, place) if world.rank == 0 else np.zeros(held[1].shape, piece.dtype)
             found = Redistribution(world.all_to_all, world.rank, held, parts).forward(mine)
             if found.size:
-                _within(piece, world.rank, parts)[...] = found
+                _within(piece, world.rank, parts)[...] = namespace(piece.array).asarray(found)
     if failure is not None:
         raise failure
 

@@ -76,10 +76,9 @@ class Reductions:
         """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over that."""
         transport = self._record(group, array)
         with self.grid.observers.during("wait", "", self.direction, group):
-            if transport.size > 1:
-                host = to_host(array)
-                transport.allreduce(host, op)
-                _put_back(host, array)
+            host = to_host(array) if transport.size > 1 else array
+            transport.allreduce(host, op)
+            _put_back(host, array)
         return array
 
     def iallreduce(self, group: str, array: Any) -> Request:

@@ -10,6 +10,7 @@ from yaml.representer import SafeRepresenter
 
 import yaml
 
+from ..backends import Backend
 from ..errors import ConfigError
 from ..registry import Registered
 from .scalars import needs_quotes
@@ -53,7 +54,7 @@ def _short(node: yaml.Node) -> bool:
 def _scalar(value: Any, path: str) -> yaml.ScalarNode:
     if isinstance(value, Enum):
         value = value.value
-    if isinstance(value, PurePath):
+    if isinstance(value, PurePath | Backend):
         value = str(value)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a NumPy scalar
         value = value.item()

@@ -283,7 +283,7 @@ class Model(Registered):
         """
         if not self.input.tiles.overlaps:
             return dx
-        shared = GlobalArray(self.grid, self.input.global_shape, dtype=str(self.dtype))
+        shared = GlobalArray(self.grid, self.input.global_shape, None, str(self.dtype), self.context.backend)
         shared.cut(outputs=self.input.tiles)
         return shared.get_fprop_view(shared.get_bprop_view(dx))  # training needs none of this
 

@@ -10,6 +10,7 @@ import numpy as np
 from .. import rng
 from ..geometry import Box
 from ..halo import Phase
+from ..namespace import to_host
 from .model import Model
 
 
@@ -51,8 +52,8 @@ def optimal_stimulus(
     def evaluate(x: Any, back: bool = False) -> tuple[np.ndarray, Any]:
         """Return the units' values and, if asked for, their gradients."""
         values = np.zeros(len(units))
-        with executor.passing(x, Phase(training=False), layer + 1) as run:
-            y = run.output
+        with executor.passing(model.real_array("x", x), Phase(training=False), layer + 1) as run:
+            y = to_host(run.output)
             values[index[0]] = y[index]
             if extent:
                 grid.tile_comm.allreduce(values)
@@ -60,7 +61,8 @@ def optimal_stimulus(
                 return values, None
             dy = np.zeros_like(y)
             dy[index] = 1
-            return values, model.whole_input_gradient(executor.backward(run, dy))
+            gradient = executor.backward(run, model.real_array("dy", dy))
+            return values, to_host(model.whole_input_gradient(gradient))
 
     x = _scaled(model, _noise(model, len(units)), norm)
     length = np.full(len(units), 1.0)

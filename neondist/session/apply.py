@@ -18,6 +18,7 @@ from ..errors import ConfigError, DataError
 from ..geometry import Box
 from ..geometry import split as share
 from ..metrics import Misclassification
+from ..namespace import to_host
 from ..registry.ranges import choice
 from .consistency import check_consistency, check_data_consistency, outline
 from .fit import evaluate
@@ -171,12 +172,12 @@ def _tiles(images: Source, samples: range, model: Model) -> np.ndarray:
 
 def _piece(model: Model, y: Any, batch: int, classes: bool) -> Piece:
     """Return this rank's part of a batch's outputs, which is cut into samples and tiles."""
-    grid, (*extent, channels) = model.grid, model.output_shape
+    grid, (*extent, channels), y = model.grid, model.output_shape, to_host(y)
     last, boxes = () if classes else (channels,), []
     for rank in range(grid.size):
         replica, tile = divmod(rank, grid.shape.tiles)
         (lo, hi), cells = share(batch, grid.replicas, replica), grid.partition(extent).box(tile)
         boxes.append(Box((lo, *cells.lo, *(0 for _ in last)), (hi, *cells.hi, *last)))
     if classes:
-        y = np.asarray(y).argmax(axis=-1).astype(np.min_scalar_type(channels - 1))
-    return Piece("predictions", (batch, *extent, *last), np.asarray(y), boxes)
+        y = y.argmax(axis=-1).astype(np.min_scalar_type(channels - 1))
+    return Piece("predictions", (batch, *extent, *last), y, boxes)

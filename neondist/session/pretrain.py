@@ -140,7 +140,7 @@ class ReconstructionError:
         for start in range(0, len(split), batch_size):
             batch = np.arange(start, min(start + batch_size, len(split)))
             lo, hi = grid.sample_range(len(batch))
-            total += stage.inputs(split.images(batch[lo:hi], stage.dtype)).sum(axis=0, dtype=np.float64)
+            total += to_host(stage.inputs(split.images(batch[lo:hi], stage.dtype))).sum(axis=0, dtype=np.float64)
         grid.replica_comm.allreduce(total)
         self.mean = (total / max(1, len(split))).astype(stage.dtype)
 

@@ -13,6 +13,7 @@ from ..comm import ProcessGrid, all_or_none
 from ..files import can_draw, write_figure
 from ..layers import Sequential
 from ..models import Autoencoder, optimal_stimulus
+from ..namespace import to_host
 from .hooks import Hook
 from .run import TrainState
 
@@ -80,7 +81,7 @@ def filters(stage: Autoencoder) -> Blocks:
 
     With shared filters a place is that of a block.
     """
-    weights, entry, grid = stage.layer.params["weights"], stage.entry, stage.grid
+    weights, entry, grid = to_host(stage.layer.params["weights"]), stage.entry, stage.grid
     shape = entry.parameter.shape
     side = max(1, int((FILTERS / shape[-1]) ** 0.5))
     wanted = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, side))}) for n in shape[:2]]
@@ -111,9 +112,9 @@ def stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
     return _whole(model.grid, tiles, model.input.own.lo, model.input_shape)
 
 
-def _whole(grid: ProcessGrid, tiles: np.ndarray, lo: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+def _whole(grid: ProcessGrid, tiles: Any, lo: Sequence[int], shape: Sequence[int]) -> np.ndarray:
     """Return images (n, h, w, C) from the first replica's tiles, every s-th cell where they are large; collective."""
-    step = -(-max(shape[:2]) // PIXELS)
+    tiles, step = to_host(tiles), -(-max(shape[:2]) // PIXELS)
     start = [-(-at // step) for at in lo]
     piece = None
     if grid.replica == 0:

@@ -7,6 +7,7 @@ from device import Device
 import neondist as nd
 from neondist.comm import loopback
 from neondist.costs import Cost
+from neondist.halo import scheme_names
 from neondist.layers import Activation, Layer
 from neondist.namespace import to_host
 from neondist.optim import Optimizer
@@ -98,22 +99,24 @@ def test_every_layer(name):
     check(lambda: network(name, "Dist"))
 
 
-@pytest.mark.parametrize("sync", ["allreduce", "bucketed"])
-def test_on_ranks(sync):
-    """What MPI takes goes through the host, and only that."""
+SCHEMES = [("halo", "bucketed"), *((name, "allreduce") for name in sorted(scheme_names()))]
 
-    def layers(dist):
-        chain = ["Conv", "BatchNorm", "LocalFiltering", "MaxPooling", "LCN", "Upsample", "GroupNorm", "FC"]
-        made = [LAYERS[f"{name}Layer"](getattr(nd, f"{name}Layer{dist}")) for name in chain]
-        return [*made, getattr(nd, f"FCLayer{dist}")(CLASSES)]
 
-    def job(comm):
-        return run(layers("Dist"), Device(), grid=nd.ProcessGrid(comm, replicas=2, rows=2), sync=sync)[0]
+@pytest.mark.parametrize(("scheme", "sync"), SCHEMES)
+def test_on_ranks(scheme, sync):
+    """What MPI takes goes through the host."""
+    fused = scheme in ("auto", "deep_halo", "overlap_tile")  # which not all layers can do
+    chain = "Conv Conv MaxPooling FC FC" if fused else "Conv BatchNorm LocalFiltering MaxPooling LCN Upsample FC FC"
 
-    expected, _ = run(layers(""))
-    for found in loopback.run(4, job):
+    def job(comm, device):
+        layers = [LAYERS[f"{name}Layer"](getattr(nd, f"{name}LayerDist")) for name in chain.split()]
+        grid = nd.ProcessGrid(comm, replicas=2, rows=2)
+        return run(layers, device, grid=grid, scheme=scheme, sync=sync)[0]
+
+    every = (loopback.run(4, lambda comm, device=device: job(comm, device)) for device in (None, Device()))
+    for expected, found in zip(*every, strict=True):
         for name, values in expected.items():
-            np.testing.assert_allclose(found[name], values, rtol=1e-10, atol=1e-10, err_msg=name)
+            np.testing.assert_allclose(found[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("name", names(Activation))

@@ -17,9 +17,7 @@ _LACKING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
 _WAITING = {"argwhere", "flatnonzero", "nonzero", "unique"}
 """the host has to know how large their results are"""
 _ATTRIBUTES = "shape dtype ndim size nbytes itemsize strides"
-_METHODS = (
-    "all any argmax argsort astype copy fill max mean min prod ravel reshape squeeze sum swapaxes take view transpose"
-)
+_METHODS = "all any argmax argsort astype copy fill max mean min ravel reshape sum swapaxes take transpose view"
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 _OTHER_OPERATORS = "neg pos abs invert lt le gt ge eq ne"
 
@@ -79,6 +77,9 @@ class DeviceArray:
 
     def __array_function__(self, function, types, args, kwargs):
         raise TypeError(f"np.{function.__name__} of a device's array: take it from xp")
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a device's array travels by no pickle: call to_host")
 
     def __array_namespace__(self, api_version=None):
         return self.device.xp
