@@ -144,6 +144,19 @@ def old_words(tree):
             yield getattr(node, "lineno", 0)
 
 
+COMPUTES = ("layers", "costs", "optim", "runtime", "parallel", "halo")
+ON_HOST = {"costs/labels.py", "halo/old_names.py", "parallel/flags.py"}
+"""what targets, flags and policies of 0.1 are made of stays on the host"""
+KINDS = {"ndarray", "dtype", "float64", "finfo", "iinfo"}
+
+
+def numpy_functions(tree):
+    """Return the lines that call NumPy, and not the namespace of the arrays at hand."""
+    for node in nodes(tree, ast.Attribute):
+        if isinstance(node.value, ast.Name) and node.value.id == "np" and node.attr not in KINDS:
+            yield node.lineno
+
+
 METHODS, LAYERS = methods() | {"forward", "backward"}, layer_classes()
 RULES = {
     "replaces no methods": lambda tree: replaced(tree, METHODS),
@@ -165,6 +178,12 @@ def trees(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_never(rule):
     assert [f"{path}:{line}" for path, tree in trees(rule).items() for line in RULES[rule](tree)] == []
+
+
+def test_arrays_are_computed_with_by_their_own_namespace():
+    trees = {path: tree for path, tree in TREES.items() if path.startswith(COMPUTES) and path not in ON_HOST}
+    assert [f"{path}:{line}" for path, tree in trees.items() for line in numpy_functions(tree)] == []
+    assert list(numpy_functions(ast.parse("a = np.float64(1)\nb = np.maximum(a, 0)"))) == [2]
 
 
 BAD = {

@@ -136,7 +136,9 @@ def everything():
 
 
 @pytest.mark.parametrize("rule", OPTIMIZERS)
-@pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"sync": "bucketed"}, {"dtype": "float32"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"accumulate": 2}, {"sync": "bucketed"}, {"recompute": True}, {"dtype": "float32"}], ids=str
+)
 def test_training_waits_once_a_step(rule, more):
     check(everything, optimizer=OPTIMIZERS[rule], **more)
 
