@@ -60,5 +60,9 @@ class HaloError(UserError):
     """A layer, scheme or exchange treats cells wrongly that are not its own; found by `--debug-halo`."""
 
 
+class PlanError(UserError):
+    """What a layer or a scheme sends is not what it has declared; the message names it."""
+
+
 class RemoteError(NeondistError):
     """Another rank failed; its own message is the one to read."""

@@ -91,7 +91,10 @@ class HaloBuffer:
 
     def _exchange(self, halo: HaloExchange) -> None:
         policy = self.owner.policy
+        before = halo.started
         (policy.forward if halo.direction == "forward" else policy.backward)(halo)
+        if halo.sends or halo.receives:
+            policy.check_exchanges(halo.started - before, halo.direction)
 
     def _new(self, slot: Any) -> Any:
         shape = self.samples, *self.plan.buffer.shape, self.owner.channels

@@ -119,10 +119,17 @@ class HaloExchange(OldHaloNames):
     def planned(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange of messages, which the array's record has from now on."""
         owner = self.buffer.owner
+        numbers = [self.buffer.cells[cells].size for _, cells in self.sends]
+        owner.policy.check_messages(numbers, [m.nbytes for m in sends], owner.dtype.itemsize, self.direction)
         exchange = owner.grid.tile_comm.exchange(sends, receives)
         exchange.observers = owner.grid.observers
         owner.recorded.append((self.direction, exchange))
         return exchange
+
+    @property
+    def started(self) -> int:
+        """How many exchanges of the array have been started this way so far; buffers may share them, as memory."""
+        return sum(exchange.runs for direction, exchange in self.buffer.owner.recorded if direction == self.direction)
 
     @cached_property
     def _direct(self) -> Exchange:

@@ -171,6 +171,7 @@ class Model(Registered):
         for planned in plan:
             planned.layer.regions = planned.regions
             planned.layer.build(planned.input_shape, context)
+            planned.check_arrays(planned.layer.arrays, self.grid.tile)
         self.last_pass = None
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), None, str(self.dtype), context.backend)
         if plan.wide_tiles is not None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from math import prod
 
-from ..errors import ShapeError
+from ..errors import PlanError, ShapeError
 from ..geometry import Box, GridShape, HaloPlan, Partition, Window
-from ..halo import Halo
+from ..halo import GlobalArray, Halo
 from ..layers import Layer
 from .graph import Cut
 
@@ -81,6 +81,22 @@ class LayerPlan:
     def tile(self, tile: int) -> Box:
         """Return a tile's cells of the output."""
         return (self.regions[1] or self.grid.partition(self.output_shape[:-1])).box(tile)
+
+    def check_arrays(self, arrays: Sequence[GlobalArray], tile: int) -> None:
+        """Raise PlanError if the arrays of the built layer would send other cells than the plan says."""
+        declared = [
+            (shape, HaloPlan.of(self._inputs(shape), window, tile, self.regions[1])) for shape, window in self._halos
+        ]
+        if self._gathers is not None:
+            shape, window = self._gathers
+            declared.append((shape, HaloPlan.of(self.grid.partition(shape[:-1]), window, tile)))
+        planned = sorted(piece.source.size * shape[-1] for shape, plan in declared for piece in plan.sends)
+        made = sorted(piece.source.size * array.channels for array in arrays for piece in array.plan.sends)
+        if made != planned:
+            raise PlanError(
+                f"layer '{self.name}' ({self.cls}): its arrays send messages of {made} numbers of a sample, but"
+                f" halos_for and gathers_for declare {planned}; declare every array that make_array returns"
+            )
 
     def held_by(self, tile: int) -> int:
         """Return the trained numbers that a tile's rank keeps: all of them, or those of its tile."""

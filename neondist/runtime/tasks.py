@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..backends import Kernels
 from ..comm import Redistribution
+from ..errors import PlanError
 from ..geometry import Box
-from ..layers import Branches, Layer, Shard, StepContext
+from ..layers import Branches, Layer, Reduction, Shard, StepContext
 from ..plan import Graph, Step
 from .reduce import combine, joined
 
@@ -227,6 +228,7 @@ class LayerTask(Task):
             return
         if how.over_batch:
             mine = [joined(how, mine)]
+        self._check_reduced(how, mine, calls)
         if mine[0] is not None and how.group is not None:
             self.array.reductions.direction = direction
             cut = self.joins if direction == "forward" else None
@@ -236,6 +238,17 @@ class LayerTask(Task):
         for at, (ctx, _) in enumerate(calls):
             ctx.repeats = how.over_batch and at > 0
             ctx.reduced = mine[0 if how.over_batch else at]
+
+    def _check_reduced(self, how: Reduction, partials: Sequence[Any], calls: Sequence[tuple[StepContext, Any]]) -> None:
+        """Raise PlanError if partial results have other sizes than the layer has declared."""
+        for one, (ctx, _) in zip(partials, calls, strict=False):
+            first, last = ctx.samples
+            declared = how.each * (last - first) + how.once
+            if one is not None and one.size != declared:
+                raise PlanError(
+                    f"layer '{self.name}' ({type(self.layer).__name__}): reduces {one.size} numbers"
+                    f" {how.direction}, but its reductions_for declares {declared}"
+                )
 
     # Vectors, which may be whole on each rank of a replica, or cut over them.
 

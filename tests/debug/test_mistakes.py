@@ -82,6 +82,9 @@ class FillsNothing(nd.Scheme):
     def backward(self, halo):
         halo.drop()
 
+    def exchanges(self, direction):
+        return 0, 0.5, 1
+
 
 class Overlaps(nd.Scheme):
     """Works on cells that are on their way."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
+from ...errors import PlanError
 from ...registry import Registered
 from ..exchange import HaloExchange
 from ..old_names import old_bytes
@@ -85,6 +86,26 @@ class ExchangePolicy(Registered, ABC):
             The mean is that of many training steps.
         """
         return 1, 1, 1
+
+    def check_messages(self, numbers: Sequence[int], sent: Sequence[int], itemsize: int, direction: str) -> None:
+        """Raise PlanError if messages that stand for so many numbers have other bytes than `message_bytes` says."""
+        if old_bytes(self, direction) is not None:
+            return  # a mean, which tells nothing of one message
+        declared = [self.message_bytes(n, itemsize, direction) for n in numbers]
+        if list(sent) != declared:
+            raise PlanError(
+                f"scheme {type(self).__name__} sends messages of {list(sent)} bytes {direction}, but its message_bytes"
+                f" says {declared}; make them agree (docs/adding_a_scheme.md)"
+            )
+
+    def check_exchanges(self, count: int, direction: str) -> None:
+        """Raise PlanError if a call has started another number of exchanges than `exchanges` says."""
+        least, _, most = self.exchanges(direction)
+        if not least <= count <= most:
+            raise PlanError(
+                f"scheme {type(self).__name__} has exchanged {count} times in one call {direction}, but its exchanges"
+                f" says {least} to {most}; make them agree (docs/adding_a_scheme.md)"
+            )
 
     def mean_bytes(self, messages: Sequence[int], itemsize: int, direction: str) -> float:
         """Return the bytes of messages of so many numbers, in the mean of many training steps."""

@@ -1,0 +1,87 @@
+"""What is sent is what is planned, message by message; who sends anything else is named."""
+
+import numpy as np
+import pytest
+from scheme_runs import on_ranks
+
+import neondist as nd
+from neondist.errors import PlanError
+from neondist.layers import Reduction
+
+
+class Twice(nd.Scheme):
+    """Exchanges twice, and says once."""
+
+    def forward(self, halo):
+        halo.exchange()
+        halo.exchange()
+
+    def backward(self, halo):
+        halo.exchange()
+
+
+class Halves(nd.Scheme):
+    """Sends two bytes for a number of eight, and says eight."""
+
+    def forward(self, halo):
+        packed = halo.memory.get("packed") or halo.packed(dtype="f2")
+        packed.start(halo.outgoing())
+        halo.unpack(packed.wait())
+
+    backward = forward
+
+
+class Wider(nd.ConvLayer):
+    """Has an array that it does not declare."""
+
+    def adjust_for_dist(self):
+        super().adjust_for_dist()
+        self.more = self.make_array(self.input_shape, nd.Window(5, padding=2))
+
+
+class WiderDist(nd.Dist, Wider):
+    pass
+
+
+class Sums(nd.Layer):
+    """Reduces two numbers of each sample, and declares one."""
+
+    def reductions_for(self, input_shape):
+        return [Reduction("forward", "tiles", each=1)]
+
+    def reduce(self, ctx, view):
+        return np.ones((len(view), 2))
+
+    def forward(self, ctx, view):
+        return view
+
+    def backward(self, ctx, dy):
+        return dy
+
+
+class SumsDist(nd.Dist, Sums):
+    pass
+
+
+def conv(scheme):
+    return lambda: nd.ConvLayerDist(2, 3, padding=1, scheme=scheme)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (conv(Twice()), "Twice has exchanged 2 times in one call forward, but its exchanges says 1 to 1"),
+        (conv(Halves()), r"Halves sends messages of \[.*\] bytes forward, but its message_bytes says"),
+        (lambda: WiderDist(2, 3, padding=1), r"layer 'wider1' \(WiderDist\): its arrays send messages of .* numbers"),
+        (SumsDist, r"layer 'sums1' \(SumsDist\): reduces 6 numbers forward, but its reductions_for declares 3"),
+    ],
+    ids=["exchanges", "bytes", "arrays", "reductions"],
+)
+def test_what_is_not_declared_is_refused(layer, words):
+    def job(comm):
+        model = nd.ConvnetDist([layer()], dtype="float64", cost=nd.SumSquared())
+        model.build((8, 6, 2), 3, nd.ProcessGrid(comm, rows=2))
+        model.fprop(model.scatter(np.ones((3, 8, 6, 2))))
+
+    with pytest.raises(PlanError, match=words):
+        on_ranks(2, job)
