@@ -42,8 +42,8 @@ class Model(Registered):
         Default SGD.
     seed : int
         Keys all random numbers, with names and global indices.
-    backend : str
-        'auto' takes the fastest that is there.
+    backend : str or Backend
+        'auto' takes the fastest that is there; a name may be that of an imported module with a backend of its own.
     dtype : {'float32', 'float64'}
     scheme : ExchangePolicy or str
         How cells of other tiles reach the views of all layers that have no scheme of their own.
