@@ -11,9 +11,9 @@ import neondist as nd
 dataset = nd.MNIST(path=sys.argv[1] if len(sys.argv) > 1 else None)  # None: the embedded digits
 model = nd.ConvnetDist(
     [
-        nd.ConvLayerDist(16, kernel_size=5, padding=2, activation=nd.RectLin()),
+        nd.ConvLayerDist(16, kernel_size=5, padding=2, activation=nd.ReLU()),
         nd.MaxPoolingLayerDist(2),
-        nd.ConvLayerDist(32, kernel_size=5, padding=2, activation=nd.RectLin()),
+        nd.ConvLayerDist(32, kernel_size=5, padding=2, activation=nd.ReLU()),
         nd.MaxPoolingLayerDist(2),
         nd.DropoutLayerDist(rate=0.4),
         nd.FCLayerDist(10),

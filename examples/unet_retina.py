@@ -33,7 +33,7 @@ def block(channels):
     arguments = (
         {"out_channels": channels, "kernel_size": 3, "padding": 1},
         {"affine": True},
-        {"activation": nd.RectLin()},
+        {"activation": nd.ReLU()},
     )
     return [layer(**given) for _ in range(2) for layer, given in zip(once, arguments, strict=True)]
 

@@ -41,7 +41,7 @@ def test_the_wrong_type_of_every_field(cls):
 WRONG = {
     "activation by name": (
         lambda: nd.ConvLayer(2, 3, activation="relu"),
-        r"ConvLayer: activation: .*'relu'; write RectLin\(\)",
+        r"ConvLayer: activation: .*'relu'; write ReLU\(\)",
     ),
     "optimizer by name": (lambda: model(optimizer="adam"), r"Convnet: optimizer: .*'adam'; write Adam\(\)"),
     "a cost's class": (

@@ -46,11 +46,11 @@ class Kernels(Convolution, Pooling):
         """Copy the values of `source` into `target`, both of any strides."""
         self.xp.copyto(target, source)
 
-    def rectify(self, z: Any, y: Any) -> None:
+    def relu(self, z: Any, y: Any) -> None:
         """Write max(z, 0) into y, both of any strides."""
         self.xp.maximum(z, 0, out=y)
 
-    def rectify_back(self, y: Any, dy: Any) -> Any:
+    def relu_backward(self, y: Any, dy: Any) -> Any:
         """Return dy where y is positive and 0 elsewhere: a new, contiguous array."""
         dz = self.xp.empty(dy.shape, dy.dtype)
         self.xp.multiply(dy, y > 0, out=dz)

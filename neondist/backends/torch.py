@@ -113,13 +113,13 @@ class TorchKernels(Kernels):
             return super().copy(source, target)
         tensor(target).copy_(tensor(source))
 
-    def rectify(self, z: np.ndarray, y: np.ndarray) -> None:
+    def relu(self, z: np.ndarray, y: np.ndarray) -> None:
         """Write max(z, 0) into y: by torch's threads."""
         if z.size < self.small:
-            return super().rectify(z, y)
+            return super().relu(z, y)
         torch.clamp_min(tensor(z), 0, out=tensor(y))
 
-    def rectify_back(self, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
+    def relu_backward(self, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
         """Return dy where y is positive: in one pass, without a mask."""
         dz = torch.empty(dy.shape, dtype=tensor(dy).dtype)
         torch.ops.aten.threshold_backward.grad_input(tensor(dy), tensor(y), 0, grad_input=dz)

@@ -19,7 +19,7 @@ PURPOSES = {
     "convolution": "gradient of what a strip sees, before it goes into the gradient of the view",
     "convolution_backward": "gradient of weights, by oneDNN",
     "reshape": "windows of some rows, gathered for the gradient of weights by GEMM",
-    "empty": "gradient of a strip before the rectifier",
+    "empty": "gradient of a strip before the ReLU",
     "contiguous": "a strip or weights in the order that a kernel wants",
     "max_pool2d_with_indices": "maxima of a strip; their places, kept until the way back",
     "max_pool2d_with_indices_backward": "outputs' gradient of a strip in a row, where it is a part of a larger array",

@@ -20,7 +20,7 @@ LAYERS = (
     "DropoutLayer", "ActivationLayer",
 )  # fmt: skip
 CONTAINERS = ("Sequential", "Sum", "Concat")
-ACTIVATIONS = ("Identity", "RectLin", "Logistic", "Tanh")
+ACTIVATIONS = ("Identity", "ReLU", "Logistic", "Tanh")
 COSTS = ("CrossEntropy", "SoftmaxCrossEntropy")
 OPTIMIZERS = ("SGD", "Adam")
 

@@ -1,4 +1,4 @@
-"""The same network in PyTorch's autograd, as one would write it for a CPU: channels-last, in-place rectifiers.
+"""The same network in PyTorch's autograd, as one would write it for a CPU: channels-last, in-place ReLUs.
 
 Runs as a process of its own, `python -m neondist.bench.torch_twin FOLDER`, with threads and memory of its own. The
 folder holds the network and the batch; requests come as lines of JSON, and are answered so.
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Identity": lambda z: z,
-    "RectLin": lambda z: functional.relu(z, inplace=True),
+    "ReLU": lambda z: functional.relu(z, inplace=True),
     "Logistic": torch.sigmoid,
     "Tanh": torch.tanh,
 }

@@ -48,7 +48,7 @@ class Uniform(Initializer):
 
 
 class FanInNormal(Initializer):
-    """Normal values of standard deviation gain / sqrt(fan_in) (He et al. 2015: gain sqrt(2) for rectifiers)."""
+    """Normal values of standard deviation gain / sqrt(fan_in) (He et al. 2015: gain sqrt(2) for ReLU)."""
 
     def __init__(self, gain: NotNegative = 1.0) -> None:
         self.gain = float(gain)

@@ -11,7 +11,7 @@ from .conv import ConvLayer, ConvLayerDist
 from .crop import CropLayer, CropLayerDist, PadLayer, PadLayerDist
 from .deconv import DeconvLayer, DeconvLayerDist
 from .dropout import DropoutLayer, DropoutLayerDist
-from .functions import Activation, Identity, Logistic, RectLin, Softmax, Tanh
+from .functions import Activation, Identity, Logistic, RectLin, ReLU, Softmax, Tanh
 from .global_avg_pooling import GlobalAvgPoolingLayer, GlobalAvgPoolingLayerDist
 from .group_norm import GroupNormLayer, GroupNormLayerDist, InstanceNormLayer, InstanceNormLayerDist
 from .l2_pooling import L2PoolingLayer, L2PoolingLayerDist
@@ -70,6 +70,7 @@ __all__ = [
     "PadLayer",
     "PadLayerDist",
     "Parameter",
+    "ReLU",
     "RectLin",
     "Reduction",
     "Replicate",

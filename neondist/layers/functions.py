@@ -59,8 +59,10 @@ class Identity(Activation):
         return dy
 
 
-class RectLin(Activation):
-    """Rectifier max(z, 0); the gradient at 0 is 0."""
+class ReLU(Activation):
+    """Rectified linear unit max(z, 0); the gradient at 0 is 0. `RectLin` is its older name."""
+
+    _also_called = ("RectLin",)
 
     elementwise = True
 
@@ -74,11 +76,14 @@ class RectLin(Activation):
 
     def finish(self, z: Any, y: Any, kernels: Kernels) -> None:
         """Write max(z, 0) into y."""
-        kernels.rectify(z, y)
+        kernels.relu(z, y)
 
     def begin(self, y: Any, dy: Any, kernels: Kernels) -> Any:
         """Return dy where y is positive, from the sign of y alone."""
-        return kernels.rectify_back(y, dy)
+        return kernels.relu_backward(y, dy)
+
+
+RectLin = ReLU
 
 
 class Logistic(Activation):

@@ -46,11 +46,11 @@ class Distributed:
 
 
 def registered(base: type = Registered) -> dict[str, type]:
-    """Return all concrete public classes below `base` by name."""
+    """Return all concrete public classes below `base` by name, and by the names in their `_also_called`."""
     found: dict[str, type] = {}
     for cls in _below(base):
         if not (cls.__name__.startswith("_") or inspect.isabstract(cls)):
-            found[cls.__name__] = cls
+            found |= dict.fromkeys((cls.__name__, *vars(cls).get("_also_called", ())), cls)
     return found
 
 

@@ -83,5 +83,6 @@ def _one(hint: Any, tag: str) -> str:
 
 def examples(base: type, tag: str = "!", most: int = 6) -> str:
     """Return '!Adam, !SGD, ...': the classes below `base` (itself too) that a file can name."""
-    names = [f"{tag}{name}" for name, cls in sorted(registered().items()) if issubclass(cls, base)]
+    known = [name for name, cls in sorted(registered().items()) if issubclass(cls, base) and name == cls.__name__]
+    names = [tag + name for name in known]
     return ", ".join(names[:most] + ["..."] * (len(names) > most)) or base.__name__

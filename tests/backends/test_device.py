@@ -22,7 +22,7 @@ LAYERS = {
     "CropLayer": lambda cls: cls(1),
     "DeconvLayer": lambda cls: cls(4, 3, stride=2, padding=1),
     "DropoutLayer": lambda cls: cls(0.3),
-    "FCLayer": lambda cls: cls(6, activation=nd.RectLin()),
+    "FCLayer": lambda cls: cls(6, activation=nd.ReLU()),
     "GlobalAvgPoolingLayer": lambda cls: cls(),
     "GroupNormLayer": lambda cls: cls(2),
     "InstanceNormLayer": lambda cls: cls(affine=True),

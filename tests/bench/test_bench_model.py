@@ -85,7 +85,7 @@ def test_bad_machines(tmp_path, text, message):
 
 def experiment(**grid):
     layers = [
-        nd.ConvLayerDist(3, 3, padding=1, activation=nd.RectLin()),
+        nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU()),
         nd.ConvLayerDist(2, 5, stride=2, padding=2),
         nd.FCLayerDist(3),
     ]

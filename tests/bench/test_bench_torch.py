@@ -11,7 +11,7 @@ from neondist.bench.step import _without_dropout, worst_gradient
 from neondist.errors import ConfigError, LaunchError
 
 pytest.importorskip("torch", reason="PyTorch is the other side")
-relu = nd.RectLin
+relu = nd.ReLU
 
 
 def built(layers, shape, cost=None, optimizer=None):

@@ -12,7 +12,7 @@ from neondist.session import evaluate_checkpoint, predict
 
 
 def segmentation():
-    return [nd.ConvLayerDist(3, 3, padding=1, activation=nd.RectLin()), nd.BatchNormLayerDist(), nd.ConvLayerDist(4, 1)]
+    return [nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU()), nd.BatchNormLayerDist(), nd.ConvLayerDist(4, 1)]
 
 
 class Cells(nd.Synthetic):

@@ -20,7 +20,7 @@ SAMPLES = np.random.default_rng(0).normal(size=(10, 9, 8, 2))
 
 def experiment(scheme):
     layers = [
-        nd.ConvLayerDist(3, 3, padding=1, activation=nd.RectLin()),
+        nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU()),
         nd.LCNLayerDist(3),
         nd.ConvLayerDist(2, 2, name="second"),  # its cells go one way, its gradients the other
         nd.FCLayerDist(4),

@@ -42,7 +42,7 @@ def test_a_serial_model_reads_it_too(tmp_path):
     made = experiment(dist_flag=False)
     model = nd.Convnet(
         [
-            nd.ConvLayer(3, 3, padding=1, activation=nd.RectLin()),
+            nd.ConvLayer(3, 3, padding=1, activation=nd.ReLU()),
             nd.BatchNormLayer(),
             nd.LocalFilteringLayer(3, 2, bias=True),
             nd.DropoutLayer(0.2),

@@ -13,7 +13,7 @@ FILE = """\
 dataset: !Synthetic {shape: [10, 9, 1], train: 12, test: 6, classes: 4}
 model: !ConvnetDist
   layers:
-    - !ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, activation: !RectLin {}}
+    - !ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, activation: !ReLU {}}
     - !MaxPoolingLayerDist {kernel_size: 2}
     - !FCLayerDist {out_features: 4}
 batch_size: 4

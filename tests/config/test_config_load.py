@@ -3,7 +3,9 @@
 import pytest
 from config_toys import ToyConv, ToyConvDist, ToyExperiment, ToyModel, ToyModelDist, ToyRelu, ToySGD, ToyWide, load
 
+import neondist as nd
 from neondist.config import dump, load_experiment, locate
+from neondist.registry.words import examples
 
 FILE = """\
 # a comment
@@ -155,3 +157,10 @@ def test_a_file_on_disk(tmp_path):
     path = tmp_path / "e.yaml"
     path.write_text(FILE, encoding="utf-8-sig")
     assert load_experiment(path, top="ToyExperiment") == EXPECTED
+
+
+def test_the_older_name_of_a_class_is_read_and_the_newer_one_is_written():
+    found = load("!ToyExperiment\nmodel: !ToyModel {layers: []}\nanything: [!RectLin {}, !ReLU {}]")
+    assert [type(one) for one in found.arguments()["anything"]] == [nd.ReLU, nd.RectLin]
+    assert "RectLin" not in dump(found)
+    assert examples(nd.Activation) == "!Identity, !Logistic, !ReLU, !Softmax, !Tanh"

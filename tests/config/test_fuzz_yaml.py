@@ -15,7 +15,7 @@ dataset: !Synthetic {shape: [13, 9, 2], classes: 3, train: 12, test: 6, seed: 1,
 model: !ConvnetDist
   layers:
     - !ConvLayerDist {out_channels: 3, kernel_size: [3, 2], stride: 1, padding: [[1, 0], [1, 1]]}
-    - !ActivationLayerDist {activation: !RectLin {}}
+    - !ActivationLayerDist {activation: !ReLU {}}
     - !MaxPoolingLayerDist {kernel_size: 2, padding: 0, name: pool}
     - !BatchNormLayerDist {momentum: 0.1, eps: 1e-5}
     - !FCLayerDist {out_features: 3, bias: true}

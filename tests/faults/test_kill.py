@@ -26,7 +26,7 @@ dtype: float64
 dataset: !Synthetic {shape: [9, 8, 2], classes: 4, train: 25, test: 5}
 model: !ConvnetDist
   layers:
-    - !ConvLayerDist {out_channels: 3, kernel_size: 3, padding: 1, activation: !RectLin {}}
+    - !ConvLayerDist {out_channels: 3, kernel_size: 3, padding: 1, activation: !ReLU {}}
     - !BatchNormLayerDist {}
     - !LocalFilteringLayerDist {out_channels: 3, kernel_size: 2}
     - !DropoutLayerDist {rate: 0.2}

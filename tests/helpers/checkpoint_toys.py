@@ -11,7 +11,7 @@ from neondist.session.checkpoint import Checkpoint, restore
 
 def layers():
     return [
-        nd.ConvLayerDist(3, 3, padding=1, activation=nd.RectLin()),
+        nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU()),
         nd.BatchNormLayerDist(),
         nd.LocalFilteringLayerDist(3, 2, bias=True),
         nd.DropoutLayerDist(0.2),

@@ -15,7 +15,7 @@ EXPERIMENT = """\
 dataset: !Synthetic {shape: [12, 10, 1], classes: 3, train: 24, test: 12}
 model: !ConvnetDist
   layers:
-    - !ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, activation: !RectLin {}}
+    - !ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, activation: !ReLU {}}
     - !MaxPoolingLayerDist {kernel_size: 2}
     - !FCLayerDist {out_features: 3}
   cost: !CrossEntropy {}

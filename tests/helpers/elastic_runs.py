@@ -35,7 +35,7 @@ class StopAfter(nd.Hook):
 def everything():
     return nd.ConvnetDist(
         [
-            nd.ConvLayerDist(3, 3, padding=1, activation=nd.RectLin()),
+            nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU()),
             nd.BatchNormLayerDist(),
             nd.LocalFilteringLayerDist(3, 2),
             nd.DropoutLayerDist(0.2),

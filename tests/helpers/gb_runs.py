@@ -33,7 +33,7 @@ def gb_of(kind, dist, **more):
         make("L2Pooling", 2, 1),
         make("LCN", 3),
         make("LocalFiltering", 3, 2, 1),  # nothing pools it
-        make("FC", 6, activation=nd.RectLin()),
+        make("FC", 6, activation=nd.ReLU()),
         make("FC", 4),
     ]
     settings = {"seed": 3, "backend": "numpy", "dtype": "float64", "orthonormal": kind == "orthonormal"} | more

@@ -10,7 +10,7 @@ import neondist as nd
 
 def everything(make):
     return [
-        make("Conv", 4, 5, padding=2, activation=nd.RectLin()),
+        make("Conv", 4, 5, padding=2, activation=nd.ReLU()),
         make("BatchNorm"),
         make("MaxPooling", 3, stride=2, padding=1),
         make("Conv", 6, 3, stride=2, padding="same", padding_mode="reflect", groups=2),
@@ -35,11 +35,11 @@ def global_average(make):
 
 
 def fully_convolutional(make):
-    return [make("Conv", 4, 3, padding=1, activation=nd.RectLin()), make("Conv", 10, 7, padding=3)]
+    return [make("Conv", 4, 3, padding=1, activation=nd.ReLU()), make("Conv", 10, 7, padding=3)]
 
 
 def perceptron(make):
-    return [make("FC", 20, activation=nd.RectLin()), make("Dropout"), make("FC", 10)]
+    return [make("FC", 20, activation=nd.ReLU()), make("Dropout"), make("FC", 10)]
 
 
 def unshared(make):
@@ -55,13 +55,13 @@ def segmentation(make):
     """A small U-Net: everything that meets in a container, and everything that enlarges or cuts."""
 
     def block(channels):
-        return [make("Conv", channels, 3, padding=1, activation=nd.RectLin()), make("BatchNorm")]
+        return [make("Conv", channels, 3, padding=1, activation=nd.ReLU()), make("BatchNorm")]
 
     deep = [
         make("MaxPooling", 2),
         nd.Sum([block(6), [make("Conv", 6, 1)]]),
         nd.Sum([block(6), []]),
-        make("Deconv", 4, 3, stride=2, padding=1, output_padding=(0, 1), groups=2, activation=nd.RectLin()),
+        make("Deconv", 4, 3, stride=2, padding=1, output_padding=(0, 1), groups=2, activation=nd.ReLU()),
         make("Pad", ((1, 2), (0, 0)), mode="reflect"),
         make("Crop", ((0, 1), (0, 0))),
     ]
@@ -79,7 +79,7 @@ def series(make):
     return [
         make("Conv", 4, 5, stride=2, padding=2, padding_mode="wrap", activation=nd.Tanh()),
         make("MaxPooling", 3, 2, 1),
-        make("Deconv", 6, 4, stride=2, padding=1, activation=nd.RectLin()),
+        make("Deconv", 6, 4, stride=2, padding=1, activation=nd.ReLU()),
         make("BatchNorm"),
         make("AvgPooling", 2),
         make("GlobalAvgPooling"),
@@ -89,7 +89,7 @@ def series(make):
 
 def volume(make):
     return [
-        make("Conv", 4, 3, padding=1, activation=nd.RectLin()),
+        make("Conv", 4, 3, padding=1, activation=nd.ReLU()),
         make("BatchNorm"),
         make("MaxPooling", 2),
         make("Upsample", 2, "bilinear"),

@@ -7,7 +7,7 @@ import numpy as np
 from neondist.comm import ProcessGrid
 from neondist.costs import CrossEntropy
 from neondist.datasets import Dataset, Split, Synthetic
-from neondist.layers import ConvLayerDist, DropoutLayerDist, FCLayerDist, MaxPoolingLayerDist, RectLin
+from neondist.layers import ConvLayerDist, DropoutLayerDist, FCLayerDist, MaxPoolingLayerDist, ReLU
 from neondist.models import ConvnetDist
 from neondist.optim import SGD
 from neondist.session import FitExperiment, Hook
@@ -129,9 +129,9 @@ def experiment(epochs=2, layers=None, model=ConvnetDist, optimizer=None, dataset
         layers()
         if layers
         else [
-            ConvLayerDist(3, 3, padding=1, activation=RectLin()),
+            ConvLayerDist(3, 3, padding=1, activation=ReLU()),
             MaxPoolingLayerDist(2),
-            ConvLayerDist(4, 3, padding=1, activation=RectLin(), name="second"),
+            ConvLayerDist(4, 3, padding=1, activation=ReLU(), name="second"),
             DropoutLayerDist(0.2),
             FCLayerDist(4),
         ]

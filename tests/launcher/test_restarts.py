@@ -41,7 +41,7 @@ class Dies(nd.Activation):
 
 @pytest.fixture
 def folder(tmp_path):
-    text = EXPERIMENT.replace("!RectLin {}", "!Dies {}").replace("1e-3", "1e-2, momentum: 0.9")
+    text = EXPERIMENT.replace("!ReLU {}", "!Dies {}").replace("1e-3", "1e-2, momentum: 0.9")
     (tmp_path / "toy.yaml").write_text(text.replace("epochs: 2", "epochs: 3\ncheckpoint: {every_steps: 1}"))
     (tmp_path / "dies.py").write_text(DIES)
     return tmp_path

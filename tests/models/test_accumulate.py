@@ -58,7 +58,7 @@ def test_every_layer(whole, grid):
 def small(**more):
     model = nd.Convnet(
         [
-            nd.ConvLayer(4, 3, activation=nd.RectLin(), padding=1),
+            nd.ConvLayer(4, 3, activation=nd.ReLU(), padding=1),
             nd.MaxPoolingLayer(2),
             nd.DropoutLayer(0.4),
             nd.FCLayer(4),

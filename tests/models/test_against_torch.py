@@ -8,8 +8,8 @@ import neondist as nd
 
 torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
 F = torch.nn.functional
-FUNCTIONS = {"rectlin": nd.RectLin, "tanh": nd.Tanh, "logistic": nd.Logistic, "none": lambda: None}
-TORCH_FUNCTIONS = {"rectlin": torch.relu, "tanh": torch.tanh, "logistic": torch.sigmoid, "none": lambda z: z}
+FUNCTIONS = {"relu": nd.ReLU, "tanh": nd.Tanh, "logistic": nd.Logistic, "none": lambda: None}
+TORCH_FUNCTIONS = {"relu": torch.relu, "tanh": torch.tanh, "logistic": torch.sigmoid, "none": lambda z: z}
 
 
 def conv(rng):

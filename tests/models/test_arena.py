@@ -52,7 +52,7 @@ class Squarer(nd.Layer):
 class Passer(nd.Layer):
     """A naive layer that returns what it got, with an activation that works in place."""
 
-    activation = nd.RectLin()
+    activation = nd.ReLU()
 
     def forward(self, ctx, view):
         return view
@@ -78,7 +78,7 @@ class Liar(nd.Layer):
 
 
 def conv(**more):
-    return nd.ConvLayer(3, 3, padding=1, activation=nd.RectLin(), **more)
+    return nd.ConvLayer(3, 3, padding=1, activation=nd.ReLU(), **more)
 
 
 def networks():
@@ -101,7 +101,7 @@ def networks():
         "repeated shortcut": [
             conv(),
             nd.Sum([[nd.ConvLayer(6, 3, padding=1)], [nd.Concat([[], []])]]),
-            nd.ActivationLayer(nd.RectLin()),
+            nd.ActivationLayer(nd.ReLU()),
         ],
         "containers of identities": [
             conv(),
@@ -200,7 +200,7 @@ def test_live_ranges_of_a_chain():
         [tuple(plan.ranges[found[at]][1:]) if at in found else None for at in range(4)]
         for found in (plan.views, plan.gradients)
     )
-    # conv1 needs its input, and its output for the rectifier, which is no view; pooling layers' inputs nobody needs
+    # conv1 needs its input, and its output for the ReLU, which is no view; pooling layers' inputs nobody needs
     assert views == [(0, 7), None, None, (2, 4)]
     assert gradients == [None, (6, 7), (5, 6), (4, 5)]
     assert [tuple(plan.ranges[plan.values[value]][1:]) for value in (1, 2, 4)] == [(0, 7), (1, 2), (3, 4)]

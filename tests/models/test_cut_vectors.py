@@ -88,7 +88,7 @@ def fc(n, activation=None):
 
 # layers, and how many vectors stay cut
 CHAINS = {
-    "one after the other": (lambda: [fc(7, nd.Tanh()), fc(3, nd.RectLin()), fc(5, nd.Logistic()), fc(4)], 3),
+    "one after the other": (lambda: [fc(7, nd.Tanh()), fc(3, nd.ReLU()), fc(5, nd.Logistic()), fc(4)], 3),
     "pooled": (lambda: [nd.ConvLayerDist(3, 3), nd.GlobalAvgPoolingLayerDist(), fc(4)], 1),
     "a layer of a user's that says so": (lambda: [fc(5), DoubledDist(), fc(5), FlipDist(), DoubledDist(),
                                                   fc(4)], 3),
@@ -198,7 +198,7 @@ def test_whoever_stops_at_a_vector_has_all_of_it():
 def test_a_network_for_digits_sends_less():
     """A shard goes to each other rank, there and back: half of what two sums over rings take."""
     sizes, tiles, batch = (512, 512, 10), 4, 100
-    model = nd.MLPDist([fc(512, nd.RectLin()), fc(512, nd.RectLin()), fc(10)], dtype="float32")
+    model = nd.MLPDist([fc(512, nd.ReLU()), fc(512, nd.ReLU()), fc(10)], dtype="float32")
     plan = model.plan((28, 28, 1), nd.GridShape(1, 2, 2), batch)
     assert plan.redistributed(0) == {f"fc{at}": 2 * (tiles - 1) * batch * sizes[at - 1] // tiles * 4 for at in (1, 2)}
     assert {name: count for name, count in plan.reduced(0).items() if name.startswith("fc")} == {"fc3": batch * 10 * 4}

@@ -21,7 +21,7 @@ def layers(kind=""):
 
     tanh = nd.Tanh()
     return [
-        of("Conv", 4, 3, padding=1, activation=nd.RectLin()),
+        of("Conv", 4, 3, padding=1, activation=nd.ReLU()),
         nd.Sum([[of("BatchNorm"), of("Conv", 4, 3, padding="same", activation=tanh)], [], of("LCN", 3)]),
         of("MaxPooling", 3, 1, padding=1),
         nd.Concat(

@@ -108,7 +108,7 @@ def test_every_layer_has_random_numbers_of_its_own():
 def test_the_input_is_not_changed():
     x = np.random.default_rng(0).normal(size=(2, 5, 4, 1)).astype(np.float32)
     before = x.copy()
-    model = nd.Convnet([nd.ActivationLayer(nd.RectLin()), nd.FCLayer(3)])
+    model = nd.Convnet([nd.ActivationLayer(nd.ReLU()), nd.FCLayer(3)])
     model.build((5, 4, 1), batch_size=2)
     dy = np.ones((2, 3), np.float32)
     model.fprop(x)

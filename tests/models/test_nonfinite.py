@@ -34,7 +34,7 @@ def built(grid, nonfinite="stop", dtype="float64"):
         nd.BatchNormLayerDist(name="norm"),
         nd.DropoutLayerDist(0.3),
         nd.LocalFilteringLayerDist(2, 2, name="local"),
-        nd.ConvLayerDist(3, 3, padding=1, activation=nd.RectLin(), name="two"),
+        nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU(), name="two"),
         nd.FCLayerDist(5, name="out"),
     ]
     model = nd.ConvnetDist(layers, optimizer=nd.SGD(0.01, momentum=0.9), dtype=dtype)

@@ -13,7 +13,7 @@ SHAPE = (6, 5, 2)
 
 
 def networks():
-    tanh, relu = nd.Tanh(), nd.RectLin()
+    tanh, relu = nd.Tanh(), nd.ReLU()
     conv, local = nd.ConvLayer, nd.LocalFilteringLayer
     return {
         "conv last": [conv(3, 3, padding=1, activation=tanh), conv(2, 3, padding=1, activation=tanh)],

@@ -16,7 +16,7 @@ world = MPI.COMM_WORLD
 
 def train(comm, scheme, steps=5):
     layers = [
-        nd.ConvLayerDist(3, 5, padding=2, activation=nd.RectLin()),
+        nd.ConvLayerDist(3, 5, padding=2, activation=nd.ReLU()),
         nd.MaxPoolingLayerDist(3, 2),
         nd.ConvLayerDist(4, 3) if fusion_of(as_scheme(scheme)) else nd.DeconvLayerDist(4, 3, 2),
         nd.FCLayerDist(10),

@@ -47,7 +47,7 @@ NETWORKS = {
             nd.DropoutLayerDist(0.3),
             conv(4, 3, padding=1),
             nd.GroupNormLayerDist(2),
-            nd.ActivationLayerDist(nd.RectLin()),
+            nd.ActivationLayerDist(nd.ReLU()),
             nd.LRNLayerDist(3),
             conv(2, 3, padding=1),
             nd.InstanceNormLayerDist(affine=True),

@@ -7,7 +7,7 @@ from session_toys import experiment
 
 from neondist.comm import loopback
 from neondist.geometry import grid_shape
-from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, RectLin
+from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, ReLU
 from neondist.optim import Adam
 from neondist.session import describe
 
@@ -32,7 +32,7 @@ def test_bytes_are_those_that_a_run_sends(ranks, replicas, dtype, first):
 
     def layers():
         convs = ConvLayerDist(3, 3, padding=1), ConvLayerDist(4, 5, stride=2)
-        return [*([ActivationLayerDist(RectLin())] * (first == "activation")), *convs, FCLayerDist(4)]
+        return [*([ActivationLayerDist(ReLU())] * (first == "activation")), *convs, FCLayerDist(4)]
 
     def body(transport):
         made = experiment(1, layers, **fields)

@@ -9,7 +9,7 @@ from neondist.errors import ShapeError
 
 
 def conv(channels, size=3):
-    return nd.ConvLayerDist(channels, size, padding=size // 2, activation=nd.RectLin())
+    return nd.ConvLayerDist(channels, size, padding=size // 2, activation=nd.ReLU())
 
 
 def normal():

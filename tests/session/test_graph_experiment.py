@@ -15,7 +15,7 @@ dtype: float64
 dataset: !Synthetic {shape: [17, 12, 3], classes: 4, train: 24, test: 8}
 model: !ConvnetDist
   layers:
-    - !ConvLayerDist {out_channels: 4, kernel_size: 3, padding: 1, activation: !RectLin {}}
+    - !ConvLayerDist {out_channels: 4, kernel_size: 3, padding: 1, activation: !ReLU {}}
     - !Sum
       layers:
         - - !ConvLayerDist {out_channels: 4, kernel_size: 3, padding: 1}

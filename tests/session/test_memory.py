@@ -25,7 +25,7 @@ class Growth(Hook):
 
 def rank(transport):
     layers = [
-        nd.ConvLayerDist(2, 3, padding=1, activation=nd.RectLin()), nd.LocalFilteringLayerDist(2, 3), nd.FCLayerDist(3),
+        nd.ConvLayerDist(2, 3, padding=1, activation=nd.ReLU()), nd.LocalFilteringLayerDist(2, 3), nd.FCLayerDist(3),
     ]
     model = nd.ConvnetDist(layers, optimizer=nd.Adam(0.001), backend="numpy")
     data = nd.Synthetic((6, 5, 1), classes=3, train=398, test=20)  # the last batch is a small one

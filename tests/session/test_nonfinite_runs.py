@@ -16,7 +16,7 @@ YAML = """\
 !FitExperiment
 dataset: !Synthetic {shape: [8, 8, 1], classes: 3, train: 24, test: 12}
 model: !ConvnetDist
-  layers: [!ConvLayerDist {out_channels: 2, kernel_size: 3, activation: !RectLin {}}, !FCLayerDist {out_features: 3}]
+  layers: [!ConvLayerDist {out_channels: 2, kernel_size: 3, activation: !ReLU {}}, !FCLayerDist {out_features: 3}]
   optimizer: !SGD {learning_rate: 1e300}
 batch_size: 8
 dtype: float64

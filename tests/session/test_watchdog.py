@@ -11,7 +11,7 @@ from session_toys import experiment
 from neondist.comm import ProcessGrid, loopback
 from neondist.datasets import Synthetic
 from neondist.errors import ConfigError, RemoteError
-from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, RectLin
+from neondist.layers import ActivationLayerDist, ConvLayerDist, FCLayerDist, ReLU
 from neondist.models import ConvnetDist
 from neondist.session import Hook, Watchdog
 
@@ -46,7 +46,7 @@ def reports(where):
     woken, told = threading.Event(), []
 
     def layers():
-        sleeps = SleepsDist(RectLin(), name="sleeps")
+        sleeps = SleepsDist(ReLU(), name="sleeps")
         sleeps.where, sleeps.woken = where, woken
         return [ConvLayerDist(2, 3, name="one"), sleeps, ConvLayerDist(2, 3, name="two"), FCLayerDist(4, name="out")]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...costs import CrossEntropy
-from ...layers import ConvLayer, FCLayer, MaxPoolingLayer, RectLin
+from ...layers import ConvLayer, FCLayer, MaxPoolingLayer, ReLU
 from ...models import Convnet
 
 SIDE = 256
@@ -45,7 +45,7 @@ class Convolving:
 
     def __init__(self) -> None:
         self.model = Convnet(
-            [ConvLayer(16, 3, padding=1, activation=RectLin()), ConvLayer(32, 3), MaxPoolingLayer(2), FCLayer(10)],
+            [ConvLayer(16, 3, padding=1, activation=ReLU()), ConvLayer(32, 3), MaxPoolingLayer(2), FCLayer(10)],
             CrossEntropy(),
         )
         self.model.build(self.SHAPE, 2)

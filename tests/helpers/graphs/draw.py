@@ -17,7 +17,7 @@ from .layouts import LAYOUTS
 Shape = tuple[int, ...]
 LARGEST = 400
 """numbers of an activation"""
-ACTIVATIONS = ["RectLin", "Tanh", "Logistic", "Softmax", "Identity"]
+ACTIVATIONS = ["ReLU", "Tanh", "Logistic", "Softmax", "Identity"]
 EXACT = [
     "halo", "halo(backward=auto)", "halo(backward=gather)", "deep_halo", "deep_halo(layers=9)", "overlap_tile",
     "overlap_tile(statistics=global)", "auto", "auto(latency=1e-3)", "every(j=1)", "tower(merge=true)",

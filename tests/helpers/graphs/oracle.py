@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 _MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "wrap": "wrap"}
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Identity": lambda z: z,
-    "RectLin": torch.relu,
+    "ReLU": torch.relu,
     "Tanh": torch.tanh,
     "Logistic": torch.sigmoid,
     "Softmax": lambda z: torch.softmax(z, 1),
