@@ -9,7 +9,7 @@ from .box import Box
 from .dependents import Dependents, received_cells
 from .grid_shape import GridShape, grid_shape
 from .plan import HaloPlan, Piece, RepartitionPlan, TransferPlan, fold
-from .regions import Overlapping, sources
+from .regions import Overlapping, needed_of, sources
 from .split import Partition, factorisations, split
 from .upsampling import Upsampling
 from .window import Window, same_padding
@@ -29,6 +29,7 @@ __all__ = [
     "factorisations",
     "fold",
     "grid_shape",
+    "needed_of",
     "received_cells",
     "same_padding",
     "sources",

@@ -45,6 +45,16 @@ def sources(outputs: Partition, window: Window, inputs: Partition) -> Overlappin
     return Overlapping(inputs.extent, inputs.parts, inputs.copies, tuple(ranges))
 
 
+def needed_of(window: Window, outputs: Box, extent: tuple[int, ...]) -> Box:
+    """Return the cells of an image from which a window computes some outputs; the nearest one where it needs none."""
+    found = []
+    for axis, (n, out) in enumerate(zip(extent, outputs.axes(), strict=True)):
+        lo, hi = _needed(window.along(axis), out, n)
+        at = min(max(lo, 0), n - 1)
+        found.append((lo, hi) if lo < hi else (at, at + 1))
+    return Box(tuple(lo for lo, _ in found), tuple(hi for _, hi in found))
+
+
 def _needed(alone: Window, out: Range, n: int) -> Range:
     lo, hi = next(alone.needs(Box(out[:1], out[1:])).axes())
     return sources_within(lo, hi, n, alone.mode)

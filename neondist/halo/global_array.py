@@ -96,8 +96,12 @@ class GlobalArray:
         """
         grid, everywhere = self.grid, Window(1, padding=0, ndim=len(self.extent))
         self.tiles = grid.partition(self.extent) if tiles is None else tiles
-        self.plan = HaloPlan.of(self.tiles, self.window or everywhere, grid.tile, outputs)
-        self.own, self.need = self.plan.own, self.plan.need
+        self.take(HaloPlan.of(self.tiles, self.window or everywhere, grid.tile, outputs))
+
+    def take(self, plan: HaloPlan) -> None:
+        """Have the tile and the view that a plan says, before it is used."""
+        self.plan, grid = plan, self.grid
+        self.own, self.need = plan.own, plan.need
         lo, hi = grid.sample_range(self.global_shape[0])
         self.local_shape = (hi - lo, *self.own.shape, self.channels)
         self.view_shape = (hi - lo, *self.need.shape, self.channels)

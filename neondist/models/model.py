@@ -57,6 +57,10 @@ class Model(Registered):
     recompute : bool
         Keep only what goes into every section of some layers, and run a section forward again on the way back: about
         the root of the memory, for a third more time. The numbers are the same.
+    strips : int or 'auto', optional
+        Execute layers without reductions between them together, so many rows of their output at a time ('auto': as many
+        as fit into a cache), and keep nothing of what is between them. The numbers are those of whole tiles, but for
+        rounding.
 
     Attributes
     ----------
@@ -98,6 +102,7 @@ class Model(Registered):
         accumulate: Count = 1,
         sync: Literal["allreduce", "bucketed"] = "allreduce",
         recompute: bool = False,
+        strips: Count | Literal["auto"] | None = None,
     ) -> None:
         if not layers:
             raise ConfigError("layers: a model needs at least one layer")
@@ -108,7 +113,8 @@ class Model(Registered):
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = integer("seed", seed, 0), backend, np.dtype(dtype)
-        self.accumulate, self.recompute, self._sync = accumulate, recompute, SYNCS[sync]
+        self.accumulate, self._sync = accumulate, SYNCS[sync]
+        self.recompute, self.strips = recompute, strips
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.nonfinite, self.trouble = "stop", Trouble()
         self.parameters: Parameters | None = None
@@ -137,7 +143,7 @@ class Model(Registered):
         batch_size : int, optional
             Global; default one sample for each replica.
         """
-        training = Training(self.cost, self.optimizer, self.dtype, self.accumulate, self.recompute)
+        training = Training(self.cost, self.optimizer, self.dtype, self.accumulate, self.recompute, self.strips)
         return compile_plan(self.chain, tuple(input_shape), grid or GridShape(), batch_size, training)
 
     @checked

@@ -1,14 +1,16 @@
 """From layers to what a step does, from arithmetic alone.
 
 plan: `compile_plan`, and the Plan that check prints and the executor runs. graph: its steps and values. layer: one
-layer on all tiles. memory: what lives when, and where. segments: layers that compute cells of other tiles, so that
-fewer messages travel. planner, choices: which segments, and which schemes, cost least. report: a plan to read.
+layer on all tiles. memory: what lives when, and where. section: nodes whose arrays are in memory together. strips:
+layers that are executed a strip at a time. segments: layers that compute cells of other tiles, so that fewer messages
+travel. planner, choices: which segments, and which schemes, cost least. report: a plan to read.
 """
 
 from .graph import Graph, Step, of_layer
 from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
-from .plan import GRADIENTS, LOSS, Plan, PlannedSection, Training, compile_plan
+from .plan import GRADIENTS, LOSS, Plan, Training, compile_plan
+from .section import PlannedSection
 
 __all__ = [
     "GRADIENTS",

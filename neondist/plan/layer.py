@@ -167,16 +167,18 @@ class LayerPlan:
             sent.append(forwards * self.scheme.mean_bytes(there, itemsize, "forward") + returns)
         return sent
 
-    def reduced_bytes(self, samples: int, itemsize: int, ranks: dict[str, int]) -> int:
+    def reduced_bytes(self, samples: int, itemsize: int, ranks: dict[str, int], calls: int = 1) -> int:
         """Return the bytes of the arrays that a rank gives into the layer's reductions in a training step.
 
         Parameters
         ----------
         ranks : dict of group to int
             How many ranks are in each.
+        calls : int
+            In how many micro-batches the samples come.
         """
         return sum(
-            (one.each * samples + one.once) * itemsize
+            (one.each * samples + one.once * (1 if one.over_batch else calls)) * itemsize
             for one in self.reductions
             if one.group and ranks[one.group] > 1 and (one.direction == "forward" or self.gradient)
         )

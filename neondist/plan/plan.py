@@ -15,13 +15,14 @@ from ..comm import group_of
 from ..costs import Cost
 from ..errors import UserError
 from ..geometry import GridShape, Partition, split
-from ..layers import Sequential, Shard
+from ..layers import Sequential
 from ..optim import Optimizer
 from ..parallel import HEADER
 from .graph import Graph, Lowering, of_layer
 from .layer import LayerPlan
-from .memory import MemoryPlan, plan_memory
+from .section import Placed, PlannedSection
 from .segments import find_regions
+from .strips import Rows, Segment, in_segments
 
 if TYPE_CHECKING:
     from ..layers import Layer
@@ -40,6 +41,7 @@ class Training:
     dtype: np.dtype
     accumulate: int = 1
     recompute: bool = False
+    strips: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -66,55 +68,6 @@ class LayerCosts:
             self.parameters + other.parameters,
             self.memory + other.memory,
         )
-
-
-@dataclass
-class PlannedSection:
-    """Some nodes, one after the other, whose arrays are in memory together.
-
-    Attributes
-    ----------
-    first, last : int
-        The number of the first node, and that of the first one behind.
-    graph : Graph
-        Their steps.
-    layers : dict of id to LayerPlan
-    grid : GridShape
-    wide : Partition or None
-        The tiles of the first value, where they are not the balanced ones.
-    """
-
-    first: int
-    last: int
-    graph: Graph
-    layers: dict[int, LayerPlan]
-    grid: GridShape
-    wide: Partition | None
-
-    def live_ranges(self, tile: int) -> MemoryPlan:
-        """Return what lives when on a tile's rank."""
-        steps = [self.layers.get(id(step.layer)) for step in self.graph.steps]
-        views = [None if plan is None else plan.view(tile) for plan in steps]
-        held = [
-            0 if view is None or plan is None else view.buffer.size * plan.input_shape[-1]
-            for view, plan in zip(views, steps, strict=True)
-        ]
-        windowed = [view is not None and not view.trivial for view in views]
-        numbers = [prod(shape) for shape in self.tile_shapes(tile)]
-        return plan_memory(self.graph, held, windowed, numbers, gradient=self.first > 0)
-
-    def tile_shapes(self, tile: int) -> list[Shape]:
-        """Return the shape of a tile of every value of the graph, without the batch."""
-        shapes = self.graph.shapes
-        boxes = [self.grid.partition(shape[:-1]).box(tile) for shape in shapes]
-        if self.wide is not None:
-            boxes[0] = self.wide.box(tile)
-        for step in self.graph.steps:
-            if step.layer is not None:
-                boxes[step.output] = self.layers[id(step.layer)].tile(tile)
-        whole = [(*box.shape, shape[-1]) for box, shape in zip(boxes, shapes, strict=True)]
-        cut = {value: Shard(shapes[value]).inputs(self.grid, tile).shape for value in self.graph.shards}
-        return [cut.get(value, shape) for value, shape in enumerate(whole)]
 
 
 @dataclass
@@ -193,7 +146,8 @@ class Plan(Sequence[LayerPlan]):
         replica, tile = divmod(rank, self.grid.tiles)
         size, samples = self.itemsize, self.samples(replica, batch_size)
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
-        found = {plan.name: plan.reduced_bytes(samples, size, ranks) for plan in self}
+        calls = max(1, min(self.training.accumulate, samples))
+        found = {plan.name: plan.reduced_bytes(samples, size, ranks, calls) for plan in self}
         parameters = [p for plan in self for p in plan.trained.values()]
         shared, own = (
             sum(p.size_on(self.grid, tile) for p in parameters if bool(p.layout.cut) is cut) for cut in (False, True)
@@ -234,7 +188,7 @@ class Plan(Sequence[LayerPlan]):
         Arrays that never live at the same moment of a step share memory in the block.
         """
         kept = sum(prod(section.tile_shapes(tile)[0]) for section in self.sections[1:])
-        return (self.length(tile) + kept) * self._held_samples(replica) * self.itemsize
+        return (self.length(tile) + self.strip_length(tile) + kept) * self._held_samples(replica) * self.itemsize
 
     @property
     def peak(self) -> int:
@@ -244,6 +198,15 @@ class Plan(Sequence[LayerPlan]):
     def length(self, tile: int) -> int:
         """Return the numbers of a sample in such a block; sections take turns in it."""
         return max(section.live_ranges(tile).length for section in self.sections)
+
+    def strip_length(self, tile: int) -> int:
+        """Return the numbers of a sample that the segments' strips need beside it."""
+        return sum(segment.length(tile) for segment in self.segments)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What is executed in strips."""
+        return [one for section in self.sections for one in section.segments.values()]
 
     @cached_property
     def sections(self) -> list[PlannedSection]:
@@ -255,11 +218,14 @@ class Plan(Sequence[LayerPlan]):
         layers = {id(plan.layer): plan for plan in self}
         found = []
         for first, last in pairwise(cuts):
-            graph, wide = self.graph.part(first, last), None
+            graph, wide, segments = self.graph.part(first, last), None, {}  # type: Graph, Partition | None, dict[int, Segment]
+            if self.training.strips is not None:
+                graph, segments = in_segments(graph, layers, self.grid, self.training.strips, self.itemsize)
             reader = next((layers.get(id(step.layer)) for step in self.graph.steps[self.graph.ends[first][0] :]), None)
             if reader is not None:
                 wide = reader.regions[0]
-            found.append(PlannedSection(first, last, graph, layers, self.grid, wide))
+            placed: dict[int, Placed] = {**layers, **segments}
+            found.append(PlannedSection(first, last, graph, placed, self.grid, wide, first > 0, segments))
         return found
 
     def costs(self, batch_size: int | None = None) -> list[LayerCosts]:
@@ -300,7 +266,8 @@ class Plan(Sequence[LayerPlan]):
     @cached_property
     def _recomputed(self) -> set[int]:
         """The layers that go forward twice."""
-        return {id(step.layer) for section in self.sections[:-1] for step in section.graph.steps}
+        steps, _ = self.graph.ends[self.sections[-1].first]
+        return {id(step.layer) for step in self.graph.steps[:steps]}
 
     @property
     def _per_parameter(self) -> int:

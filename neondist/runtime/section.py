@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..errors import PassError
 from ..halo import Phase
 from ..layers import Context, Layer, StepContext
 from ..plan import Graph, PlannedSection, Step
+from ..plan.strips import NOWHERE
 from .arena import Arena, ArenaSlot, Blocks
+from .strips import Strips
 from .tasks import JoinTask, LayerTask, Task
 
 
@@ -139,12 +142,19 @@ class Section:
         self.graph, self.context, self.blocks = planned.graph, context, blocks
         self.first, self.last = planned.first, planned.last
         self.tasks: list[Task] = []
+        self.layers: list[list[Layer]] = []
         for at, step in enumerate(self.graph.steps):
-            if step.layer is not None:
+            if (segment := planned.segments.get(id(step.layer))) is not None:
+                strips: Any = Strips(segment, context, blocks.samples)
+                self.tasks.append(layer_task(at, step, strips, self.graph))
+                self.layers.append(strips.layers)
+            elif step.layer is not None:
                 self.tasks.append(layer_task(at, step, step.layer, self.graph))
+                self.layers.append([step.layer])
             elif step.join is not None:
                 channels = [self.graph.shapes[value][-1] for value in step.inputs]
                 self.tasks.append(JoinTask(at, step, step.join, channels, context.backend.kernels))
+                self.layers.append([])
         tile = context.grid.tile
         self.shapes, self.plan = planned.tile_shapes(tile), planned.live_ranges(tile)
         self.workspaces: dict[int, Workspace] = {}
@@ -166,6 +176,8 @@ class Section:
         again = [None] * len(xs) if given is None else given
         runs = [SectionPass(self, phase, len(x), nodes, g) for x, phase, g in zip(xs, phases, again, strict=True)]
         steps, last = self.graph.ends[nodes]
+        if (steps, last) == NOWHERE:
+            raise PassError("a pass cannot end between layers that are executed in strips; leave out strips")
         values: list[dict[int, Any]] = [{0: x} for x in xs]
         for task in self.tasks[:steps]:
             found = task.forward(runs, [[held[value] for value in task.inputs] for held in values])
@@ -210,9 +222,9 @@ class Section:
                     if need:
                         self._add(run, held, v, dx)
                 run.contexts[task.at] = None
-            layer = self.graph.steps[task.at].layer
-            if done is not None and layer is not None:
-                done(layer)
+            if done is not None:
+                for layer in self.layers[task.at]:
+                    done(layer)
         return [held.get(value) if wanted else None for held in gradients]
 
     def _add(self, run: SectionPass, gradients: dict[int, Any], value: int, dx: Any) -> None:

@@ -34,11 +34,11 @@ def node(one: Any, dist: bool) -> Any:
 def model(case: Case, dist: bool) -> Any:
     """Return the model of a case, not built yet."""
     if dist and case.twin:
-        return nd.distribute(_model(case, dist=False, scheme=case.scheme))
-    return _model(case, dist, case.scheme if dist else "halo")
+        return nd.distribute(_model(case, dist=False, scheme=case.scheme, executed=True))
+    return _model(case, dist, case.scheme if dist else "halo", executed=dist)
 
 
-def _model(case: Case, dist: bool, scheme: str) -> Any:
+def _model(case: Case, dist: bool, scheme: str, executed: bool) -> Any:
     name, given = case.optimizer
     return (nd.ConvnetDist if dist else nd.Convnet)(
         network(case.network, dist),
@@ -48,6 +48,7 @@ def _model(case: Case, dist: bool, scheme: str) -> Any:
         backend=backend_of(case.backend if case.backend in KERNELS else "numpy"),
         dtype=case.dtype,
         scheme=scheme,
+        **({"strips": case.strips, "recompute": case.recompute, "accumulate": case.accumulate} if executed else {}),
     )
 
 

@@ -41,6 +41,8 @@ class Case:
         Whether the distributed model is made by `nd.distribute` from the serial one, and not from Dist classes.
     layout : str
         Of images and gradients, one of `layouts.LAYOUTS`.
+    strips, recompute, accumulate
+        How the distributed model executes a step.
     nudge : float
         How far images are moved, to see how well conditioned a case is.
     """
@@ -60,6 +62,9 @@ class Case:
     optimizer: tuple[str, dict[str, Any]] = ("SGD", {"learning_rate": 0.01})
     layout: str = "plain"
     seed: int = 0
+    strips: int | str | None = None
+    recompute: bool = False
+    accumulate: int = 1
     nudge: float = 0.0
 
     def program(self) -> str:

@@ -248,9 +248,15 @@ def _case(d: Draw, grids: Sequence[Grid], others: Sequence[Grid]) -> Case | None
         layout=d.pick(LAYOUTS) if d.maybe(0.6) else "plain",
         seed=d.int(0, 999),
     )  # fmt: skip
-    for scheme in (case.scheme, "halo"):  # not every scheme can serve every network
-        if refusal(case.changed(scheme=scheme)) is None:
-            return case.changed(scheme=scheme)
+    how = {
+        "strips": d.pick([1, 2, 3, 5, "auto"]) if d.maybe(0.4) else None,
+        "recompute": d.maybe(0.3),
+        "accumulate": d.int(2, 3) if d.maybe(0.2) else 1,
+    }
+    for scheme in (case.scheme, "halo"):  # not every scheme can serve every network, nor every way to execute it
+        for more in (how, {"strips": how["strips"]}):
+            if refusal(case.changed(scheme=scheme, **more)) is None:
+                return case.changed(scheme=scheme, **more)
     return None
 
 

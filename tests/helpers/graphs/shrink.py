@@ -58,6 +58,9 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         "scheme": "halo",
         "cost": "SumSquared",
         "seed": 0,
+        "strips": None,
+        "recompute": False,
+        "accumulate": 1,
     }
     plain["optimizer"] = ("SGD", {"learning_rate": 0.01})
     for field, value in plain.items():

@@ -1,0 +1,180 @@
+"""Segments in strips: some rows, or slabs, of a tile go through several layers before the next ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+from ..geometry import Box, GridShape, HaloPlan, Overlapping, Window, needed_of
+from .graph import Graph, Step
+from .layer import LayerPlan
+from .section import PlannedSection
+
+if TYPE_CHECKING:
+    from ..layers import Layer
+
+Rows = int | Literal["auto"]
+CACHE = 1 << 20
+"""bytes of one sample that a strip of 'auto' has at most, all its layers together"""
+
+
+@dataclass(frozen=True)
+class StripOfLayer:
+    """One layer on one strip: what it sees, and the cells of its output."""
+
+    layer: Layer
+    input_shape: tuple[int, ...]
+    seen: HaloPlan
+    box: Box
+
+    def view(self, tile: int = 0) -> HaloPlan:
+        """Return which cells of its input it has, and sees."""
+        return self.seen
+
+    def tile(self, tile: int = 0) -> Box:
+        """Return its cells of the output."""
+        return self.box
+
+
+class Segment:
+    """Layers one after the other that are executed together, strip by strip; to a graph it is one layer.
+
+    Cells that two strips need are computed twice. On the way back each strip goes forward again, so that of all that is
+    between the layers nothing is kept.
+
+    Parameters
+    ----------
+    plans : list of LayerPlan
+        Only the first one's input is exchanged.
+    rows : int or 'auto'
+        Of the output, in a strip; along the first axis.
+    """
+
+    saves_input, keeps_output, gives_shards, layout = True, False, False, None
+
+    def __init__(self, plans: Sequence[LayerPlan], rows: Rows, itemsize: int) -> None:
+        self.plans, self.rows, self.itemsize = list(plans), rows, itemsize
+        self.input_shape = plans[0].input_shape
+        self.name = plans[0].name if len(plans) == 1 else f"{plans[0].name} to {plans[-1].name}"
+
+    def view(self, tile: int) -> HaloPlan:
+        """Return which cells of its input a tile's rank has, and sees."""
+        return self.plans[0].view(tile)
+
+    def tile(self, tile: int) -> Box:
+        """Return a tile's cells of the output."""
+        return self.plans[-1].tile(tile)
+
+    def strips(self, tile: int) -> Iterator[PlannedSection]:
+        """Yield what is executed for each strip of a tile."""
+        whole = self.tile(tile)
+        if whole.empty:
+            return
+        (lo, hi), rows = next(whole.axes()), self._rows(whole)
+        for start in range(lo, hi, rows):
+            yield self._strip(Box((start, *whole.lo[1:]), (min(start + rows, hi), *whole.hi[1:])))
+
+    @cache  # noqa: B019 - a plan keeps its segments
+    def length(self, tile: int) -> int:
+        """Return the numbers of a sample that the largest strip needs."""
+        return max((strip.live_ranges(0).length for strip in self.strips(tile)), default=0)
+
+    def _rows(self, whole: Box) -> int:
+        if self.rows != "auto":
+            return self.rows
+        per_row = sum(prod(plan.output_shape[1:]) for plan in self.plans) * self.itemsize
+        return max(1, min(whole.shape[0], CACHE // max(1, per_row)))
+
+    def _strip(self, box: Box) -> PlannedSection:
+        found: list[StripOfLayer] = []
+        for plan in reversed(self.plans[1:]):
+            window, extent = plan.window or Window(1, padding=0, ndim=len(plan.input_shape) - 1), plan.input_shape[:-1]
+            cells = needed_of(window, box, extent)
+            seen = HaloPlan.of(_one(extent, cells), window, 0, _one(plan.output_shape[:-1], box))
+            found.append(StripOfLayer(plan.layer, plan.input_shape, seen, box))
+            box = cells
+        first = self.plans[0]
+        window = first.window or Window(1, padding=0, ndim=len(first.input_shape) - 1)
+        need = window.needs(box)  # the view is there: nothing is to be fetched, or filled
+        seen = HaloPlan(need, need, (), (), (), need, first.input_shape[:-1], window)
+        found.append(StripOfLayer(first.layer, first.input_shape, seen, box))
+        found.reverse()
+        steps = [Step(one.layer, None, (at,), at + 1) for at, one in enumerate(found)]
+        graph = Graph(
+            steps,
+            [first.input_shape, *(plan.output_shape for plan in self.plans)],
+            [(at, at) for at in range(len(steps) + 1)],
+        )
+        wide = _one(first.input_shape[:-1], need)
+        return PlannedSection(0, len(steps), graph, {id(one.layer): one for one in found}, GridShape(), wide, True)
+
+
+def _one(extent: tuple[int, ...], box: Box) -> Overlapping:
+    """Return a cut of an image into the one tile that is wanted."""
+    return Overlapping(extent, (1,) * len(extent), 1, tuple((cells,) for cells in box.axes()))
+
+
+def in_segments(
+    graph: Graph, layers: dict[int, LayerPlan], grid: GridShape, rows: Rows, itemsize: int
+) -> tuple[Graph, dict[int, Segment]]:
+    """Return a graph in which the layers that can go in strips are segments, and these by their id."""
+    groups: list[list[int]] = []
+    for at, step in enumerate(graph.steps):
+        plan = layers.get(id(step.layer))
+        if plan is None or not _can_go(plan):
+            continue
+        before = groups[-1][-1] if groups else None
+        follows = before is not None and before == at - 1 and graph.readers[graph.steps[at - 1].output] == [at]
+        exchanges = plan.window is not None and grid.tiles > 1 and plan.regions[0] is None
+        wraps = plan.window is not None and plan.window.mode == "wrap"
+        if follows and step.inputs == (graph.steps[at - 1].output,) and not exchanges and not wraps:
+            groups[-1].append(at)
+        else:
+            groups.append([at])
+    found: dict[int, Segment] = {}
+    starts, inside = {}, set()
+    for group in groups:
+        segment = Segment([layers[id(graph.steps[at].layer)] for at in group], rows, itemsize)
+        found[id(segment)] = starts[group[0]] = segment
+        inside.update(group[1:])
+    return _merged(graph, starts, inside), found
+
+
+def _merged(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> Graph:
+    steps: list[Step] = []
+    shapes, number = [graph.shapes[0]], {0: 0}
+    count = {0: 0}
+    for at, step in enumerate(graph.steps):
+        if at not in inside:
+            layer = starts.get(at, step.layer)
+            steps.append(Step(layer, step.join, tuple(number[v] for v in step.inputs), len(steps) + 1))  # type: ignore[arg-type]
+            shapes.append(())
+        shapes[len(steps)] = graph.shapes[step.output]
+        number[step.output] = len(steps)
+        count[at + 1] = len(steps)
+    ends = [NOWHERE if done in inside else (count[done], number[value]) for done, value in graph.ends]
+    return Graph(steps, shapes, ends)
+
+
+NOWHERE = (-1, -1)
+"""The end of a node in the middle of a segment."""
+
+
+def _can_go(plan: LayerPlan) -> bool:
+    """Tell whether a layer is one window, or none, over an image: no reduction, no other halo, no weights by cell."""
+    layer, shape = plan.layer, plan.input_shape
+    halos = [] if plan.window is None else [(shape, plan.window)]
+    return (
+        len(plan.output_shape) > 1
+        and not layer.no_recompute
+        and not layer.reductions_for(shape)
+        and not layer.state_for(shape)
+        and not plan.reverse
+        and layer.gathers_for(shape, plan.grid) is None
+        and layer.view_window_for(shape, plan.grid) == plan.window
+        and layer.halos_for(shape, plan.grid) == halos
+        and not any(parameter.layout.cut for parameter in plan.trained.values())
+    )
