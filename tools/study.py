@@ -29,7 +29,7 @@ MACHINE = "yaml/machines/gpu_cluster.yaml"
 
 
 @dataclass(frozen=True)
-class Part:
+class DataSet:
     """One data set: its file, the largest number of tiles, and what --set says."""
 
     name: str
@@ -141,9 +141,9 @@ def main():
     parser.add_argument("--only-write", action="store_true", help="train nothing, write what is there")
     given = parser.parse_args()
     folder, pictures = given.folder.resolve(), given.page.parent / "pictures"
-    parts = [Part("digits", 49)]
+    parts = [DataSet("digits", 49)]
     if given.cifar10:
-        parts.append(Part("cifar10", 64, (f"dataset.path={given.cifar10.resolve()}",)))
+        parts.append(DataSet("cifar10", 64, (f"dataset.path={given.cifar10.resolve()}",)))
     for part in parts:
         if not given.only_write:
             train(part, folder, given.seeds)

@@ -43,7 +43,7 @@ def draw() -> Picture:
         picture.text((_x(lo) + _x(hi)) / 2, ROWS["x"] - 12, f"rank {rank}", 13, LINES[rank], "middle", bold=True)
         weights = f"keeps the filters of z{_sub(first)} to z{_sub(last - 1)}"
         picture.note((_x(lo) + _x(hi)) / 2, ROWS["r"] + CELL + 20, weights, "middle")
-    halo = max(plan.received_cells for plan in plans)
+    halo = max(plan.halo_volume for plan in plans)
     picture.note(
         30,
         430,

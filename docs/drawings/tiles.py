@@ -55,7 +55,7 @@ def _legend(picture: Picture, plan: HaloPlan) -> None:
         picture.rect(x, y - 13, 18, 18, LINES[piece.peer], LINES[piece.peer], 2, opacity=0.28)
         picture.text(x + 28, y + 1, f"halo from rank {piece.peer}: {h} × {w}")
         y += 30
-    picture.note(x, y + 6, f"{plan.received_cells} cells come from other ranks;")
+    picture.note(x, y + 6, f"{plan.halo_volume} cells come from other ranks;")
     picture.note(x, y + 23, "corners come straight from")
     picture.note(x, y + 40, "the diagonal ranks.")
 

@@ -45,7 +45,7 @@ def draw() -> Picture:
                 picture.rect(_x(i) + 2, y, CELL - 4, 20, "url(#hatch)")
             elif not mine:
                 picture.text(_x(i) + CELL / 2, y + 14, "halo", 11, INK, "middle")
-        words = f"{plan.received_cells} halo cells" if plan.received_cells else "no halo"
+        words = f"{plan.halo_volume} halo cells" if plan.halo_volume else "no halo"
         picture.text(_x(10) + 12, y + 15, words, 13, GREY)
     picture.note(30, 404, "Exchanging k // 2 cells on every side would send four cells; two are needed.")
     return picture

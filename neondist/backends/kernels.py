@@ -14,7 +14,7 @@ import numpy as np
 
 from .conv import Convolution
 from .pool import Pooling
-from .windows import Gatherer, Sides, clear_sides, strips
+from .windows import Sides, StripAccumulator, clear_sides, strips
 
 Ints = Sequence[int]
 _SUMMED = 1 << 13  # cells at a time
@@ -107,14 +107,16 @@ class Kernels(Convolution, Pooling):
         kernel = weights.shape[:-2]
         rows, *columns = outside or ((0, 0),) * len(kernel)
         by_weights, by_bias = self.xp.zeros(weights.shape, x.dtype), self.xp.zeros(weights.shape[-1:], x.dtype)
-        gatherer = None if dx is None else Gatherer(clear_sides(dx, columns), dy, self.copy)
+        accumulator = None if dx is None else StripAccumulator(clear_sides(dx, columns), dy, self.copy)
         for strip in strips(x, dy, kernel, stride, dilation, self.strip):
             dz, seen = begin(strip.out), x[strip.view]
             how = stride, dilation, groups
             by_weights += self.conv_backward_weights(seen, dz, kernel, *how, (strip.outside(rows, x), *columns))
             by_bias += self.channel_sum(dz)
-            if gatherer is not None:
-                gatherer.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, ((0, 0), *columns)))
+            if accumulator is not None:
+                accumulator.add(
+                    strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, ((0, 0), *columns))
+                )
         return by_weights, by_bias
 
     def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints) -> list[Any]:
@@ -128,10 +130,10 @@ class Kernels(Convolution, Pooling):
 
     def max_pool_back_into(self, dx: Any, dy: Any, places: Sequence[Any], kernel: Ints, stride: Ints) -> None:
         """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
-        gatherer = Gatherer(dx, dy, self.copy)
+        accumulator = StripAccumulator(dx, dy, self.copy)
         for strip, place in zip(strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip), places, strict=True):
             extent = dx[strip.view].shape[1:-1]
-            gatherer.add(strip, self.max_pool_backward(dy[strip.out], place, extent, kernel, stride))
+            accumulator.add(strip, self.max_pool_backward(dy[strip.out], place, extent, kernel, stride))
 
     def channel_sum(self, x: Any) -> Any:
         """Return the sum over everything but the channels, (C,), by GEMM: blocked sums err less than a running one."""

@@ -129,7 +129,7 @@ def clear_sides(dx: Any, columns: Sides) -> Any:
     return dx
 
 
-class Gatherer:
+class StripAccumulator:
     """Adds up, in `dx`, what strips send back; they overlap, and cells that no window sees become zero."""
 
     def __init__(self, dx: Any, dy: Any, copy: Callable[[Any, Any], None]) -> None:

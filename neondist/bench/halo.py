@@ -43,7 +43,7 @@ def _size(grid: ProcessGrid, n: int) -> dict[str, Any]:
     contestants: dict[str, Callable[[], object]] = {
         "exchange": lambda: array.get_fprop_view(in_place),
         "with_tile": lambda: array.get_fprop_view(tile),
-        "home": lambda: array.get_bprop_view(view),
+        "scatter_add": lambda: array.get_bprop_view(view),
         "raw": _raw(grid.world, view.copy()),
         "memcpy": lambda: np.copyto(target, source),
     }

@@ -26,21 +26,21 @@ OPTIMIZERS = ("SGD", "Adam")
 
 
 @dataclass
-class Part:
+class NodeRecord:
     """A layer or container: the serial class, its arguments, its window's numbers, and what is inside."""
 
     kind: str
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     activation: str = "Identity"
-    inside: list[Part] = field(default_factory=list)
+    inside: list[NodeRecord] = field(default_factory=list)
 
 
 @dataclass
 class Network:
     """What it takes to train the same: weights are whole, by '<layer>/<parameter>'."""
 
-    parts: list[Part]
+    parts: list[NodeRecord]
     weights: dict[str, Any]
     trained: list[str]
     optimizer: str
@@ -64,8 +64,8 @@ def read(folder: Path) -> tuple[Network, tuple[np.ndarray, np.ndarray]]:
         return Network(weights=dict(weights), **plain), (batch["arr_0"], batch["arr_1"])
 
 
-def _read_part(plain: dict[str, Any]) -> Part:
-    return Part(**plain | {"inside": [_read_part(part) for part in plain["inside"]]})
+def _read_part(plain: dict[str, Any]) -> NodeRecord:
+    return NodeRecord(**plain | {"inside": [_read_part(part) for part in plain["inside"]]})
 
 
 def network(model: Model) -> Network:
@@ -91,13 +91,13 @@ def known(piece: Any, names: tuple[str, ...]) -> str:
     return name
 
 
-def _part(node: Node) -> Part:
+def _part(node: Node) -> NodeRecord:
     kind = known(node, LAYERS + CONTAINERS)
     if kind in CONTAINERS:
-        return Part(kind, str(node.name), inside=[_part(child) for child in cast(Container, node).layers])
+        return NodeRecord(kind, str(node.name), inside=[_part(child) for child in cast(Container, node).layers])
     (layer,) = node.leaves
     activation = known(layer.activation, ACTIVATIONS) if layer.activation is not None else "Identity"
-    return Part(kind, str(layer.name), _arguments(layer), activation)
+    return NodeRecord(kind, str(layer.name), _arguments(layer), activation)
 
 
 def _arguments(layer: Layer) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def peaks(model: Model, world: Transport) -> dict[str, float]:
     }
 
 
-def limits(model: Model, layers: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
+def roofline_rows(model: Model, layers: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
     """Return the rows with each layer's flops, bytes, limit, and the share of the limit's speed that it reaches.
 
     Bytes are those of its input, output and their gradients, each read or written once. Sums over all ranks.

@@ -20,8 +20,8 @@ from .allocations import allocations
 from .clock import KINDS, Clock
 from .network import network
 from .rest import rest
-from .rival import Rival
-from .roofline import limits, peaks
+from .roofline import peaks, roofline_rows
+from .torch_baseline import TorchBaseline
 from .trace import write_trace
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ def bench_step(
             model.train_batch(x, targets, batch_size=len(batch))
         return max(grid.world.allgather(time.perf_counter() - begin))
 
-    with _rival(model, grid, x, targets, len(batch), threads, against) as (rival, agreement):
+    with _baseline(model, grid, x, targets, len(batch), threads, against) as (baseline, agreement):
         train(WARM_UP)
         count = max(1, round(ROUND / train(1)))
-        rounds = [(train(count), *_their_turn(rival, grid, count)) for _ in range(-(-steps // count))]
+        rounds = [(train(count), *_their_turn(baseline, grid, count)) for _ in range(-(-steps // count))]
     ours = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count
     made |= {"seconds_per_step": ours, "steps_per_second": 1 / ours, "fastest_seconds": fastest}
@@ -106,7 +106,7 @@ def bench_step(
     layers = _by_layer(model, grid, lambda: train(count), count)
     if roofline:
         machine = peaks(model, grid.world)
-        made, layers = made | {"machine": machine}, limits(model, layers, machine)
+        made, layers = made | {"machine": machine}, roofline_rows(model, layers, machine)
         if made["backend"] == "torch":
             found = allocations(lambda: train(1))
             made |= {"allocations": grid.world.bcast([one._asdict() for one in found])}
@@ -116,35 +116,35 @@ def bench_step(
 
 
 @contextmanager
-def _rival(
+def _baseline(
     model: Model, grid: ProcessGrid, x: Any, targets: Any, batch: int, threads: int, against: str | None
-) -> Iterator[tuple[Rival | None, dict[str, Any]]]:
+) -> Iterator[tuple[TorchBaseline | None, dict[str, Any]]]:
     """Start PyTorch's side on rank 0, and compare loss and gradients of the first weights."""
     if not against:
         yield None, {}
         return
     described = network(model)  # on all ranks, so that all know if it cannot be done
     whole, labels = model.gather_input(x), model.output.gather(model.local_targets(targets, batch)[..., None])[..., 0]
-    rival = Rival(described, whole, labels.astype(np.int64), threads) if grid.rank == 0 else None
+    baseline = TorchBaseline(described, whole, labels.astype(np.int64), threads) if grid.rank == 0 else None
     try:
         loss, gradients = _without_dropout(model, lambda: model.loss_and_gradients(x, targets, batch)[0])
         agreement = {}
-        if rival:
-            theirs, expected = rival.check()
+        if baseline:
+            theirs, expected = baseline.check()
             worst, where = worst_gradient(gradients, expected)
             agreement = {"loss": [loss, theirs], "gradients_worst": worst, "worst_at": where}
             close = CLOSE[str(model.dtype)]
             agreement["agree"] = abs(loss - theirs) <= close * abs(theirs) and worst <= close
         rest(grid.world)
-        yield rival, grid.world.bcast(agreement)
+        yield baseline, grid.world.bcast(agreement)
     finally:
-        if rival:
-            rival.close()
+        if baseline:
+            baseline.close()
 
 
-def _their_turn(rival: Rival | None, grid: ProcessGrid, count: int) -> tuple[float, int]:
+def _their_turn(baseline: TorchBaseline | None, grid: ProcessGrid, count: int) -> tuple[float, int]:
     rest(grid.world)
-    taken = rival.time(count) if rival else (0.0, 0)
+    taken = baseline.time(count) if baseline else (0.0, 0)
     rest(grid.world)  # before the broadcast, in which waiting ranks would keep cores busy
     return grid.world.bcast(taken)
 

@@ -90,13 +90,13 @@ def halo_table(made: dict[str, Any]) -> RenderableType:
         Column("image", ["×".join(map(str, size["shape"])) for size in sizes], right=False),
         Column("sent", [bytes_text(size["bytes_sent"]) for size in sizes]),
     ]
-    for name in ("exchange", "with_tile", "home", "raw", "memcpy"):
+    for name in ("exchange", "with_tile", "scatter_add", "raw", "memcpy"):
         columns.append(Column(name.replace("_", " "), [seconds_text(size[f"{name}_seconds"]) for size in sizes]))
     columns.append(Column("÷ raw", [f"{size['exchange_over_raw']:.2f}" for size in sizes]))
     columns.append(Column("÷ memcpy", [f"{size['exchange_over_memcpy']:.1f}" for size in sizes]))
     legend = (
         "float32, halo 1, split along H; exchange: fprop, the tile in place; with tile: and its copy into place;"
-        " home: bprop; raw: the same messages in mpi4py"
+        " scatter add: bprop; raw: the same messages in mpi4py"
     )
     return Group(
         Text(f"{made['ranks']} ranks", style="bold"), Text(), LayerTable(columns, left=7), Text(), Text(legend)

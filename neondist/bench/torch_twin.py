@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from . import memory
-from .network import Network, Part, read
+from .network import Network, NodeRecord, read
 
 Tensor = torch.Tensor
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -72,12 +72,12 @@ class TorchTwin:
             self.step()
         return time.perf_counter() - begin, memory.peak() - self.before
 
-    def _through(self, parts: list[Part], x: Tensor) -> Tensor:
+    def _through(self, parts: list[NodeRecord], x: Tensor) -> Tensor:
         for part in parts:
             x = _ACTIVATIONS[part.activation](self._apply(part, x))
         return x
 
-    def _apply(self, part: Part, x: Tensor) -> Tensor:
+    def _apply(self, part: NodeRecord, x: Tensor) -> Tensor:
         if part.kind == "Sequential":
             return self._through(part.inside, x)
         if part.kind in ("Sum", "Concat"):

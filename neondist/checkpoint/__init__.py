@@ -1,7 +1,7 @@
 """Files of whole arrays that any number of ranks writes, and any other number reads.
 
 pieces: which rank holds which part of an array. stream: parts to rank 0 and back, in blocks, so that no rank holds a
-cut array whole. seal: the checksum over the file. write, read: the HDF5 file. keep: older files beside the newest.
+cut array whole. checksum: that over the file. write, read: the HDF5 file. keep: older files beside the newest.
 weights: a file's weights alone. borders: what border schemes remember.
 """
 

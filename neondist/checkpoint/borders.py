@@ -23,7 +23,7 @@ from .texts import of_kind, plain_json, whole
 REMEMBERED, GROUP = "remembered", "borders"
 """Names in the file: the text, and the group of the arrays."""
 MOST = 1 << 20  # samples of a batch
-Entry: TypeAlias = "tuple[int, int, str, int, int]"
+Remembered: TypeAlias = "tuple[int, int, str, int, int]"
 """Number of the array in its layer, samples of its batches, direction, arrays remembered, numbers in all of them."""
 
 
@@ -49,10 +49,10 @@ def memory_of(leaves: Sequence[Layer], owner: str, world: Transport) -> Memory:
     leaves : single layers of a built model
     owner : what has to be the same for a run that goes on with it
     """
-    mine: dict[str, list[Entry]] = {}
+    mine: dict[str, list[Remembered]] = {}
     values: dict[str, Any] = {}
     for layer in leaves:
-        entries, arrays = [], []  # type: list[Entry], list[np.ndarray]
+        entries, arrays = [], []  # type: list[Remembered], list[np.ndarray]
         for at, array in enumerate(layer.arrays):
             for (samples, direction), kept in sorted(array.remembered().items()):
                 if kept:
@@ -113,7 +113,7 @@ def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) 
     return ""
 
 
-def _cut(entries: list[Entry], flat: Any) -> dict[int, dict[tuple[int, str], list[Any]]]:
+def _cut(entries: list[Remembered], flat: Any) -> dict[int, dict[tuple[int, str], list[Any]]]:
     """Return what each array of one layer remembers."""
     ends, found = accumulate(numbers for *_, numbers in entries), defaultdict(dict)  # type: Any, Any
     for (at, samples, direction, count, numbers), end in zip(entries, ends, strict=True):
@@ -130,11 +130,11 @@ def _check(name: str, entry: Any, arrays: int) -> None:
         raise ValueError(name)
 
 
-def _numbers(entries: list[Entry]) -> int:
+def _numbers(entries: list[Remembered]) -> int:
     return sum(numbers for *_, numbers in entries)
 
 
-def _piece(name: str, ranks: list[list[Entry]], mine: Any) -> Piece:
+def _piece(name: str, ranks: list[list[Remembered]], mine: Any) -> Piece:
     ends = list(accumulate(map(_numbers, ranks), initial=0))
     boxes = [Box((lo,), (hi,)) for lo, hi in pairwise(ends)]
     return Piece(f"{GROUP}/{name}", (ends[-1],), mine, boxes)

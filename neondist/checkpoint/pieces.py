@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..geometry import Box
-from ..models.entry import Entry
+from ..models.shard import ParameterShard
 
 BLOCK = 4 << 20  # bytes that travel at a time
 Slices = tuple[slice, ...]
@@ -40,11 +40,11 @@ class Piece:
     unfolded: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, entry: Entry, array: Any, group: str) -> Piece:
+    def of(cls, shard: ParameterShard, array: Any, group: str) -> Piece:
         """Return an array of a layer, to be named '<group>/<layer name>/<parameter>'."""
-        boxes = [entry.box(rank % entry.grid.shape.tiles) for rank in range(entry.grid.size if entry.cut else 1)]
-        part = array.reshape(entry.box(entry.grid.tile).shape)  # a view
-        return cls(f"{group}/{entry.full_name}", tuple(entry.parameter.shape), part, boxes, entry.unfolded)
+        boxes = [shard.box(rank % shard.grid.shape.tiles) for rank in range(shard.grid.size if shard.cut else 1)]
+        part = array.reshape(shard.box(shard.grid.tile).shape)  # a view
+        return cls(f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, boxes, shard.unfolded)
 
     @property
     def dtype(self) -> np.dtype:

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..comm import Transport, agree
 from ..errors import DataError
+from .checksum import check
 from .pieces import Piece, Slices
-from .seal import check
 from .stream import spread
 
 DEPTH = 20  # groups inside of groups; a file of ours has the depth of layers' names
@@ -61,7 +61,7 @@ class Opened:
 
 @contextmanager
 def opened(path: Path, world: Transport) -> Iterator[Opened]:
-    """Check a file's seal on rank 0 and open it there; collective.
+    """Check a file's checksum on rank 0 and open it there; collective.
 
     Raises
     ------

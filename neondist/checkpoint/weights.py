@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DataError
-from ..models.entry import Entry
+from ..models.shard import ParameterShard
 from .pieces import Piece
 from .read import Opened
 
@@ -46,7 +46,7 @@ class Taken:
         return "; ".join(lines)
 
 
-def take(file: Opened, arrays: Sequence[tuple[Entry, Any]], strict: bool = False) -> Taken:
+def take(file: Opened, arrays: Sequence[tuple[ParameterShard, Any]], strict: bool = False) -> Taken:
     """Fill a model's arrays from a file, by name, and return what became of them; collective.
 
     Parameters
@@ -62,16 +62,16 @@ def take(file: Opened, arrays: Sequence[tuple[Entry, Any]], strict: bool = False
     """
     there = file.facts.group("model")
     found = Taken()
-    for entry, _ in arrays:
-        name, shape = entry.full_name, tuple(entry.parameter.shape)
+    for shard, _ in arrays:
+        name, shape = shard.full_name, tuple(shard.parameter.shape)
         if name not in there:
             found.missing.append(name)
         elif there[name] != shape:
             found.misfits.append((name, there[name], shape))
         else:
             found.taken.append(name)
-    found.left.extend(sorted(there.keys() - {entry.full_name for entry, _ in arrays}))
+    found.left.extend(sorted(there.keys() - {shard.full_name for shard, _ in arrays}))
     if (arrays and not found.taken) or (strict and not found.complete):
         raise DataError(f"{file.facts.path}: does not fit the model: {found}; name a checkpoint of this experiment")
-    file.fill([Piece.of(entry, array, "model") for entry, array in arrays if entry.full_name in found.taken])
+    file.fill([Piece.of(shard, array, "model") for shard, array in arrays if shard.full_name in found.taken])
     return found

@@ -1,4 +1,4 @@
-"""A checkpoint file: whole arrays by name, and texts, sealed with a checksum."""
+"""A checkpoint file: whole arrays by name, and texts, with a checksum over them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..comm import Transport, agree
 from ..errors import OutputError
 from ..files import Draft, reason
 from ..hdf5 import DeferredErrorFile
+from .checksum import BLOCK, add_checksum
 from .keep import keep_copies
 from .pieces import Piece, Slices
-from .seal import BLOCK, seal
 from .stream import collect
 
 SPARE = 1 << 16  # bytes that HDF5's own tables may take, beside SPARE_PER_ARRAY for each array
@@ -103,7 +103,7 @@ class _File:
 
     def finish(self, keep: int, step: int) -> None:
         """Seal the closed file and give it its name, then the one with its step: that is never the only one."""
-        seal(self.draft.file)
+        add_checksum(self.draft.file)
         self.draft.finish()
         if keep > 1:
             keep_copies(self.draft.path, keep, step)

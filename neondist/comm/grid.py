@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -12,6 +11,7 @@ from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, grid_shape, split
 from ..observer import Observers
 from ..registry.arguments import checked
+from ..renamed import Renamed
 from . import mpi
 from .effects import Effects
 from .single import SingleTransport
@@ -94,17 +94,7 @@ class ProcessGrid:
         """Return the ranks of one of GROUPS."""
         return {"world": self.world, "tiles": self.tile_comm, "replicas": self.replica_comm}[name]
 
-    @property
-    def tiles(self) -> Transport:
-        """`tile_comm`, by its name before 0.2."""
-        warnings.warn("grid.tiles is called grid.tile_comm now", DeprecationWarning, stacklevel=2)
-        return self.tile_comm
-
-    @property
-    def copies(self) -> Transport:
-        """`replica_comm`, by its name before 0.2."""
-        warnings.warn("grid.copies is called grid.replica_comm now", DeprecationWarning, stacklevel=2)
-        return self.replica_comm
+    tiles, copies = Renamed("tile_comm"), Renamed("replica_comm")
 
     @classmethod
     def serial(cls) -> ProcessGrid:

@@ -53,7 +53,7 @@ def finish() -> None:
 
 
 @dataclass
-class _Part:
+class _SubComm:
     """A part of a communicator, freed when its last user closes it, or with the whole."""
 
     comm: Any
@@ -72,7 +72,7 @@ class _Part:
 class MPITransport(Transport):
     """An mpi4py communicator, which is the caller's unless it is a part."""
 
-    def __init__(self, comm: Any, part: _Part | None = None) -> None:
+    def __init__(self, comm: Any, part: _SubComm | None = None) -> None:
         from mpi4py import MPI
 
         self.mpi, self.comm, self.part = MPI, comm, part
@@ -89,7 +89,7 @@ class MPITransport(Transport):
 
     def split(self, color: int, key: int) -> MPITransport:
         """Return the group of the ranks that gave the same colour, ordered by key."""
-        part = _Part(self.comm.Split(color, key))
+        part = _SubComm(self.comm.Split(color, key))
         return MPITransport(part.comm, part)
 
     def cut(self, tiles: int) -> tuple[Transport, Transport]:
@@ -167,7 +167,7 @@ def _cuts_key() -> int:
     """Return the key of the attribute of a communicator that holds its parts, by the number of tiles."""
     from mpi4py import MPI
 
-    def free(comm: Any, key: int, cuts: dict[int, list[_Part]]) -> None:
+    def free(comm: Any, key: int, cuts: dict[int, list[_SubComm]]) -> None:
         if comm != MPI.COMM_WORLD:  # which ends with MPI, when nothing can be freed
             for part in (part for cut in cuts.values() for part in cut):
                 part.free()

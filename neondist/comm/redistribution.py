@@ -50,12 +50,12 @@ class Redistribution:
         return found
 
     def _exchanged(
-        self, array: Any, here: Box, out: Sequence[Piece], found: Any, there: Box, home: Sequence[Piece]
+        self, array: Any, here: Box, out: Sequence[Piece], found: Any, there: Box, back: Sequence[Piece]
     ) -> Iterator[tuple[Any, Any]]:
         """Yield the cells of `found` that come from each rank, in their order, and what comes."""
         sends = dict.fromkeys(self.ranks, namespace(array).empty(0, array.dtype))
         sends |= {piece.peer: array[_at(piece, here)] for piece in out}
-        coming = {piece.peer: found[_at(piece, there)] for piece in home}
+        coming = {piece.peer: found[_at(piece, there)] for piece in back}
         shapes = [coming[peer].shape if peer in coming else (0,) for peer in self.ranks]
         parts = dict(enumerate(self.all_to_all(list(sends.values()), shapes)))
         for piece in self.plan.local:

@@ -71,7 +71,7 @@ class Split:
     def part(self, first: int, end: int) -> Split:
         """Return the samples from `first` to before `end` as a split of their own; nothing is copied."""
         part = copy(self)
-        part.tiles, part.labels = (_Part.of(samples, first, end) for samples in (self.tiles, self.labels))
+        part.tiles, part.labels = (_Slice.of(samples, first, end) for samples in (self.tiles, self.labels))
         return part
 
     def fingerprint(self) -> str:
@@ -104,7 +104,7 @@ class Split:
         """Let go of open files, and wait for what is being read; what is read later opens them again."""
 
 
-class _Part:
+class _Slice:
     """Some neighbours of samples that are made or read on demand."""
 
     def __init__(self, samples: Tiles, first: int, end: int) -> None:

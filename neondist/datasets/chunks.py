@@ -8,7 +8,7 @@ from math import ceil, log, prod
 from ..geometry import split
 
 _LEAST, _MOST = 1 << 14, 1 << 20  # bytes of a chunk: below, its own cost counts; above, a tile's border does
-_PIECES = 256  # chunks of an image between these limits
+_PIECES = 256  # chunks of an image between these bounds
 _SMALL = 1 << 16  # bytes of an image that nobody cuts into rows of tiles
 _EXCESS = {2: 1.09, 4: 1.2}  # what so many tiles along one axis may read in all; 2 x 2 tiles then read 1.19
 
@@ -23,8 +23,8 @@ def chunk_shape(spatial: Sequence[int], channels: int, itemsize: int) -> tuple[i
     whole = prod(spatial) * channels * itemsize
     pieces = whole / min(max(whole / _PIECES, _LEAST), _MOST)
     along = max(1.0, pieces) ** (1 / len(spatial))
-    limits = _EXCESS if whole > _SMALL else {2: _EXCESS[2]}
-    return (1, *(_extent(n, n / along, limits) for n in spatial), channels)
+    bounds = _EXCESS if whole > _SMALL else {2: _EXCESS[2]}
+    return (1, *(_extent(n, n / along, bounds) for n in spatial), channels)
 
 
 def cells_read(n: int, chunk: int, parts: int) -> int:
@@ -36,12 +36,12 @@ def cells_read(n: int, chunk: int, parts: int) -> int:
     return total
 
 
-def _extent(n: int, wanted: float, limits: dict[int, float]) -> int:
+def _extent(n: int, wanted: float, bounds: dict[int, float]) -> int:
     near = range(max(1, int(wanted / 8)), min(n, int(wanted * 8)) + 1)
     good = [
         c
         for c in {*near, ceil(n / 2), max(1, n // 16)}
-        if all(cells_read(n, c, p) <= most * n for p, most in limits.items())
+        if all(cells_read(n, c, p) <= most * n for p, most in bounds.items())
     ]
 
     def cost(chunk: int) -> float:

@@ -18,7 +18,7 @@ from .from_arrays import npy_parts, npz_parts
 from .from_images import image_parts
 from .from_official import cifar_parts, idx_folder, idx_parts, magic
 from .image_loader import Loader
-from .part import Part
+from .split_source import SplitSource
 
 Progress = Callable[[str, int, int], None]
 _COPIES = 3  # of a sample: as it was read, as it is written, and HDF5's
@@ -28,7 +28,7 @@ _TOP = {"u1": 255.0, "u2": 65535.0}
 
 def parts_of(
     sources: Sequence[Path], loader: Loader, labels: Path | None = None, maps: Path | None = None
-) -> dict[str, Part]:
+) -> dict[str, SplitSource]:
     """Return the parts ('train'; 'validation' and 'test' where there are) of one or more files or of a folder.
 
     Raises
@@ -48,7 +48,7 @@ def parts_of(
         raise DataError(f"{error.filename or paths[0]}: cannot be read ({error.strerror or error})") from error
 
 
-def _known(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | None) -> dict[str, Part]:
+def _known(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | None) -> dict[str, SplitSource]:
     first = paths[0]
     if first.is_dir() and len(paths) == 1:
         if labels is None and maps is None:
@@ -73,14 +73,14 @@ def _known(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | 
     )
 
 
-def _without_options(parts: dict[str, Part], loader: Loader) -> dict[str, Part]:
+def _without_options(parts: dict[str, SplitSource], loader: Loader) -> dict[str, SplitSource]:
     if loader != Loader():
         raise ConfigError("--size and --mode are for folders of images; numbers are written as they are: leave it out")
     return parts
 
 
 def convert(
-    parts: dict[str, Part], target: Path, compress: bool = False, progress: Progress | None = None
+    parts: dict[str, SplitSource], target: Path, compress: bool = False, progress: Progress | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Write the parts to an HDF5 file for `HDF5Dataset`, whole or not at all; return the shape of each part's images.
 
@@ -119,14 +119,14 @@ def convert(
     return {name: (part.count, *part.shape) for name, part in parts.items()}
 
 
-def _check_room(name: str, part: Part) -> None:
+def _check_room(name: str, part: SplitSource) -> None:
     """Refuse samples of which this machine cannot hold one, before anything of that size is asked for."""
     sample = int(np.prod(part.shape, dtype=object)) * part.dtype.itemsize
     what = f"{name}: a sample of {' x '.join(map(str, part.shape))}"
     require_room(_COPIES * sample, what, "cut it into pieces first")
 
 
-def _write(new: hdf5.NewFile, group: Any, name: str, part: Part, compress: bool, progress: Progress) -> None:
+def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress: bool, progress: Progress) -> None:
     packing = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress else {}
     chunks = chunk_shape(part.shape[:-1], part.shape[-1], part.dtype.itemsize)
     images = group.create_dataset(
@@ -176,7 +176,7 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: Part, compress: bool,
         labels.attrs["names"] = np.array([os.fsencode(label) for label in part.names])
 
 
-def _are_classes(part: Part) -> bool:
+def _are_classes(part: SplitSource) -> bool:
     """Tell whether the labels are one class for each sample, or for each cell."""
     return part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1)
 
@@ -189,7 +189,7 @@ def _add(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
             sums += some.sum(axis=0), np.einsum("ij,ij->j", some, some)
 
 
-def _label_chunks(part: Part) -> tuple[int, ...]:
+def _label_chunks(part: SplitSource) -> tuple[int, ...]:
     spatial = len(part.shape) - 1
     if len(part.label_shape) < spatial:
         return (min(part.count, 1 << 13), *part.label_shape)

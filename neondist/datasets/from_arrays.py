@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..errors import DataError, UserError
-from .part import Block, Part, per_block, with_channels
+from .split_source import Block, SplitSource, per_block, with_channels
 
 _PACKED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
 _IMAGES = {
@@ -89,7 +89,7 @@ class ArrayFile:
                 yield np.frombuffer(raw, dtype).reshape(n, *shape[1:])
 
 
-def npz_parts(path: Path) -> dict[str, Part]:
+def npz_parts(path: Path) -> dict[str, SplitSource]:
     """Return the parts of a .npz file, by the usual names of its arrays."""
     with _faults(str(path)), zipfile.ZipFile(path) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist()}
@@ -107,7 +107,7 @@ def npz_parts(path: Path) -> dict[str, Part]:
     return found | {"train": replace(found["train"], notes=notes)}
 
 
-def npy_parts(paths: list[Path]) -> dict[str, Part]:
+def npy_parts(paths: list[Path]) -> dict[str, SplitSource]:
     """Return the parts of .npy files: images and labels for training, and perhaps for validation, and for testing."""
     names = {2: ["train"], 4: ["train", "test"], 6: ["train", "validation", "test"]}.get(len(paths))
     if names is None:
@@ -119,7 +119,7 @@ def npy_parts(paths: list[Path]) -> dict[str, Part]:
     return {name: array_part(*files[2 * at : 2 * at + 2]) for at, name in enumerate(names)}
 
 
-def array_part(images: ArrayFile, labels: ArrayFile) -> Part:
+def array_part(images: ArrayFile, labels: ArrayFile) -> SplitSource:
     """Return the part of an array of images (N, H, W), (N, H, W, C) or (N, D, H, W, C), and one of labels."""
     (shape, dtype), (label_shape, label_dtype) = images.facts(), labels.facts()
     sample = with_channels(images.path, shape[1:])
@@ -140,7 +140,7 @@ def array_part(images: ArrayFile, labels: ArrayFile) -> Part:
                 y.reshape(-1, *target).astype(label_dtype, copy=False),
             )
 
-    return Part(shape[0], sample, dtype, target, label_dtype, blocks)
+    return SplitSource(shape[0], sample, dtype, target, label_dtype, blocks)
 
 
 @contextmanager

@@ -17,13 +17,15 @@ import numpy as np
 
 from ..errors import DataError
 from .image_loader import SUFFIXES, Loader
-from .part import Block, Part, per_block
+from .split_source import Block, SplitSource, per_block
 
 _CLASS = np.dtype("i8")
 _MOST = 10  # digits of a label
 
 
-def image_parts(folder: Path, loader: Loader, table: Path | None = None, maps: Path | None = None) -> dict[str, Part]:
+def image_parts(
+    folder: Path, loader: Loader, table: Path | None = None, maps: Path | None = None
+) -> dict[str, SplitSource]:
     """Return the parts of a folder; the notes of the first say what is left out.
 
     Subfolders are classes, in the order of their names. Where they are called train, val and test, these are the
@@ -129,18 +131,18 @@ def _left_out(folder: Path, found: dict[str, list[tuple[Path, Any]]], *beside: P
     return tuple(f"left out: {count} {what}" for what, count in sorted(skipped.items()))
 
 
-def _parts(found: dict[str, list[tuple[Path, Any]]], loader: Loader, notes: tuple[str, ...]) -> dict[str, Part]:
+def _parts(found: dict[str, list[tuple[Path, Any]]], loader: Loader, notes: tuple[str, ...]) -> dict[str, SplitSource]:
     parts = {name: _part(name, pairs, loader) for name, pairs in found.items()}
     return parts | {"train": replace(parts["train"], notes=notes)}
 
 
-def _part(name: str, pairs: list[tuple[Path, Any]], loader: Loader) -> Part:
+def _part(name: str, pairs: list[tuple[Path, Any]], loader: Loader) -> SplitSource:
     if not pairs:
         raise DataError(f"{name}: no images found; suffixes that count are " + " ".join(SUFFIXES))
     first, label = pairs[0]
     sample = loader.load(first)
     target = loader.labels(label) if isinstance(label, Path) else np.zeros((), _CLASS)
-    part = Part(len(pairs), sample.shape, sample.dtype, target.shape, target.dtype, lambda: iter(()))
+    part = SplitSource(len(pairs), sample.shape, sample.dtype, target.shape, target.dtype, lambda: iter(()))
 
     def checked(path: Path, array: np.ndarray, like: np.ndarray, origin: Path) -> np.ndarray:
         if (array.shape, array.dtype) != (like.shape, like.dtype):

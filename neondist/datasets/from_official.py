@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import DataError
 from .cifar10_files import BATCHES, RECORD, Source, records
 from .idx import IMAGES, LABELS, Unpacked, open_idx, read_header
-from .part import Block, Part, per_block
+from .split_source import Block, SplitSource, per_block
 
 _BYTES = np.dtype("u1")
 _CLASSES = np.dtype("i8")
@@ -37,7 +37,7 @@ def _tests(path: Path) -> bool:
     return "t10k" in path.name or "test" in path.name
 
 
-def idx_parts(paths: list[Path]) -> dict[str, Part]:
+def idx_parts(paths: list[Path]) -> dict[str, SplitSource]:
     """Return the parts of IDX files: images and labels, or the same of the training and of the test samples."""
     kinds = [magic(path) for path in paths]
     if kinds not in ([IMAGES, LABELS], [IMAGES, LABELS] * 2):
@@ -46,7 +46,7 @@ def idx_parts(paths: list[Path]) -> dict[str, Part]:
     return {name: _idx_part(*pair) for name, pair in pairs if pair}
 
 
-def _idx_part(images: Path, labels: Path) -> Part:
+def _idx_part(images: Path, labels: Path) -> SplitSource:
     header, digits = read_header(images, IMAGES), read_header(labels, LABELS)
     if header.count != digits.count:
         raise DataError(f"{images} has {header.count} images, {labels} has {digits.count} labels; take both of one set")
@@ -60,10 +60,10 @@ def _idx_part(images: Path, labels: Path) -> Part:
                 yield chunk[..., None], classes[at : at + len(chunk)]
                 at += len(chunk)
 
-    return Part(header.count, (*header.sample, 1), _BYTES, (), _CLASSES, blocks)
+    return SplitSource(header.count, (*header.sample, 1), _BYTES, (), _CLASSES, blocks)
 
 
-def cifar_parts(path: Path) -> dict[str, Part]:
+def cifar_parts(path: Path) -> dict[str, SplitSource]:
     """Return the parts of the binary CIFAR-10 batches, in a folder or a .tar.gz."""
     source = Source(path)
     sizes = source.sizes()
@@ -71,7 +71,7 @@ def cifar_parts(path: Path) -> dict[str, Part]:
         if not size or size % RECORD:
             raise DataError(f"{path}: {name} has {size} bytes, no whole number of records of {RECORD}; fetch it again")
 
-    def part(names: list[str]) -> Part:
+    def part(names: list[str]) -> SplitSource:
         def blocks() -> Iterator[Block]:
             for batch in source.each(names):
                 for images, classes in records(batch):
@@ -80,6 +80,6 @@ def cifar_parts(path: Path) -> dict[str, Part]:
                     yield images, classes
 
         count = sum(sizes[name] for name in names) // RECORD
-        return Part(count, (32, 32, 3), _BYTES, (), _CLASSES, blocks, _CIFAR_NAMES)
+        return SplitSource(count, (32, 32, 3), _BYTES, (), _CLASSES, blocks, _CIFAR_NAMES)
 
     return {name: part(names) for name, names in BATCHES.items()}

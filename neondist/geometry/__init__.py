@@ -1,12 +1,12 @@
 """Integer geometry of tiles, windows and halos; it imports neither MPI nor arrays.
 
-box: a half-open box of cells. split: balanced partitions. window: what a layer looks at. dependents: what looks at a
-cell. plan: who sends which cells to whom. regions: tiles that overlap. If the tests of this package fail, no
-distributed test can pass.
+box: a half-open box of cells. split: balanced partitions. window: what a layer looks at. gradient_window: what
+looks at a cell. plan: who sends which cells to whom. regions: tiles that overlap. If the tests of this package fail,
+no distributed test can pass.
 """
 
 from .box import Box
-from .dependents import Dependents, received_cells
+from .gradient_window import GradientWindow, halo_volume
 from .grid_shape import GridShape, grid_shape
 from .plan import HaloPlan, Piece, RepartitionPlan, TransferPlan, fold
 from .regions import Overlapping, needed_of, sources
@@ -16,7 +16,7 @@ from .window import Window, same_padding
 
 __all__ = [
     "Box",
-    "Dependents",
+    "GradientWindow",
     "GridShape",
     "HaloPlan",
     "Overlapping",
@@ -29,8 +29,8 @@ __all__ = [
     "factorisations",
     "fold",
     "grid_shape",
+    "halo_volume",
     "needed_of",
-    "received_cells",
     "same_padding",
     "sources",
     "split",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
+from ..renamed import Renamed
 from .box import Box
 from .split import Partition
 from .window import Window
@@ -45,9 +46,11 @@ class TransferPlan:
         return sum(piece.source.size for piece in self.sends)
 
     @property
-    def received_cells(self) -> int:
+    def halo_volume(self) -> int:
         """Cells that this tile receives in fprop; in bprop it sends as many."""
         return sum(piece.source.size for piece in self.receives)
+
+    received_cells = Renamed("halo_volume")
 
 
 @dataclass(frozen=True)

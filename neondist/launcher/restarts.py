@@ -79,7 +79,7 @@ def checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
 def make_whole(folder: Path) -> Path:
     """Return the newest whole checkpoint of a run, which takes the place of the newest where that is damaged."""
     from ..checkpoint import kept_files
-    from ..checkpoint.seal import check
+    from ..checkpoint.checksum import check
     from ..files import replacing
     from ..session.output import CHECKPOINT
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ..errors import ConfigError
-from ..geometry import Dependents, GridShape, Window, received_cells, same_padding
+from ..geometry import GradientWindow, GridShape, Window, halo_volume, same_padding
 from ..halo import ExchangePolicy
 from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
@@ -99,17 +99,17 @@ class ConvLayer(Layer):
             return None
         if self.padding_mode != "zeros":
             return super().gathers_for(input_shape, grid)
-        window, (shape, back) = self.window_for(input_shape), self._dependents(input_shape)
-        gathered = received_cells(grid.partition(shape[:-1]), back) * shape[-1]
-        scattered = received_cells(grid.partition(input_shape[:-1]), window) * input_shape[-1]
+        window, (shape, back) = self.window_for(input_shape), self._gradient_window(input_shape)
+        gathered = halo_volume(grid.partition(shape[:-1]), back) * shape[-1]
+        scattered = halo_volume(grid.partition(input_shape[:-1]), window) * input_shape[-1]
         return (shape, back) if way == "gather" or gathered < scattered else None
 
     def gathers_of(self, input_shape: Shape) -> tuple[Shape, Window] | None:
         """Return the output and what looks at input cells, where padding is zeros."""
-        return self._dependents(input_shape) if self.padding_mode == "zeros" else None
+        return self._gradient_window(input_shape) if self.padding_mode == "zeros" else None
 
-    def _dependents(self, input_shape: Shape) -> tuple[Shape, Window]:
-        return self.output_shape_for(input_shape), Dependents(self.window_for(input_shape), input_shape[:-1])
+    def _gradient_window(self, input_shape: Shape) -> tuple[Shape, Window]:
+        return self.output_shape_for(input_shape), GradientWindow(self.window_for(input_shape), input_shape[:-1])
 
     def adjust_for_dist(self) -> None:
         """Create the array of output gradients too, if they are gathered."""

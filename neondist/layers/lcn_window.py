@@ -57,13 +57,13 @@ class LocalWindow:
         sends more; with one channel it does where tiles are so narrow that the image's border cuts the wide halo.
         """
         words = {
-            way: sum(shape[-1] * received_cells(shape[:-1], window, grid) for shape, window in halos)
+            way: sum(shape[-1] * halo_volume(shape[:-1], window, grid) for shape, window in halos)
             for way, halos in self.ways(input_shape).items()
         }
         return min(words, key=words.__getitem__)
 
 
-def received_cells(extent: Shape, window: Window, grid: GridShape) -> int:
+def halo_volume(extent: Shape, window: Window, grid: GridShape) -> int:
     """Return the cells that all tiles together receive for a centred window of stride 1.
 
     Tiles are products of ranges, and so is what they need, so this takes no walk over the tiles.

@@ -17,8 +17,8 @@ from .reconstruction import Reconstruction, ReconstructionCost
 
 if TYPE_CHECKING:
     from ..plan import LayerPlan
-    from .entry import Entry
     from .gb import GB
+    from .shard import ParameterShard
 
 
 class Autoencoder:
@@ -42,8 +42,8 @@ class Autoencoder:
         self.pool: Any = following[0] if following and following[0].pools_squares else EachAlone()
         self.residuals = self.layer.make_array(self.layer.input_shape, self.layer.window)
         self.parameters, self.sync = model.parameters, model.sync
-        self.trouble = model.trouble
-        self.entry = next(e for e in model.parameters.trained if e.layer is self.layer and e.name == "weights")
+        self.nonfinite_monitor = model.nonfinite_monitor
+        self.shard = next(e for e in model.parameters.trained if e.layer is self.layer and e.name == "weights")
         self.cost = ReconstructionCost(model.sparsity, model.epsilon)
         self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
@@ -122,7 +122,7 @@ class Autoencoder:
 
     def sum_gradient(self) -> None:
         """Add up the ranks' shares of the layer's gradient; collective."""
-        self.parameters.reductions.allreduce(self.entry.parameter.layout.group, self.layer.grads["weights"])
+        self.parameters.reductions.allreduce(self.shard.parameter.layout.group, self.layer.grads["weights"])
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
@@ -141,7 +141,7 @@ class Autoencoder:
             memory.put_back()
             where = locate_in_stage(self, x, batch)
             memory.put_back()
-        self.trouble.after_step(self.step, self.model.nonfinite, where)
+        self.nonfinite_monitor.after_step(self.step, self.model.nonfinite, where)
         if not good:
             self.step, self.uncounted = self.step + 1, self.uncounted + 1
             return float("nan")
@@ -177,7 +177,7 @@ class Autoencoder:
         """Take over arrays that `optimizer_state` returned."""
         load(self._slots(), state, "optimiser state")
 
-    def kept_arrays(self) -> dict[str, list[tuple[Entry, Any]]]:
+    def kept_arrays(self) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of the whole model's arrays, and of the slots of this stage's weights."""
         return {"model": self.model.kept_arrays()["model"], "optimizer": self._slots()}
 
@@ -203,7 +203,7 @@ class Autoencoder:
     def _slots(self) -> list[Any]:
         self.begin_epoch(0)
         shape = self._weights.shape
-        return [(self.entry.slot(name), slot.reshape(shape)) for name, slot in self.slots.items()]
+        return [(self.shard.slot(name), slot.reshape(shape)) for name, slot in self.slots.items()]
 
 
 class EachAlone:

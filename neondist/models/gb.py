@@ -17,7 +17,7 @@ from ..plan import Plan
 from ..registry.ranges import Count, flag, integer, real
 from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
-from .part import Part
+from .subset import TrainedSubset
 
 
 class GB(Convnet):
@@ -103,7 +103,7 @@ class GB(Convnet):
         self.top_start = next(trained, len(self.layers))
         self.stages = [Autoencoder(self, number) for number in range(1, len(self.starts) + 1)]
         inside = [leaf for layer in self.layers[self.top_start :] for leaf in layer.leaves]
-        self.top_part = Part(self._built(), lambda layer, _: layer in inside)
+        self.top_part = TrainedSubset(self._built(), lambda layer, _: layer in inside)
         self.top_alone = False
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:

@@ -20,12 +20,13 @@ from ..plan import Plan, Training, compile_plan
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, integer, shape_of
+from ..renamed import Renamed
 from ..runtime import Executor, LayerTask, Pass
-from .entry import Entry
 from .ledger import Ledger, accounts, ledger
-from .nonfinite import SchemeMemory, Trouble, locate
+from .nonfinite import NonFiniteMonitor, SchemeMemory, locate
 from .parameters import Parameters, gather, load
 from .passes import ModelPass
+from .shard import ParameterShard
 from .targets import local_targets
 
 
@@ -78,7 +79,7 @@ class Model(Registered):
         How many of them the optimiser does not count: skipped ones, and all before it began anew.
     nonfinite : {'stop', 'skip'}
         What a training step does where a loss or gradient is not finite.
-    trouble : Trouble
+    nonfinite_monitor : NonFiniteMonitor
         Which step was skipped last, and why.
     stages : sequence
         What `nd.pretrain` trains first; empty but for GB.
@@ -89,6 +90,7 @@ class Model(Registered):
     stages: Sequence[Any] = ()
     has_dist_twin = True
     distributed = False
+    trouble = Renamed("nonfinite_monitor")
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Model(Registered):
         self.accumulate, self._sync = accumulate, SYNCS[sync]
         self.recompute, self.strips = recompute, strips
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
-        self.nonfinite, self.trouble = "stop", Trouble()
+        self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: Parameters | None = None
         self._pending: dict[str, Any] | None = None
         self.last_pass: ModelPass | None = None
@@ -315,7 +317,7 @@ class Model(Registered):
             and NaN is returned.
         """
         batch, parameters = self._batch(x, batch_size), self._built()
-        kept, memory = parameters.kept_values.copy(), SchemeMemory(self.leaves, self.nonfinite == "skip")
+        kept, memory = parameters.buffers.copy(), SchemeMemory(self.leaves, self.nonfinite == "skip")
         with self.grid.observers.during("step"):
             loss, good = self.loss_and_gradients(x, targets, batch)
             if good:
@@ -325,8 +327,8 @@ class Model(Registered):
             memory.put_back()
             where = locate(self, x, targets, batch)
             memory.put_back()
-            parameters.kept_values[...] = kept
-        self.trouble.after_step(self.step, self.nonfinite, None if good else where)
+            parameters.buffers[...] = kept
+        self.nonfinite_monitor.after_step(self.step, self.nonfinite, None if good else where)
         self.step += 1
         if not good:
             self.uncounted += 1
@@ -462,7 +464,7 @@ class Model(Registered):
     def gradients(self) -> dict[str, Any]:
         """Return copies of all whole gradients by '<layer name>/<parameter>', summed over all ranks; collective."""
         parameters = self._built()
-        return gather((entry, entry.layer.grads[entry.name]) for entry in parameters.trained)
+        return gather((shard, shard.layer.grads[shard.name]) for shard in parameters.trained)
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>'; collective."""
@@ -472,7 +474,7 @@ class Model(Registered):
         """Take over arrays that `optimizer_state` returned."""
         load(self._built().slots(self.slots), state, "optimiser state")
 
-    def kept_arrays(self) -> dict[str, list[tuple[Entry, Any]]]:
+    def kept_arrays(self) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of all that a checkpoint holds, by group: 'model' and 'optimizer'."""
         parameters = self._built()
         return {"model": parameters.arrays(), "optimizer": parameters.slots(self.slots)}

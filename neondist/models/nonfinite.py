@@ -24,7 +24,7 @@ PATIENCE = 100
 
 
 @dataclass
-class Trouble:
+class NonFiniteMonitor:
     """The step that was skipped last.
 
     Attributes

@@ -14,7 +14,7 @@ from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
 from ..namespace import namespace, to_host
 from ..parallel import HEADER, AllReduce, Flag, GradientSync, finite
-from .entry import Entry
+from .shard import ParameterShard
 
 
 class Views(dict[str, Any]):
@@ -71,13 +71,13 @@ class Parameters:
     """The trained arrays of all layers, their gradients and the arrays that are kept beside them.
 
     Binds `params`, `grads` and `state` of every layer to views of the buffers, and fills in first values, which depend
-    on the seed, the layer's name and the entry's index alone.
+    on the seed, the layer's name and the shard's index alone.
 
     Attributes
     ----------
     values, grads : flat arrays
         What every rank holds alike comes first; then the arrays that are cut over the tiles, this rank's part.
-    kept_values : flat array
+    buffers : flat array
         What is kept but not trained.
     version : int
         Counts the changes of the values.
@@ -91,43 +91,43 @@ class Parameters:
         self.context = context
         layers = list(layers)
         trained = [
-            Entry(layer, name, parameter, context.grid)
+            ParameterShard(layer, name, parameter, context.grid)
             for layer in layers
             for name, parameter in layer.parameters_for(layer.input_shape).items()
         ]
-        self.trained = sorted(trained, key=lambda entry: entry.cut)
+        self.trained = sorted(trained, key=lambda shard: shard.cut)
         self.kept = [
-            Entry(layer, name, parameter, context.grid)
+            ParameterShard(layer, name, parameter, context.grid)
             for layer in layers
             for name, parameter in layer.state_for(layer.input_shape).items()
         ]
         self.shared = sum(prod(e.local_shape) for e in trained if not e.cut)
-        self.values, self.kept_values = self._flat(self.trained), self._flat(self.kept)
+        self.values, self.buffers = self._flat(self.trained), self._flat(self.kept)
         buffer = context.backend.xp.zeros((HEADER + self.values.size,), context.dtype)
-        ends = list(accumulate(prod(entry.local_shape) for entry in self.trained))
+        ends = list(accumulate(prod(shard.local_shape) for shard in self.trained))
         spans = list(pairwise([0, *ends]))
         self.sync = sync(context.grid, buffer, spans, self.shared)
         self.reductions, self.grads = self.sync.reductions, self.sync.grads
         self._spans: dict[int, list[tuple[int, int]]] = {id(layer): [] for layer in layers}
-        for entry, span in zip(self.trained, spans, strict=True):
-            self._spans[id(entry.layer)].append(span)
+        for shard, span in zip(self.trained, spans, strict=True):
+            self._spans[id(shard.layer)].append(span)
         self.layers, self.version = layers, 0
         for layer in layers:
             layer.params, layer.grads, layer.state = Views(), Gradients(), Views()
-        for entry, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
-            dict.__setitem__(entry.layer.params, entry.name, value)
-            dict.__setitem__(entry.layer.grads, entry.name, gradient)
-        for entry, value in zip(self.kept, self.cut(self.kept_values, self.kept), strict=True):
-            dict.__setitem__(entry.layer.state, entry.name, value)
-        for entry, value in self.arrays():
-            self._begin(entry, value)
+        for shard, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
+            dict.__setitem__(shard.layer.params, shard.name, value)
+            dict.__setitem__(shard.layer.grads, shard.name, gradient)
+        for shard, value in zip(self.kept, self.cut(self.buffers, self.kept), strict=True):
+            dict.__setitem__(shard.layer.state, shard.name, value)
+        for shard, value in self.arrays():
+            self._begin(shard, value)
 
-    def cut(self, flat: Any, entries: list[Entry] | None = None) -> list[Any]:
-        """Return the parts of a flat array that belong to the entries (default the trained ones), as views."""
+    def cut(self, flat: Any, shards: list[ParameterShard] | None = None) -> list[Any]:
+        """Return the parts of a flat array that belong to the shards (default the trained ones), as views."""
         parts, start = [], 0
-        for entry in self.trained if entries is None else entries:
-            stop = start + prod(entry.local_shape)
-            parts.append(flat[start:stop].reshape(entry.local_shape))
+        for shard in self.trained if shards is None else shards:
+            stop = start + prod(shard.local_shape)
+            parts.append(flat[start:stop].reshape(shard.local_shape))
             start = stop
         return parts
 
@@ -160,49 +160,49 @@ class Parameters:
         sync.flags.heard[...] = told[:HEADER]
         return float(told[-1]), bool(told[HEADER]) and not sync.flags.heard[Flag.NON_FINITE]
 
-    def arrays(self) -> list[tuple[Entry, Any]]:
+    def arrays(self) -> list[tuple[ParameterShard, Any]]:
         """Return all arrays, trained and kept: views of this rank's part."""
-        found = [(entry, entry.layer.params[entry.name]) for entry in self.trained]
-        return found + [(entry, entry.layer.state[entry.name]) for entry in self.kept]
+        found = [(shard, shard.layer.params[shard.name]) for shard in self.trained]
+        return found + [(shard, shard.layer.state[shard.name]) for shard in self.kept]
 
-    def slots(self, flat: dict[str, Any]) -> list[tuple[Entry, Any]]:
+    def slots(self, flat: dict[str, Any]) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""
         return [
-            (entry.slot(slot), part)
+            (shard.slot(slot), part)
             for slot, array in flat.items()
-            for entry, part in zip(self.trained, self.cut(array), strict=True)
+            for shard, part in zip(self.trained, self.cut(array), strict=True)
         ]
 
-    def _flat(self, entries: list[Entry]) -> Any:
-        return self.context.backend.xp.zeros((sum(prod(e.local_shape) for e in entries),), self.context.dtype)
+    def _flat(self, shards: list[ParameterShard]) -> Any:
+        return self.context.backend.xp.zeros((sum(prod(e.local_shape) for e in shards),), self.context.dtype)
 
-    def _begin(self, entry: Entry, array: Any) -> None:
+    def _begin(self, shard: ParameterShard, array: Any) -> None:
         """Fill in first values."""
-        stream = rng.key(self.context.seed, "weights", str(entry.layer.name), entry.name)
-        parameter: Parameter = entry.parameter
-        index = rng.box_index(entry.unfolded, entry.box(entry.grid.tile).slices).reshape(array.shape)
+        stream = rng.key(self.context.seed, "weights", str(shard.layer.name), shard.name)
+        parameter: Parameter = shard.parameter
+        index = rng.box_index(shard.unfolded, shard.box(shard.grid.tile).slices).reshape(array.shape)
         values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
         array[...] = self.context.backend.from_host(values, array.dtype)
 
 
-def gather(arrays: Iterable[tuple[Entry, Any]]) -> dict[str, Any]:
+def gather(arrays: Iterable[tuple[ParameterShard, Any]]) -> dict[str, Any]:
     """Return copies of whole arrays by full name; collective where some are cut over the tiles."""
-    return {entry.full_name: entry.gather(array) for entry, array in arrays}
+    return {shard.full_name: shard.gather(array) for shard, array in arrays}
 
 
-def load(arrays: list[tuple[Entry, Any]], values: dict[str, Any], what: str) -> None:
+def load(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any], what: str) -> None:
     """Copy whole `values` into `arrays`; ShapeError, before anything is copied, if they do not fit."""
-    wanted = {entry.full_name: entry for entry, _ in arrays}
+    wanted = {shard.full_name: shard for shard, _ in arrays}
     missing, unknown = sorted(wanted.keys() - values.keys()), sorted(values.keys() - wanted.keys())
     if missing or unknown:
         raise ShapeError(
             f"{what} does not fit the model: missing {', '.join(missing) or 'none'};"
             f" unknown {', '.join(unknown) or 'none'}"
         )
-    for name, entry in wanted.items():
-        if np.shape(values[name]) != entry.parameter.shape:
+    for name, shard in wanted.items():
+        if np.shape(values[name]) != shard.parameter.shape:
             raise ShapeError(
-                f"{what}: '{name}' has shape {np.shape(values[name])}, but the model's has {entry.parameter.shape}"
+                f"{what}: '{name}' has shape {np.shape(values[name])}, but the model's has {shard.parameter.shape}"
             )
-    for entry, array in arrays:
-        array[...] = namespace(array).asarray(entry.part_of(values[entry.full_name]))
+    for shard, array in arrays:
+        array[...] = namespace(array).asarray(shard.part_of(values[shard.full_name]))

@@ -11,7 +11,7 @@ from ..comm import ProcessGrid, Reductions, Request
 from ..namespace import namespace
 from .flags import HEADER, ControlFlags, Flag
 
-Span = tuple[int, int]
+FlatRange = tuple[int, int]
 """From where to where a parameter lies among the gradients."""
 
 
@@ -38,7 +38,7 @@ class GradientSync(ABC):
     grid : ProcessGrid
     buffer : flat array
         Room for the control flags, and the gradients.
-    spans : sequence of Span
+    spans : sequence of FlatRange
         Of all parameters, in their order. They lie side by side.
     shared : int
         So many numbers from the start are gradients that all ranks add up; the others, which belong to a tile, are
@@ -51,7 +51,7 @@ class GradientSync(ABC):
     reductions : Reductions
     """
 
-    def __init__(self, grid: ProcessGrid, buffer: Any, spans: Sequence[Span], shared: int) -> None:
+    def __init__(self, grid: ProcessGrid, buffer: Any, spans: Sequence[FlatRange], shared: int) -> None:
         self.flags, self.reductions = ControlFlags(), Reductions(grid)
         self.reductions.direction = "backward"
         self.header, self.grads, self.shared = buffer[:HEADER], buffer[HEADER:], shared
@@ -68,7 +68,7 @@ class GradientSync(ABC):
         self.good = self.good & good
 
     @abstractmethod
-    def ready(self, span: Span) -> None:
+    def ready(self, span: FlatRange) -> None:
         """Take note that this rank's share in a parameter's gradient is complete; on all ranks in the same order."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class GradientSync(ABC):
 class AllReduce(GradientSync):
     """One sum over all ranks, when all gradients are complete."""
 
-    def ready(self, span: Span) -> None:
+    def ready(self, span: FlatRange) -> None:
         """Wait for the others."""
 
     def finish(self) -> None:
@@ -140,7 +140,7 @@ class Bucketed(GradientSync):
     #: bytes from which on a bucket is full
     full = 2 << 20
 
-    def __init__(self, grid: ProcessGrid, buffer: Any, spans: Sequence[Span], shared: int) -> None:
+    def __init__(self, grid: ProcessGrid, buffer: Any, spans: Sequence[FlatRange], shared: int) -> None:
         super().__init__(grid, buffer, spans, shared)
         own = self._cut([span for span in spans if span[0] >= shared], "replicas")
         common = self._cut([span for span in spans if span[1] <= shared], "world")
@@ -156,7 +156,7 @@ class Bucketed(GradientSync):
         for bucket in (*self.early, self.last):
             bucket.missing, bucket.request = bucket.stop - bucket.start, None
 
-    def ready(self, span: Span) -> None:
+    def ready(self, span: FlatRange) -> None:
         """Send the bucket that is full of complete gradients now."""
         for bucket in self.early:
             if bucket.start <= span[0] < bucket.stop:
@@ -187,7 +187,7 @@ class Bucketed(GradientSync):
             if bucket.group == group and bucket.request is not None:
                 self.reductions.wait(group, bucket.request)
 
-    def _cut(self, spans: Sequence[Span], group: str) -> list[Bucket]:
+    def _cut(self, spans: Sequence[FlatRange], group: str) -> list[Bucket]:
         """Return buckets of parameters, from the last to the first."""
         found: list[Bucket] = []
         end: int | None = None

@@ -77,30 +77,30 @@ class _Cutter:
             text, seconds = self._best(first, last)
             for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
-                alone = segment_seconds(self.figures, [Placed(node.leaves[0], shape)], self.grid, self._home(at))
+                alone = segment_seconds(self.figures, [Placed(node.leaves[0], shape)], self.grid, self._backward(at))
                 found.append(Choice(str(node.name), text, cost, sum(alone)))
         return found
 
     def _best(self, first: int, last: int) -> tuple[str, list[float]]:
         """Return the best scheme of a segment, and what each of its layers with a halo costs."""
         begin, end = self.places[first], self.places[last] + 1
-        segment, home, found = self.links[begin:end], self._home(begin), []
+        segment, backward, found = self.links[begin:end], self._backward(begin), []
         if first == last:
             alone = placed(segment, self.grid, alone=True)
-            found.append(("halo", segment_seconds(self.figures, alone, self.grid, home)))
-            if home:
+            found.append(("halo", segment_seconds(self.figures, alone, self.grid, backward)))
+            if backward:
                 found.append(("halo(backward=gather)", [gather_seconds(self.figures, alone[0], self.grid)]))
         elif all(self.fits[begin:end]):
-            costs = segment_seconds(self.figures, placed(segment, self.grid, wide=False), self.grid, home)
+            costs = segment_seconds(self.figures, placed(segment, self.grid, wide=False), self.grid, backward)
             found.append((f"deep_halo(layers={last - first + 1})", self._folded(costs, begin, first, last)))
         if self.from_image and first == 0 and all(self.fits[:end]):
             wide = self.links[:end]
             text = "overlap_tile(statistics=global)" if any(_sums(node) for node, _ in wide) else "overlap_tile"
-            costs = segment_seconds(self.figures, placed(wide, self.grid, wide=True), self.grid, home)
+            costs = segment_seconds(self.figures, placed(wide, self.grid, wide=True), self.grid, backward)
             found.append((text, self._folded(costs, 0, first, last)))
         return min(found, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
-    def _home(self, at: int) -> bool:
+    def _backward(self, at: int) -> bool:
         """Tell whether the input at a place needs a gradient: all but the images do."""
         return not self.first or at > 0
 

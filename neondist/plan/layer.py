@@ -126,7 +126,7 @@ class LayerPlan:
     def halo_cells(self) -> list[int]:
         """Cells that each tile receives in a forward pass, channels not counted."""
         halos = [_plans(*self._over(shape, window)) for shape, window in self._halos]
-        return [sum(plans[tile].received_cells for plans in halos) for tile in range(self.grid.tiles)]
+        return [sum(plans[tile].halo_volume for plans in halos) for tile in range(self.grid.tiles)]
 
     @property
     def forward(self) -> list[list[int]]:

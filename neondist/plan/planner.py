@@ -45,7 +45,7 @@ def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, 
     return cuts[::-1]
 
 
-def segment_seconds(figures: Figures, segment: Sequence[Placed], grid: GridShape, home: bool = True) -> list[float]:
+def segment_seconds(figures: Figures, segment: Sequence[Placed], grid: GridShape, backward: bool = True) -> list[float]:
     """Return the seconds that a training step spends on a segment's exchange and on what it computes twice, by layer.
 
     The exchange is that of the tile in the middle of the grid, which has all neighbours; what is computed twice, by how
@@ -53,7 +53,7 @@ def segment_seconds(figures: Figures, segment: Sequence[Placed], grid: GridShape
 
     Parameters
     ----------
-    home : bool
+    backward : bool
         Whether the segment's input needs a gradient.
     """
     tile, (first, shape, (inputs, outputs)) = _middle(grid, len(segment[0].input_shape) - 1), segment[0]
@@ -61,8 +61,8 @@ def segment_seconds(figures: Figures, segment: Sequence[Placed], grid: GridShape
     if inputs is None:
         for array, window in first.halos_for(shape, grid):
             plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
-            back = home or first.reverse_halos
-            found[0] += figures.sent(len(plan.sends), plan.received_cells * array[-1]) * (1 + back)
+            back = backward or first.reverse_halos
+            found[0] += figures.sent(len(plan.sends), plan.halo_volume * array[-1]) * (1 + back)
     return found
 
 
@@ -76,7 +76,7 @@ def gather_seconds(figures: Figures, placed: Placed, grid: GridShape) -> float:
     total = 0.0
     for array, seen in [gathers, *([] if window is None else [(shape, window)])]:
         plan = HaloPlan.of(grid.partition(array[:-1]), seen, tile)
-        total += figures.sent(len(plan.receives), plan.received_cells * array[-1])
+        total += figures.sent(len(plan.receives), plan.halo_volume * array[-1])
     return total
 
 

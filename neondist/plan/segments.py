@@ -66,7 +66,7 @@ def _segments(links: Links, grid: GridShape, samples: int | None, first: bool) -
             raise _refused(layer, _FIRST)
         figures = fusion.figures(grid.size, samples)
         if figures is not None:
-            yield from _planned(figures, links[at : end + 1], grid, home=not first or at > 0)
+            yield from _planned(figures, links[at : end + 1], grid, backward=not first or at > 0)
         elif wide or end > at:
             yield links[0 if wide else at : end + 1]
         at = end + 1
@@ -86,7 +86,7 @@ def _end(links: Links, at: int, first: Layer, longest: int, grid: GridShape) -> 
     return end
 
 
-def _planned(figures: Figures, links: Links, grid: GridShape, home: bool) -> Iterator[Links]:
+def _planned(figures: Figures, links: Links, grid: GridShape, backward: bool) -> Iterator[Links]:
     """Yield the segments that a planner makes of layers with one scheme."""
     places = [at for at, (node, shape) in enumerate(links) if single(node, shape, grid) is not None]
     fits = [can_follow(node.leaves[0], shape) for node, shape in links]
@@ -95,7 +95,7 @@ def _planned(figures: Figures, links: Links, grid: GridShape, home: bool) -> Ite
         if last > first and not all(fits[places[first] : places[last] + 1]):
             return inf
         segment = placed(links[places[first] : places[last] + 1], grid, alone=last == first)
-        return sum(segment_seconds(figures, segment, grid, home or first > 0))
+        return sum(segment_seconds(figures, segment, grid, backward or first > 0))
 
     for first, last in best_cuts(cost, len(places)):
         if last > first:

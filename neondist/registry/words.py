@@ -59,8 +59,8 @@ def bases(hint: Any) -> list[type]:
 
 def words(hint: Any, tag: str = "!") -> str:
     """Return 'an integer, text or null' for `int | str | None`; `tag` stands before the names of classes."""
-    limits = "".join(f" {limit}" for limit in ranges(hint))
-    parts = list(dict.fromkeys(_one(member, tag) + limits * (member in (int, float)) for member in members(hint)))
+    ranges_text = "".join(f" {limit}" for limit in ranges(hint))
+    parts = list(dict.fromkeys(_one(member, tag) + ranges_text * (member in (int, float)) for member in members(hint)))
     return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 

@@ -264,7 +264,7 @@ def restore(path: Path, run: TrainState) -> None:
         except (KeyError, ValueError) as problem:
             raise DataError(f"{path}: does not say how far its run was ({problem}); name another file") from None
         for group, arrays in run.model.kept_arrays().items():
-            wanted = {entry.full_name: tuple(entry.parameter.shape) for entry, _ in arrays}
+            wanted = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
             _compare(path, file.facts.group(group), wanted)
         try:
             position.put(run)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..renamed import Renamed
+
 if TYPE_CHECKING:
     from ..comm import ProcessGrid
     from ..datasets import Dataset
@@ -113,11 +115,7 @@ class TrainState:
     totals: Totals = field(default_factory=Totals)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def seen(self) -> int:
-        """`samples_seen` by its name of version 0.1."""
-        warnings.warn("run.seen is called run.samples_seen now", DeprecationWarning, stacklevel=2)
-        return self.samples_seen
+    seen = Renamed("samples_seen")
 
     @property
     def grid(self) -> ProcessGrid:

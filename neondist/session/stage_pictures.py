@@ -81,11 +81,11 @@ def filters(stage: Autoencoder) -> Blocks:
 
     With shared filters a place is that of a block.
     """
-    weights, entry, grid = to_host(stage.layer.params["weights"]), stage.entry, stage.grid
-    shape = entry.parameter.shape
+    weights, shard, grid = to_host(stage.layer.params["weights"]), stage.shard, stage.grid
+    shape = shard.parameter.shape
     side = max(1, int((FILTERS / shape[-1]) ** 0.5))
     wanted = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, side))}) for n in shape[:2]]
-    lo = entry.box(grid.tile).lo
+    lo = shard.box(grid.tile).lo
     mine = {}
     if grid.replica == 0:
         for row, col in ((r, c) for r in wanted[0] for c in wanted[1]):

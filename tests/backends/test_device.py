@@ -161,7 +161,7 @@ def test_a_step_that_is_skipped():
         assert np.isnan(model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int)))
         model.load_state(before)
         assert np.isfinite(model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int)))
-        told.append((model.trouble.where, {name: array.sum() for name, array in model.state().items()}))
+        told.append((model.nonfinite_monitor.where, {name: array.sum() for name, array in model.state().items()}))
     assert told[0] == told[1]
 
 

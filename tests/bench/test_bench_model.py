@@ -7,10 +7,10 @@ import pytest
 
 import neondist as nd
 from neondist import machine
-from neondist.bench.model import alone as ranks_alone
 from neondist.bench.model import calibrate, predict, workload
-from neondist.bench.model.alone import Alone
-from neondist.bench.model.solo import Notes, solo_grid
+from neondist.bench.model import rank_profile as rank_profile
+from neondist.bench.model.dry_run import Notes, dry_run_grid
+from neondist.bench.model.rank_profile import RankProfile
 from neondist.bench.model.table import disturbed, prediction_table, schemes_table, words, write
 from neondist.cli.bench.scaling import span
 from neondist.comm import loopback
@@ -108,8 +108,8 @@ def test_a_rank_alone_notes_what_a_rank_among_others_sends(shape):
         return made.model.bytes_sent
 
     sent = loopback.run(shape.size, on_ranks)
-    found = ranks_alone.rank_alone(experiment(), shape, 1e-3)
-    tile = ranks_alone.fullest(shape, (13, 11))
+    found = rank_profile.profile_rank(experiment(), shape, 1e-3)
+    tile = rank_profile.fullest(shape, (13, 11))
     assert sum(count for _, count in found.notes.exchanges) == sent[tile]
     replicated = 8 * sum(p.size for p in replicated_parameters(experiment()))
     sums = [nbytes - replicated for group, nbytes in found.notes.sums if group == shape.size > 1]
@@ -123,18 +123,18 @@ def test_a_rank_alone_notes_what_a_rank_among_others_sends(shape):
 
 def replicated_parameters(made):
     """All but the weights of the FC layer, of which each rank has rows of its own."""
-    made.model.build((13, 11, 2), 4, solo_grid(0, {}, 1, Notes()))
+    made.model.build((13, 11, 2), 4, dry_run_grid(0, {}, 1, Notes()))
     *convolutions, fc = made.model.leaves
     return [*(array for layer in convolutions for array in layer.params.values()), fc.params["bias"]]
 
 
 def test_the_best_grid_is_taken_and_the_turning_point_found(tmp_path):
-    def alone(made, shape, least):
+    def profile(made, shape, least):
         flat = 10 * (shape.rows == 1 and shape.tiles > 1) + 10 * (shape.replicas > 1)
-        return Alone(8.0 / shape.size + flat, Notes([(2, 10**6)], [(shape.size, 100)]), 7)
+        return RankProfile(8.0 / shape.size + flat, Notes([(2, 10**6)], [(shape.size, 100)]), 7)
 
     cluster = machine.Machine(1, NODE, machine.Link(0.1, 1e9))
-    rows = predict.predict(experiment, [1, 4, 16, 64], cluster, alone)
+    rows = predict.predict(experiment, [1, 4, 16, 64], cluster, profile)
     assert [row["grid"] for row in rows[:2]] == [{"replicas": 1, "rows": n, "cols": m} for n, m in ((1, 1), (2, 2))]
     parts = [rows[1][f"{name}_seconds"] for name in ("compute", "exchange", "sum", "waiting")]
     assert parts[:2] == pytest.approx([2, 0.2 + 1e-3])
@@ -158,12 +158,14 @@ def test_the_best_grid_is_taken_and_the_turning_point_found(tmp_path):
 def test_the_best_schemes_are_put_in_place_and_measured():
     seen = []
 
-    def alone(made, shape, least):
+    def profile(made, shape, least):
         seen.append([type(layer.scheme).__name__ for layer in made.model.leaves])
-        return Alone(1.0, Notes([(1, 100)] * (3 if seen[-1][0] == "Halo" else 1), []), cell_seconds={"conv1": 1e-9})
+        return RankProfile(
+            1.0, Notes([(1, 100)] * (3 if seen[-1][0] == "Halo" else 1), []), cell_seconds={"conv1": 1e-9}
+        )
 
     cluster = machine.Machine(1, NODE, machine.Link(0.1, 1e9))
-    (row,) = predict.predict(lambda: experiment(rows=2, cols=2), [4], cluster, alone)
+    (row,) = predict.predict(lambda: experiment(rows=2, cols=2), [4], cluster, profile)
     assert seen == [["Halo", "Halo", "Halo"], ["OverlapTile", "OverlapTile", "Halo"]]
     assert [choice["scheme"] for choice in row["schemes"]] == ["overlap_tile", "overlap_tile"]
     assert row["seconds_per_step"] - row["seconds_with_schemes"] == pytest.approx(0.2, rel=1e-3)
@@ -174,8 +176,8 @@ def test_the_best_schemes_are_put_in_place_and_measured():
 
 
 def test_a_machine_that_became_slower_is_seen():
-    row = predict.row_of(GridShape(1, 1, 2), machine.Machine(2, NODE, NET), Alone(2.0))
-    assert predict.drift(row, experiment(), lambda made, shape, least: Alone(3.0 * (shape.cols == 2))) == 0.5
+    row = predict.row_of(GridShape(1, 1, 2), machine.Machine(2, NODE, NET), RankProfile(2.0))
+    assert predict.drift(row, experiment(), lambda made, shape, least: RankProfile(3.0 * (shape.cols == 2))) == 0.5
 
 
 def test_a_grid_that_is_given_is_kept():
@@ -187,9 +189,9 @@ def test_a_grid_that_is_given_is_kept():
 
 
 def test_fullest():
-    assert ranks_alone.fullest(GridShape(1, 3, 1), (7, 4)) in range(3)
+    assert rank_profile.fullest(GridShape(1, 3, 1), (7, 4)) in range(3)
     boxes = GridShape(1, 64, 1).partition((28, 28)).boxes()
-    assert boxes[ranks_alone.fullest(GridShape(1, 64, 1), (28, 28))].size == 28
+    assert boxes[rank_profile.fullest(GridShape(1, 64, 1), (28, 28))].size == 28
 
 
 def test_calibrate(monkeypatch):
@@ -199,13 +201,13 @@ def test_calibrate(monkeypatch):
     monkeypatch.setattr(calibrate, "PIECES", (1e-4, 1e-3))
     monkeypatch.setattr(workload, "COPIED", 1 << 16)
     monkeypatch.setattr(workload.Convolving, "SHAPE", (8, 8, 2))
-    one, spread = loopback.run(4, lambda transport: calibrate.calibrate(transport, 2))[0]
-    assert spread == 0  # of one round
+    one, noise = loopback.run(4, lambda transport: calibrate.calibrate(transport, 2))[0]
+    assert noise == 0  # of one round
     assert (one.cores_per_node, one.nodes) == (2, 1)
     assert min(one.slowdown, one.memory_slowdown, one.shared_slowdown) >= 1
     assert min(one.node.latency, one.memory_bandwidth, one.speed) > 0
-    alone, _ = loopback.run(2, lambda transport: calibrate.calibrate(transport, 2))[0]
-    assert alone.shared_slowdown == 1
+    one, _ = loopback.run(2, lambda transport: calibrate.calibrate(transport, 2))[0]
+    assert one.shared_slowdown == 1
     assert disturbed(0.5)
     assert not disturbed(0.1)
 

@@ -93,10 +93,12 @@ def test_what_has_no_counterpart_is_named():
 
 
 def test_the_end_of_the_other_process_is_told(monkeypatch, capfd):
-    from neondist.bench import rival
+    from neondist.bench import torch_baseline
 
     monkeypatch.setattr(sys, "executable", "false")
-    other = rival.Rival(network(built([nd.FCLayer(2)], (2, 2, 1))), np.ones((3, 2, 2, 1)), np.zeros(3), 1)
+    other = torch_baseline.TorchBaseline(
+        network(built([nd.FCLayer(2)], (2, 2, 1))), np.ones((3, 2, 2, 1)), np.zeros(3), 1
+    )
     with pytest.raises(LaunchError, match="process ended with code 1"):
         other.time(1)
     other.close()

@@ -8,7 +8,7 @@ import pytest
 from checkpoint_toys import arrays, begun, experiment, forged, load, save
 
 import neondist as nd
-from neondist.checkpoint import keep, pieces, seal
+from neondist.checkpoint import checksum, keep, pieces
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import DataError, OutputError
 from neondist.session import TrainState
@@ -20,7 +20,7 @@ LAYOUTS = [(1, None), (4, None), (6, None), (9, None), (4, {"replicas": 2}), (6,
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(pieces, "BLOCK", 1000)
-    monkeypatch.setattr(seal, "PIECE", 1000)
+    monkeypatch.setattr(checksum, "PIECE", 1000)
 
 
 @pytest.mark.parametrize("writer", LAYOUTS)
@@ -94,7 +94,7 @@ def test_a_file_with_any_bit_changed_is_refused(tmp_path):
     good = (tmp_path / "c.h5").read_bytes()
     bad, run = tmp_path / "bad.h5", begun(nd.ProcessGrid(SingleTransport()))
     before = arrays(run)
-    bits = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(600)]  # all of the seal, and HDF5's head
+    bits = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(600)]  # of the checksum, and HDF5's head
     for changed in [*bits, *mutations(good, 400)]:
         bad.write_bytes(changed)
         with pytest.raises(DataError, match=r"bad\.h5: ") as caught:

@@ -75,7 +75,7 @@ def test_step_on_one_rank_shows_where_gradients_differ(file, tmp_path, monkeypat
         def close(self):
             pass
 
-    monkeypatch.setattr(step, "Rival", Other)
+    monkeypatch.setattr(step, "TorchBaseline", Other)
     monkeypatch.setattr(step, "worst_gradient", lambda found, expected: (0.5, "conv1/weights"))
     assert main(["bench", "step", str(file), "--against", "torch", "--steps", "1"]) == 1
     out = capsys.readouterr().out

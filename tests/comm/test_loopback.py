@@ -124,9 +124,9 @@ def test_grid_numbers_ranks_row_major_with_replicas_slowest():
 
 def test_communicators_by_their_old_names():
     grid = nd.ProcessGrid.serial()
-    with pytest.warns(DeprecationWarning, match="grid.tile_comm"):
+    with pytest.warns(DeprecationWarning, match="ProcessGrid.tile_comm"):
         assert grid.tiles is grid.tile_comm
-    with pytest.warns(DeprecationWarning, match="grid.replica_comm"):
+    with pytest.warns(DeprecationWarning, match="ProcessGrid.replica_comm"):
         assert grid.copies is grid.replica_comm
 
 

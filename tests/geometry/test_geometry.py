@@ -13,7 +13,7 @@ from support import expected_view, slides
 from neondist.errors import ConfigError, GridError, ShapeError
 from neondist.geometry import (
     Box,
-    Dependents,
+    GradientWindow,
     GridShape,
     HaloPlan,
     Partition,
@@ -95,7 +95,9 @@ def test_plans_deliver_every_needed_cell_once(drawn, parts):
             need = plan.need.relative_to(plan.buffer).slices
             expected = expected_view(image, window, plan.need)[0, ..., 0]
             np.testing.assert_array_equal(buffer[need], expected)
-    assert sum(p.sent_cells for p in plans) == sum(p.received_cells for p in plans)
+    assert sum(p.sent_cells for p in plans) == sum(p.halo_volume for p in plans)
+    with pytest.warns(DeprecationWarning, match=r"received_cells is called TransferPlan\.halo_volume"):
+        assert plans[0].received_cells == plans[0].halo_volume
 
 
 @given(st.tuples(st.integers(0, 9), st.integers(0, 9)), parts_3d, parts_3d, st.integers(1, 3))
@@ -135,8 +137,8 @@ def test_nearest_upsampling_is_not_pointwise_although_each_cell_sees_one():
     assert Upsampling((1, 1), linear=False).pointwise
     assert not Upsampling((1, 2), linear=False).pointwise
     assert not Upsampling((1, 1), linear=True).pointwise
-    assert Dependents(Window(1, padding=0), (5, 4)).pointwise
-    assert not Dependents(Window(3), (5, 4)).pointwise
+    assert GradientWindow(Window(1, padding=0), (5, 4)).pointwise
+    assert not GradientWindow(Window(3), (5, 4)).pointwise
 
 
 @pytest.mark.parametrize("extent", [(7, 8), (6, 5), (1, 2)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cli_runs import EXPERIMENT, call, needs_mpirun, neondist
 
-from neondist.checkpoint import seal
+from neondist.checkpoint import checksum
 from neondist.cli import main
 from neondist.cli.arguments import parser
 from neondist.cli.run import bounds
@@ -114,7 +114,7 @@ def test_the_newest_that_is_whole(tmp_path, monkeypatch):
         if "damaged" in path.read_text():
             raise DataError("damaged")
 
-    monkeypatch.setattr(seal, "check", check)
+    monkeypatch.setattr(checksum, "check", check)
     (tmp_path / "pretrain_2.h5").write_text("two")
     (tmp_path / "pretrain_10.h5").write_text("ten")
     assert make_whole(tmp_path).name == "pretrain_10.h5"

@@ -120,7 +120,9 @@ def test_a_skipped_step_changes_nothing_but_the_count(ranks, factors, spoil):
                 spoil(model, x)
                 assert np.isnan(model.train_batch(x, targets, BATCH))
                 model.layers[0].activation.at = None
-                assert (model.trouble.step, model.trouble.in_a_row) == (1, 1)
+                assert (model.nonfinite_monitor.step, model.nonfinite_monitor.in_a_row) == (1, 1)
+                with pytest.warns(DeprecationWarning, match=r"Model\.trouble is called Model\.nonfinite_monitor now"):
+                    assert model.trouble is model.nonfinite_monitor
                 other.step += 1
             else:
                 losses = [m.train_batch(m.scatter(images), targets, BATCH) for m in (model, other)]
@@ -154,7 +156,7 @@ def test_border_schemes_remember_nothing_of_a_skipped_step(scheme, bad):
                 continue
             x = model.scatter(images[:count])
             assert model.train_batch(x, labels[:count], count) == other.train_batch(x, labels[:count], count)
-        assert model.trouble.in_a_row == 0
+        assert model.nonfinite_monitor.in_a_row == 0
 
     loopback.run(2, body)
 
@@ -227,7 +229,7 @@ def test_a_loss_that_is_infinite_on_one_rank_alone_is_heard_by_all(ranks, factor
                 model.train_batch(model.scatter(images), labels)
         for name, array in {**model.state(), **model.optimizer_state()}.items():
             np.testing.assert_array_equal(before[name], array)
-        return model.trouble.where
+        return model.nonfinite_monitor.where
 
     assert len(set(loopback.run(ranks, body))) == 1
 
@@ -323,7 +325,7 @@ def test_pretraining_names_the_place_and_keeps_the_weights(ranks, factors, spoil
         before = model.state()
         assert np.isnan(stage.train_batch(x, None, BATCH))
         assert all(np.array_equal(before[name], array, equal_nan=True) for name, array in model.state().items())
-        return model.trouble.where, where
+        return model.nonfinite_monitor.where, where
 
     found = loopback.run(ranks, body)
     both = factors and spoil is spoil_stage_gradient  # it is summed over the replicas

@@ -152,7 +152,7 @@ def test_the_name_of_version_0_1_leads_to_the_state_of_training():
     with pytest.warns(DeprecationWarning, match=r"session\.Run is called session\.TrainState now"):
         assert session.Run is session.TrainState
     state = session.TrainState(ToyModel(), ToyData(), 1, 4, samples_seen=3)
-    with pytest.warns(DeprecationWarning, match=r"run\.seen is called run\.samples_seen now"):
+    with pytest.warns(DeprecationWarning, match=r"TrainState\.seen is called TrainState\.samples_seen now"):
         assert state.seen == 3
     with pytest.raises(AttributeError, match="has no attribute 'Walk'"):
         session.Walk  # noqa: B018

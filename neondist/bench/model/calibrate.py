@@ -49,7 +49,7 @@ def calibrate(world: Transport, cores: int) -> tuple[Machine, float]:
         for count in (few, many) if world.size >= 2 * cores else ():
             turns.take(("shared", count), _meeting(product.call, count, group), max(2, many // count), 2 * cores)
     best = {name: min(taken) for name, taken in turns.all.items()}
-    spread = max(median(turns.all["product", how]) / best["product", how] - 1 for how in ("alone", "together"))
+    noise = max(median(turns.all["product", how]) / best["product", how] - 1 for how in ("alone", "together"))
     slowdown, at_memory = (max(1.0, best[name, "together"] / best[name, "alone"]) for name in ("product", "copy"))
     link = _link({size: best[size] for size in SIZES})
     machine = Machine(
@@ -64,11 +64,11 @@ def calibrate(world: Transport, cores: int) -> tuple[Machine, float]:
         host=platform.node(),
     )
     if world.size < 2 * cores:
-        return machine, spread
+        return machine, noise
     fair = 2 * best["product", "together"]
     factor = max(1.0, (best["shared", many] - best["shared", few]) / (fair * (many - few)))
     latency = max(0.0, best["shared", few] - factor * fair * few)
-    return replace(machine, shared_slowdown=factor, shared_latency=latency), spread
+    return replace(machine, shared_slowdown=factor, shared_latency=latency), noise
 
 
 def _link(times: dict[int, float]) -> Link:

@@ -13,14 +13,14 @@ from ...geometry.split import factorisations, split
 from ...halo import as_scheme
 from ...machine import Machine
 from ...plan.choices import Choice, choose
-from .alone import LONG, QUICK, Alone, rank_alone
+from .rank_profile import LONG, QUICK, RankProfile, profile_rank
 
 Row = dict[str, Any]
-Measure = Callable[[Any, GridShape, float], Alone]
+Measure = Callable[[Any, GridShape, float], RankProfile]
 
 
 def predict(
-    experiment: Callable[[], Any], ranks: Iterable[int], machine: Machine, alone: Measure = rank_alone
+    experiment: Callable[[], Any], ranks: Iterable[int], machine: Machine, profile: Measure = profile_rank
 ) -> list[Row]:
     """Return, for each rank count, the prediction for its best grid.
 
@@ -31,18 +31,18 @@ def predict(
     """
     rows = []
     for count in ranks:
-        shape = _best(grids(count, experiment()), experiment, machine, alone)
-        found = alone(experiment(), shape, LONG)
+        shape = _best(grids(count, experiment()), experiment, machine, profile)
+        found = profile(experiment(), shape, LONG)
         row = row_of(shape, machine, found)
-        rows.append(row | _schemes(experiment, machine, shape, found, row, alone))
+        rows.append(row | _schemes(experiment, machine, shape, found, row, profile))
     return rows
 
 
-def _best(shapes: Sequence[GridShape], experiment: Callable[[], Any], machine: Machine, alone: Measure) -> GridShape:
+def _best(shapes: Sequence[GridShape], experiment: Callable[[], Any], machine: Machine, profile: Measure) -> GridShape:
     """Return the grid of the fastest step."""
     if len(shapes) == 1:
         return shapes[0]
-    times = [row_of(shape, machine, alone(experiment(), shape, QUICK))["seconds_per_step"] for shape in shapes]
+    times = [row_of(shape, machine, profile(experiment(), shape, QUICK))["seconds_per_step"] for shape in shapes]
     return shapes[times.index(min(times))]
 
 
@@ -67,7 +67,7 @@ def grids(count: int, experiment: Any) -> list[GridShape]:
 
 
 def _schemes(
-    experiment: Callable[[], Any], machine: Machine, shape: GridShape, found: Alone, row: Row, alone: Measure
+    experiment: Callable[[], Any], machine: Machine, shape: GridShape, found: RankProfile, row: Row, profile: Measure
 ) -> Row:
     """Return the best exact schemes of the layers, and the step's prediction with them."""
     made = experiment()
@@ -79,7 +79,7 @@ def _schemes(
     )
     choices = choose(made.model.chain, made.dataset.sample_shape, shape, figures)
     changed = _put(made.model, choices)
-    best = row_of(shape, machine, alone(made, shape, LONG)) if changed else row
+    best = row_of(shape, machine, profile(made, shape, LONG)) if changed else row
     return {
         "schemes": [asdict(choice) | {"saves": choice.halo_seconds - choice.seconds} for choice in choices],
         "seconds_with_schemes": best["seconds_per_step"],
@@ -98,14 +98,14 @@ def _put(model: Any, choices: Sequence[Choice]) -> bool:
     return changed
 
 
-def row_of(shape: GridShape, machine: Machine, alone: Alone) -> Row:
+def row_of(shape: GridShape, machine: Machine, profile: RankProfile) -> Row:
     """Return the prediction for one grid."""
-    link, notes = machine.link(shape.tiles), alone.notes
+    link, notes = machine.link(shape.tiles), profile.notes
     exchanges = [(messages, sent) for messages, sent in notes.exchanges if messages]
     sums = [(ranks, count) for ranks, count in notes.sums if ranks > 1]
     exchange = sum(link.seconds(messages, sent) for messages, sent in exchanges)
     summing = sum(machine.allreduce(ranks, count) for ranks, count in sums)
-    compute = machine.compute(alone.seconds, shape.size, alone.moved)
+    compute = machine.compute(profile.seconds, shape.size, profile.moved)
     waiting = machine.waiting(shape.size, len(exchanges) + len(sums))
     latency = sum(messages for messages, _ in exchanges) * link.latency
     latency += sum(machine.steps(ranks) * machine.link(ranks).latency for ranks, _ in sums)
@@ -121,16 +121,16 @@ def row_of(shape: GridShape, machine: Machine, alone: Alone) -> Row:
         "messages": sum(messages for messages, _ in exchanges),
         "bytes_sent": sum(sent for _, sent in exchanges),
         "bytes_summed": sum(count for _, count in sums),
-        "bytes_held": alone.held,
-        "alone_seconds": alone.seconds,
-        "spread": alone.spread,
+        "bytes_held": profile.held,
+        "alone_seconds": profile.seconds,
+        "noise": profile.noise,
     }
 
 
-def drift(row: Row, experiment: Any, alone: Measure = rank_alone) -> float:
+def drift(row: Row, experiment: Any, profile: Measure = profile_rank) -> float:
     """Return by how much the rank alone takes another time by now than when the row was predicted."""
     shape = GridShape(**row["grid"])
-    both = row["alone_seconds"], alone(experiment, shape, QUICK).seconds
+    both = row["alone_seconds"], profile(experiment, shape, QUICK).seconds
     return max(both) / min(both) - 1
 
 

@@ -58,14 +58,14 @@ def words(rows: Sequence[dict[str, Any]]) -> list[str]:
         found.append(f"mean error of the prediction: {error(rows, measured):.1%} (measured on {where} ranks)")
     else:
         found.append("the error is not known here: nothing was measured on the machine that was calibrated")
-    spread = max(row["spread"] for row in rows)
-    return found + disturbed(spread)
+    noise = max(row["noise"] for row in rows)
+    return found + disturbed(noise)
 
 
-def disturbed(spread: float) -> list[str]:
+def disturbed(noise: float) -> list[str]:
     """Return a warning if turns of the same work took different times."""
-    told = f"turns of the same work differed by {spread:.0%}: other programs disturb, so trust no figure"
-    return [told] if spread > DISTURBED else []
+    told = f"turns of the same work differed by {noise:.0%}: other programs disturb, so trust no figure"
+    return [told] if noise > DISTURBED else []
 
 
 def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:

@@ -110,10 +110,10 @@ def calibrate(arguments: argparse.Namespace) -> int:
         from ...bench.model.table import disturbed
         from ...machine import write
 
-        machine, spread = measure(world, max(2, threads.cores(os.getppid())))
+        machine, noise = measure(world, max(2, threads.cores(os.getppid())))
         if world.rank == 0:
             write(Path(arguments.output), machine, f"measured by neondist bench model calibrate on {world.size} ranks")
-            print(Path(arguments.output).read_text(encoding="utf-8"), *disturbed(spread), sep="\n")
+            print(Path(arguments.output).read_text(encoding="utf-8"), *disturbed(noise), sep="\n")
         return 0
 
     return on_ranks(arguments, check, work)
@@ -146,7 +146,7 @@ def predict(arguments: argparse.Namespace) -> int:
         if row["ranks"] in measured:
             row["measured_seconds"] = _measure(arguments, row)
             with threadpool_limits(1):
-                row["spread"] = max(row["spread"], model.drift(row, _looked_at(arguments)))
+                row["noise"] = max(row["noise"], model.drift(row, _looked_at(arguments)))
     print(table.prediction_table(rows))
     if any(row["schemes"] for row in rows):
         print(f"\n{table.schemes_table(rows)}")

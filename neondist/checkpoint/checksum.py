@@ -17,7 +17,7 @@ TITLE = "neondist checkpoint"
 FORMAT = 3
 
 
-def seal(file: BinaryIO) -> None:
+def add_checksum(file: BinaryIO) -> None:
     """Write the length and the CRC-32 of all that follows into the first block of an open file."""
     header = _header(*_measure(file))
     file.seek(0)

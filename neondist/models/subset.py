@@ -11,7 +11,7 @@ from ..parallel import finite
 from .parameters import Parameters
 
 
-class Part:
+class TrainedSubset:
     """The trained arrays of some layers, as parts of the model's flat buffers.
 
     Parameters
@@ -23,7 +23,7 @@ class Part:
 
     def __init__(self, parameters: Parameters, chosen: Callable[[Layer, str], bool]) -> None:
         self.parameters = parameters
-        self.chosen = [chosen(entry.layer, entry.name) for entry in parameters.trained]
+        self.chosen = [chosen(shard.layer, shard.name) for shard in parameters.trained]
 
     def cut(self, flat: Any) -> list[Any]:
         """Return this part's arrays in a buffer as long as all parameters, each flat, as views."""
@@ -33,10 +33,10 @@ class Part:
     def sum_gradients(self) -> None:
         """Add up every rank's share; what is cut over the tiles, over the replicas alone."""
         sync = self.parameters.sync
-        entries = [entry for entry, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
-        for gradient, entry in zip(self.cut(self.parameters.grads), entries, strict=True):
-            sync.reductions.allreduce(entry.parameter.layout.group, gradient)
-            if entry.cut:
+        shards = [shard for shard, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
+        for gradient, shard in zip(self.cut(self.parameters.grads), shards, strict=True):
+            sync.reductions.allreduce(shard.parameter.layout.group, gradient)
+            if shard.cut:
                 sync.note(finite(gradient))
         sync.tell()
 

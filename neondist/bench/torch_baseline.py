@@ -21,7 +21,7 @@ from .network import Network, write
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "SLURM_")
 
 
-class Rival:
+class TorchBaseline:
     """PyTorch's side; between the calls it sleeps.
 
     Parameters

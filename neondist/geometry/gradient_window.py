@@ -11,7 +11,7 @@ from .window import Window
 
 
 @dataclass(frozen=True, init=False)
-class Dependents(Window):
+class GradientWindow(Window):
     """A window that slides over the OUTPUT of `window`, and from whose view the gradient of an input cell follows.
 
     Its outputs are the cells of the image of `extent` that `window` slides over; cells of the view beyond the first or
@@ -46,13 +46,13 @@ class Dependents(Window):
 
     def along(self, axis: int) -> Window:
         """Return the window of one axis."""
-        return Dependents(self.window.along(axis), self.extent[axis : axis + 1])
+        return GradientWindow(self.window.along(axis), self.extent[axis : axis + 1])
 
     def check(self, extent: Sequence[int]) -> None:
         """Accept every extent that the window has."""
 
 
-def received_cells(partition: Partition, window: Window) -> int:
+def halo_volume(partition: Partition, window: Window) -> int:
     """Return the cells that all tiles together receive for a window of mode 'zeros'.
 
     Tiles are products of ranges, and so is what they need, so this takes no walk over the tiles.

@@ -15,7 +15,7 @@ BLOCK = 1 << 24  # bytes of images that are in memory at once, if one image is n
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitSource:
     """Samples of one shape, and their labels.
 
     Attributes

@@ -13,7 +13,7 @@ import numpy as np
 from ...geometry import GridShape
 from ...models import Model
 from ..clock import Clock
-from .solo import Notes, solo_grid
+from .dry_run import Notes, dry_run_grid
 
 TURNS = 5
 QUICK, LONG = 0.1, 0.5
@@ -21,13 +21,13 @@ QUICK, LONG = 0.1, 0.5
 
 
 @dataclass
-class Alone:
+class RankProfile:
     """What one step of one rank takes.
 
     Attributes
     ----------
     seconds : of computing, the fastest of some turns
-    spread : how much longer the median turn took, over the fastest
+    noise : how much longer the median turn took, over the fastest
     notes : what it would send
     held : bytes of memory
     moved : bytes that its computing reads and writes at least
@@ -39,10 +39,10 @@ class Alone:
     held: int = 0
     moved: float = 0.0
     cell_seconds: dict[str, float] = field(default_factory=dict)
-    spread: float = 0.0
+    noise: float = 0.0
 
 
-def rank_alone(experiment: Any, shape: GridShape, least: float = LONG) -> Alone:
+def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> RankProfile:
     """Measure a training step of the rank with most cells, at the shapes of its own tile and views.
 
     Parameters
@@ -66,7 +66,7 @@ def rank_alone(experiment: Any, shape: GridShape, least: float = LONG) -> Alone:
         for layer in model.leaves
         if layer.tile.size
     }
-    return Alone(min(turns), notes, _held(model), _moved(model, samples), spent, median(turns) / min(turns) - 1)
+    return RankProfile(min(turns), notes, _held(model), _moved(model, samples), spent, median(turns) / min(turns) - 1)
 
 
 def fullest(shape: GridShape, extent: Sequence[int]) -> int:
@@ -86,7 +86,7 @@ def _prepared(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], No
     model, sample_shape, whole = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
     notes = Notes()
     factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
-    grid = solo_grid(fullest(shape, sample_shape[:-1]), factors, shape.size, notes)
+    grid = dry_run_grid(fullest(shape, sample_shape[:-1]), factors, shape.size, notes)
     model.build(sample_shape, whole, grid)
     rng = np.random.default_rng(0)
     lo, hi = grid.sample_range(whole)

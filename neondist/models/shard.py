@@ -14,7 +14,7 @@ from ..namespace import to_host
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterShard:
     """A parameter, whole on every rank, or cut over the tiles as its layout says."""
 
     layer: Layer
@@ -50,9 +50,9 @@ class Entry:
         """Return this rank's part of the whole array."""
         return whole.reshape(self.unfolded)[self.box(self.grid.tile).slices].reshape(self.local_shape)
 
-    def slot(self, name: str) -> Entry:
-        """Return the entry of an optimiser's array for this parameter."""
-        return Entry(self.layer, f"{self.name}/{name}", self.parameter, self.grid)
+    def slot(self, name: str) -> ParameterShard:
+        """Return the shard of an optimiser's array for this parameter."""
+        return ParameterShard(self.layer, f"{self.name}/{name}", self.parameter, self.grid)
 
     def gather(self, array: Any) -> Any:
         """Return a copy of the whole array, NumPy's; collective over the tiles if it is cut."""

@@ -25,15 +25,15 @@ class Notes:
     sums: list[tuple[int, int]] = field(default_factory=list)
 
 
-class SoloTransport(Transport):
+class DryRunTransport(Transport):
     """Rank `rank` of `size`, without the others: nothing is sent, zeros are received."""
 
     def __init__(self, rank: int, size: int, notes: Notes) -> None:
         self.rank, self.size, self.notes = rank, size, notes
 
     def split(self, color: int, key: int) -> Transport:
-        """Return a group of the same size; `solo_grid` knows better ones."""
-        return SoloTransport(key, self.size, self.notes)
+        """Return a group of the same size; `dry_run_grid` knows better ones."""
+        return DryRunTransport(key, self.size, self.notes)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange that only notes its messages."""
@@ -72,7 +72,7 @@ class SoloTransport(Transport):
 
 
 class _Noted(Exchange):
-    transport: SoloTransport
+    transport: DryRunTransport
 
     def _start(self) -> None:
         self.transport.notes.exchanges.append((len(self.sends), self.bytes_sent))
@@ -82,9 +82,9 @@ class _Noted(Exchange):
             message.cells[...] = 0  # something has to be there, and MPI would write it too
 
 
-def solo_grid(rank: int, factors: dict[str, int], size: int, notes: Notes) -> ProcessGrid:
+def dry_run_grid(rank: int, factors: dict[str, int], size: int, notes: Notes) -> ProcessGrid:
     """Return the grid of `size` ranks as rank `rank` sees it."""
-    grid = ProcessGrid(SoloTransport(rank, size, notes), **factors)
-    grid.tile_comm = SoloTransport(grid.tile, grid.shape.tiles, notes)
-    grid.replica_comm = SoloTransport(grid.replica, grid.replicas, notes)
+    grid = ProcessGrid(DryRunTransport(rank, size, notes), **factors)
+    grid.tile_comm = DryRunTransport(grid.tile, grid.shape.tiles, notes)
+    grid.replica_comm = DryRunTransport(grid.replica, grid.replicas, notes)
     return grid
