@@ -106,6 +106,18 @@ class GB(Convnet):
         self.top_part = TrainedSubset(self._built(), lambda layer, _: layer in inside)
         self.top_alone = False
 
+    def execute(
+        self,
+        accumulate: int | None = None,
+        sync: str | None = None,
+        recompute: bool | None = None,
+        strips: int | Literal["auto"] | None = None,
+    ) -> None:
+        """Do as Model, but for strips, between whose layers a stage could begin."""
+        if strips is not None:
+            raise ConfigError(f"strips: {type(self).__name__} trains its stages one by one; leave out strips")
+        super().execute(accumulate, sync, recompute)
+
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
         """Return the plan, pretraining included."""
         plan = super().plan(input_shape, grid, batch_size)

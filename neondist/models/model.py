@@ -115,8 +115,6 @@ class Model(Registered):
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = integer("seed", seed, 0), backend, np.dtype(dtype)
-        self.accumulate, self._sync = accumulate, SYNCS[sync]
-        self.recompute, self.strips = recompute, strips
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: Parameters | None = None
@@ -126,8 +124,31 @@ class Model(Registered):
         self.scheme = as_scheme(scheme)
         for layer in self.leaves:
             layer.scheme = layer.scheme or self.scheme
-            for asked, field in ((accumulate > 1, "accumulate"), (recompute, "recompute")):
-                if asked and layer.scheme.has_memory:
+        self.accumulate, self.recompute, self._sync = accumulate, recompute, SYNCS[sync]
+        self.strips: int | Literal["auto"] | None = None
+        self.execute(strips=strips)
+
+    def execute(
+        self,
+        accumulate: int | None = None,
+        sync: str | None = None,
+        recompute: bool | None = None,
+        strips: int | Literal["auto"] | None = None,
+    ) -> None:
+        """Say how a step is executed, before the model is built, with arguments of the constructor; None: as before.
+
+        Raises
+        ------
+        ConfigError
+            The model, or the scheme of a layer, does not allow it.
+        """
+        self.accumulate = self.accumulate if accumulate is None else accumulate
+        self.recompute = self.recompute if recompute is None else recompute
+        self.strips = self.strips if strips is None else strips
+        self._sync = self._sync if sync is None else SYNCS[sync]
+        for asked, field in ((self.accumulate > 1, "accumulate"), (self.recompute, "recompute")):
+            for layer in self.leaves if asked else ():
+                if layer.scheme is not None and layer.scheme.has_memory:
                     raise ConfigError(
                         f"{field}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' keeps cells from step"
                         f" to step, which would be mixed up; leave out {field}, or take an exact scheme, such as halo"

@@ -47,6 +47,8 @@ class FitExperiment(Registered):
     nonfinite : {'stop', 'skip'}
         What happens where a loss or gradient is not finite: an error that names the layer and the step, or the step
         changes nothing.
+    accumulate, sync, recompute, strips : optional
+        How a step is executed, as in Model; instead of the model's own.
 
     Raises
     ------
@@ -72,6 +74,10 @@ class FitExperiment(Registered):
         metrics: Sequence[Metric] | None = None,
         checkpoint: Mapping[str, float | int | None] | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
+        accumulate: Count | None = None,
+        sync: Literal["allreduce", "bucketed"] | None = None,
+        recompute: bool | None = None,
+        strips: Count | Literal["auto"] | None = None,
     ) -> None:
         self.dataset, self.model = dataset, model
         self.batch_size, self.epochs, self.dist_flag = int(batch_size), int(epochs), bool(dist_flag)
@@ -79,6 +85,7 @@ class FitExperiment(Registered):
         self.metrics = all_metrics(metrics)
         self.checkpoint = CheckpointSchedule.of(checkpoint)
         settle(model, backend, dtype, seed)
+        model.execute(accumulate, sync, recompute, strips)
         model.nonfinite = nonfinite
 
     @checked

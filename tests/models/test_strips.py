@@ -124,3 +124,23 @@ def test_the_guard_of_halos_sees_segments(ranks):
 
     plain = loopback.run(1, job)[0]
     assert loopback.run(ranks, job) == [pytest.approx(plain)] * ranks
+
+
+def test_an_experiment_says_how_a_step_is_executed():
+    def experiment(**how):
+        model = nd.Convnet([nd.ConvLayer(4, 3, padding=1), nd.ConvLayer(4, 3), nd.FCLayer(4)], accumulate=2)
+        data = nd.Synthetic(shape=(9, 8, 1), classes=4, train=8, test=4)
+        return nd.FitExperiment(data, model, batch_size=4, dist_flag=False, **how)
+
+    made = experiment(recompute=True, strips=3, sync="bucketed").model
+    assert (made.accumulate, made.recompute, made.strips) == (2, True, 3)
+    plain, other = (
+        experiment(**how).run(hooks=[]).history[-1].train_loss for how in ({}, {"strips": 2, "accumulate": 3})
+    )
+    assert other == pytest.approx(plain, rel=1e-5)
+    for wrong in ({"strips": 0}, {"recompute": "no"}, {"sync": "never"}, {"accumulate": 0}):
+        with pytest.raises(nd.ConfigError, match=next(iter(wrong))):
+            experiment(**wrong)
+    filters = nd.GB([nd.LocalFilteringLayer(2, 3), nd.FCLayer(4)])
+    with pytest.raises(nd.ConfigError, match="strips: GB trains its stages one by one; leave out strips"):
+        nd.FitExperiment(nd.Synthetic(shape=(9, 8, 1), classes=4, train=8, test=4), filters, strips=2)
