@@ -60,7 +60,7 @@ def confusion(model, y, labels, counted):
     guess, truth = y.argmax(-1) == 1, model.local_targets(labels, 1) == 1
     here = model.local_targets(counted, 1)
     sums = [(guess & truth & here).sum(), (guess & ~truth & here).sum(), (~guess & truth & here).sum(), here.sum()]
-    return model.total_over_output(np.array(sums, float))
+    return model.output.total(np.array(sums, float), replicas=True)
 
 
 def draw(path, image, truth, guess, grid):

@@ -209,3 +209,20 @@ BAD = {
 @pytest.mark.parametrize(("rule", "code"), [(rule, code) for rule, codes in BAD.items() for code in codes])
 def test_the_rules_find_what_they_are_for(rule, code):
     assert list(RULES[rule](ast.parse(code)))
+
+
+MANY = {"Layer": "what a layer may override is one contract, in one place"}
+
+
+def public_methods(body):
+    """Return the names of a class's own methods that others may call; properties are attributes."""
+    marked = ("property", "setter")
+    own = [one for one in body.body if isinstance(one, ast.FunctionDef) and not one.name.startswith("_")]
+    return {one.name for one in own if not any(ast.unparse(mark).endswith(marked) for mark in one.decorator_list)}
+
+
+def test_no_class_offers_more_than_20_methods():
+    classes = [one for tree in TREES.values() for one in nodes(tree, ast.ClassDef)]
+    assert {one.name for one in classes if len(public_methods(one)) > 20} == set(MANY)
+    code = "class A:\n    def a(self): ...\n    def _b(self): ...\n    @property\n    def c(self): ..."
+    assert public_methods(ast.parse(code).body[0]) == {"a"}

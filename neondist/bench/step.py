@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm import ProcessGrid
-from ..models import Model
+from ..models import Model, ModelStep
 from ..registry import serial_class
 from ..session.environment import environment
 from . import memory
@@ -127,7 +127,7 @@ def _baseline(
     whole, labels = model.gather_input(x), model.output.gather(model.local_targets(targets, batch)[..., None])[..., 0]
     baseline = TorchBaseline(described, whole, labels.astype(np.int64), threads) if grid.rank == 0 else None
     try:
-        loss, gradients = _without_dropout(model, lambda: model.loss_and_gradients(x, targets, batch)[0])
+        loss, gradients = _without_dropout(model, lambda: ModelStep(model).gradients(x, targets, batch)[0])
         agreement = {}
         if baseline:
             theirs, expected = baseline.check()

@@ -205,6 +205,11 @@ class GlobalArray:
         """
         return onto(tile, self, other)
 
+    def owned(self, tile: Any) -> Any:
+        """Return the part of an array over this rank's tile that no other rank has too."""
+        own = self.grid.tile_box(self.extent).relative_to(self.own)
+        return tile[(slice(None), *own.slices)]
+
     def total(self, array: Any, replicas: bool = False) -> Any:
         """Return the sum over the tiles (and replicas) of what each rank counted over its own cells.
 

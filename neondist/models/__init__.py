@@ -1,8 +1,8 @@
 """Models: layers, a cost and an optimiser.
 
-model: the chain and its steps. passes: a pass as users have it. parameters: all arrays in flat buffers.
-dist: the distributed models. distribute: from one to the other. gb, autoencoder,
-reconstruction: the sparse autoencoder.
+model: the chain. train_step: a step of training. trainable: what the loop asks for. passes: a pass as users have it.
+parameters: all arrays in flat buffers. dist: the distributed models. distribute: from one to the other. gb,
+autoencoder, reconstruction: the sparse autoencoder.
 """
 
 from .autoencoder import Autoencoder
@@ -14,6 +14,8 @@ from .mlp import MLP
 from .model import Model
 from .reconstruction import Reconstruction
 from .stimulus import optimal_stimulus
+from .train_step import ModelStep
+from .trainable import Trainable
 
 __all__ = [
     "GB",
@@ -25,7 +27,9 @@ __all__ = [
     "GBDist",
     "MLPDist",
     "Model",
+    "ModelStep",
     "Reconstruction",
+    "Trainable",
     "distribute",
     "optimal_stimulus",
 ]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from ..halo import Phase
-from ..layers import Layer, LocalFilteringLayer
+from ..layers import LocalFilteringLayer
 from ..namespace import to_host
 from ..parallel import Flag, finite
-from .nonfinite import SchemeMemory, locate_in_stage
-from .parameters import gather, load
 from .reconstruction import Reconstruction, ReconstructionCost
+from .train_step import TrainStep, micro_batches
 
 if TYPE_CHECKING:
     from ..plan import LayerPlan
@@ -24,26 +23,27 @@ if TYPE_CHECKING:
 class Autoencoder:
     """Encoder z = W x and tied decoder Wᵀ z of a stage of a model; `number` counts from 1.
 
-    It offers what the training loop asks of a model, but trains this layer's weights alone, without targets. A step
+    It is Trainable, as a model is, but trains this layer's weights alone, without targets. A step
     moves three halos of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles they add; and of the
     residual. Where an L2 pooling layer follows, its halo travels both ways. Gradients of unshared weights are not
     summed over the tiles.
     """
 
+    num_initial_epochs = 0
+
     def __init__(self, model: GB, number: int) -> None:
-        assert model.parameters is not None
         index = model.starts[number - 1]
-        self.number, self.stages = number, [self]
+        self.number = number
+        self.stages: Sequence[Any] = [self]
         self.end = model.starts[number] if number < len(model.starts) else model.top_start
-        self.model, self.name = model, str(model.layers[index].name)
+        self.whole, self.name = model, str(model.layers[index].name)
         self.start = index
         self.layer = cast(LocalFilteringLayer, model.layers[index])
         following: Any = model.layers[index + 1 : index + 2]
         self.pool: Any = following[0] if following and following[0].pools_squares else EachAlone()
         self.residuals = self.layer.make_array(self.layer.input_shape, self.layer.window)
-        self.parameters, self.sync = model.parameters, model.sync
-        self.nonfinite_monitor = model.nonfinite_monitor
-        self.shard = next(e for e in model.parameters.trained if e.layer is self.layer and e.name == "weights")
+        self.parameters, self.sync, self.leaves = model.built, model.sync, model.leaves
+        self.shard = next(e for e in self.parameters.trained if e.layer is self.layer and e.name == "weights")
         self.cost = ReconstructionCost(model.sparsity, model.epsilon)
         self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
@@ -59,12 +59,8 @@ class Autoencoder:
         """Make the optimiser's slots, if the stage is new."""
         if not self.slots:
             self.slots = self.optimizer.slots(self._weights.reshape(-1))
-        if self.model.orthonormal and not self.step:
+        if self.whole.orthonormal and not self.step:
             self.layer.orthonormalise()
-
-    def uncounted_by(self, history: Sequence[Mapping[str, Any]]) -> int:
-        """Return 0: the optimiser counts all steps that are not skipped."""
-        return 0
 
     def close(self) -> None:
         """Give the memory of the optimiser's slots back."""
@@ -74,7 +70,8 @@ class Autoencoder:
 
     def inputs(self, x: Any) -> Any:
         """Return this rank's tile of the stage's input for its tile of the images."""
-        with self.model.executor.passing(self.model.real_array("x", x), Phase(training=False), self.start) as run:
+        x = self.whole.context.backend.real_array("x", x, self.dtype)
+        with self.whole.executor.passing(x, Phase(training=False), self.start) as run:
             return run.output.copy()
 
     def encode(self, x: Any) -> Any:
@@ -111,90 +108,38 @@ class Autoencoder:
 
         The gradient is summed over the ranks; collective.
         """
-        cost = 0.0
+        cost, observers = 0.0, self.grid.observers
         self.layer.grads.begin()
-        for lo, hi in self.model.micro_batches(len(x)):
+        for lo, hi in micro_batches(len(x), self.accumulate):
             y = self.fprop(x[lo:hi], training=True)
-            cost += self.cost.value(y)
+            value = self.cost.value(y)
+            observers.value(self.layer, "weights", self._weights)
+            observers.value(self.layer, "output", self.z)
+            observers.value(self.layer, "reconstruction of the input", y.residual)
+            observers.value(None, f"cost of {self}", value.reshape(1))
+            cost += value
             self.bprop(y, scale)
-        self.sum_gradient()
+        gradient = self.layer.grads["weights"]
+        self.parameters.reductions.allreduce(self.shard.parameter.layout.group, gradient)
+        observers.value(self.layer, "gradients of the weights", gradient)
         return cost
 
-    def sum_gradient(self) -> None:
-        """Add up the ranks' shares of the layer's gradient; collective."""
-        self.parameters.reductions.allreduce(self.shard.parameter.layout.group, self.layer.grads["weights"])
-
-    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
         """Run one step and return the mean cost over the global batch; as Model.train_batch, but for the targets."""
-        batch = batch_size or len(x) * self.grid.replicas
-        memory = SchemeMemory(self.leaves, self.model.nonfinite == "skip")
-        value = self.cost_and_gradient(x, 1.0 / batch)
-        xp, flags = self.model.context.backend.xp, self.sync.flags
-        numbers = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.mine)])
-        numbers[1 + Flag.NON_FINITE] = xp.logical_not(finite(self.layer.grads["weights"]))
-        cost = to_host(self.total_over_output(numbers))
-        flags.heard[...] = cost[1:]
-        good = np.isfinite(cost[0]) and not flags.heard[Flag.NON_FINITE]
-        where = None
-        if not good:
-            memory.put_back()
-            where = locate_in_stage(self, x, batch)
-            memory.put_back()
-        self.nonfinite_monitor.after_step(self.step, self.model.nonfinite, where)
-        if not good:
-            self.step, self.uncounted = self.step + 1, self.uncounted + 1
-            return float("nan")
-        flat = self._weights.reshape(-1), self.layer.grads["weights"].reshape(-1)
-        self.optimizer.update(*flat, self.slots, self.step - self.uncounted, scale=self.learning_rate_scale)
-        if self.model.orthonormal:
-            self.layer.orthonormalise()
-        self.step += 1
-        return float(cost[0] / batch)
+        return StageStep(self).run(x, targets, batch_size or len(x) * self.grid.replicas)
 
-    # What the loop, its hooks and `evaluate` ask of a model.
+    # What the loop and its hooks ask of a model.
 
     def local_targets(self, targets: Any, batch_size: int) -> None:
         """Return None: the targets are the inputs."""
 
-    def total_over_output(self, array: Any) -> Any:
-        """Sum an array in place over all ranks, and return it; collective."""
-        return self.output.reductions.allreduce("world", array)
-
     def state(self) -> dict[str, Any]:
         """Return the whole model's state; collective."""
-        return self.model.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over the whole model's state."""
-        self.model.load_state(state)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """Return copies of the slots of this stage's weights by '<layer name>/weights/<slot>'; collective."""
-        return gather(self._slots())
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take over arrays that `optimizer_state` returned."""
-        load(self._slots(), state, "optimiser state")
+        return self.whole.state()
 
     def kept_arrays(self) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of the whole model's arrays, and of the slots of this stage's weights."""
-        return {"model": self.model.kept_arrays()["model"], "optimizer": self._slots()}
-
-    @property
-    def leaves(self) -> list[Layer]:
-        """All single layers of the whole model."""
-        return self.model.leaves
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of halos that this rank has sent since the model's build."""
-        return self.model.bytes_sent
-
-    @property
-    def bytes_summed(self) -> int:
-        """Bytes of the arrays that this rank has given into sums since the model's build."""
-        return self.model.bytes_summed
+        return {"model": self.whole.kept_arrays()["model"], "optimizer": self._slots()}
 
     @property
     def _weights(self) -> Any:
@@ -204,6 +149,30 @@ class Autoencoder:
         self.begin_epoch(0)
         shape = self._weights.shape
         return [(self.shard.slot(name), slot.reshape(shape)) for name, slot in self.slots.items()]
+
+
+class StageStep(TrainStep):
+    """A step of pretraining."""
+
+    owner: Autoencoder
+
+    def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
+        """Fill the gradient of the stage's weights; the flags travel with the cost."""
+        stage, xp, flags = self.owner, self.model.context.backend.xp, self.parameters.sync.flags
+        value = stage.cost_and_gradient(x, 1.0 / batch)
+        numbers = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.mine)])
+        numbers[1 + Flag.NON_FINITE] = xp.logical_not(finite(stage.layer.grads["weights"]))
+        cost = to_host(stage.output.reductions.allreduce("world", numbers))
+        flags.heard[...] = cost[1:]
+        return float(cost[0] / batch), bool(np.isfinite(cost[0])) and not flags.heard[Flag.NON_FINITE]
+
+    def update(self) -> None:
+        """Let the optimiser change the weights."""
+        stage = self.owner
+        values, gradient = (own["weights"].reshape(-1) for own in (stage.layer.params, stage.layer.grads))
+        stage.optimizer.update(values, gradient, stage.slots, stage.step - stage.uncounted, stage.learning_rate_scale)
+        if stage.whole.orthonormal:
+            stage.layer.orthonormalise()
 
 
 class EachAlone:

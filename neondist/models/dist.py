@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..comm import ProcessGrid
 from ..registry import Distributed
 from .convnet import Convnet
 from .gb import GB
@@ -13,10 +12,6 @@ class DistModel(Distributed):
     """The mixin that distributes a model: `class MyModelDist(DistModel, MyModel)`; its default grid is all ranks."""
 
     distributed = True
-
-    def default_grid(self) -> ProcessGrid:
-        """Return the grid of all ranks of the job."""
-        return ProcessGrid()
 
 
 class MLPDist(DistModel, MLP):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from ..backends import Backend
@@ -103,7 +103,7 @@ class GB(Convnet):
         self.top_start = next(trained, len(self.layers))
         self.stages = [Autoencoder(self, number) for number in range(1, len(self.starts) + 1)]
         inside = [leaf for layer in self.layers[self.top_start :] for leaf in layer.leaves]
-        self.top_part = TrainedSubset(self._built(), lambda layer, _: layer in inside)
+        self.top = TrainedSubset(self.built, inside, self.top_start)
         self.top_alone = False
 
     def execute(
@@ -130,33 +130,8 @@ class GB(Convnet):
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Find out what the epoch trains; the optimiser starts anew when that changes."""
         self.top_alone = epoch < self.num_initial_epochs
+        self.trained = self.top if self.top_alone else self.built
         if not seen and epoch == self.num_initial_epochs > 0:
             self.uncounted = self.step
             for slot in self.slots.values():
                 slot[...] = 0
-
-    def uncounted_by(self, history: Sequence[Mapping[str, Any]]) -> int:
-        """Return the steps that trained the top alone, if those are over."""
-        ends = [record.get("step", 0) for record in history if record["epoch"] == self.num_initial_epochs]
-        return int(ends[-1]) if ends else 0
-
-    @property
-    def trained_from(self) -> int:
-        """The top's first node, while it is trained alone."""
-        return self.top_start if self.top_alone else 0
-
-    def sum_trained(self) -> None:
-        """Add up what is trained."""
-        if self.top_alone:
-            self.top_part.sum_gradients()
-        else:
-            super().sum_trained()
-
-    def update(self) -> None:
-        """Change what is trained."""
-        if self.top_alone:
-            self._built().version += 1
-            count, scale = self.step - self.uncounted, self.learning_rate_scale
-            self.top_part.update(self.optimizer, self.slots, count, scale)
-        else:
-            super().update()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,23 +11,25 @@ from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
-from ..geometry import GridShape, split
+from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, scheme_text
-from ..layers import Context, Layer, Node, Sequential
+from ..layers import Context, Node, Sequential
 from ..optim import SGD, Optimizer
-from ..parallel import SYNCS, GradientSync, finite
+from ..parallel import SYNCS, GradientSync
 from ..plan import Plan, Training, compile_plan
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, integer, shape_of
 from ..renamed import Renamed
-from ..runtime import Executor, LayerTask, Pass
+from ..runtime import Executor, LayerTask
 from .ledger import Ledger, accounts, ledger
-from .nonfinite import NonFiniteMonitor, SchemeMemory, locate
+from .nonfinite import NonFiniteMonitor
 from .parameters import Parameters, gather, load
 from .passes import ModelPass
 from .shard import ParameterShard
+from .subset import TrainedSubset
 from .targets import local_targets
+from .train_step import ModelStep, micro_batches
 
 
 class Model(Registered):
@@ -81,13 +83,17 @@ class Model(Registered):
         What a training step does where a loss or gradient is not finite.
     nonfinite_monitor : NonFiniteMonitor
         Which step was skipped last, and why.
+    sync : GradientSync
+        What adds up the gradients; its flags tell all ranks what one has to tell.
     stages : sequence
         What `nd.pretrain` trains first; empty but for GB.
     """
 
-    num_pretrain_epochs = 0
+    num_pretrain_epochs = num_initial_epochs = 0
     pretrain_optimizer: Optimizer
     stages: Sequence[Any] = ()
+    trained: Parameters | TrainedSubset
+    sync: GradientSync
     has_dist_twin = True
     distributed = False
     trouble = Renamed("nonfinite_monitor")
@@ -111,7 +117,7 @@ class Model(Registered):
         if str(dtype) not in ("float32", "float64"):
             raise ConfigError(f"dtype {dtype!r}: choose from float32, float64")
         self.chain = Sequential(layers)
-        self.layers = self.chain.layers
+        self.layers, self.leaves = self.chain.layers, self.chain.leaves
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = integer("seed", seed, 0), backend, np.dtype(dtype)
@@ -189,7 +195,7 @@ class Model(Registered):
         plan : Plan, optional
             What `plan` has returned for the same arguments, where it is known already.
         """
-        self.grid = grid or self.default_grid()
+        self.grid = grid or (ProcessGrid() if self.distributed else ProcessGrid.serial())
         self.input_shape, self.batch_size = shape_of("input_shape", input_shape), integer("batch_size", batch_size, 1)
         self._check_grid(batch_size)
         self.compiled = plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
@@ -206,7 +212,8 @@ class Model(Registered):
         if plan.wide_tiles is not None:
             self.input.cut(plan.wide_tiles, plan.wide_tiles)
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), None, str(self.dtype), context.backend)
-        self.parameters = Parameters(self.leaves, context, self._sync)
+        self.parameters = self.trained = Parameters(self.leaves, context, self._sync)
+        self.sync = self.parameters.sync
         self.make_executor()
         self.slots = self.optimizer.slots(self.parameters.values)
         if self._pending is not None:
@@ -215,7 +222,7 @@ class Model(Registered):
     def make_executor(self, layer_task: Any = LayerTask) -> None:
         """Run all passes from now on by a new executor; `layer_task` is what runs a layer's step in it."""
         self.last_pass = None
-        samples = max(hi - lo for lo, hi in self.micro_batches(self.input.local_shape[0]))
+        samples = max(hi - lo for lo, hi in micro_batches(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(self.compiled, self.context, samples, layer_task)
 
     # The passes.
@@ -234,8 +241,12 @@ class Model(Registered):
         batch_size : int, optional
             Samples over all replicas, where they are not those that the model was built for.
         """
-        run = self.run_forward(self.real_array("x", x, copy=True), training, batch_size)
-        return ModelPass(self, run)
+        parameters = self.built
+        x = self.context.backend.real_array("x", x, self.dtype, copy=True)
+        batch = self._samples(x, batch_size)
+        self.input.check_tile("x", x)
+        run = self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
+        return ModelPass(self, parameters, run)
 
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the output (or the whole output after an FC layer), a new array (n, *tile, C').
@@ -269,55 +280,19 @@ class Model(Registered):
             There was no `fprop`, one with `training=False` came after one with `training=True`, or the weights have
             changed since.
         """
-        self._built()
-        if self.last_pass is None:
+        run = self.last_pass if self.built else None
+        if run is None:
             raise PassError(
                 "bprop: there is no fprop to go back through: none was yet, it failed, or train_batch came since; run"
                 " fprop of its batch right before bprop"
             )
-        if self.last_pass.between:
+        if run.between:
             raise PassError(
                 "bprop: an fprop with training=False came after the one with training=True; run fprop of its batch"
                 " right before bprop, or keep passes apart: run = model.forward(x), then run.backward(dy)"
             )
-        return self.last_pass.backward(dy)
+        return run.backward(dy)
 
-    def run_forward(self, x: Any, training: bool = True, batch_size: int | None = None) -> Pass:
-        """Do as `forward` without a copy: layers may keep x, and the output is memory of the pass."""
-        first = self._samples(x, batch_size)[1]
-        return self.executor.forward(x, Phase(training, self.step, first))
-
-    def run_backward(self, run: Pass, dy: Any) -> Any:
-        """Fill this rank's share of the gradients, and return its share of the gradient of the input.
-
-        The pass may be gone back through again.
-        """
-        self.output.check_tile("dy", dy)
-        self._built().begin_gradients()
-        return self.executor.backward(run, dy)
-
-    def real_array(self, name: str, array: Any, copy: bool = False) -> Any:
-        """Return what a caller gave as a contiguous array of the model's dtype and backend; `name` is the array's."""
-        self._built()
-        return self.context.backend.real_array(name, array, self.dtype, copy)
-
-    def owned(self, x: Any) -> Any:
-        """Return the part of an array over this rank's tile of the input that no other rank has too."""
-        own = self.grid.tile_box(self.input_shape[:-1]).relative_to(self.input.own)
-        return x[(slice(None), *own.slices)]
-
-    def whole_input_gradient(self, dx: Any) -> Any:
-        """Return the gradient of this rank's tile of the input, given its share in it; collective.
-
-        It is the same, but where tiles of the image overlap.
-        """
-        if not self.input.tiles.overlaps:
-            return dx
-        shared = GlobalArray(self.grid, self.input.global_shape, None, str(self.dtype), self.context.backend)
-        shared.cut(outputs=self.input.tiles)
-        return shared.get_fprop_view(shared.get_bprop_view(dx))  # training needs none of this
-
-    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one step - fprop, cost, bprop, update - and return the mean loss over the global batch.
 
@@ -337,109 +312,11 @@ class Model(Registered):
             state, the optimiser's slots and count, and what border schemes remember stay as they are; `step` goes on,
             and NaN is returned.
         """
-        batch, parameters = self._batch(x, batch_size), self._built()
-        kept, memory = parameters.buffers.copy(), SchemeMemory(self.leaves, self.nonfinite == "skip")
-        with self.grid.observers.during("step"):
-            loss, good = self.loss_and_gradients(x, targets, batch)
-            if good:
-                with self.grid.observers.during("update"):
-                    self.update()
-        if not good:
-            memory.put_back()
-            where = locate(self, x, targets, batch)
-            memory.put_back()
-            parameters.buffers[...] = kept
-        self.nonfinite_monitor.after_step(self.step, self.nonfinite, None if good else where)
-        self.step += 1
-        if not good:
-            self.uncounted += 1
-            return float("nan")
-        return loss
-
-    def loss_and_gradients(self, x: Any, targets: Any, batch_size: int) -> tuple[float, bool]:
-        """Return the mean loss over the global batch, and whether it and all gradients are finite.
-
-        Fills the gradients of what is trained at present. The arguments are those of `train_batch`, which updates the
-        weights too.
-        """
-        observers, self.last_pass = self.grid.observers, None
-        x = self.real_array("x", x)
-        batch, first = self._samples(x, batch_size)
-        local = self.local_targets(targets, batch)
-        scale, value = 1.0 / (batch * self.cost.cells(self.output_shape)), 0.0
-        self._built().begin_gradients()
-        parts = self.micro_batches(len(x))
-        rounds = [parts] if self.executor.over_batch else [[part] for part in parts]
-        for together in rounds:
-            phases = [Phase(True, self.step, first + lo) for lo, _ in together]
-            runs = self.executor.forward_together([x[lo:hi] for lo, hi in together], phases)
-            try:
-                with observers.during("cost"):
-                    dys = []
-                    for run, (lo, hi) in zip(runs, together, strict=True):
-                        found, dy = self._cost_of(run.output, local[lo:hi])
-                        value += found
-                        dys.append(dy * self.dtype.type(scale))
-                last = together is rounds[-1] and not self.trained_from
-                done = self._built().ready if last else None
-                self.executor.backward_together(runs, dys, self.trained_from, done=done)
-            finally:
-                for run in runs:
-                    run.close()
-        with observers.during("cost"):
-            loss = self.total_over_output(self.context.backend.xp.asarray(value, np.float64).reshape(1))
-        self.sync.note(finite(loss))
-        self.sum_trained()
-        total, good = self._built().hear(loss)
-        return total * scale, good
-
-    def _cost_of(self, y: Any, targets: Any) -> tuple[float, Any]:
-        """Return the cost of samples, and its gradient."""
-        observers, total = self.grid.observers, self.output.total
-        value = self.cost.value(y, targets, total)
-        observers.value(None, "cost", self.context.backend.xp.asarray(value).reshape(1))
-        dy = self.cost.gradient(y, targets, total)
-        observers.value(None, "gradient of the cost", dy)
-        return value, dy
-
-    def micro_batches(self, samples: int) -> list[tuple[int, int]]:
-        """Return the ranges of this rank's samples that go through a training step one after the other."""
-        count = max(1, min(self.accumulate, samples))
-        return [split(samples, count, at) for at in range(count)]
-
-    def sum_gradients(self) -> None:
-        """Add up all ranks' shares of the gradients; collective."""
-        with self.grid.observers.during("sync"):
-            self._built().sum_gradients()
-
-    @property
-    def weights_version(self) -> int:
-        """How often the weights have changed since `build`."""
-        return self._built().version
+        self.last_pass = None
+        return ModelStep(self).run(x, targets, self._samples(x, batch_size))
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Take note that an epoch begins or, if samples of it have been `seen`, goes on; `epoch` counts from 0."""
-
-    def uncounted_by(self, history: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many steps of a run the optimiser does not count, if none was skipped, by its epochs' records."""
-        return 0
-
-    @property
-    def trained_from(self) -> int:
-        """The number of the node where what is trained at present begins."""
-        return 0
-
-    def sum_trained(self) -> None:
-        """Add up all ranks' shares of the gradients of what is trained at present; collective."""
-        self.sum_gradients()
-
-    def update(self) -> None:
-        """Change what is trained at present by its gradients."""
-        parameters = self._built()
-        parameters.version += 1
-        self.optimizer.update(
-            parameters.values, parameters.grads, self.slots, self.step - self.uncounted, self.learning_rate_scale
-        )
 
     # Whole arrays and this rank's parts.
 
@@ -463,16 +340,11 @@ class Model(Registered):
         """Return the part of the whole batch's targets that belongs to this rank's outputs."""
         return local_targets(targets, self.output, batch_size, self.input)
 
-    def total_over_output(self, array: Any) -> Any:
-        """Sum an array in place over the ranks that hold distinct parts of the output, and return it; collective."""
-        array[...] = self.output.total(array, replicas=True)
-        return array
-
     # Values to keep.
 
     def state(self) -> dict[str, Any]:
         """Return copies of all whole arrays by '<layer name>/<parameter>', equal on every grid; collective."""
-        return gather(self._built().arrays())
+        return gather(self.built.arrays())
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over arrays that `state` returned; before the first build they are kept for it."""
@@ -484,27 +356,26 @@ class Model(Registered):
 
     def gradients(self) -> dict[str, Any]:
         """Return copies of all whole gradients by '<layer name>/<parameter>', summed over all ranks; collective."""
-        parameters = self._built()
-        return gather((shard, shard.layer.grads[shard.name]) for shard in parameters.trained)
+        parameters = self.built
+        return gather((entry, entry.layer.grads[entry.name]) for entry in parameters.trained)
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>'; collective."""
-        return gather(self._built().slots(self.slots))
+        return gather(self.built.slots(self.slots))
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take over arrays that `optimizer_state` returned."""
-        load(self._built().slots(self.slots), state, "optimiser state")
+        load(self.built.slots(self.slots), state, "optimiser state")
 
     def kept_arrays(self) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of all that a checkpoint holds, by group: 'model' and 'optimizer'."""
-        parameters = self._built()
+        parameters = self.built
         return {"model": parameters.arrays(), "optimizer": parameters.slots(self.slots)}
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of halos that this rank has sent since `build`."""
-        self._built()
-        return sum(layer.bytes_sent for layer in self.leaves)
+        return sum(layer.bytes_sent for layer in self.built.layers)
 
     @property
     def bytes_summed(self) -> int:
@@ -516,20 +387,11 @@ class Model(Registered):
         return ledger(self)
 
     @property
-    def sync(self) -> GradientSync:
-        """What adds up the ranks' shares of the gradients; its flags tell all ranks what one has to tell."""
-        return self._built().sync
-
-    @property
-    def leaves(self) -> list[Layer]:
-        """All single layers, those inside of containers included."""
-        return self.chain.leaves
+    def whole(self) -> Model:
+        """The model itself; of a stage of pretraining it is the model that the stage belongs to."""
+        return self
 
     # Inside.
-
-    def default_grid(self) -> ProcessGrid:
-        """Return the grid to build on where none is given."""
-        return ProcessGrid.serial()
 
     def _name_layers(self) -> None:
         counts: dict[str, int] = {}
@@ -555,21 +417,16 @@ class Model(Registered):
                     " use the layer's twin, or nd.distribute"
                 )
 
-    def _built(self) -> Parameters:
+    @property
+    def built(self) -> Parameters:
+        """The parameters; ConfigError if there are none yet."""
         if self.parameters is None:
             name = type(self).__name__
             raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")
         return self.parameters
 
-    def _samples(self, x: Any, batch_size: int | None) -> tuple[int, int]:
-        """Return the number of samples over all replicas, and the first of this rank's; check that x is its tile."""
-        batch = self._batch(x, batch_size)
-        self.input.check_tile("x", x)
-        return batch, self.grid.sample_range(batch)[0]
-
-    def _batch(self, x: Any, batch_size: int | None) -> int:
+    def _samples(self, x: Any, batch_size: int | None) -> int:
         """Return the number of samples over all replicas, and check that this rank's share of them came."""
-        self._built()
         whole = batch_size or (len(x) if self.grid.replicas == 1 else self.batch_size)
         lo, hi = self.grid.sample_range(whole)
         if len(x) != hi - lo:

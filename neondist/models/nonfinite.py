@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..comm import Transport
+from ..comm import ProcessGrid, Transport
 from ..errors import NonFiniteError
 from ..layers import Layer
 from ..observer import Observer
 from ..parallel import finite
-
-if TYPE_CHECKING:
-    from .autoencoder import Autoencoder
-    from .model import Model
 
 REMEDY = "lower the learning rate, look at the data, or set nonfinite: skip"
 PATIENCE = 100
@@ -89,32 +85,13 @@ class _Finite(Observer):
         self.note(f"the {name}" if layer is None else f"the {name} of layer '{layer.name}'", array)
 
 
-def locate(model: Model, x: Any, targets: Any, batch: int) -> str:
-    """Return in words where a step first meets what is not finite; it is run again, without an update; collective."""
+def locate(grid: ProcessGrid, x: Any, again: Callable[[], object]) -> str:
+    """Return in words what first is not finite while the gradients are computed `again`; collective."""
     found = _Finite()
-    with np.errstate(all="ignore"), model.grid.observers.watched_by(found):
+    with np.errstate(all="ignore"), grid.observers.watched_by(found):
         found.note("the images", x)
-        model.loss_and_gradients(x, targets, batch)
-    return first(model.grid.world, found.notes) or "the sum of the gradients over all ranks"
-
-
-def locate_in_stage(stage: Autoencoder, x: Any, batch: int) -> str:
-    """Return the same for a step of pretraining; collective."""
-    found, name = _Finite(), stage.name
-    with np.errstate(all="ignore"), stage.grid.observers.watched_by(found):
-        found.note("the images", x)
-        stage.layer.grads.begin()
-        for lo, hi in stage.model.micro_batches(len(x)):
-            y = stage.fprop(x[lo:hi], training=True)
-            for weights in stage.layer.params.values():
-                found.note(f"the weights of layer '{name}'", weights)
-            found.note(f"the output of layer '{name}'", stage.z)
-            found.note(f"the reconstruction of the input of layer '{name}'", y.residual)
-            found.note(f"the cost of {stage}", stage.cost.value(y).reshape(1))
-            stage.bprop(y, 1 / batch)
-        stage.sum_gradient()
-        found.note(f"the gradients of the weights of layer '{name}'", stage.layer.grads["weights"])
-    return first(stage.grid.world, found.notes) or f"the cost of {stage}"
+        again()
+    return first(grid.world, found.notes) or "the sum of the cost or the gradients over all ranks"
 
 
 def first(world: Transport, notes: dict[str, bool]) -> str | None:

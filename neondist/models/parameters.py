@@ -13,6 +13,7 @@ from .. import rng
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
 from ..namespace import namespace, to_host
+from ..optim import Optimizer
 from ..parallel import HEADER, AllReduce, Flag, GradientSync, finite
 from .shard import ParameterShard
 
@@ -75,6 +76,8 @@ class Parameters:
 
     Attributes
     ----------
+    first : int
+        The model's node where what is trained begins.
     values, grads : flat arrays
         What every rank holds alike comes first; then the arrays that are cut over the tiles, this rank's part.
     buffers : flat array
@@ -86,6 +89,8 @@ class Parameters:
     reductions : Reductions
         Those of the gradients.
     """
+
+    first = 0
 
     def __init__(self, layers: Iterable[Layer], context: Context, sync: type[GradientSync] = AllReduce) -> None:
         self.context = context
@@ -145,9 +150,15 @@ class Parameters:
 
     def sum_gradients(self) -> None:
         """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas."""
-        for layer in self.layers:
-            layer.grads.settle()
-        self.sync.finish()
+        with self.context.grid.observers.during("sync"):
+            for layer in self.layers:
+                layer.grads.settle()
+            self.sync.finish()
+
+    def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
+        """Change all values by their gradients."""
+        self.version += 1
+        optimizer.update(self.values, self.grads, slots, step, scale)
 
     def hear(self, loss: Any) -> tuple[float, bool]:
         """Return a step's loss (1,), and whether it and all gradients are finite, the same on every rank.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PassError, ShapeError
+from ..halo import GlobalArray
 from ..runtime import Pass
 
 if TYPE_CHECKING:
     from .model import Model
+    from .parameters import Parameters
 
 
 class ModelPass:
@@ -24,10 +26,10 @@ class ModelPass:
 
     between = False
 
-    def __init__(self, model: Model, run: Pass) -> None:
-        self.model, self._run = model, run
+    def __init__(self, model: Model, parameters: Parameters, run: Pass) -> None:
+        self.model, self.parameters, self._run = model, parameters, run
         self.output, self.trains = run.output.copy(), run.phase.training
-        self._version = model.weights_version
+        self._version = parameters.version
 
     def backward(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
@@ -48,9 +50,9 @@ class ModelPass:
         PassError
             The weights have changed since, or the pass was closed.
         """
-        model = self.model
-        dy = model.real_array("dy", dy)
-        if self._run.closed or self._version != model.weights_version:
+        model, parameters = self.model, self.parameters
+        dy = model.context.backend.real_array("dy", dy, model.dtype)
+        if self._run.closed or self._version != parameters.version:
             why = "it was closed" if self._run.closed else "the weights have changed"
             raise PassError(f"backward: {why} since the pass forward; run fprop of its batch right before bprop")
         if len(dy) != self._run.samples:
@@ -58,10 +60,24 @@ class ModelPass:
                 f"dy has {len(dy)} samples, but the pass forward had {self._run.samples}; run fprop of its batch right"
                 " before bprop"
             )
-        dx = model.whole_input_gradient(model.run_backward(self._run, dy))
-        model.sum_gradients()
+        model.output.check_tile("dy", dy)
+        parameters.begin_gradients()
+        dx = whole_input_gradient(model.input, model.executor.backward(self._run, dy))
+        parameters.sum_gradients()
         return dx
 
     def close(self) -> None:
         """Give the memory back."""
         self._run.close()
+
+
+def whole_input_gradient(images: GlobalArray, dx: Any) -> Any:
+    """Return the gradient of this rank's tile of the input, given its share in it; collective.
+
+    It is the same, but where tiles of the image overlap.
+    """
+    if not images.tiles.overlaps:
+        return dx
+    shared = GlobalArray(images.grid, images.global_shape, None, str(images.dtype), images.backend)
+    shared.cut(outputs=images.tiles)
+    return shared.get_fprop_view(shared.get_bprop_view(dx))  # training needs none of this

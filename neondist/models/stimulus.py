@@ -12,6 +12,7 @@ from ..geometry import Box
 from ..halo import Phase
 from ..namespace import to_host
 from .model import Model
+from .passes import whole_input_gradient
 
 
 def optimal_stimulus(
@@ -52,7 +53,8 @@ def optimal_stimulus(
     def evaluate(x: Any, back: bool = False) -> tuple[np.ndarray, Any]:
         """Return the units' values and, if asked for, their gradients."""
         values = np.zeros(len(units))
-        with executor.passing(model.real_array("x", x), Phase(training=False), layer + 1) as run:
+        x = model.context.backend.real_array("x", x, model.dtype)
+        with executor.passing(x, Phase(training=False), layer + 1) as run:
             y = to_host(run.output)
             values[index[0]] = y[index]
             if extent:
@@ -61,8 +63,8 @@ def optimal_stimulus(
                 return values, None
             dy = np.zeros_like(y)
             dy[index] = 1
-            gradient = executor.backward(run, model.real_array("dy", dy))
-            return values, to_host(model.whole_input_gradient(gradient))
+            gradient = executor.backward(run, model.context.backend.real_array("dy", dy, model.dtype))
+            return values, to_host(whole_input_gradient(model.input, gradient))
 
     x = _scaled(model, _noise(model, len(units)), norm)
     length = np.full(len(units), 1.0)
@@ -89,7 +91,7 @@ def _noise(model: Model, count: int) -> Any:
 
 def _scaled(model: Model, x: Any, norm: float) -> Any:
     """Return each sample with the norm asked for, taken over all tiles; what is 0 stays so."""
-    own = model.owned(x)
+    own = model.input.owned(x)
     squares = np.asarray(np.sum(own * own, axis=tuple(range(1, x.ndim)), dtype=np.float64))
     model.grid.tile_comm.allreduce(squares)
     return x * _each(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from ..layers import Layer
@@ -16,14 +16,13 @@ class TrainedSubset:
 
     Parameters
     ----------
-    parameters : Parameters
-    chosen : callable
-        Tells of a layer and a parameter's name whether it belongs to the part.
+    first : int
+        The model's node where the part begins.
     """
 
-    def __init__(self, parameters: Parameters, chosen: Callable[[Layer, str], bool]) -> None:
-        self.parameters = parameters
-        self.chosen = [chosen(shard.layer, shard.name) for shard in parameters.trained]
+    def __init__(self, parameters: Parameters, layers: Sequence[Layer], first: int) -> None:
+        self.parameters, self.first = parameters, first
+        self.chosen = [shard.layer in layers for shard in parameters.trained]
 
     def cut(self, flat: Any) -> list[Any]:
         """Return this part's arrays in a buffer as long as all parameters, each flat, as views."""
@@ -42,6 +41,7 @@ class TrainedSubset:
 
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
         """Change these parameters by their gradients; `slots` are as long as all parameters."""
+        self.parameters.version += 1
         parts = {name: self.cut(slot) for name, slot in slots.items()}
         values, gradients = self.cut(self.parameters.values), self.cut(self.parameters.grads)
         for at, (value, gradient) in enumerate(zip(values, gradients, strict=True)):

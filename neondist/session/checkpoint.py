@@ -74,7 +74,8 @@ class Progress:
             )
         run.epoch, run.samples_seen, run.model.step = self.epoch, self.seen, self.step
         run.totals, run.history = replace(self.totals), list(self.history)
-        known = run.model.uncounted_by(self.history) if self.uncounted is None else self.uncounted
+        ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]
+        known = (ends or [0])[-1] if self.uncounted is None else self.uncounted
         run.model.uncounted = min(known, self.step)
 
     def to_json(self) -> str:
@@ -238,7 +239,7 @@ class Checkpoint(Hook):
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         world = run.grid.world
-        borders = memory_of(run.model.leaves, _owner(run), world)
+        borders = memory_of(run.model.whole.leaves, _owner(run), world)
         if borders.text:
             texts[REMEMBERED] = borders.text
         write(self.path, [*_pieces(run), *borders.pieces], texts, world, self.schedule.keep, run.step)
@@ -271,7 +272,7 @@ def restore(path: Path, run: TrainState) -> None:
         except DataError as problem:
             raise DataError(f"{path}: {problem}, or run without --resume") from None
         file.fill(_pieces(run))
-        if note := remind(file, run.model.leaves, _owner(run), run.grid.world):
+        if note := remind(file, run.model.whole.leaves, _owner(run), run.grid.world):
             run.notes.append(note)
 
 
@@ -281,7 +282,7 @@ def _pieces(run: TrainState) -> list[Piece]:
 
 def _owner(run: TrainState) -> str:
     """Return what has to be the same, so that border schemes may go on with what they remembered."""
-    schemes = {layer.name: scheme_text(layer.scheme) for layer in run.model.leaves if layer.scheme is not None}
+    schemes = {layer.name: scheme_text(layer.scheme) for layer in run.model.whole.leaves if layer.scheme is not None}
     different = sorted(set(schemes.values()))
     told = different[0] if len(different) == 1 else ", ".join(f"{name}: {text}" for name, text in schemes.items())
     shape = run.grid.shape

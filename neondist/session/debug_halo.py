@@ -42,4 +42,4 @@ class DebugHalo(Hook):
 
     def before_run(self, run: TrainState) -> None:
         """Guard all layers."""
-        self.guard(run.model)
+        self.guard(run.model.whole)

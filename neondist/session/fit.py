@@ -20,7 +20,7 @@ from .run import Record, Totals, TrainState
 
 if TYPE_CHECKING:
     from ..datasets import Split
-    from ..models import Model
+    from ..models import Trainable
 
 
 @checked
@@ -56,10 +56,8 @@ def fit(
     epoch, history
         What is complete already, to continue an earlier run.
     """
-    run, hooks = (
-        TrainState(model, dataset, epochs, batch_size, epoch, history=[Record.of(record) for record in history]),
-        list(hooks),
-    )
+    run = TrainState(model, dataset, epochs, batch_size, epoch, history=[Record.of(record) for record in history])
+    hooks = list(hooks)
     with opened(hooks):
         train_loop(run, hooks, metrics, seed)
     return run.history
@@ -79,7 +77,7 @@ def train_loop(
             if run.stop is None:
                 _close_epoch(run, judge(run, metrics))
                 _call(hooks, lambda hook: hook.after_epoch(run))
-        for layer in model.leaves:
+        for layer in model.whole.leaves:
             layer.settle()
         _call(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
     except BaseException as error:
@@ -100,7 +98,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     samples = order(len(split), seed, run.epoch)
     model.begin_epoch(run.epoch, run.samples_seen)
     totals, start = run.totals, time.perf_counter() - run.totals.seconds
-    sent, summed = model.bytes_sent - totals.sent, model.bytes_summed - totals.summed
+    sent, summed = model.whole.bytes_sent - totals.sent, model.whole.bytes_summed - totals.summed
     batches = [samples[first : first + run.batch_size] for first in range(run.samples_seen, len(split), run.batch_size)]
     mine = (batch[slice(*model.grid.sample_range(len(batch)))] for batch in batches)
     with closing(split.batches(mine, model.dtype)) as read:
@@ -115,7 +113,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
             else:
                 totals.skipped += len(batch)
             totals.seconds = time.perf_counter() - start
-            totals.sent, totals.summed = model.bytes_sent - sent, model.bytes_summed - summed
+            totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
             _call(hooks, lambda hook: hook.after_step(run))
 
 
@@ -155,12 +153,12 @@ def _call(hooks: list[Hook], call: Callable[[Hook], None]) -> None:
         call(hook)
 
 
-def evaluate(model: Model, split: Split, batch_size: int, metrics: Sequence[Metric] = ()) -> dict[str, float]:
+def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[Metric] = ()) -> dict[str, float]:
     """Return the mean cost ('loss') and every metric, by its name, over all samples of `split`; collective.
 
     Parameters
     ----------
-    model : Model
+    model : Trainable
         Built; it is evaluated as it is for inference (no dropout, running statistics).
     split : Split
         This rank's tiles and all targets.
@@ -184,7 +182,7 @@ def evaluate(model: Model, split: Split, batch_size: int, metrics: Sequence[Metr
             sums[0] += float(model.cost.value(y, targets, model.output.total))
             for at, metric in enumerate(metrics):
                 sums[1 + 2 * at : 3 + 2 * at] += metric.measure(to_host(y) if metric.on_host else y, targets)
-    model.total_over_output(sums)
+    sums = model.output.total(sums, replicas=True)
     terms = len(split) * model.cost.cells(model.output_shape)
     results = {"loss": _mean(sums[0], terms)}
     return results | {m.name: _mean(*sums[1 + 2 * at : 3 + 2 * at]) for at, m in enumerate(metrics)}

@@ -38,7 +38,7 @@ class LedgerLog(Hook):
 
     def before_run(self, run: TrainState) -> None:
         """Begin the file anew, with the lines of the epochs that the run continues from."""
-        self.before = self.trained = run.model.ledger()
+        self.before = self.trained = run.model.whole.ledger()
         with all_or_none(run.grid.world):
             if run.first_rank:
                 lines = _lines(self.path) if run.epoch else []
@@ -47,11 +47,11 @@ class LedgerLog(Hook):
     def after_step(self, run: TrainState) -> None:
         """Close the books of the training before the evaluation begins."""
         if run.samples_seen == len(run.dataset.train):
-            self.trained = run.model.ledger()
+            self.trained = run.model.whole.ledger()
 
     def after_epoch(self, run: TrainState) -> None:
         """Append the epoch's lines; collective."""
-        now = run.model.ledger()
+        now = run.model.whole.ledger()
         mine = [*_entries("training", self.trained - self.before), *_entries("evaluation", now - self.trained)]
         self.before = now
         everyone = run.grid.world.allgather(mine)

@@ -52,7 +52,7 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
     with opened(hooks):
         for stage in model.stages if model.num_pretrain_epochs else ():
             run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
-            _train(run, hooks, None)
+            _train(run, stage, hooks, None)
             history = run.history
     return history
 
@@ -81,7 +81,8 @@ def pretrain_stages(
             if folder is not None:
                 checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", schedule, resolved)
                 writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint, StagePictures(folder)]
-            _train(run, [*hooks, *writers], folder / f"pretrain_{number}.h5" if folder and number == first else None)
+            interrupted = folder / f"pretrain_{number}.h5" if folder and number == first else None
+            _train(run, stage, [*hooks, *writers], interrupted)
             if run.stop is not None:
                 return run.stop
             history = run.history
@@ -97,26 +98,27 @@ def last_stage(world: Transport, folder: Path) -> int:
     return int(world.bcast(found))
 
 
-def _train(run: TrainState, hooks: list[Hook], checkpoint: Path | None) -> None:
+def _train(run: TrainState, stage: Autoencoder, hooks: list[Hook], checkpoint: Path | None) -> None:
     """Train a stage from its beginning, or from a checkpoint."""
-    stage: Any = run.model
     stage.begin_epoch(0)
     if checkpoint is not None:
         restore(checkpoint, run)
     metrics: list[Any] = [ReconstructionError(stage, run.dataset.train, run.batch_size)]
     if checkpoint is None:
         run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **judge(run, metrics))]
-    train_loop(run, [NameStage(), *hooks], metrics)
+    train_loop(run, [NameStage(stage.name), *hooks], metrics)
     stage.close()
 
 
 class NameStage(Hook):
     """Write the stage's name into its records."""
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+
     def after_epoch(self, run: TrainState) -> None:
         """Complete the epoch's record."""
-        stage: Any = run.model
-        run.history[-1] = Record(stage=stage.name, **run.history[-1])
+        run.history[-1] = Record(stage=self.name, **run.history[-1])
 
 
 class ReconstructionError:

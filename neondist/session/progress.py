@@ -50,7 +50,7 @@ class ProgressBar(Hook):
     def after_step(self, run: TrainState) -> None:
         """Move the bar; say it if the step was skipped."""
         if run.first_rank and not math.isfinite(run.loss):
-            self._print(run, f"step {run.step} skipped: not finite: {run.model.nonfinite_monitor.where}")
+            self._print(run, f"step {run.step} skipped: not finite: {run.model.whole.nonfinite_monitor.where}")
         if self.bar is not None:
             speed = (run.samples_seen - self.first) / max(time.perf_counter() - self.start, 1e-9)
             self.bar.update(

@@ -12,7 +12,7 @@ from ..renamed import Renamed
 if TYPE_CHECKING:
     from ..comm import ProcessGrid
     from ..datasets import Dataset
-    from ..models import Model
+    from ..models import Trainable
 
 
 class Record(dict[str, Any]):
@@ -103,7 +103,7 @@ class TrainState:
     notes : what to tell at the start
     """
 
-    model: Model
+    model: Trainable
     dataset: Dataset
     epochs: int
     batch_size: int

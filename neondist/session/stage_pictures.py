@@ -100,12 +100,12 @@ def filters(stage: Autoencoder) -> Blocks:
 
 def stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
     """Return the optimal stimuli (units, h, w, C) of units spread over the stage's output; collective."""
-    model = stage.model
+    model = stage.whole
     *extent, channels = Sequential(model.layers[: stage.end]).output_shape_for(model.input_shape)
     cells = [np.unravel_index(i * prod(extent) // UNITS, extent) for i in range(UNITS)]
     units = [(*map(int, cell), i % channels) for i, cell in enumerate(cells)]
     images = split.images(np.arange(min(SAMPLES, len(split))), stage.dtype)
-    own = model.owned(images)
+    own = model.input.owned(images)
     squares = np.array([np.sum(own * own, dtype=np.float64)])
     model.grid.tile_comm.allreduce(squares)
     tiles, _ = optimal_stimulus(model, stage.end - 1, units, norm=float(np.sqrt(squares[0] / len(images))))

@@ -146,6 +146,6 @@ class TimeLimit(Hook):
 
 def _saving(run: TrainState) -> float:
     """Return how many seconds a checkpoint may take, before one has been measured."""
-    parameters = run.model.parameters
+    parameters = run.model.whole.parameters
     size = 0 if parameters is None else parameters.values.nbytes
-    return float(size * (1 + len(run.model.slots)) / DISK)
+    return float(size * (1 + len(run.model.whole.slots)) / DISK)

@@ -36,10 +36,10 @@ class TilesPicture(Hook):
         shape, grid = run.dataset.sample_shape, run.grid
         if len(shape) != 3 or not len(run.dataset.selection):
             return
-        image = collect(run.dataset, grid, run.model.dtype, run.model.input.own)
+        image = collect(run.dataset, grid, run.model.dtype, run.model.whole.input.own)
         with all_or_none(grid.world):
             if run.first_rank and can_draw():
-                layer = first_window(run.model.compiled)
+                layer = first_window(run.model.whole.compiled)
                 partition = grid.partition(shape[:2])
                 tiles = partition.boxes()
                 views = tiles if layer is None else layer.views

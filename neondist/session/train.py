@@ -158,7 +158,7 @@ def start(run: TrainState, folder: Path | None, resume: bool | str, init_from: s
         On every rank: a file is missing, damaged or does not fit.
     """
     if resume and folder is not None:
-        stage = last_stage(run.grid.world, folder) if run.model.num_pretrain_epochs else 0
+        stage = last_stage(run.grid.world, folder) if run.model.whole.num_pretrain_epochs else 0
         if stage:
             return Start(True, stage)
         if not _nothing_yet(run.grid.world, folder, resume):

@@ -43,7 +43,8 @@ def test_the_decoder_is_the_encoders_adjoint(kind):
         z = stage.encode(x)
         other = np.random.default_rng(comm.rank).normal(size=z.shape)
         back = stage.decode(other)
-        return stage.total_over_output(np.array([np.sum(z * other), np.sum(x * back), np.sum(np.abs(x * back))]))
+        sums = np.array([np.sum(z * other), np.sum(x * back), np.sum(np.abs(x * back))])
+        return stage.output.total(sums, replicas=True)
 
     for ranks in (1, 4, 6):
         for there, back, size in loopback.run(ranks, job):

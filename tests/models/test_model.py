@@ -6,6 +6,7 @@ import pytest
 import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import ConfigError, DataError, GridError, ShapeError
+from neondist.halo import Phase
 
 
 def small(**kwargs):
@@ -92,7 +93,7 @@ def test_every_layer_has_random_numbers_of_its_own():
         model = nd.MLP([*layers, *(nd.DropoutLayer(0.5, name=name) for name in names[2:])], seed=seed)
         model.build((40,), batch_size=3)
         model.step = step
-        run = model.run_forward(np.ones((3, 40), np.float32))
+        run = model.executor.forward(np.ones((3, 40), np.float32), Phase(True, step))
         masks = [context.mask for context in run.current.contexts[2:]]
         return [*(layer.params["weights"] for layer in layers), *masks]
 

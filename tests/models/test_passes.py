@@ -7,7 +7,7 @@ from present import NAMES
 import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import PassError, ShapeError
-from neondist.models import optimal_stimulus
+from neondist.models import ModelStep, optimal_stimulus
 
 SHAPE = (6, 5, 2)
 
@@ -149,7 +149,7 @@ def step(model, x, dy):
 def update(model, x, dy):
     model.fprop(x)
     model.bprop(dy)
-    model.update()
+    ModelStep(model).update()
 
 
 def load(model, x, dy):

@@ -1,0 +1,118 @@
+"""One step of training: gradients, what is not finite, and the update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..geometry import split
+from ..halo import Phase
+from ..parallel import finite
+from .nonfinite import SchemeMemory, locate
+
+if TYPE_CHECKING:
+    from .trainable import Trainable
+
+
+def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
+    """Return the ranges of a rank's samples that go through a training step one after the other."""
+    count = max(1, min(accumulate, samples))
+    return [split(samples, count, at) for at in range(count)]
+
+
+class TrainStep(ABC):
+    """What a step is for a model and for a stage; what they count stays theirs."""
+
+    def __init__(self, owner: Trainable) -> None:
+        self.owner, self.model = owner, owner.whole
+        self.parameters = self.model.built
+
+    @abstractmethod
+    def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
+        """Return the mean cost over the global batch, and whether it and all gradients are finite; collective.
+
+        Fills the gradients of what is trained.
+        """
+
+    @abstractmethod
+    def update(self) -> None:
+        """Change what is trained by its gradients."""
+
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
+    def run(self, x: Any, targets: Any, batch: int) -> float:
+        """Return the mean cost; where a step is skipped NaN, with everything but the count of steps as before."""
+        owner, model, observers = self.owner, self.model, self.model.grid.observers
+        state = self.parameters.buffers
+        kept, memory = state.copy(), SchemeMemory(model.leaves, model.nonfinite == "skip")
+        with observers.during("step"):
+            loss, good = self.gradients(x, targets, batch)
+            if good:
+                with observers.during("update"):
+                    self.update()
+        where = None
+        if not good:
+            memory.put_back()
+            where = locate(model.grid, x, lambda: self.gradients(x, targets, batch))
+            memory.put_back()
+            state[...] = kept
+        model.nonfinite_monitor.after_step(owner.step, model.nonfinite, where)
+        owner.step += 1
+        if not good:
+            owner.uncounted += 1
+            return float("nan")
+        return loss
+
+
+class ModelStep(TrainStep):
+    """A step of what `model.trained` is."""
+
+    def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
+        """Go forward and back, in micro-batches, and add up the gradients."""
+        model, trained, observers = self.model, self.model.trained, self.model.grid.observers
+        x = model.context.backend.real_array("x", x, model.dtype)
+        model.input.check_tile("x", x)
+        first, local = model.grid.sample_range(batch)[0], model.local_targets(targets, batch)
+        scale, value = 1.0 / (batch * model.cost.cells(model.output_shape)), 0.0
+        self.parameters.begin_gradients()
+        parts = micro_batches(len(x), model.accumulate)
+        rounds = [parts] if model.executor.over_batch else [[part] for part in parts]
+        for together in rounds:
+            phases = [Phase(True, model.step, first + lo) for lo, _ in together]
+            runs = model.executor.forward_together([x[lo:hi] for lo, hi in together], phases)
+            try:
+                with observers.during("cost"):
+                    dys = []
+                    for run, (lo, hi) in zip(runs, together, strict=True):
+                        found, dy = self._cost_of(run.output, local[lo:hi])
+                        value += found
+                        dys.append(dy * model.dtype.type(scale))
+                last = together is rounds[-1] and not trained.first
+                done = self.parameters.ready if last else None
+                model.executor.backward_together(runs, dys, trained.first, done=done)
+            finally:
+                for run in runs:
+                    run.close()
+        with observers.during("cost"):
+            xp = model.context.backend.xp
+            loss = model.output.total(xp.asarray(value, np.float64).reshape(1), replicas=True)
+        self.parameters.sync.note(finite(loss))
+        trained.sum_gradients()
+        total, good = self.parameters.hear(loss)
+        return total * scale, good
+
+    def update(self) -> None:
+        """Let the optimiser change the values."""
+        model = self.model
+        count = model.step - model.uncounted
+        model.trained.update(model.optimizer, model.slots, count, model.learning_rate_scale)
+
+    def _cost_of(self, y: Any, targets: Any) -> tuple[float, Any]:
+        """Return the cost of samples, and its gradient."""
+        cost, total, observers = self.model.cost, self.model.output.total, self.model.grid.observers
+        value = cost.value(y, targets, total)
+        observers.value(None, "cost", self.model.context.backend.xp.asarray(value).reshape(1))
+        dy = cost.gradient(y, targets, total)
+        observers.value(None, "gradient of the cost", dy)
+        return value, dy
