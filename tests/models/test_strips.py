@@ -135,7 +135,7 @@ def test_an_experiment_says_how_a_step_is_executed():
     made = experiment(recompute=True, strips=3, sync="bucketed").model
     assert (made.accumulate, made.recompute, made.strips) == (2, True, 3)
     plain, other = (
-        experiment(**how).run(hooks=[]).history[-1].train_loss for how in ({}, {"strips": 2, "accumulate": 3})
+        experiment(**how).run(hooks=[]).history[-1]["train_loss"] for how in ({}, {"strips": 2, "accumulate": 3})
     )
     assert other == pytest.approx(plain, rel=1e-5)
     for wrong in ({"strips": 0}, {"recompute": "no"}, {"sync": "never"}, {"accumulate": 0}):
