@@ -145,7 +145,7 @@ class Section:
         self.layers: list[list[Layer]] = []
         for at, step in enumerate(self.graph.steps):
             if (segment := planned.segments.get(id(step.layer))) is not None:
-                strips: Any = Strips(segment, context, blocks.samples)
+                strips: Any = Strips(segment, context, blocks.samples, Section)
                 self.tasks.append(layer_task(at, step, strips, self.graph))
                 self.layers.append(strips.layers)
             elif step.layer is not None:

@@ -29,13 +29,15 @@ class Strips:
     context : Context
     samples : int
         Of this rank, in most passes.
+    section : type
+        What runs a strip.
     """
 
     saves_input, keeps_output, activation = True, False, None
     gathers, scatters = None, None
     regions = (None, None)
 
-    def __init__(self, segment: Segment, context: Context, samples: int) -> None:
+    def __init__(self, segment: Segment, context: Context, samples: int, section: type[Section]) -> None:
         first, last = segment.plans[0].layer, segment.plans[-1].layer
         self.layers, self.context, self.name = [plan.layer for plan in segment.plans], context, segment.name
         self.input, self.input_shape, self.kernels = first.input, first.input_shape, context.backend.kernels
@@ -46,7 +48,8 @@ class Strips:
         alone = ProcessGrid.serial()
         inside = replace(context, grid=alone)
         self.strips = [
-            (self._where(strip), self._section(strip, inside)) for strip in segment.strips(context.grid.tile)
+            (self._where(strip), section(self._on_layers(strip, inside), inside, self.blocks))
+            for strip in segment.strips(context.grid.tile)
         ]
 
     def reductions_for(self, input_shape: tuple[int, ...]) -> list[Any]:
@@ -83,15 +86,14 @@ class Strips:
         seen, cells = first.view(0).need.relative_to(self.input.need), last.tile(0).relative_to(self.tile)
         return (slice(None), *seen.slices), (slice(None), *cells.slices)
 
-    def _section(self, strip: PlannedSection, context: Context) -> Section:
-        from .section import Section  # which runs strips in turn
-
+    def _on_layers(self, strip: PlannedSection, context: Context) -> PlannedSection:
+        """Return what is planned for a strip, with layers that have its shapes."""
         made = {id(layer): _on_strip(layer, strip.placed[id(layer)], context) for layer in self.layers}  # type: ignore[arg-type]
         steps = [step._replace(layer=made[id(step.layer)]) for step in strip.graph.steps]
         graph = copy.copy(strip.graph)
         graph.steps = steps
         placed = {id(made[key]): one for key, one in strip.placed.items()}
-        return Section(replace(strip, graph=graph, placed=placed), context, self.blocks)
+        return replace(strip, graph=graph, placed=placed)
 
 
 def _on_strip(layer: Layer, at: StripOfLayer, context: Context) -> Layer:
