@@ -22,7 +22,7 @@ _REMEDY = "docs/performance.md has two examples"
 
 @dataclass(frozen=True)
 class Figures:
-    """What a planner of runs of layers needs to know.
+    """What a planner of segments of layers needs to know.
 
     Attributes
     ----------

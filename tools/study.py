@@ -112,12 +112,12 @@ def accuracy(rows):
     for found in sorted(summaries(rows), key=lambda row: row["tiles"]):
         mine = [r for r in rows if (tiles_of(r), r["scheme"]) == (found["tiles"], found["scheme"])]
         more = [100 * (row["test_error"] - halo[row["seed"]]) for row in mine if row["seed"] in halo]
-        spread = stdev(more) if len(more) > 1 else float("inf")
-        clear = "yes" if abs(mean(more)) > 2 * spread else "no"
+        deviation = stdev(more) if len(more) > 1 else float("inf")
+        clear = "yes" if abs(mean(more)) > 2 * deviation else "no"
         yield (
             str(found["tiles"]), f"`{found['scheme']}`", f"{100 * found['error']:.2f} ± {100 * found['deviation']:.2f}",
             f"{found['loss']:.3f}", f"{found['bytes'] / 1e3:.0f}", str(found["runs"]),
-            *((f"{mean(more):+.2f} ± {spread:.2f}", clear) if found["scheme"] != "halo" else ("", "")),
+            *((f"{mean(more):+.2f} ± {deviation:.2f}", clear) if found["scheme"] != "halo" else ("", "")),
         )  # fmt: skip
 
 

@@ -63,9 +63,9 @@ def blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator
         return
     per_block = max(1, budget // cells_per_row)
     if per_block >= rows:
-        together = _even(samples, per_block // rows)
-        for start in range(0, samples, together):
-            yield slice(start, min(start + together, samples)), slice(0, rows)
+        count = _even(samples, per_block // rows)
+        for start in range(0, samples, count):
+            yield slice(start, min(start + count, samples)), slice(0, rows)
         return
     per_block = _even(rows, per_block)
     for sample, start in product(range(samples), range(0, rows, per_block)):

@@ -201,8 +201,8 @@ def plot_tiles(rows: Sequence[Row], file: Path) -> bool:
     axes = figure.subplots()
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         mine = sorted((row for row in rows if row["scheme"] == scheme), key=lambda row: row["tiles"])
-        tiles, errors, spread = ([row[key] for row in mine] for key in ("tiles", "error", "deviation"))
-        axes.errorbar(tiles, [100 * e for e in errors], [100 * d for d in spread], marker=".", capsize=3, label=scheme)
+        errors, deviations = ([100 * row[key] for row in mine] for key in ("error", "deviation"))
+        axes.errorbar([row["tiles"] for row in mine], errors, deviations, marker=".", capsize=3, label=scheme)
     counts = sorted({row["tiles"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])

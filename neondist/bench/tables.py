@@ -30,7 +30,7 @@ def step_table(made: dict[str, Any]) -> RenderableType:
             Column(
                 "sent", [bytes_text(row["bytes_sent"]) for row in rows], bytes_text(sum(r["bytes_sent"] for r in rows))
             ),
-            *_limits(made),
+            *_machine(made),
         ],
         left=4,
     )
@@ -38,7 +38,7 @@ def step_table(made: dict[str, Any]) -> RenderableType:
     return Group(Text(head, style="bold"), Text(), table, Text(), *(Text(line) for line in _summary(made)))
 
 
-def _limits(made: dict[str, Any]) -> list[Column]:
+def _machine(made: dict[str, Any]) -> list[Column]:
     if "machine" not in made:
         return []
     shares = [row.get("share_of_limit") for row in made["layers"]]

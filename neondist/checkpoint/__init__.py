@@ -2,14 +2,14 @@
 
 pieces: which rank holds which part of an array. stream: parts to rank 0 and back, in blocks, so that no rank holds a
 cut array whole. checksum: that over the file. write, read: the HDF5 file. keep: older files beside the newest.
-weights: a file's weights alone. borders: what border schemes remember.
+weights: a file's weights alone. scheme_memory: what border schemes remember.
 """
 
-from .borders import REMEMBERED, memory_of, remind
 from .keep import kept_files
 from .pieces import Piece
 from .read import Facts, opened
-from .stream import collect, spread
+from .scheme_memory import REMEMBERED, memory_of, remind
+from .stream import collect, scatter
 from .weights import Taken, take
 from .write import write
 
@@ -23,7 +23,7 @@ __all__ = [
     "memory_of",
     "opened",
     "remind",
-    "spread",
+    "scatter",
     "take",
     "write",
 ]

@@ -14,7 +14,7 @@ from ..comm import Transport, agree
 from ..errors import DataError
 from .checksum import check
 from .pieces import Piece, Slices
-from .stream import spread
+from .stream import scatter
 
 DEPTH = 20  # groups inside of groups; a file of ours has the depth of layers' names
 
@@ -53,7 +53,7 @@ class Opened:
 
         error: Exception | None = None
         try:
-            spread(self._world, pieces, read)
+            scatter(self._world, pieces, read)
         except (OSError, RuntimeError) as problem:
             error = DataError(f"{self.facts.path}: cannot be read ({problem}); put back a copy, or name another file")
         agree(self._world, error)

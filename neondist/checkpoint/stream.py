@@ -29,7 +29,7 @@ def collect(world: Transport, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, 
                 yield piece, place, values.reshape([s.stop - s.start for s in place])
 
 
-def spread(world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Slices], np.ndarray]) -> None:
+def scatter(world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Slices], np.ndarray]) -> None:
     """Fill every rank's part from `read(piece, place)`, which is called on rank 0 alone, once a block; collective.
 
     If `read` raises, so does this, on rank 0, once the other ranks have got something.

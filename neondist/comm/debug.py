@@ -95,7 +95,7 @@ class _DebugExchange(Exchange):
 
     def __init__(self, transport: DebugTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
-        self.leaving, self.arriving = ([_alone(m) for m in messages] for messages in (self.sends, self.receives))
+        self.leaving, self.arriving = ([_detached(m) for m in messages] for messages in (self.sends, self.receives))
         self.inner = transport.inner.exchange(self.leaving, self.arriving)
 
     def _start(self) -> None:
@@ -109,10 +109,10 @@ class _DebugExchange(Exchange):
     def _finish(self) -> None:
         self.inner.finish()
         for message, copy in zip(self.sends, self.leaving, strict=True):
-            if not _same(message.cells, copy.array):
+            if not _equal(message.cells, copy.array):
                 raise self._error(f"cells on their way to rank {message.peer}")
         for message, copy in zip(self.receives, self.arriving, strict=True):
-            if not _same(message.cells, poison(np.empty_like(copy.array))):
+            if not _equal(message.cells, poison(np.empty_like(copy.array))):
                 raise self._error(f"cells that rank {message.peer} was sending to")
             message.cells[...] = copy.array
 
@@ -130,11 +130,11 @@ def poison(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _alone(message: Message) -> Message:
+def _detached(message: Message) -> Message:
     """Return a message of the same shape, of a new array of its own."""
     array = np.zeros_like(message.cells, order="C")
     return Message(message.peer, array, tuple(slice(0, n) for n in array.shape))
 
 
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")

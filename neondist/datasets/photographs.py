@@ -138,8 +138,8 @@ def whiten(image: np.ndarray, cutoff: float = 0.4) -> np.ndarray:
     white = np.fft.irfft2(np.fft.rfft2(padded) * gain, s=padded.shape)
     white = white[tuple(slice(m, n - m) for m, n in zip(margins, padded.shape, strict=True))]
     white -= white.mean()
-    spread, noise = white.std(), 1e-12 * np.abs(padded).max(initial=0)
-    return (white / spread if spread > noise else np.zeros_like(white)).astype(np.float32)
+    deviation, noise = white.std(), 1e-12 * np.abs(padded).max(initial=0)
+    return (white / deviation if deviation > noise else np.zeros_like(white)).astype(np.float32)
 
 
 SHIPPED = {

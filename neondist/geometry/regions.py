@@ -1,4 +1,4 @@
-"""Tiles that overlap: what a run of layers computes twice at the borders, so that only its input has to travel."""
+"""Tiles that overlap: what a segment of layers computes twice at the borders, so that only its input has to travel."""
 
 from __future__ import annotations
 

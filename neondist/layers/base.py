@@ -67,7 +67,7 @@ class Layer(Node):
         With Shard it gets such a range, and what its `forward` makes of a whole sum, feature by feature, it makes of a
         range. A class with a `forward` of its own says anew what it gives.
     regions : pair of Partition or None
-        Which cells of the input and of the output each tile has, in a run of layers that computes some twice.
+        Which cells of the input and of the output each tile has, in a segment of layers that computes some twice.
     activation : Activation or None
         Applied to what `forward` returns, unless it does that itself with `ctx.activate`.
     saves_input : bool

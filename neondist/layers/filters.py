@@ -29,7 +29,7 @@ class Filters(ABC):
         """Return W x: every cell's filter on its window."""
 
     @abstractmethod
-    def spread(self, z: Any, weights: Any, extent: Shape) -> Any:
+    def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z, (n, *extent, C): every cell's filter times its value, added where windows overlap."""
 
     @abstractmethod
@@ -44,7 +44,7 @@ class OwnFilters(Filters):
         """Return W x."""
         return self.kernels.local_forward(view, weights, self.window.stride)
 
-    def spread(self, z: Any, weights: Any, extent: Shape) -> Any:
+    def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z."""
         return self.kernels.local_backward_input(z, weights, extent, self.window.stride)
 
@@ -83,7 +83,7 @@ class BlockFilters(Filters):
             z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._how)
         return z
 
-    def spread(self, z: Any, weights: Any, extent: Shape) -> Any:
+    def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
         """Return Wᵀ z."""
         dview = self.kernels.xp.zeros((len(z), *extent, weights.shape[-2]), z.dtype)
         for place, cells, seen in self.pieces:

@@ -25,12 +25,12 @@ class L2PoolingLayer(PoolingLayer):
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return x times the sum, over its windows, of dy / y."""
         ratio = dy / ctx.xp.where(ctx.root > 0, ctx.root, inf)
-        return self._spread(ctx.view, ratio)
+        return self._times_windows(ctx.view, ratio)
 
     def squares(self, x: Any, phase: Phase) -> tuple[Any, Any]:
         """Return the sums without the root for this rank's tile of the input, and the view; collective over the tiles.
 
-        They are those of own cells alone, also where a run of layers computes others too.
+        They are those of own cells alone, also where a segment of layers computes others too.
         """
         view = self.input.get_fprop_view(x, phase)
         return self._sums(view)[self._own_outputs], view
@@ -39,7 +39,7 @@ class L2PoolingLayer(PoolingLayer):
         """Return the gradient of the tile that `squares` got, given that of the sums; collective over the tiles."""
         by_cell = self.kernels.xp.zeros((len(dsums), *self.ofmshape), dsums.dtype)
         by_cell[self._own_outputs] = 2 * dsums
-        return self.input.get_bprop_view(self._spread(view, by_cell), phase)
+        return self.input.get_bprop_view(self._times_windows(view, by_cell), phase)
 
     @property
     def _own_outputs(self) -> tuple[slice, ...]:
@@ -49,7 +49,7 @@ class L2PoolingLayer(PoolingLayer):
     def _sums(self, view: Any) -> Any:
         return self.kernels.window_sum(view * view, *self._kernel_and_stride)
 
-    def _spread(self, view: Any, by_cell: Any) -> Any:
+    def _times_windows(self, view: Any, by_cell: Any) -> Any:
         return view * self.kernels.window_spread(by_cell, view.shape[1:-1], *self._kernel_and_stride)
 
 

@@ -125,7 +125,7 @@ class LocalFilteringLayer(Layer):
         ctx.grads["weights"] = self.filters.gradient(ctx.view, dy, weights)
         if self.bias:
             ctx.grads["bias"] = dy.sum(axis=0)
-        return self.filters.spread(dy, weights, ctx.view.shape[1:-1]) if ctx.needs_input_gradient else None
+        return self.filters.backward_input(dy, weights, ctx.view.shape[1:-1]) if ctx.needs_input_gradient else None
 
     def orthonormalise(self) -> None:
         """Make the filters of each cell orthonormal, but for one length that all filters have.

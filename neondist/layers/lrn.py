@@ -50,9 +50,9 @@ class LRNLayer(Layer):
         """Return the gradient through the cell itself and through its neighbours' sums."""
         channels = dy.shape[-1]
         through = self._as_line(dy * ctx.y / ctx.base)
-        spread = self.kernels.window_spread(through, (channels + self.depth - 1,), (self.depth,), (1,))
+        sums = self.kernels.window_spread(through, (channels + self.depth - 1,), (self.depth,), (1,))
         first = self.depth // 2
-        neighbours = spread[:, first : first + channels].reshape(dy.shape)
+        neighbours = sums[:, first : first + channels].reshape(dy.shape)
         return dy * ctx.base**-self.beta - ctx.view * neighbours * (2 * self.alpha * self.beta / self.depth)
 
     @staticmethod

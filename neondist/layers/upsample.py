@@ -89,8 +89,8 @@ class UpsampleLayer(Layer):
         before = (slice(None),) * axis
         for phase in range(min(factor, n)):
             count, first = -(-(n - phase) // factor), window.cell(place, lo + phase) - start
-            position = (2 * (lo + phase) + 1) / (2 * factor) - 0.5
-            right = position - floor(position) if window.linear else 0.0
+            center = (2 * (lo + phase) + 1) / (2 * factor) - 0.5
+            right = center - floor(center) if window.linear else 0.0
             out = (*before, slice(phase, n, factor))
             yield out, (*before, slice(first, first + count)), 1.0 - right
             if right:

@@ -81,7 +81,7 @@ class Autoencoder:
 
     def decode(self, z: Any) -> Any:
         """Return this rank's tile of Wᵀ z, the parts of other ranks' windows added; collective over the tiles."""
-        dview = self.layer.filters.spread(z, self._weights, self.layer.input.view_shape[1:-1])
+        dview = self.layer.filters.backward_input(z, self._weights, self.layer.input.view_shape[1:-1])
         return self.layer.input.get_bprop_view(dview, self.phase)
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Reconstruction:

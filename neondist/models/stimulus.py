@@ -44,7 +44,7 @@ def optimal_stimulus(
     executor, grid = model.executor, model.grid
     extent = executor.graph.shapes[executor.graph.ends[layer + 1][1]][:-1]
     node, own = model.layers[layer], grid.tile_box(extent)
-    tile = node.leaves[0].tile if node.leaves == [node] else own  # in a run of layers it has cells of other ranks too
+    tile = node.leaves[0].tile if node.leaves == [node] else own  # in a segment it has cells of other ranks too
     # what a tile's rank does not own is empty here; a vector is whole on every rank
     here = [own.intersect(_cell(unit)).relative_to(tile) for unit in units]
     places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(here, units, strict=True)) if box.size]

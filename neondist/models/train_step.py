@@ -78,17 +78,17 @@ class ModelStep(TrainStep):
         self.parameters.begin_gradients()
         parts = micro_batches(len(x), model.accumulate)
         rounds = [parts] if model.executor.over_batch else [[part] for part in parts]
-        for together in rounds:
-            phases = [Phase(True, model.step, first + lo) for lo, _ in together]
-            runs = model.executor.forward_together([x[lo:hi] for lo, hi in together], phases)
+        for batches in rounds:
+            phases = [Phase(True, model.step, first + lo) for lo, _ in batches]
+            runs = model.executor.forward_together([x[lo:hi] for lo, hi in batches], phases)
             try:
                 with observers.during("cost"):
                     dys = []
-                    for run, (lo, hi) in zip(runs, together, strict=True):
+                    for run, (lo, hi) in zip(runs, batches, strict=True):
                         found, dy = self._cost_of(run.output, local[lo:hi])
                         value += found
                         dys.append(dy * model.dtype.type(scale))
-                last = together is rounds[-1] and not trained.first
+                last = batches is rounds[-1] and not trained.first
                 done = self.parameters.ready if last else None
                 model.executor.backward_together(runs, dys, trained.first, done=done)
             finally:

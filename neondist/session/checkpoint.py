@@ -239,10 +239,10 @@ class Checkpoint(Hook):
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         world = run.grid.world
-        borders = memory_of(run.model.whole.leaves, _owner(run), world)
-        if borders.text:
-            texts[REMEMBERED] = borders.text
-        write(self.path, [*_pieces(run), *borders.pieces], texts, world, self.schedule.keep, run.step)
+        remembered = memory_of(run.model.whole.leaves, _owner(run), world)
+        if remembered.text:
+            texts[REMEMBERED] = remembered.text
+        write(self.path, [*_pieces(run), *remembered.pieces], texts, world, self.schedule.keep, run.step)
         self.written, self.last = _place(run), time.monotonic()
 
     def _minutes_are_over(self, run: TrainState) -> bool:
@@ -261,14 +261,14 @@ def restore(path: Path, run: TrainState) -> None:
     """
     with opened(path, run.grid.world) as file:
         try:
-            position = Progress.from_json(file.facts.texts["position"])
+            progress = Progress.from_json(file.facts.texts["position"])
         except (KeyError, ValueError) as problem:
             raise DataError(f"{path}: does not say how far its run was ({problem}); name another file") from None
         for group, arrays in run.model.kept_arrays().items():
             wanted = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
             _compare(path, file.facts.group(group), wanted)
         try:
-            position.put(run)
+            progress.put(run)
         except DataError as problem:
             raise DataError(f"{path}: {problem}, or run without --resume") from None
         file.fill(_pieces(run))

@@ -138,14 +138,14 @@ class Watchdog(Hook):
             now = time.monotonic()
             idle, last = idle + min(now - last, 2 * tick), now
             bytes_moved = moved([os.getpid(), *self.peers.values()])
-            found = (self._position(), bytes_moved, written(self.folder))
+            found = (self._progress(), bytes_moved, written(self.folder))
             if found != seen:
                 seen, idle = found, 0.0
             elif idle > self.timeout:
                 self.report(self._text())
                 return self.end(self.world, self.timeout / 4)
 
-    def _position(self) -> tuple[int, str]:
+    def _progress(self) -> tuple[int, str]:
         """Return how far passes have come, and outside of runs, which have none that are slow, where the code is."""
         work = self.work
         return 0 if work is None else work.begun, calls(self.watched) if self.run is None else ""

@@ -109,8 +109,8 @@ def test_pooling(backend, kernel, stride, channels):
     yt = torch.nn.functional.avg_pool2d(xt, kernel, stride, divisor_override=1)
     yt.backward(channels_first(dy))
     np.testing.assert_allclose(backend.window_sum(x, kernel, stride), channels_last(yt), rtol=0, atol=1e-12)
-    spread = backend.window_spread(dy, (9, 11), kernel, stride)
-    np.testing.assert_allclose(spread, channels_last(xt.grad), rtol=0, atol=1e-12)
+    sent = backend.window_spread(dy, (9, 11), kernel, stride)
+    np.testing.assert_allclose(sent, channels_last(xt.grad), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("cells", [1, 8192, 8193, 20000])

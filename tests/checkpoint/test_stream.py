@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from neondist.checkpoint import pieces
 from neondist.checkpoint.pieces import Piece, blocks
-from neondist.checkpoint.stream import collect, spread
+from neondist.checkpoint.stream import collect, scatter
 from neondist.comm import ProcessGrid, loopback
 from neondist.geometry import Box
 from neondist.layers import Replicate, Shard, Tiled
@@ -71,7 +71,7 @@ def test_parts_meet_on_rank_0_and_come_back(drawn):
         before = [piece.array.copy() for piece in mine]
         for piece in mine:
             piece.array[...] = -1
-        spread(world, mine, lambda piece, place: found[piece.name][place])
+        scatter(world, mine, lambda piece, place: found[piece.name][place])
         for piece, array in zip(mine, before, strict=True):
             np.testing.assert_array_equal(piece.array, array)
         return found, count
@@ -90,7 +90,7 @@ def test_a_reader_that_fails_keeps_nobody_waiting():
             raise OSError("the disk is gone")
 
         try:
-            spread(world, mine, read)
+            scatter(world, mine, read)
         except OSError as error:
             return str(error)
         return None

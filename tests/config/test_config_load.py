@@ -163,4 +163,5 @@ def test_the_older_name_of_a_class_is_read_and_the_newer_one_is_written():
     found = load("!ToyExperiment\nmodel: !ToyModel {layers: []}\nanything: [!RectLin {}, !ReLU {}]")
     assert [type(one) for one in found.arguments()["anything"]] == [nd.ReLU, nd.RectLin]
     assert "RectLin" not in dump(found)
-    assert examples(nd.Activation) == "!Identity, !Logistic, !ReLU, !Softmax, !Tanh"
+    assert "RectLin" not in examples(nd.Activation, most=99)
+    assert "!ReLU" in examples(nd.Activation, most=99)

@@ -45,12 +45,12 @@ def calibrate(world: Transport, cores: int) -> tuple[Machine, float]:
         for name, work in ("product", product), ("copy", copy):
             count = max(1, round(TURN / unit)) if work is product else 2
             turns.take((name, "alone"), work.call, count, 1)
-            turns.take((name, "together"), work.call, count, cores)
+            turns.take((name, "shared"), work.call, count, cores)
         for count in (few, many) if world.size >= 2 * cores else ():
             turns.take(("shared", count), _meeting(product.call, count, group), max(2, many // count), 2 * cores)
     best = {name: min(taken) for name, taken in turns.all.items()}
-    noise = max(median(turns.all["product", how]) / best["product", how] - 1 for how in ("alone", "together"))
-    slowdown, at_memory = (max(1.0, best[name, "together"] / best[name, "alone"]) for name in ("product", "copy"))
+    noise = max(median(turns.all["product", how]) / best["product", how] - 1 for how in ("alone", "shared"))
+    slowdown, at_memory = (max(1.0, best[name, "shared"] / best[name, "alone"]) for name in ("product", "copy"))
     link = _link({size: best[size] for size in SIZES})
     machine = Machine(
         cores,
@@ -65,7 +65,7 @@ def calibrate(world: Transport, cores: int) -> tuple[Machine, float]:
     )
     if world.size < 2 * cores:
         return machine, noise
-    fair = 2 * best["product", "together"]
+    fair = 2 * best["product", "shared"]
     factor = max(1.0, (best["shared", many] - best["shared", few]) / (fair * (many - few)))
     latency = max(0.0, best["shared", few] - factor * fair * few)
     return replace(machine, shared_slowdown=factor, shared_latency=latency), noise

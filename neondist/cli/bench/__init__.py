@@ -55,8 +55,8 @@ def step(arguments: argparse.Namespace) -> int:
         from ...bench.tables import step_table
 
         # PyTorch gets what all ranks of this machine have together, which a launcher may have taken from each of them
-        together = threads.cores(os.getppid()) if detect(os.environ) is not None else threads.cores()
-        how = (arguments.steps, arguments.against, together, arguments.roofline, arguments.trace)
+        cores = threads.cores(os.getppid()) if detect(os.environ) is not None else threads.cores()
+        how = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace)
         made = bench_step(experiment, experiment.open_grid(world), *how)
         _tell(world, made, step_table, arguments.json)
         return int(not made.get("against", {}).get("agree", True))
