@@ -31,7 +31,7 @@ def guard_model(model: Model, seed: int) -> None:
         array.grid = copy.copy(array.grid)
         array.grid.tile_comm = tiles
         array.renew_buffers()
-    model.make_executor(GuardedTask)
+    model.executor, model.last_pass = model.executor.with_tasks(GuardedTask), None
 
 
 class GuardedContext(StepContext):

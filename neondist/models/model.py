@@ -21,7 +21,7 @@ from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, integer, shape_of
 from ..renamed import Renamed
-from ..runtime import Executor, LayerTask
+from ..runtime import Executor
 from .ledger import Ledger, accounts, ledger
 from .nonfinite import NonFiniteMonitor
 from .parameters import Parameters, gather, load
@@ -214,16 +214,11 @@ class Model(Registered):
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), None, str(self.dtype), context.backend)
         self.parameters = self.trained = Parameters(self.leaves, context, self._sync)
         self.sync = self.parameters.sync
-        self.make_executor()
+        samples = max(hi - lo for lo, hi in micro_batches(self.input.local_shape[0], self.accumulate))
+        self.executor = Executor(plan, context, samples)
         self.slots = self.optimizer.slots(self.parameters.values)
         if self._pending is not None:
             self.load_state(self._pending)
-
-    def make_executor(self, layer_task: Any = LayerTask) -> None:
-        """Run all passes from now on by a new executor; `layer_task` is what runs a layer's step in it."""
-        self.last_pass = None
-        samples = max(hi - lo for lo, hi in micro_batches(self.input.local_shape[0], self.accumulate))
-        self.executor = Executor(self.compiled, self.context, samples, layer_task)
 
     # The passes.
 

@@ -69,11 +69,15 @@ class Executor:
         samples: int,
         layer_task: Callable[[int, Step, Layer, Graph], Task] = LayerTask,
     ) -> None:
-        self.graph, self.context = compiled.graph, context
+        self.compiled, self.graph, self.context = compiled, compiled.graph, context
         self.blocks = Blocks(compiled.length(context.grid.tile), samples, context.dtype, context.backend)
         self.sections = [Section(planned, context, self.blocks, layer_task) for planned in compiled.sections]
         #: whether a step of training needs all samples at once somewhere: then micro-batches have to go together
         self.over_batch = any(task.over_batch for section in self.sections for task in section.tasks)
+
+    def with_tasks(self, layer_task: Callable[[int, Step, Layer, Graph], Task]) -> Executor:
+        """Return one of the same plan in which something else runs a layer's step."""
+        return Executor(self.compiled, self.context, self.blocks.samples, layer_task)
 
     def forward(self, x: Any, phase: Phase, nodes: int | None = None) -> Pass:
         """Return a new pass for this rank's tile of the input, through the first so many nodes (default: all)."""

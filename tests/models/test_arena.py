@@ -157,7 +157,7 @@ def trained(layers, name, arena, task, monkeypatch):
     monkeypatch.setattr("neondist.runtime.section.Arena", arena)
     model = nd.Convnet(layers, cost=nd.SumSquared(), seed=3, backend=name, dtype="float64")
     model.build((8, 8, 2), batch_size=4)
-    model.make_executor(task)
+    model.executor, model.last_pass = model.executor.with_tasks(task), None
     rng, found = np.random.default_rng(5), []
     for samples, training in ((4, True), (3, False), (4, True), (6, True), (1, False), (4, True)):
         x = rng.normal(size=(samples, 8, 8, 2))
