@@ -124,7 +124,8 @@ def _baseline(
         yield None, {}
         return
     described = network(model)  # on all ranks, so that all know if it cannot be done
-    whole, labels = model.gather_input(x), model.output.gather(model.local_targets(targets, batch)[..., None])[..., 0]
+    local = np.repeat(model.local_targets(targets, batch)[..., None], model.output.channels, axis=-1)
+    whole, labels = model.gather_input(x), model.output.gather(local)[..., 0]
     baseline = TorchBaseline(described, whole, labels.astype(np.int64), threads) if grid.rank == 0 else None
     try:
         loss, gradients = _without_dropout(model, lambda: ModelStep(model).gradients(x, targets, batch)[0])
