@@ -20,6 +20,11 @@ class Overlapping(Partition):
 
     overlaps = True
 
+    @classmethod
+    def one(cls, extent: tuple[int, ...], box: Box) -> Overlapping:
+        """Return the one tile of an image that is wanted."""
+        return cls(extent, (1,) * len(extent), 1, tuple((cells,) for cells in box.axes()))
+
     def range(self, axis: int, part: int) -> Range:
         """Return the cells of one part of an axis."""
         return self.ranges[axis][part]

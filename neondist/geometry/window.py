@@ -80,6 +80,11 @@ class Window:
         """Cells from the first to the last that one window touches, on every axis."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
+    @classmethod
+    def of_one(cls, ndim: int) -> Window:
+        """Return the window through which every cell sees itself alone."""
+        return cls(1, padding=0, ndim=ndim)
+
     @property
     def pointwise(self) -> bool:
         """True if every output cell sees exactly the input cell at its own place."""

@@ -91,9 +91,10 @@ class HaloBuffer:
 
     def _exchange(self, halo: HaloExchange) -> None:
         policy = self.owner.policy
-        before = halo.started
+        alone = not (halo.sends or halo.receives)
+        before = 0 if alone else halo.started
         (policy.forward if halo.direction == "forward" else policy.backward)(halo)
-        if halo.sends or halo.receives:
+        if not alone:
             policy.check_exchanges(halo.started - before, halo.direction)
 
     def _new(self, slot: Any) -> Any:

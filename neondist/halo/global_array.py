@@ -94,9 +94,9 @@ class GlobalArray:
         outputs : Partition, optional
             Which cells of the window's output each tile computes; default: the output is cut alike.
         """
-        grid, everywhere = self.grid, Window(1, padding=0, ndim=len(self.extent))
+        grid, window = self.grid, self.window or Window.of_one(len(self.extent))
         self.tiles = grid.partition(self.extent) if tiles is None else tiles
-        self.take(HaloPlan.of(self.tiles, self.window or everywhere, grid.tile, outputs))
+        self.take(HaloPlan.of(self.tiles, window, grid.tile, outputs))
 
     def take(self, plan: HaloPlan) -> None:
         """Have the tile and the view that a plan says, before it is used."""

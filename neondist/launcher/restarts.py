@@ -57,7 +57,7 @@ def with_restarts(arguments: argparse.Namespace, experiment: Any) -> int:
             return code
         source = "as it began"
         if checkpoints(folder) != before:
-            source, words = f"from {make_whole(folder).name}", again(words)
+            source, words = f"from {make_whole(folder).name}", resuming_words(words)
         arguments = _changed(arguments, ranks=_left(arguments, experiment))
         say(f"restart {number} of {arguments.restarts}: {_why(code)}; goes on {source}, on {arguments.ranks} ranks")
     return launch(_changed(arguments, words=words), heard)
@@ -95,7 +95,7 @@ def make_whole(folder: Path) -> Path:
     return path  # the ranks will say what is wrong with it
 
 
-def again(words: Sequence[str]) -> list[str]:
+def resuming_words(words: Sequence[str]) -> list[str]:
     """Return the words of a command that goes on with its own run."""
     found = []
     for before, word in zip(["", *words], words, strict=False):

@@ -11,8 +11,9 @@ from ..halo import Phase
 from ..layers import LocalFilteringLayer
 from ..namespace import to_host
 from ..parallel import Flag, finite
+from ..plan import micro_batches
 from .reconstruction import Reconstruction, ReconstructionCost
-from .train_step import TrainStep, micro_batches
+from .train_step import TrainStep
 
 if TYPE_CHECKING:
     from ..plan import LayerPlan

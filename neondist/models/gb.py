@@ -58,6 +58,8 @@ class GB(Convnet):
         Known after `build`.
     """
 
+    no_strips = "trains its stages one by one"
+
     def __init__(
         self,
         layers: Sequence[Node | Sequence[Any]],
@@ -105,18 +107,6 @@ class GB(Convnet):
         inside = [leaf for layer in self.layers[self.top_start :] for leaf in layer.leaves]
         self.top = TrainedSubset(self.built, inside, self.top_start)
         self.top_alone = False
-
-    def execute(
-        self,
-        accumulate: int | None = None,
-        sync: str | None = None,
-        recompute: bool | None = None,
-        strips: int | Literal["auto"] | None = None,
-    ) -> None:
-        """Do as Model, but for strips, between whose layers a stage could begin."""
-        if strips is not None:
-            raise ConfigError(f"strips: {type(self).__name__} trains its stages one by one; leave out strips")
-        super().execute(accumulate, sync, recompute)
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
         """Return the plan, pretraining included."""

@@ -16,7 +16,7 @@ from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, scheme_text
 from ..layers import Context, Node, Sequential
 from ..optim import SGD, Optimizer
 from ..parallel import SYNCS, GradientSync
-from ..plan import Plan, Training, compile_plan
+from ..plan import Plan, Training, compile_plan, largest_of, micro_batches
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, integer, shape_of
@@ -29,7 +29,7 @@ from .passes import ModelPass
 from .shard import ParameterShard
 from .subset import TrainedSubset
 from .targets import local_targets
-from .train_step import ModelStep, micro_batches
+from .train_step import ModelStep
 
 
 class Model(Registered):
@@ -96,6 +96,8 @@ class Model(Registered):
     sync: GradientSync
     has_dist_twin = True
     distributed = False
+    #: why its layers cannot be executed in strips, if they cannot
+    no_strips = ""
     trouble = Renamed("nonfinite_monitor")
 
     def __init__(
@@ -148,6 +150,8 @@ class Model(Registered):
         ConfigError
             The model, or the scheme of a layer, does not allow it.
         """
+        if strips is not None and self.no_strips:
+            raise ConfigError(f"strips: {type(self).__name__} {self.no_strips}; leave out strips")
         self.accumulate = self.accumulate if accumulate is None else accumulate
         self.recompute = self.recompute if recompute is None else recompute
         self.strips = self.strips if strips is None else strips
@@ -198,10 +202,10 @@ class Model(Registered):
         self.grid = grid or (ProcessGrid() if self.distributed else ProcessGrid.serial())
         self.input_shape, self.batch_size = shape_of("input_shape", input_shape), integer("batch_size", batch_size, 1)
         self._check_grid(batch_size)
-        self.compiled = plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
+        plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):
             raise ConfigError("plan: is of other arguments; leave it out, or give build what plan was given")
-        self.output_shape = plan.output_shape
+        self.compiled, self.output_shape = plan, plan.output_shape
         context = self.context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
         for planned in plan:
             planned.layer.regions = planned.regions
@@ -214,7 +218,7 @@ class Model(Registered):
         self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), None, str(self.dtype), context.backend)
         self.parameters = self.trained = Parameters(self.leaves, context, self._sync)
         self.sync = self.parameters.sync
-        samples = max(hi - lo for lo, hi in micro_batches(self.input.local_shape[0], self.accumulate))
+        samples = largest_of(micro_batches(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)
         self.slots = self.optimizer.slots(self.parameters.values)
         if self._pending is not None:

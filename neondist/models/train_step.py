@@ -7,19 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..geometry import split
 from ..halo import Phase
 from ..parallel import finite
+from ..plan import micro_batches
 from .nonfinite import SchemeMemory, locate
 
 if TYPE_CHECKING:
     from .trainable import Trainable
-
-
-def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
-    """Return the ranges of a rank's samples that go through a training step one after the other."""
-    count = max(1, min(accumulate, samples))
-    return [split(samples, count, at) for at in range(count)]
 
 
 class TrainStep(ABC):

@@ -9,7 +9,7 @@ travel. planner, choices: which segments, and which schemes, cost least. report:
 from .graph import Graph, Step, of_layer
 from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
-from .plan import GRADIENTS, LOSS, Plan, Training, compile_plan
+from .plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
 from .section import PlannedSection
 
 __all__ = [
@@ -24,6 +24,8 @@ __all__ = [
     "Step",
     "Training",
     "compile_plan",
+    "largest_of",
+    "micro_batches",
     "of_layer",
     "plan_memory",
 ]

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from ..errors import PlanError, ShapeError
-from ..geometry import Box, GridShape, HaloPlan, Partition, Window
+from ..geometry import Box, GridShape, HaloPlan, Partition, Piece, Window
 from ..halo import GlobalArray, Halo
 from ..layers import Layer
 from .graph import Cut
@@ -61,15 +61,18 @@ class LayerPlan:
         self.layer, self.name, self.cls = layer, str(layer.name), type(layer).__name__
         self.input_shape, self.output_shape, self.grid, self.regions = input_shape, output_shape, grid, regions
         self.gradient, self.redistributions = gradient, redistributions
-        self.window, self.scheme, self.reverse = layer.window_for(input_shape), layer.scheme or Halo(), False
-        self.reverse = layer.reverse_halos
+        self.window, self.scheme, self.reverse = (
+            layer.window_for(input_shape),
+            layer.scheme or Halo(),
+            layer.reverse_halos,
+        )
         self.trained = layer.parameters_for(input_shape)
         self.parameters = sum(prod(p.shape) for p in self.trained.values())
         cut = {one.direction for one in redistributions if one.adds}
         self.reductions = [one for one in layer.reductions_for(input_shape) if one.group and one.direction not in cut]
-        self._halos = [(shape, window) for shape, window in layer.halos_for(input_shape, grid)]
+        self._halos = layer.halos_for(input_shape, grid)
         self._gathers = layer.gathers_for(input_shape, grid)
-        self._seen = layer.view_window_for(input_shape, grid) or Window(1, padding=0, ndim=len(input_shape) - 1)
+        self._seen = layer.view_window_for(input_shape, grid) or Window.of_one(len(input_shape) - 1)
         largest = max(self.parameters, prod(output_shape), self.view(0).need.size * input_shape[-1])
         if largest > _MOST:
             raise ShapeError(f"would have {largest} numbers, more than any machine can hold; make the layer smaller")
@@ -125,8 +128,7 @@ class LayerPlan:
     @cached_property
     def halo_cells(self) -> list[int]:
         """Cells that each tile receives in a forward pass, channels not counted."""
-        halos = [_plans(*self._over(shape, window)) for shape, window in self._halos]
-        return [sum(plans[tile].halo_volume for plans in halos) for tile in range(self.grid.tiles)]
+        return [sum(plans[tile].halo_volume for plans, _ in self._exchanged) for tile in range(self.grid.tiles)]
 
     @property
     def forward(self) -> list[list[int]]:
@@ -149,7 +151,11 @@ class LayerPlan:
         return [sum(messages) for messages in self.backward]
 
     def sent_bytes(self, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> list[float]:
-        """Return the bytes of halos that each tile sends in a training step, by its scheme's formula.
+        """Return the bytes of halos that each tile sends in a training step; the arguments are those of `sent_by`."""
+        return [self.sent_by(tile, samples, itemsize, gradient, forwards) for tile in range(self.grid.tiles)]
+
+    def sent_by(self, tile: int, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> float:
+        """Return the bytes of halos that a tile sends in a training step, by its scheme's formula.
 
         Parameters
         ----------
@@ -160,12 +166,10 @@ class LayerPlan:
         forwards : int
             How often the layer goes forward.
         """
-        sent, needed = [], gradient or self.reverse  # a transposed convolution's weights need its neighbours' gradients
-        for there, back in zip(self.forward, self.backward, strict=True):
-            there, back = ([numbers * samples for numbers in messages] for messages in (there, back))
-            returns = self.scheme.mean_bytes(back, itemsize, "backward") if needed else 0
-            sent.append(forwards * self.scheme.mean_bytes(there, itemsize, "forward") + returns)
-        return sent
+        there, back = ([n * samples for n in messages[tile]] for messages in (self.forward, self.backward))
+        needed = gradient or self.reverse  # a transposed convolution's weights need its neighbours' gradients
+        returns = self.scheme.mean_bytes(back, itemsize, "backward") if needed else 0
+        return forwards * self.scheme.mean_bytes(there, itemsize, "forward") + returns
 
     def reduced_bytes(self, samples: int, itemsize: int, ranks: dict[str, int], calls: int = 1) -> int:
         """Return the bytes of the arrays that a rank gives into the layer's reductions in a training step.
@@ -186,24 +190,28 @@ class LayerPlan:
     @cached_property
     def _there(self) -> list[list[int]]:
         """What each tile sends to those that see its cells."""
-        halos = [(_plans(*self._over(shape, window)), shape[-1]) for shape, window in self._halos]
-        return [
-            [piece.source.size * channels for plans, channels in halos for piece in plans[tile].sends]
-            for tile in range(self.grid.tiles)
-        ]
+        return self._numbers([([plan.sends for plan in plans], channels) for plans, channels in self._exchanged])
 
     @cached_property
     def _back(self) -> list[list[int]]:
         """What each tile sends the other way: gradients of the cells that it sees, or those of its outputs."""
         if self._gathers is not None:
             shape, window = self._gathers
-            sent = _plans(self.grid.partition(shape[:-1]), window, self.grid.tiles, None)
-            return [[piece.source.size * shape[-1] for piece in plan.sends] for plan in sent]
-        halos = [(_plans(*self._over(shape, window)), shape[-1]) for shape, window in self._halos]
+            plans = _plans(self.grid.partition(shape[:-1]), window, self.grid.tiles, None)
+            return self._numbers([([plan.sends for plan in plans], shape[-1])])
+        return self._numbers([([plan.receives for plan in plans], channels) for plans, channels in self._exchanged])
+
+    def _numbers(self, halos: Sequence[tuple[Sequence[Sequence[Piece]], int]]) -> list[list[int]]:
+        """Return, for each tile, the numbers of each message, given the pieces of all tiles and their channels."""
         return [
-            [piece.source.size * channels for plans, channels in halos for piece in plans[tile].receives]
+            [piece.source.size * channels for pieces, channels in halos for piece in pieces[tile]]
             for tile in range(self.grid.tiles)
         ]
+
+    @cached_property
+    def _exchanged(self) -> list[tuple[list[HaloPlan], int]]:
+        """The plans of all tiles for every halo, and its channels."""
+        return [(_plans(*self._over(shape, window)), shape[-1]) for shape, window in self._halos]
 
     @cached_property
     def _all_views(self) -> list[HaloPlan]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from .graph import Graph, Step
@@ -70,10 +70,16 @@ class MemoryPlan:
     sums: dict[int, int] = field(default_factory=dict)
     homes: dict[int, int] = field(default_factory=dict)
 
+    @cached_property
+    def packed(self) -> tuple[list[LiveRange], list[int], int]:
+        """The ranges with their ends aligned, where each lies, and how many numbers of a sample they need together."""
+        ranges = [aligned(live) for live in self.ranges]
+        return ranges, *pack(ranges)
+
     @property
     def length(self) -> int:
         """Numbers of a sample that all of them need together."""
-        return pack([aligned(live) for live in self.ranges])[1]
+        return self.packed[2]
 
     def add(self, numbers: int, first: int, last: int) -> int:
         """Append a range, and return its place in `ranges`."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import isqrt, prod
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -136,7 +137,7 @@ class Plan(Sequence[LayerPlan]):
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
-        return round(sum(self._sent(plan, samples)[tile] for plan in self))
+        return round(sum(plan.sent_by(tile, samples, *self._how(plan)) for plan in self))
 
     def reduced(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
         """Return the bytes of the arrays that a rank gives into sums over ranks in a training step.
@@ -146,7 +147,7 @@ class Plan(Sequence[LayerPlan]):
         replica, tile = divmod(rank, self.grid.tiles)
         size, samples = self.itemsize, self.samples(replica, batch_size)
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
-        calls = max(1, min(self.training.accumulate, samples))
+        calls = len(micro_batches(samples, self.training.accumulate))
         found = {plan.name: plan.reduced_bytes(samples, size, ranks, calls) for plan in self}
         parameters = [p for plan in self for p in plan.trained.values()]
         shared, own = (
@@ -200,8 +201,8 @@ class Plan(Sequence[LayerPlan]):
         return max(section.live_ranges(tile).length for section in self.sections)
 
     def strip_length(self, tile: int) -> int:
-        """Return the numbers of a sample that the segments' strips need beside it."""
-        return sum(segment.length(tile) for segment in self.segments)
+        """Return the numbers of a sample that strips need beside it, one at a time."""
+        return max((segment.length(tile) for segment in self.segments), default=0)
 
     @property
     def segments(self) -> list[Segment]:
@@ -218,12 +219,12 @@ class Plan(Sequence[LayerPlan]):
         layers = {id(plan.layer): plan for plan in self}
         found = []
         for first, last in pairwise(cuts):
-            graph, wide, segments = self.graph.part(first, last), None, {}  # type: Graph, Partition | None, dict[int, Segment]
+            graph, segments = self.graph.part(first, last), dict[int, Segment]()
             if self.training.strips is not None:
                 graph, segments = in_segments(graph, layers, self.grid, self.training.strips, self.itemsize)
-            reader = next((layers.get(id(step.layer)) for step in self.graph.steps[self.graph.ends[first][0] :]), None)
-            if reader is not None:
-                wide = reader.regions[0]
+            begin, _ = self.graph.ends[first]
+            reader = next((layers.get(id(step.layer)) for step in self.graph.steps[begin:]), None)
+            wide = None if reader is None else reader.regions[0]
             placed: dict[int, Placed] = {**layers, **segments}
             found.append(PlannedSection(first, last, graph, placed, self.grid, wide, first > 0, segments))
         return found
@@ -236,8 +237,8 @@ class Plan(Sequence[LayerPlan]):
             view = max(box.size for box in plan.kept) * plan.input_shape[-1] * size
             found.append(
                 LayerCosts(
-                    sent_most=round(max(self._sent(plan, shares[0]))),
-                    sent_all=round(sum(sum(self._sent(plan, samples)) for samples in shares)),
+                    sent_most=round(max(plan.sent_bytes(shares[0], *self._how(plan)))),
+                    sent_all=round(sum(sum(plan.sent_bytes(samples, *self._how(plan))) for samples in shares)),
                     parameters=plan.parameters,
                     memory=(1 + (index > 0)) * view * self._held_samples(0) + max(plan.held) * self._per_parameter,
                 )
@@ -260,8 +261,9 @@ class Plan(Sequence[LayerPlan]):
         """Bytes of a number."""
         return self.training.dtype.itemsize
 
-    def _sent(self, plan: LayerPlan, samples: int) -> list[float]:
-        return plan.sent_bytes(samples, self.itemsize, plan.gradient, 1 + (id(plan.layer) in self._recomputed))
+    def _how(self, plan: LayerPlan) -> tuple[int, bool, int]:
+        """Return the bytes of a layer's numbers, whether it goes all the way back, and how often forward."""
+        return self.itemsize, plan.gradient, 1 + (id(plan.layer) in self._recomputed)
 
     @cached_property
     def _recomputed(self) -> set[int]:
@@ -278,7 +280,7 @@ class Plan(Sequence[LayerPlan]):
         """Return how many of a rank's samples are in memory at once: a micro-batch, if none waits for another."""
         samples = self.samples(replica)
         over_batch = any(one.over_batch for plan in self for one in plan.reductions)
-        return samples if over_batch else -(-samples // self.training.accumulate)
+        return samples if over_batch else largest_of(micro_batches(samples, self.training.accumulate))
 
 
 def compile_plan(
@@ -297,26 +299,37 @@ def compile_plan(
         A layer does not fit; the error names it, and carries it as `subject`.
     """
     graph = Lowering(chain.layers, input_shape).graph
-    plans = []
-    try:
-        samples = None if batch_size is None else max(1, split(batch_size, grid.replicas, 0)[1])
+    samples = None if batch_size is None else max(1, split(batch_size, grid.replicas, 0)[1])
+    with _named(chain):
         regions = find_regions(chain, graph, grid, samples)
-        for step in graph.steps:
-            if (layer := step.layer) is not None:
-                shapes, gradient = (graph.shapes[step.inputs[0]], graph.shapes[step.output]), 0 not in step.inputs
-                try:
-                    tiles, cuts = regions.get(id(layer), (None, None)), graph.redistributions(step, gradient)
-                    plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, cuts))
-                except UserError as error:
-                    error.subject = layer
-                    raise
-    except UserError as error:
-        raise _named(error, chain) from error
+    plans = []
+    for step in graph.steps:
+        if (layer := step.layer) is not None:
+            shapes, gradient = (graph.shapes[step.inputs[0]], graph.shapes[step.output]), 0 not in step.inputs
+            tiles = regions.get(id(layer), (None, None))
+            with _named(chain, layer):
+                plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, graph.redistributions(step, gradient)))
     return Plan(graph, plans, grid, batch_size or grid.replicas, training)
 
 
-def _named(error: UserError, chain: Sequential) -> UserError:
-    layer: Layer | None = getattr(error, "subject", None)
-    if layer is None:
-        return error
-    return of_layer(error, next(i for i, node in enumerate(chain.layers) if layer in node.leaves), layer)
+@contextmanager
+def _named(chain: Sequential, layer: Layer | None = None) -> Iterator[None]:
+    """Put the layer that an error is about, by default its subject, in front of the message."""
+    try:
+        yield
+    except UserError as error:
+        about: Any = layer or error.subject
+        if about is None:
+            raise
+        raise of_layer(error, next(i for i, node in enumerate(chain.layers) if about in node.leaves), about) from error
+
+
+def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
+    """Return the ranges of a rank's samples that go through a training step one after the other."""
+    count = max(1, min(accumulate, samples))
+    return [split(samples, count, at) for at in range(count)]
+
+
+def largest_of(batches: Sequence[tuple[int, int]]) -> int:
+    """Return the samples of the largest micro-batch."""
+    return max(hi - lo for lo, hi in batches)

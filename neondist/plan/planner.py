@@ -98,7 +98,7 @@ def _twice(figures: Figures, placed: Placed, grid: GridShape) -> float:
 
 def _operations(layer: Layer, input_shape: Shape) -> float:
     """Return the floating point operations of one output cell in fprop."""
-    window = layer.window_for(input_shape) or Window(1, padding=0, ndim=len(input_shape) - 1)
+    window = layer.window_for(input_shape) or Window.of_one(len(input_shape) - 1)
     weights = layer.parameters_for(input_shape).get("weights")
     return 2 * prod(weights.shape) if weights else prod(window.kernel) * input_shape[-1]
 

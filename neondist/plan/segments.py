@@ -143,7 +143,7 @@ def regions_of(segment: Links, grid: GridShape, wide: bool | None = None) -> Fou
     for place in range(len(segment) - 1, -1, -1):
         node, shape = segment[place]
         layer = node.leaves[0]
-        window = layer.window_for(shape) or Window(1, padding=0, ndim=len(shape) - 1)
+        window = layer.window_for(shape) or Window.of_one(len(shape) - 1)
         inputs: Partition | None = None
         if place or wide:
             _check(layer, segment, window)

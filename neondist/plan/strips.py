@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
@@ -77,7 +76,6 @@ class Segment:
         for start in range(lo, hi, rows):
             yield self._strip(Box((start, *whole.lo[1:]), (min(start + rows, hi), *whole.hi[1:])))
 
-    @cache  # noqa: B019 - a plan keeps its segments
     def length(self, tile: int) -> int:
         """Return the numbers of a sample that the largest strip needs."""
         return max((strip.live_ranges(0).length for strip in self.strips(tile)), default=0)
@@ -91,13 +89,14 @@ class Segment:
     def _strip(self, box: Box) -> PlannedSection:
         found: list[StripOfLayer] = []
         for plan in reversed(self.plans[1:]):
-            window, extent = plan.window or Window(1, padding=0, ndim=len(plan.input_shape) - 1), plan.input_shape[:-1]
+            extent = plan.input_shape[:-1]
+            window = plan.window or Window.of_one(len(extent))
             cells = needed_of(window, box, extent)
-            seen = HaloPlan.of(_one(extent, cells), window, 0, _one(plan.output_shape[:-1], box))
+            seen = HaloPlan.of(Overlapping.one(extent, cells), window, 0, Overlapping.one(plan.output_shape[:-1], box))
             found.append(StripOfLayer(plan.layer, plan.input_shape, seen, box))
             box = cells
         first = self.plans[0]
-        window = first.window or Window(1, padding=0, ndim=len(first.input_shape) - 1)
+        window = first.window or Window.of_one(len(first.input_shape) - 1)
         need = window.needs(box)  # the view is there: nothing is to be fetched, or filled
         seen = HaloPlan(need, need, (), (), (), need, first.input_shape[:-1], window)
         found.append(StripOfLayer(first.layer, first.input_shape, seen, box))
@@ -108,13 +107,8 @@ class Segment:
             [first.input_shape, *(plan.output_shape for plan in self.plans)],
             [(at, at) for at in range(len(steps) + 1)],
         )
-        wide = _one(first.input_shape[:-1], need)
+        wide = Overlapping.one(first.input_shape[:-1], need)
         return PlannedSection(0, len(steps), graph, {id(one.layer): one for one in found}, GridShape(), wide, True)
-
-
-def _one(extent: tuple[int, ...], box: Box) -> Overlapping:
-    """Return a cut of an image into the one tile that is wanted."""
-    return Overlapping(extent, (1,) * len(extent), 1, tuple((cells,) for cells in box.axes()))
 
 
 def in_segments(

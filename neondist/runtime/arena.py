@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..backends import Backend
-from ..plan.memory import MemoryPlan, aligned, pack
+from ..plan.memory import MemoryPlan
 
 
 class Blocks:
@@ -19,24 +19,28 @@ class Blocks:
 
     Parameters
     ----------
-    length : int
-        Numbers of a sample that any section needs.
     samples : int
         Of this rank. Fewer use a part of the same block, more get another one.
 
     Attributes
     ----------
+    length : int
+        Numbers of a sample that any section needs.
     made : int
         How many there are.
     free : list of int
         The numbers of those that nobody uses.
     """
 
-    def __init__(self, length: int, samples: int, dtype: np.dtype, backend: Backend) -> None:
-        self.length, self.samples, self.dtype, self.backend = length, samples, dtype, backend
-        self.made = 0
+    def __init__(self, samples: int, dtype: np.dtype, backend: Backend) -> None:
+        self.samples, self.dtype, self.backend = samples, dtype, backend
+        self.length = self.made = 0
         self.free: list[int] = []
         self._blocks: dict[tuple[int, int], Any] = {}
+
+    def provide(self, length: int) -> None:
+        """Take note, before the first pass, that a section needs so many numbers of a sample."""
+        self.length = max(self.length, length)
 
     def take(self) -> int:
         """Return the lowest number that nobody uses: most passes use the same memory."""
@@ -75,8 +79,7 @@ class Arena:
     """
 
     def __init__(self, plan: MemoryPlan, blocks: Blocks, number: int) -> None:
-        self.plan, self.ranges = plan, [aligned(live) for live in plan.ranges]
-        self.places, self.length = pack(self.ranges)
+        self.plan, (self.ranges, self.places, self.length) = plan, plan.packed
         self.blocks, self.number, self.dtype, self.backend = blocks, number, blocks.dtype, blocks.backend
 
     def array(self, slot: int, shape: Sequence[int]) -> Any:

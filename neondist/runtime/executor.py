@@ -70,8 +70,8 @@ class Executor:
         layer_task: Callable[[int, Step, Layer, Graph], Task] = LayerTask,
     ) -> None:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
-        self.blocks = Blocks(compiled.length(context.grid.tile), samples, context.dtype, context.backend)
-        self.sections = [Section(planned, context, self.blocks, layer_task) for planned in compiled.sections]
+        self.blocks, strips = (Blocks(samples, context.dtype, context.backend) for _ in range(2))
+        self.sections = [Section(planned, context, self.blocks, strips, layer_task) for planned in compiled.sections]
         #: whether a step of training needs all samples at once somewhere: then micro-batches have to go together
         self.over_batch = any(task.over_batch for section in self.sections for task in section.tasks)
 

@@ -127,7 +127,9 @@ class Section:
         Of built layers.
     context : Context
     blocks : Blocks
-        The memory that it shares with others.
+        The memory that it shares with other sections.
+    strips : Blocks
+        The memory that all strips share: one is executed at a time.
     layer_task : type
         What runs a layer's step.
     """
@@ -137,6 +139,7 @@ class Section:
         planned: PlannedSection,
         context: Context,
         blocks: Blocks,
+        strips: Blocks,
         layer_task: Callable[[int, Step, Layer, Graph], Task] = LayerTask,
     ) -> None:
         self.graph, self.context, self.blocks = planned.graph, context, blocks
@@ -145,9 +148,9 @@ class Section:
         self.layers: list[list[Layer]] = []
         for at, step in enumerate(self.graph.steps):
             if (segment := planned.segments.get(id(step.layer))) is not None:
-                strips: Any = Strips(segment, context, blocks.samples, Section)
-                self.tasks.append(layer_task(at, step, strips, self.graph))
-                self.layers.append(strips.layers)
+                layers: Any = Strips(segment, context, strips, Section)
+                self.tasks.append(layer_task(at, step, layers, self.graph))
+                self.layers.append(layers.layers)
             elif step.layer is not None:
                 self.tasks.append(layer_task(at, step, step.layer, self.graph))
                 self.layers.append([step.layer])
@@ -157,6 +160,7 @@ class Section:
                 self.layers.append([])
         tile = context.grid.tile
         self.shapes, self.plan = planned.tile_shapes(tile), planned.live_ranges(tile)
+        blocks.provide(self.plan.length)
         self.workspaces: dict[int, Workspace] = {}
         self._last_reader = [max(readers, default=-1) for readers in self.graph.readers]
 

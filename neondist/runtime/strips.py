@@ -27,8 +27,8 @@ class Strips:
     ----------
     segment : Segment
     context : Context
-    samples : int
-        Of this rank, in most passes.
+    blocks : Blocks
+        The memory of a strip.
     section : type
         What runs a strip.
     """
@@ -37,18 +37,16 @@ class Strips:
     gathers, scatters = None, None
     regions = (None, None)
 
-    def __init__(self, segment: Segment, context: Context, samples: int, section: type[Section]) -> None:
+    def __init__(self, segment: Segment, context: Context, blocks: Blocks, section: type[Section]) -> None:
         first, last = segment.plans[0].layer, segment.plans[-1].layer
         self.layers, self.context, self.name = [plan.layer for plan in segment.plans], context, segment.name
         self.input, self.input_shape, self.kernels = first.input, first.input_shape, context.backend.kernels
         self.tile, self.output_shape = last.tile, last.output_shape
         self.params: dict[str, Any] = {}
         self.grads, self.state = self.params, self.params
-        self.blocks = Blocks(segment.length(context.grid.tile), samples, context.dtype, context.backend)
-        alone = ProcessGrid.serial()
-        inside = replace(context, grid=alone)
+        inside = replace(context, grid=ProcessGrid.serial())
         self.strips = [
-            (self._where(strip), section(self._on_layers(strip, inside), inside, self.blocks))
+            (self._where(strip), section(self._on_layers(strip, inside), inside, blocks, blocks))
             for strip in segment.strips(context.grid.tile)
         ]
 
@@ -100,13 +98,9 @@ def _on_strip(layer: Layer, at: StripOfLayer, context: Context) -> Layer:
     """Return a layer of the same arrays, whose tile is that of a strip."""
     made = copy.copy(layer)
     made.context = context
-    made.regions = None, _cells(made.output_shape[:-1], at)
+    made.regions = None, Overlapping.one(made.output_shape[:-1], at.box)
     shape = context.batch_size, *layer.input_shape
     made.input = GlobalArray(context.grid, shape, layer.window, str(context.dtype), context.backend, reuse=True)
     made.input.take(at.seen)
     made.ifmshape, made.ofmshape = made.input.local_shape[1:], (*at.box.shape, made.output_shape[-1])
     return made
-
-
-def _cells(extent: tuple[int, ...], at: StripOfLayer) -> Overlapping:
-    return Overlapping(extent, (1,) * len(extent), 1, tuple((cells,) for cells in at.box.axes()))

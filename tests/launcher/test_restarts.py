@@ -14,7 +14,7 @@ from neondist.cli.arguments import parser
 from neondist.cli.run import bounds
 from neondist.errors import DataError
 from neondist.launcher.launch import words
-from neondist.launcher.restarts import again, is_loss, make_whole
+from neondist.launcher.restarts import is_loss, make_whole, resuming_words
 
 # rank 1 kills itself in its second epoch, as often as there are files that say so; it spoils the newest checkpoint
 DIES = """
@@ -95,8 +95,12 @@ def test_no_more_often_than_allowed_and_not_for_mistakes(folder):
 
 def test_words():
     given = ["run", "a.yaml", "--resume", "auto", "--restarts", "3", "-n", "4", "--elastic=2:4", "--overwrite"]
-    assert again(given[:4]) == again(["run", "a.yaml", "--overwrite"]) == ["run", "a.yaml", "--resume", "auto"]
-    assert again(["run", "--resume", "a.yaml"]) == ["run", "a.yaml", "--resume", "auto"]
+    assert (
+        resuming_words(given[:4])
+        == resuming_words(["run", "a.yaml", "--overwrite"])
+        == ["run", "a.yaml", "--resume", "auto"]
+    )
+    assert resuming_words(["run", "--resume", "a.yaml"]) == ["run", "a.yaml", "--resume", "auto"]
     assert words(parser().parse_args(given)) == ["run", "a.yaml", "--resume", "auto", "--overwrite"]
     assert bounds("2:8") == (2, 8)
     for wrong in ("2", "0:3", "4:2", "a:b", "1:2:3"):
