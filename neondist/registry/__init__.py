@@ -6,12 +6,14 @@ do, and nothing has to be filled in at import time.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..errors import ConfigError
+from .arguments import check_arguments
+from .names import below, named, suggest
+
+__all__ = ["Distributed", "Registered", "dist_class", "registered", "serial_class", "suggest"]
 
 
 class Registered:
@@ -24,8 +26,6 @@ class Registered:
         self._arguments = {}
         if cls.__init__ is object.__init__:  # no arguments; its signature would be parsed from text
             return self
-        from .arguments import check_arguments  # which asks for the classes that there are
-
         bound = inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs)
         given = dict(list(bound.arguments.items())[1:])
         check_arguments(cls, given | given.pop("kwargs", {}))
@@ -47,28 +47,7 @@ class Distributed:
 
 def registered(base: type = Registered) -> dict[str, type]:
     """Return all concrete public classes below `base` by name, and by the names in their `_also_called`."""
-    found: dict[str, type] = {}
-    for cls in _below(base):
-        if not (cls.__name__.startswith("_") or inspect.isabstract(cls)):
-            found |= dict.fromkeys((cls.__name__, *vars(cls).get("_also_called", ())), cls)
-    return found
-
-
-def find(name: str, base: type = Registered) -> type:
-    """Return the class called `name`, or raise ConfigError with the nearest names."""
-    classes = registered(base)
-    if name not in classes:
-        raise ConfigError(f"unknown name '{name}'{suggest(name, classes)}")
-    return classes[name]
-
-
-def suggest(name: str, choices: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" or, where nothing is near, the list of choices."""
-    choices = sorted(choices)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean '{near[0]}'?"
-    return f"; choose from {', '.join(choices)}" if choices else ""
+    return named(below(base))
 
 
 def serial_class(cls: type) -> type:
@@ -90,10 +69,3 @@ def dist_class(cls: type) -> type:
         f"{name} has no distributed class; write one next to it: class {name}Dist(nd.Dist, {name}): pass"
         " (docs/adding_a_layer.md)"
     )
-
-
-def _below(cls: type) -> Iterator[type]:
-    sub: type
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _below(sub)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from ..errors import ConfigError
-from . import registered, suggest
 from .fields import fields, hints_of
+from .names import below, named, suggest
 from .words import bases, members, ranges, words
 
 _NUMBERS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
@@ -154,8 +154,7 @@ def _remedy(value: Any, hint: Any) -> str:
     if isinstance(value, type) and issubclass(value, tuple(wanted)):
         return f"; write {value.__name__}()"
     if wanted and isinstance(value, str):
-        names = [name for name, cls in registered().items() if issubclass(cls, tuple(wanted))]
-        by_word = {name.lower(): name for name in names}
+        by_word = {name.lower(): name for base in wanted for name in named([base, *below(base)])}
         close = difflib.get_close_matches(value.lower(), by_word, n=1, cutoff=0.5)
         return f"; write {by_word[close[0]]}()" if close else ""
     literals = [arg for kind in choices if typing.get_origin(kind) is typing.Literal for arg in typing.get_args(kind)]

@@ -8,7 +8,7 @@ import typing
 from pathlib import PurePath
 from typing import Any
 
-from . import Registered, registered
+from .names import Named, below, named
 from .ranges import Range
 
 _PLAIN: dict[Any, str] = {
@@ -54,7 +54,7 @@ def ranges(hint: Any) -> list[Range]:
 
 def bases(hint: Any) -> list[type]:
     """Return the classes of objects that a hint asks for."""
-    return [member for member in members(hint) if isinstance(member, type) and issubclass(member, Registered)]
+    return [member for member in members(hint) if isinstance(member, type) and issubclass(member, Named)]
 
 
 def words(hint: Any, tag: str = "!") -> str:
@@ -74,7 +74,7 @@ def _one(hint: Any, tag: str) -> str:
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
         return f"a list (each {words(args[0], tag)})" if args and args[0] is not Any else "a list"
-    if isinstance(hint, type) and issubclass(hint, Registered):
+    if isinstance(hint, type) and issubclass(hint, Named):
         return f"an object ({examples(hint, tag)})"
     if isinstance(hint, type) and issubclass(hint, PurePath):
         return "text"
@@ -83,6 +83,6 @@ def _one(hint: Any, tag: str) -> str:
 
 def examples(base: type, tag: str = "!", most: int = 6) -> str:
     """Return '!Adam, !SGD, ...': the classes below `base` (itself too) that a file can name."""
-    known = [name for name, cls in sorted(registered().items()) if issubclass(cls, base) and name == cls.__name__]
+    known = [name for name, cls in sorted(named([base, *below(base)]).items()) if name == cls.__name__]
     names = [tag + name for name in known]
     return ", ".join(names[:most] + ["..."] * (len(names) > most)) or base.__name__
