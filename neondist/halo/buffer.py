@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from ..geometry import Box
+import numpy as np
+
+from ..backends import Backend
+from ..comm import Exchange, Message, ProcessGrid
+from ..geometry import Box, HaloPlan
 from .exchange import WHOLE, HaloExchange, Phase
 from .padding import fold_back, fold_in
-
-if TYPE_CHECKING:
-    from .global_array import GlobalArray
+from .policies.base import ExchangePolicy
 
 Slots = tuple[Any, Any]
 """Where a view and its gradient live: `.array(shape)` is their memory; None: in memory of their own."""
+
+
+class Owner(Protocol):
+    """What a buffer needs of its array."""
+
+    grid: ProcessGrid
+    backend: Backend
+    dtype: np.dtype
+    channels: int
+    plan: HaloPlan
+    policy: ExchangePolicy
+    reverse: bool
+    memory: dict[tuple[int, str], dict[str, Any]]
+    recorded: list[tuple[str, Exchange]]
 
 
 class HaloBuffer:
@@ -27,7 +43,7 @@ class HaloBuffer:
         Cells come from their owners; the adjoint.
     """
 
-    def __init__(self, owner: GlobalArray, samples: int, slots: Slots = (None, None)) -> None:
+    def __init__(self, owner: Owner, samples: int, slots: Slots = (None, None)) -> None:
         self.owner, self.samples, self.plan = owner, samples, owner.plan
         plan = self.plan
         self.cells, self._gradient_slot = self._new(slots[0]), slots[1]
@@ -44,7 +60,10 @@ class HaloBuffer:
             (self.index(piece.target), self.index(piece.source)) for piece in plan.local if piece.target != piece.source
         ]
         forward, backward = ("backward", "forward") if owner.reverse else ("forward", "backward")
-        self.gather, self.scatter_add = HaloExchange(self, forward, False), HaloExchange(self, backward, True)
+        self.gather, self.scatter_add = (
+            HaloExchange(self, direction, adds, owner.memory.setdefault((samples, direction), {}))
+            for direction, adds in ((forward, False), (backward, True))
+        )
 
     def forward(self, tile: Any, phase: Phase) -> Any:
         """Copy the tile, gather the halo, fold the padding; return the view."""
@@ -89,13 +108,26 @@ class HaloBuffer:
             self.gradient[...] = 0
         return self.dview
 
+    def planned(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
+        """Return an exchange of messages, which the array's record has from now on."""
+        owner, numbers = self.owner, [self.cells[cells].size for _, cells in halo.sends]
+        owner.policy.check_messages(numbers, [m.nbytes for m in sends], owner.dtype.itemsize, halo.direction)
+        exchange = owner.grid.tile_comm.exchange(sends, receives)
+        exchange.observers = owner.grid.observers
+        owner.recorded.append((halo.direction, exchange))
+        return exchange
+
     def _exchange(self, halo: HaloExchange) -> None:
-        policy = self.owner.policy
+        policy, direction = self.owner.policy, halo.direction
         alone = not (halo.sends or halo.receives)
-        before = 0 if alone else halo.started
-        (policy.forward if halo.direction == "forward" else policy.backward)(halo)
+        before = 0 if alone else self._started(direction)
+        (policy.forward if direction == "forward" else policy.backward)(halo)
         if not alone:
-            policy.check_exchanges(halo.started - before, halo.direction)
+            policy.check_exchanges(self._started(direction) - before, direction)
+
+    def _started(self, direction: str) -> int:
+        """Return how many exchanges of the array have been started so far; buffers may share them, as memory."""
+        return sum(exchange.runs for each, exchange in self.owner.recorded if each == direction)
 
     def _new(self, slot: Any) -> Any:
         shape = self.samples, *self.plan.buffer.shape, self.owner.channels

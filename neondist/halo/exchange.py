@@ -9,16 +9,15 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..comm import Exchange, Message
+from ..geometry import Box, HaloPlan
+from ..namespace import namespace
 from .old_names import OldHaloNames, OldPackedNames
 from .padding import fill_locally, return_locally
-
-if TYPE_CHECKING:
-    from .buffer import HaloBuffer
 
 Shape = tuple[int, ...]
 Region = tuple[int, tuple[slice, ...]]
@@ -37,12 +36,27 @@ WHOLE = Phase()
 """Of calls that do not say."""
 
 
+class Buffer(Protocol):
+    """What an exchange needs of the buffer that it serves."""
+
+    plan: HaloPlan
+    phase: Phase
+    cells: Any
+    gradient: Any
+
+    def index(self, box: Box) -> tuple[slice, ...]:
+        """Return where a box of the image lies in it."""
+
+    def planned(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
+        """Return an exchange of messages, which the array's record has from now on."""
+
+
 class HaloExchange(OldHaloNames):
     """What crosses between tiles for one view, in one pass, for one batch size; collective.
 
     Parameters
     ----------
-    buffer : HaloBuffer
+    buffer : Buffer
     direction : 'forward' or 'backward'
         The pass.
     adds : bool
@@ -54,9 +68,8 @@ class HaloExchange(OldHaloNames):
         Belongs to the policy; empty at first.
     """
 
-    def __init__(self, buffer: HaloBuffer, direction: str, adds: bool) -> None:
-        self.buffer, self.direction, self.adds = buffer, direction, adds
-        self.memory: dict[str, Any] = buffer.owner.memory.setdefault((buffer.samples, direction), {})
+    def __init__(self, buffer: Buffer, direction: str, adds: bool, memory: dict[str, Any]) -> None:
+        self.buffer, self.direction, self.adds, self.memory = buffer, direction, adds, memory
         owned = [(piece.peer, buffer.index(piece.source)) for piece in buffer.plan.sends]
         ghosts = [(piece.peer, buffer.index(piece.target)) for piece in buffer.plan.receives]
         self.sends, self.receives = (ghosts, owned) if adds else (owned, ghosts)
@@ -94,7 +107,7 @@ class HaloExchange(OldHaloNames):
 
         'zeros' means the window's fill value; where that is infinite (max pooling), the nearest own cell.
         """
-        (return_locally if self.adds else fill_locally)(self.buffer, mode)
+        (return_locally if self.adds else fill_locally)(self.array, self.buffer.plan, mode)
 
     def outgoing(self) -> list[Any]:
         """Return the cells (n, *cells, C) that others wait for, one array for each message; not copies."""
@@ -116,26 +129,11 @@ class HaloExchange(OldHaloNames):
         """Return new messages of `shape(a message's shape)` and `dtype`; default: those of the cells."""
         return PackedExchange(self, shape, dtype)
 
-    def planned(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """Return an exchange of messages, which the array's record has from now on."""
-        owner = self.buffer.owner
-        numbers = [self.buffer.cells[cells].size for _, cells in self.sends]
-        owner.policy.check_messages(numbers, [m.nbytes for m in sends], owner.dtype.itemsize, self.direction)
-        exchange = owner.grid.tile_comm.exchange(sends, receives)
-        exchange.observers = owner.grid.observers
-        owner.recorded.append((self.direction, exchange))
-        return exchange
-
-    @property
-    def started(self) -> int:
-        """How many exchanges of the array have been started this way so far; buffers may share them, as memory."""
-        return sum(exchange.runs for direction, exchange in self.buffer.owner.recorded if direction == self.direction)
-
     @cached_property
     def _direct(self) -> Exchange:
         """Straight from array to array."""
         ends = ([Message(peer, self.array, cells) for peer, cells in part] for part in (self.sends, self.receives))
-        return self.planned(*ends)
+        return self.buffer.planned(self, *ends)
 
     @cached_property
     def _packed(self) -> PackedExchange:
@@ -154,7 +152,7 @@ class PackedExchange(OldPackedNames):
     def __init__(self, halo: HaloExchange, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> None:
         self.outgoing, self.sends, sends = _messages(halo, halo.sends, shape, dtype)
         self.incoming, self.receives, receives = _messages(halo, halo.receives, shape, dtype)
-        self.exchange = halo.planned(sends, receives)
+        self.exchange = halo.buffer.planned(halo, sends, receives)
 
     def start(self, messages: Sequence[Any] | None = None) -> None:
         """Send copies of these arrays, one for each message, or what `outgoing` holds; they travel until `wait`."""
@@ -173,11 +171,11 @@ def _messages(
     halo: HaloExchange, regions: Sequence[Region], shape: Callable[[Shape], Shape] | None, dtype: Any
 ) -> tuple[Any, list[Any], list[Message]]:
     """Return a flat array, its parts, one for each message, and the messages."""
-    owner, cells = halo.buffer.owner, halo.buffer.cells
+    cells = halo.buffer.cells
     shapes = [cells[where].shape for _, where in regions]
     shapes = shapes if shape is None else [shape(each) for each in shapes]
     ends = list(accumulate(map(prod, shapes), initial=0))
-    flat = owner.backend.xp.zeros((ends[-1],), np.dtype(dtype or owner.dtype))
+    flat = namespace(cells).zeros((ends[-1],), np.dtype(dtype or cells.dtype))
     parts = [flat[lo:hi].reshape(each) for (lo, hi), each in zip(pairwise(ends), shapes, strict=True)]
     whole = [tuple(slice(0, n) for n in part.shape) for part in parts]
     return flat, parts, [Message(peer, *of) for (peer, _), *of in zip(regions, parts, whole, strict=True)]

@@ -9,14 +9,14 @@ import numpy as np
 
 from ..backends import Backend, get_backend
 from ..comm import Exchange, ProcessGrid, Reductions, group_of
-from ..errors import ShapeError
-from ..geometry import HaloPlan, Partition, Window
+from ..errors import GridError, ShapeError
+from ..geometry import Box, HaloPlan, Partition, Window, split
 from ..registry.arguments import checked
 from .buffer import HaloBuffer, Slots
 from .exchange import WHOLE, HaloExchange, Phase
 from .policies.base import ExchangePolicy
 from .policies.halo import Halo
-from .redistribute import assembled, onto
+from .redistribute import Boxes, boxes_of, redistributed
 
 
 class GlobalArray:
@@ -182,7 +182,8 @@ class GlobalArray:
 
     def gather(self, tile: Any) -> Any:
         """Return the whole array (N, *spatial, C) on every rank; collective."""
-        return assembled(tile, self)
+        size, shape = self.grid.size, self.global_shape[1:]
+        return self._moved(tile, self, lambda samples: [Box.of((samples, *shape))] * size)
 
     def redistribute(self, tile: Any, other: GlobalArray) -> Any:
         """Return this rank's tile on another grid, or of other tiles, given that of this array; one all-to-all.
@@ -203,7 +204,17 @@ class GlobalArray:
         GridError, ShapeError
             On every rank: the grids have other ranks, or the shapes differ.
         """
-        return onto(tile, self, other)
+        (here, shape), (there, wanted) = ((array.grid.size, array.global_shape[1:]) for array in (self, other))
+        if here != there:
+            raise GridError(f"redistribute: the grids have {here} and {there} ranks; make both over one communicator")
+        if shape != wanted:
+            raise ShapeError(f"redistribute: samples of shape {shape} and {wanted}; give arrays of one shape")
+        replicas = range(other.grid.replicas)
+
+        def boxes(samples: int) -> list[Box]:
+            return boxes_of((split(samples, len(replicas), at) for at in replicas), other.tiles, other.channels)
+
+        return self._moved(tile, other, boxes)
 
     def owned(self, tile: Any) -> Any:
         """Return the part of an array over this rank's tile that no other rank has too."""
@@ -267,6 +278,10 @@ class GlobalArray:
         self._buffers = {}
         self.memory.clear()
         self.remember({key: arrays for key, arrays in memory.items() if arrays})
+
+    def _moved(self, tile: Any, other: GlobalArray, target: Boxes) -> Any:
+        self.check_tile("tile", tile)
+        return other.backend.from_host(redistributed(tile, self.grid, self.own, self.extent, target), other.dtype)
 
     def _taken(self, name: str, array: Any) -> Any:
         return array if self.reuse else self.backend.real_array(name, array, self.dtype)

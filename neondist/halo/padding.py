@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import isinf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..geometry import Box, HaloPlan, fold
-
-if TYPE_CHECKING:
-    from .buffer import HaloBuffer
+from ..namespace import namespace
 
 
 def fold_in(buffer: Any, plan: HaloPlan) -> None:
@@ -39,40 +37,44 @@ def _pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
             yield (*before, cell - start), (*before, fold(cell, n, plan.window.mode) - start)
 
 
-def fill_locally(buffer: HaloBuffer, mode: str) -> None:
+def fill_locally(buffer: Any, plan: HaloPlan, mode: str) -> None:
     """Fill cells of other tiles as if the image ended with the own one, which has nothing but zeros if it is empty.
 
     Modes are 'zeros', 'reflect' and 'replicate'. 'zeros' is the window's fill value; where that is infinite (max
     pooling), a window with no own cell would be infinite too, so the nearest own cell is taken, which changes no other
     maximum.
     """
-    own, constant = buffer.plan.own, buffer.plan.window.fill
-    for piece in buffer.plan.receives:
-        target = buffer.index(piece.target)
+    own, constant = plan.own, plan.window.fill
+    for piece in plan.receives:
+        target = _index(piece.target, plan)
         if own.empty or (mode == "zeros" and not isinf(constant)):
-            buffer.cells[target] = 0 if isinf(constant) else constant
+            buffer[target] = 0 if isinf(constant) else constant
             continue
-        cells = buffer.tile
+        cells = buffer[_index(own, plan)]
         for axis, sources in enumerate(_sources(piece.target, own, mode), start=1):
             cells = cells.take(sources, axis=axis)
-        buffer.cells[target] = cells
+        buffer[target] = cells
 
 
-def return_locally(buffer: HaloBuffer, mode: str) -> None:
+def return_locally(gradient: Any, plan: HaloPlan, mode: str) -> None:
     """Add the gradients of those cells to the own cells that they were copied from."""
-    own = buffer.plan.own
-    if own.empty or (mode == "zeros" and not isinf(buffer.plan.window.fill)):
+    own = plan.own
+    if own.empty or (mode == "zeros" and not isinf(plan.window.fill)):
         return
-    for piece in buffer.plan.receives:
-        cells = buffer.gradient[buffer.index(piece.target)]
+    for piece in plan.receives:
+        cells = gradient[_index(piece.target, plan)]
         for axis, sources in enumerate(_sources(piece.target, own, mode), start=1):
             before, shape = (slice(None),) * axis, list(cells.shape)
             shape[axis] = own.shape[axis - 1]
-            folded = buffer.owner.backend.xp.zeros(shape, cells.dtype)
+            folded = namespace(cells).zeros(shape, cells.dtype)
             for at, source in enumerate(sources):
                 folded[(*before, source)] += cells[(*before, at)]
             cells = folded
-        buffer.dtile[...] += cells
+        gradient[_index(own, plan)] += cells
+
+
+def _index(box: Box, plan: HaloPlan) -> tuple[slice, ...]:
+    return (slice(None), *box.relative_to(plan.buffer).slices)
 
 
 def _sources(target: Box, own: Box, mode: str) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...namespace import namespace
 from ..exchange import HaloExchange
 from .base import ExchangePolicy
 
@@ -31,7 +32,7 @@ class Quantised(ExchangePolicy):
     def forward(self, halo: HaloExchange) -> None:
         """Send rounded cells or gradients, and keep what rounding took from gradients."""
         numbers, memory = [cells.ravel() for cells in halo.outgoing()], halo.memory
-        xp = halo.buffer.owner.backend.xp
+        xp = namespace(halo.array)
         if halo.training and "rest" in memory:
             rests = xp.split(memory["rest"], list(accumulate(cells.size for cells in numbers))[:-1])
             numbers = [cells + rest for cells, rest in zip(numbers, rests, strict=False)]
