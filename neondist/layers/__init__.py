@@ -2,11 +2,11 @@
 
 from .activation import ActivationLayer, ActivationLayerDist
 from .avg_pooling import AvgPoolingLayer, AvgPoolingLayerDist
-from .base import Dist, Layer, Parameter
+from .base import Dist, Layer, Node
 from .batchnorm import BatchNormLayer, BatchNormLayerDist
 from .branches import Branches, Concat, Sum
 from .containers import Sequential
-from .context import StepContext
+from .context import Context, StepContext
 from .conv import ConvLayer, ConvLayerDist
 from .crop import CropLayer, CropLayerDist, PadLayer, PadLayerDist
 from .deconv import DeconvLayer, DeconvLayerDist
@@ -15,12 +15,11 @@ from .functions import Activation, Identity, Logistic, RectLin, ReLU, Softmax, T
 from .global_avg_pooling import GlobalAvgPoolingLayer, GlobalAvgPoolingLayerDist
 from .group_norm import GroupNormLayer, GroupNormLayerDist, InstanceNormLayer, InstanceNormLayerDist
 from .l2_pooling import L2PoolingLayer, L2PoolingLayerDist
-from .layout import Replicate, Shard, Tiled
+from .layout import Parameter, Replicate, Shard, Tiled
 from .lcn import LCNLayer, LCNLayerDist
 from .linear import FCLayer, FCLayerDist
 from .local import LocalFilteringLayer, LocalFilteringLayerDist
 from .lrn import LRNLayer, LRNLayerDist
-from .node import Context, Node
 from .pooling import MaxPoolingLayer, MaxPoolingLayerDist
 from .reduction import Reduction
 from .upsample import UpsampleLayer, UpsampleLayerDist

@@ -1,47 +1,80 @@
-"""A layer is a window, a forward on a view, a backward on a view; it never pads and never communicates.
+"""What a model is made of: single layers, and containers of them.
 
-`layer.input` makes the view: a PaddedArray, or a GlobalArray where the mixin `Dist` comes first among the bases.
+A layer is a window, a forward on a view, a backward on a view; it never pads and never communicates. `layer.input`
+makes the view: a PaddedArray, or a GlobalArray where the mixin `Dist` comes first among the bases.
 """
 
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from ..backends import Kernels
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, Window
 from ..halo import ExchangePolicy, GlobalArray, PaddedArray, as_scheme
-from ..initializers import Constant, Initializer
-from ..registry import Distributed, dist_class
-from .context import StepContext
+from ..registry import Distributed, Registered, dist_class, serial_class
+from .context import Context, StepContext
 from .functions import Activation
-from .layout import Replicate, Shard, said_with
-from .node import Context, Node, Shape
+from .layout import Parameter, Replicate, Shape, Shard, said_with
 from .reduction import Reduction
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """Shape and first values of one array of a layer.
+class Node(Registered, ABC):
+    """A piece of a network with one input and one output.
 
-    `layout` says which part each rank keeps: Replicate, all of it; Tiled, what belongs to its own output tile; Shard,
-    what multiplies its own input tile. Shapes, names and first values of whole arrays are the same with any.
+    Attributes
+    ----------
+    name : str
+        Given, or made by the model from the class and a number.
+    autoencodes : bool
+        Whether GB trains it without targets: it has `filters`, and weights of that name.
+    pools_squares : bool
+        Whether its output is the root of the sum of squares over each window.
     """
 
-    shape: Shape
-    initializer: Initializer = field(default_factory=Constant)
-    fan_in: int = 1
-    fan_out: int = 1
-    layout: Replicate = field(default_factory=Replicate)
+    name: str | None
+    autoencodes = False
+    pools_squares = False
 
-    def size_on(self, grid: GridShape, tile: int) -> int:
-        """Return how many of its numbers the rank of a tile keeps."""
-        return prod(self.layout.shape_on(self.shape, grid, tile))
+    @abstractmethod
+    def output_shape_for(self, input_shape: Shape) -> Shape:
+        """Return the global output shape, without the batch; raises ShapeError or ConfigError if there is none."""
+
+    @abstractmethod
+    def lower(self, graph: Any, value: int) -> int:
+        """Append what this node does with a value to a `plan.Graph`; return the value that it gives."""
+
+    @abstractmethod
+    def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
+        """Yield every chain inside: what is directly in it, with the shape of its input; outer chains first."""
+
+    @abstractmethod
+    def give_names(self, prefix: str, counts: dict[str, int]) -> None:
+        """Name what has no name: prefix, the class as a word, and a number from `counts`."""
+
+    @abstractmethod
+    def twin(self) -> Node:
+        """Return the distributed twin, under the same names."""
+
+    @property
+    @abstractmethod
+    def leaves(self) -> list[Layer]:
+        """All single layers inside, in order."""
+
+    def _name_itself(self, prefix: str, counts: dict[str, int]) -> None:
+        if self.name is None:
+            word = self._word()
+            counts[word] = counts.get(word, 0) + 1
+            self.name = f"{prefix}{word}{counts[word]}"
+
+    def _word(self) -> str:
+        """Return the class as a word: 'max_pooling' for MaxPoolingLayerDist."""
+        word = serial_class(type(self)).__name__.removesuffix("Layer")
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()
 
 
 class Layer(Node):

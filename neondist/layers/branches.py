@@ -9,8 +9,8 @@ from typing import Any
 
 from ..backends import Kernels
 from ..errors import ConfigError, ShapeError
+from .base import Node, Shape
 from .containers import Container
-from .node import Node, Shape
 
 
 class Branches(Container):

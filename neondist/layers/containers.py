@@ -8,8 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry.arguments import expected
-from .base import Layer
-from .node import Node, Shape
+from .base import Layer, Node, Shape
 
 
 class Container(Node):

@@ -1,18 +1,51 @@
-"""`ctx`: the state of one call of a layer, as in torch.autograd.Function."""
+"""`ctx`: the state of one call of a layer, as in torch.autograd.Function; and what all layers of a model share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
 
 from .. import rng
+from ..backends import Backend, Kernels
+from ..comm import ProcessGrid
 from ..errors import ConfigError
-from ..geometry import Box
+from ..geometry import Box, Partition
+from ..halo import GlobalArray, Phase
+from .functions import Activation
+from .layout import Shape
 
-if TYPE_CHECKING:
-    from ..backends import Kernels
-    from ..halo import GlobalArray, Phase
-    from .base import Layer
+
+@dataclass(frozen=True)
+class Context:
+    """What all layers of a built model share."""
+
+    grid: ProcessGrid
+    backend: Backend
+    dtype: np.dtype
+    seed: int
+    batch_size: int
+
+
+class Built(Protocol):
+    """What a call has of its layer."""
+
+    name: str | None
+    context: Context
+    input: GlobalArray
+    input_shape: Shape
+    output_shape: Shape
+    regions: tuple[Partition | None, Partition | None]
+    activation: Activation | None
+    params: dict[str, Any]
+    grads: Any
+    state: dict[str, Any]
+
+    @property
+    def tile(self) -> Box:
+        """The cells of the output that this rank computes."""
 
 
 class StepContext:
@@ -45,7 +78,7 @@ class StepContext:
     #: `out`, once somebody has asked for it
     offered: Any = None
 
-    def __init__(self, layer: Layer, phase: Phase, samples: int, place: Callable[[], Any]) -> None:
+    def __init__(self, layer: Built, phase: Phase, samples: int, place: Callable[[], Any]) -> None:
         self._layer, self.phase = layer, phase
         self.training, self.step = phase.training, phase.step
         self._count, self._saved = samples, {}  # type: int, dict[str, Any]

@@ -12,7 +12,7 @@ import numpy as np
 from ..backends import Kernels
 from ..geometry import Box, Window
 from ..namespace import namespace
-from .node import Shape
+from .layout import Shape
 
 
 class Filters(ABC):

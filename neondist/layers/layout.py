@@ -1,11 +1,13 @@
-"""Which part of a parameter, or of a vector, each rank of a replica keeps."""
+"""Parameters, and which part of one, or of a vector, each rank of a replica keeps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ..geometry import Box, GridShape, split
+from ..initializers import Constant, Initializer
 
 Shape = tuple[int, ...]
 
@@ -79,6 +81,25 @@ class Shard(Replicate):
     def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
         """Return the shape of a tile's rows."""
         return self.inputs(grid, tile).size, *shape[1:]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Shape and first values of one array of a layer.
+
+    `layout` says which part each rank keeps: Replicate, all of it; Tiled, what belongs to its own output tile; Shard,
+    what multiplies its own input tile. Shapes, names and first values of whole arrays are the same with any.
+    """
+
+    shape: Shape
+    initializer: Initializer = field(default_factory=Constant)
+    fan_in: int = 1
+    fan_out: int = 1
+    layout: Replicate = field(default_factory=Replicate)
+
+    def size_on(self, grid: GridShape, tile: int) -> int:
+        """Return how many of its numbers the rank of a tile keeps."""
+        return prod(self.layout.shape_on(self.shape, grid, tile))
 
 
 def said_with(thing: Any, name: str, method: str) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..geometry import Box, GridShape, Window, split
 from ..halo import Phase
-from .node import Shape
+from .layout import Shape
 
 Halos = list[tuple[Shape, Window]]
 
