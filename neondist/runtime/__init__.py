@@ -1,4 +1,8 @@
-"""Running a network: executor (its passes), section (those of some nodes), tasks (what a step does), arena (memory)."""
+"""Running a network.
+
+executor: its passes. section: those of some nodes, and of layers that go a strip at a time. tasks: what a step does.
+workspace: a pass's memory and state. arena: arrays that share memory. reduce: partial results of ranks.
+"""
 
 from .arena import Arena
 from .executor import Executor, Pass

@@ -2,120 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ..comm import ProcessGrid
 from ..errors import PassError
-from ..halo import Phase
+from ..geometry import Overlapping
+from ..halo import GlobalArray, Phase
 from ..layers import Context, Layer, StepContext
 from ..plan import Graph, PlannedSection, Step
-from ..plan.strips import NOWHERE
-from .arena import Arena, ArenaSlot, Blocks
-from .strips import Strips
+from ..plan.strips import NOWHERE, Segment, StripOfLayer
+from .arena import Arena, Blocks
 from .tasks import JoinTask, LayerTask, Task
-
-
-class Workspace:
-    """The memory of one pass at a time: the arena, and the buffers of all views in it.
-
-    Parameters
-    ----------
-    number : int
-        Counts a network's workspaces. All but the first are there for passes that interleave.
-    """
-
-    def __init__(self, number: int, arena: Arena, shapes: list[tuple[int, ...]], tasks: Sequence[Task]) -> None:
-        self.number, self.arena, self.plan, self.shapes = number, arena, arena.plan, shapes
-        self.homes: dict[int, Any] = {value: tasks[at] for value, at in self.plan.homes.items()}
-        self._arrays: dict[tuple[int, int], Any] = {}
-        self._views: dict[tuple[int, int], Any] = {}
-
-    def view(self, task: LayerTask, samples: int) -> Any:
-        """Return the buffers of a step's view for batches of so many samples."""
-        key = task.at, samples
-        if key not in self._views:
-            self._views[key] = task.array.buffer(samples, self.number, self._slots(task.at))
-        return self._views[key]
-
-    def value_place(self, value: int, samples: int) -> Any:
-        """Return the array (samples, *tile, C) where a value is wanted."""
-        task = self.homes.get(value)
-        if task is not None:
-            return self.view(task, samples).tile
-        return self._array(self.plan.values[value], value, samples)
-
-    def gradient_place(self, task: LayerTask, samples: int) -> Any:
-        """Return the array where the gradient of a step's view is wanted; what lies there lasts until it is read."""
-        if task.windowed:
-            return self.view(task, samples).dview_place()
-        return self._array(self.plan.gradients.get(task.at), task.inputs[0], samples)
-
-    def sum_place(self, value: int, samples: int) -> Any:
-        """Return the array for the sum of a value's gradients."""
-        return self._array(self.plan.sums.get(value), value, samples)
-
-    def _array(self, slot: int | None, value: int, samples: int) -> Any:
-        """Return the array of a slot, of a value's shape; a new one, where none is planned."""
-        shape = samples, *self.shapes[value]
-        if slot is None:
-            return self.arena.backend.xp.empty(shape, self.arena.dtype)
-        key = slot, samples
-        if key not in self._arrays:
-            self._arrays[key] = self.arena.array(slot, shape)
-        return self._arrays[key]
-
-    def _slots(self, at: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
-        view, gradient = self.plan.views[at], self.plan.gradients.get(at)
-        return ArenaSlot(self.arena, view), None if gradient is None else ArenaSlot(self.arena, gradient)
-
-
-class SectionPass:
-    """One pass through a section, and all that is kept of it.
-
-    Attributes
-    ----------
-    output : array
-        This rank's tile of the value that the section gives; memory of the pass.
-    phase : Phase
-    samples : int
-        Of this rank.
-    steps, value : int
-        How many steps it takes, and the value that they give.
-    given : list or None
-        For a pass that is run again: what the reductions of each step came to.
-    """
-
-    def __init__(self, section: Section, phase: Phase, samples: int, nodes: int, given: list[Any] | None) -> None:
-        self.section, self.phase, self.samples, self.given = section, phase, samples, given
-        self._workspace: Workspace | None = section.workspace()
-        self.steps, self.value = section.graph.ends[nodes]
-        self.contexts: list[StepContext | None] = [None] * self.steps
-        self.output: Any = None
-
-    @property
-    def workspace(self) -> Workspace:
-        """The memory of the pass, until it is closed."""
-        assert self._workspace is not None
-        return self._workspace
-
-    @property
-    def closed(self) -> bool:
-        """Whether its memory has been given back."""
-        return self._workspace is None
-
-    @property
-    def reduced(self) -> list[Any]:
-        """What the reductions of each step came to."""
-        return [None if ctx is None else ctx.reduced for ctx in self.contexts]
-
-    def close(self) -> None:
-        """Give the memory back; there is no way back through the pass any more."""
-        if self._workspace is not None:
-            self.section.blocks.give_back(self._workspace.number)
-            self._workspace, self.contexts = None, []
-
-    def __del__(self) -> None:
-        self.close()
+from .workspace import SectionPass, Workspace
 
 
 class Section:
@@ -146,18 +47,19 @@ class Section:
         self.first, self.last = planned.first, planned.last
         self.tasks: list[Task] = []
         self.layers: list[list[Layer]] = []
+        self._inputs: list[GlobalArray | None] = []
         for at, step in enumerate(self.graph.steps):
-            if (segment := planned.segments.get(id(step.layer))) is not None:
-                layers: Any = Strips(segment, context, strips, Section)
-                self.tasks.append(layer_task(at, step, layers, self.graph))
-                self.layers.append(layers.layers)
-            elif step.layer is not None:
-                self.tasks.append(layer_task(at, step, step.layer, self.graph))
-                self.layers.append([step.layer])
-            elif step.join is not None:
+            if step.join is not None:
                 channels = [self.graph.shapes[value][-1] for value in step.inputs]
                 self.tasks.append(JoinTask(at, step, step.join, channels, context.backend.kernels))
                 self.layers.append([])
+                self._inputs.append(None)
+                continue
+            segment = planned.segments.get(id(step.layer))
+            layer: Any = step.layer if segment is None else Strips(segment, context, strips)
+            self.tasks.append(layer_task(at, step, layer, self.graph))
+            self.layers.append(layer.leaves)
+            self._inputs.append(layer.input)
         tile = context.grid.tile
         self.shapes, self.plan = planned.tile_shapes(tile), planned.live_ranges(tile)
         blocks.provide(self.plan.length)
@@ -169,7 +71,7 @@ class Section:
         number = self.blocks.take()
         if number not in self.workspaces:
             arena = Arena(self.plan, self.blocks, number)
-            self.workspaces[number] = Workspace(number, arena, self.shapes, self.tasks)
+            self.workspaces[number] = Workspace(arena, self.shapes, self._inputs)
         return self.workspaces[number]
 
     def forward(
@@ -178,10 +80,12 @@ class Section:
         """Return passes that take each step together, through the first so many nodes (default: all)."""
         nodes = self.last - self.first if nodes is None else nodes
         again = [None] * len(xs) if given is None else given
-        runs = [SectionPass(self, phase, len(x), nodes, g) for x, phase, g in zip(xs, phases, again, strict=True)]
-        steps, last = self.graph.ends[nodes]
-        if (steps, last) == NOWHERE:
+        end = steps, last = self.graph.ends[nodes]
+        if end == NOWHERE:
             raise PassError("a pass cannot end between layers that are executed in strips; leave out strips")
+        runs = [
+            SectionPass(self.workspace(), phase, len(x), end, g) for x, phase, g in zip(xs, phases, again, strict=True)
+        ]
         values: list[dict[int, Any]] = [{0: x} for x in xs]
         for task in self.tasks[:steps]:
             found = task.forward(runs, [[held[value] for value in task.inputs] for held in values])
@@ -239,3 +143,90 @@ class Section:
         else:
             total = gradients[value] = run.workspace.sum_place(value, run.samples)
             self.context.backend.kernels.copy(dx, total)
+
+
+Slices = tuple[slice, ...]
+
+
+class Strips:
+    """The layers of a segment on this rank.
+
+    Parameters
+    ----------
+    segment : Segment
+    context : Context
+    blocks : Blocks
+        The memory of a strip.
+    """
+
+    saves_input, keeps_output, activation = True, False, None
+    gathers, scatters = None, None
+    regions = (None, None)
+
+    def __init__(self, segment: Segment, context: Context, blocks: Blocks) -> None:
+        first, last = segment.plans[0].layer, segment.plans[-1].layer
+        self.leaves, self.context, self.name = [plan.layer for plan in segment.plans], context, segment.name
+        self.input, self.input_shape, self.kernels = first.input, first.input_shape, context.backend.kernels
+        self.tile, self.output_shape = last.tile, last.output_shape
+        self.params: dict[str, Any] = {}
+        self.grads, self.state = self.params, self.params
+        inside = replace(context, grid=ProcessGrid.serial())
+        self.strips = [
+            (self._where(strip), Section(self._on_layers(strip, inside), inside, blocks, blocks))
+            for strip in segment.strips(context.grid.tile)
+        ]
+
+    def reductions_for(self, input_shape: tuple[int, ...]) -> list[Any]:
+        """Return nothing: no layer of a segment reduces."""
+        return []
+
+    def forward(self, ctx: StepContext, view: Any) -> Any:
+        """Return the outputs, strip after strip."""
+        y = ctx.out
+        for (seen, cells), section in self.strips:
+            (run,) = section.forward([view[seen]], [ctx.phase])
+            self.kernels.copy(run.output, y[cells])
+            run.close()
+        ctx.save(view=view)
+        return y
+
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Take each strip forward again, and back; what strips share of the view is added."""
+        wanted = ctx.needs_input_gradient
+        dview = ctx.out if wanted else None
+        if dview is not None:
+            dview[...] = 0
+        for (seen, cells), section in self.strips:
+            runs = section.forward([ctx.view[seen]], [ctx.phase], given=[[None] * len(section.tasks)])
+            (found,) = section.backward(runs, [dy[cells].copy()], wanted=wanted)
+            if dview is not None:
+                dview[seen] += found
+            runs[0].close()
+        return dview
+
+    def _where(self, strip: PlannedSection) -> tuple[Slices, Slices]:
+        """Return where a strip's view lies in that of the tile, and its outputs among those of the tile."""
+        first, last = (strip.placed[id(layer)] for layer in (self.leaves[0], self.leaves[-1]))
+        seen, cells = first.view(0).need.relative_to(self.input.need), last.tile(0).relative_to(self.tile)
+        return (slice(None), *seen.slices), (slice(None), *cells.slices)
+
+    def _on_layers(self, strip: PlannedSection, context: Context) -> PlannedSection:
+        """Return what is planned for a strip, with layers that have its shapes."""
+        made = {id(layer): _on_strip(layer, strip.placed[id(layer)], context) for layer in self.leaves}  # type: ignore[arg-type]
+        steps = [step._replace(layer=made[id(step.layer)]) for step in strip.graph.steps]
+        graph = copy.copy(strip.graph)
+        graph.steps = steps
+        placed = {id(made[key]): one for key, one in strip.placed.items()}
+        return replace(strip, graph=graph, placed=placed)
+
+
+def _on_strip(layer: Layer, at: StripOfLayer, context: Context) -> Layer:
+    """Return a layer of the same arrays, whose tile is that of a strip."""
+    made = copy.copy(layer)
+    made.context = context
+    made.regions = None, Overlapping.one(made.output_shape[:-1], at.box)
+    shape = context.batch_size, *layer.input_shape
+    made.input = GlobalArray(context.grid, shape, layer.window, str(context.dtype), context.backend, reuse=True)
+    made.input.take(at.seen)
+    made.ifmshape, made.ofmshape = made.input.local_shape[1:], (*at.box.shape, made.output_shape[-1])
+    return made

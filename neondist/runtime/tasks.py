@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..backends import Kernels
 from ..comm import Redistribution
@@ -14,9 +14,7 @@ from ..geometry import Box
 from ..layers import Branches, Layer, Reduction, Shard, StepContext
 from ..plan import Graph, Step
 from .reduce import combine, joined
-
-if TYPE_CHECKING:
-    from .section import SectionPass
+from .workspace import SectionPass
 
 
 class Task(ABC):
@@ -116,7 +114,7 @@ class LayerTask(Task):
         x = x if self.opens is None else x[..., self.opens.plan.own.slices[0]]
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_place, self.output, samples))
         run.contexts[self.at], ctx.repeats = ctx, run.given is not None
-        return ctx, x if not self.windowed else self.halo("forward", ctx, space.view(self, samples), x)
+        return ctx, x if not self.windowed else self.halo("forward", ctx, space.view(self.at, samples), x)
 
     def _computed(self, ctx: StepContext, view: Any) -> Any:
         layer = self.layer
@@ -160,7 +158,7 @@ class LayerTask(Task):
             shape = run.samples, *self.opens.plan.own.shape
             ctx.offer(partial(ctx.xp.empty, shape, layer.context.dtype))
         elif layer.gathers is None or not needed:
-            ctx.offer(partial(run.workspace.gradient_place, self, run.samples))
+            ctx.offer(partial(run.workspace.gradient_place, self.at, self.inputs[0], run.samples))
         return ctx, self._redistributed("backward", self.joins, dy)
 
     def _computed_back(self, run: SectionPass, ctx: StepContext, dy: Any) -> Any:
@@ -176,7 +174,7 @@ class LayerTask(Task):
         if self.opens is not None:
             return self._redistributed("backward", self.opens, dview)
         if self.windowed:
-            return self.halo("backward", ctx, space.view(self, run.samples), dview)
+            return self.halo("backward", ctx, space.view(self.at, run.samples), dview)
         return self._copied(ctx, dview) if dview is not ctx.offered and space.arena.blocks.owns(dview) else dview
 
     def _copied(self, ctx: StepContext, array: Any) -> Any:

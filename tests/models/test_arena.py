@@ -141,7 +141,7 @@ class PoisonTask(LayerTask):
 
     def _backward(self, runs, dys, needed):
         for run in runs:
-            poison(run, 2 * len(run.section.tasks) - 1 - self.at)
+            poison(run, 2 * run.workspace.plan.turn - 1 - self.at)
         return super()._backward(runs, dys, needed)
 
 

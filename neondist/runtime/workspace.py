@@ -1,0 +1,117 @@
+"""A pass through a section: its memory, and all that is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..halo import GlobalArray, Phase
+from ..layers import StepContext
+from .arena import Arena, ArenaSlot
+
+
+class Workspace:
+    """The memory of one pass at a time: the arena, and the buffers of all views in it.
+
+    Parameters
+    ----------
+    arena : Arena
+    shapes : list of tuple
+        Of this rank's tile of every value, without the batch.
+    inputs : list of GlobalArray or None
+        What makes the view of each step.
+    """
+
+    def __init__(self, arena: Arena, shapes: Sequence[tuple[int, ...]], inputs: Sequence[GlobalArray | None]) -> None:
+        self.arena, self.plan, self.shapes, self.inputs = arena, arena.plan, shapes, inputs
+        self._arrays: dict[tuple[int, int], Any] = {}
+        self._views: dict[tuple[int, int], Any] = {}
+
+    def view(self, at: int, samples: int) -> Any:
+        """Return the buffers of a step's view for batches of so many samples."""
+        key, array = (at, samples), self.inputs[at]
+        if key not in self._views and array is not None:
+            self._views[key] = array.buffer(samples, self.arena.number, self._slots(at))
+        return self._views[key]
+
+    def value_place(self, value: int, samples: int) -> Any:
+        """Return the array (samples, *tile, C) where a value is wanted."""
+        if (at := self.plan.homes.get(value)) is not None:
+            return self.view(at, samples).tile
+        return self._array(self.plan.values[value], value, samples)
+
+    def gradient_place(self, at: int, value: int, samples: int) -> Any:
+        """Return the array where the gradient of a step's view is wanted; what lies there lasts until it is read."""
+        if at in self.plan.views:
+            return self.view(at, samples).dview_place()
+        return self._array(self.plan.gradients.get(at), value, samples)
+
+    def sum_place(self, value: int, samples: int) -> Any:
+        """Return the array for the sum of a value's gradients."""
+        return self._array(self.plan.sums.get(value), value, samples)
+
+    def _array(self, slot: int | None, value: int, samples: int) -> Any:
+        """Return the array of a slot, of a value's shape; a new one, where none is planned."""
+        shape = samples, *self.shapes[value]
+        if slot is None:
+            return self.arena.backend.xp.empty(shape, self.arena.dtype)
+        key = slot, samples
+        if key not in self._arrays:
+            self._arrays[key] = self.arena.array(slot, shape)
+        return self._arrays[key]
+
+    def _slots(self, at: int) -> tuple[ArenaSlot | None, ArenaSlot | None]:
+        view, gradient = self.plan.views[at], self.plan.gradients.get(at)
+        return ArenaSlot(self.arena, view), None if gradient is None else ArenaSlot(self.arena, gradient)
+
+
+class SectionPass:
+    """One pass through a section, and all that is kept of it.
+
+    Attributes
+    ----------
+    output : array
+        This rank's tile of the value that the section gives; memory of the pass.
+    phase : Phase
+    samples : int
+        Of this rank.
+    steps, value : int
+        How many steps it takes, and the value that they give.
+    given : list or None
+        For a pass that is run again: what the reductions of each step came to.
+    """
+
+    def __init__(
+        self, workspace: Workspace, phase: Phase, samples: int, end: tuple[int, int], given: list[Any] | None
+    ) -> None:
+        self._workspace: Workspace | None = workspace
+        self.phase, self.samples, self.given = phase, samples, given
+        self.steps, self.value = end
+        self.contexts: list[StepContext | None] = [None] * self.steps
+        self.output: Any = None
+
+    @property
+    def workspace(self) -> Workspace:
+        """The memory of the pass, until it is closed."""
+        assert self._workspace is not None
+        return self._workspace
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory has been given back."""
+        return self._workspace is None
+
+    @property
+    def reduced(self) -> list[Any]:
+        """What the reductions of each step came to."""
+        return [None if ctx is None else ctx.reduced for ctx in self.contexts]
+
+    def close(self) -> None:
+        """Give the memory back; there is no way back through the pass any more."""
+        if self._workspace is not None:
+            arena = self._workspace.arena
+            arena.blocks.give_back(arena.number)
+            self._workspace, self.contexts = None, []
+
+    def __del__(self) -> None:
+        self.close()
