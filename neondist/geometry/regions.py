@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from .box import Box
 from .plan import sources_within
-from .split import Partition, split
+from .split import Partition
 from .window import Window
 
 Range = tuple[int, int]
@@ -20,6 +21,13 @@ class Overlapping(Partition):
 
     overlaps = True
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.extent, self.ranges))  # there may be thousands
+
     @classmethod
     def one(cls, extent: tuple[int, ...], box: Box) -> Overlapping:
         """Return the one tile of an image that is wanted."""
@@ -30,8 +38,19 @@ class Overlapping(Partition):
         return self.ranges[axis][part]
 
 
-def sources(outputs: Partition, window: Window, inputs: Partition) -> Overlapping:
-    """Return the cells of the input from which each part can compute its part of `outputs`, and its own cells.
+def seen(outputs: Partition, window: Window, extent: tuple[int, ...]) -> Overlapping:
+    """Return the cells of an image that the windows of each part's outputs see, those outside of it too."""
+    ranges = []
+    for axis, parts in enumerate(outputs.parts):
+        cells, alone = (outputs.range(axis, part) for part in range(parts)), window.along(axis)
+        ranges.append(tuple(next(alone.needs(Box((lo,), (hi,))).axes()) for lo, hi in cells))
+    return Overlapping(extent, outputs.parts, outputs.copies, tuple(ranges))
+
+
+def sources(
+    outputs: Partition, window: Window, extent: tuple[int, ...], owners: Partition | None = None
+) -> Overlapping:
+    """Return the cells of an image from which each part can compute its part of `outputs`; the nearest, if it is none.
 
     Parameters
     ----------
@@ -39,30 +58,18 @@ def sources(outputs: Partition, window: Window, inputs: Partition) -> Overlappin
         May overlap.
     window : Window
         Not of mode 'wrap'.
-    inputs : Partition
-        Who owns the cells of the input.
+    owners : Partition, optional
+        Who owns the cells of the image; each part has its own, too.
     """
     ranges = []
-    for axis, (n, parts) in enumerate(zip(inputs.extent, inputs.parts, strict=True)):
-        alone = window.along(axis)
-        needed = (_needed(alone, outputs.range(axis, part), n) for part in range(parts))
-        ranges.append(tuple(_hull(a, split(n, parts, part)) for part, a in enumerate(needed)))
-    return Overlapping(inputs.extent, inputs.parts, inputs.copies, tuple(ranges))
-
-
-def needed_of(window: Window, outputs: Box, extent: tuple[int, ...]) -> Box:
-    """Return the cells of an image from which a window computes some outputs; the nearest one where it needs none."""
-    found = []
-    for axis, (n, out) in enumerate(zip(extent, outputs.axes(), strict=True)):
-        lo, hi = _needed(window.along(axis), out, n)
-        at = min(max(lo, 0), n - 1)
-        found.append((lo, hi) if lo < hi else (at, at + 1))
-    return Box(tuple(lo for lo, _ in found), tuple(hi for _, hi in found))
-
-
-def _needed(alone: Window, out: Range, n: int) -> Range:
-    lo, hi = next(alone.needs(Box(out[:1], out[1:])).axes())
-    return sources_within(lo, hi, n, alone.mode)
+    for axis, (n, views) in enumerate(zip(extent, seen(outputs, window, extent).ranges, strict=True)):
+        found = []
+        for part, view in enumerate(views):
+            lo, hi = sources_within(*view, n, window.mode)
+            nearest = min(max(lo, 0), n - 1)
+            found.append(_hull((lo, hi), (nearest, nearest + 1) if owners is None else owners.range(axis, part)))
+        ranges.append(tuple(found))
+    return Overlapping(extent, outputs.parts, outputs.copies, tuple(ranges))
 
 
 def _hull(a: Range, b: Range) -> Range:

@@ -10,7 +10,7 @@ from math import inf
 from ..geometry import GridShape
 from ..layers import Node
 from ..machine import Figures
-from .planner import Placed, best_cuts, can_follow, gather_seconds, segment_seconds
+from .planner import InSegment, best_cuts, can_follow, gather_seconds, segment_seconds
 from .segments import Links, blocks, placed, single
 
 Shape = tuple[int, ...]
@@ -77,7 +77,7 @@ class _Cutter:
             text, seconds = self._best(first, last)
             for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
-                alone = segment_seconds(self.figures, [Placed(node.leaves[0], shape)], self.grid, self._backward(at))
+                alone = segment_seconds(self.figures, [InSegment(node.leaves[0], shape)], self.grid, self._backward(at))
                 found.append(Choice(str(node.name), text, cost, sum(alone)))
         return found
 

@@ -18,7 +18,7 @@ PASSES = 3
 """what a training step computes, in units of fprop"""
 
 
-class Placed(NamedTuple):
+class InSegment(NamedTuple):
     """A layer, the shape of its input, and which cells of its input and output the tiles have."""
 
     layer: Layer
@@ -45,7 +45,9 @@ def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, 
     return cuts[::-1]
 
 
-def segment_seconds(figures: Figures, segment: Sequence[Placed], grid: GridShape, backward: bool = True) -> list[float]:
+def segment_seconds(
+    figures: Figures, segment: Sequence[InSegment], grid: GridShape, backward: bool = True
+) -> list[float]:
     """Return the seconds that a training step spends on a segment's exchange and on what it computes twice, by layer.
 
     The exchange is that of the tile in the middle of the grid, which has all neighbours; what is computed twice, by how
@@ -66,7 +68,7 @@ def segment_seconds(figures: Figures, segment: Sequence[Placed], grid: GridShape
     return found
 
 
-def gather_seconds(figures: Figures, placed: Placed, grid: GridShape) -> float:
+def gather_seconds(figures: Figures, placed: InSegment, grid: GridShape) -> float:
     """Return the seconds of the exchanges of a layer that gathers in bprop; infinite for one that cannot."""
     layer, shape, _ = placed
     gathers = layer.gathers_of(shape)
@@ -86,7 +88,7 @@ def can_follow(layer: Layer, input_shape: Shape) -> bool:
     return not layer.no_recompute and (window is None or window.mode != "wrap")
 
 
-def _twice(figures: Figures, placed: Placed, grid: GridShape) -> float:
+def _twice(figures: Figures, placed: InSegment, grid: GridShape) -> float:
     """Return the seconds of the cells that the fullest tile of a layer computes beyond its own."""
     layer, shape, (_, out) = placed
     if out is None:

@@ -1,4 +1,4 @@
-"""Segments: layers that compute cells of other tiles themselves, so that only the first one's input has to travel."""
+"""Segments that schemes ask for: layers compute cells of other tiles, so that only the first one's input travels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..halo.fusion import Fusion, fusion_of
 from ..layers import Layer, Node
 from ..machine import Figures
 from .graph import Graph
-from .planner import Placed, best_cuts, can_follow, segment_seconds
+from .planner import InSegment, best_cuts, can_follow, segment_seconds
 
 Shape = tuple[int, ...]
 Links: TypeAlias = Sequence[tuple[Node, Shape]]
@@ -102,10 +102,10 @@ def _planned(figures: Figures, links: Links, grid: GridShape, backward: bool) ->
             yield links[places[first] : places[last] + 1]
 
 
-def placed(segment: Links, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[Placed]:
+def placed(segment: Links, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[InSegment]:
     """Return the layers of a segment with their regions; `alone`: it is none, and nothing is computed twice."""
     regions = {} if alone else regions_of(segment, grid, wide)
-    return [Placed(node.leaves[0], shape, regions.get(id(node.leaves[0]), (None, None))) for node, shape in segment]
+    return [InSegment(node.leaves[0], shape, regions.get(id(node.leaves[0]), (None, None))) for node, shape in segment]
 
 
 def single(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
@@ -147,7 +147,7 @@ def regions_of(segment: Links, grid: GridShape, wide: bool | None = None) -> Fou
         inputs: Partition | None = None
         if place or wide:
             _check(layer, segment, window)
-            inputs = sources(outputs, window, grid.partition(shape[:-1]))
+            inputs = sources(outputs, window, shape[:-1], grid.partition(shape[:-1]))
         elif layer.no_recompute:
             raise _refused(layer, f"computes cells of other tiles, but this layer cannot: {layer.no_recompute}")
         found[id(layer)] = inputs, outputs

@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from ..geometry import Box, GridShape, HaloPlan, Overlapping, Window, needed_of
+from ..geometry import Box, GridShape, HaloPlan, Overlapping, Window, seen, sources
 from .graph import Graph, Step
 from .layer import LayerPlan
 from .section import PlannedSection
 
-if TYPE_CHECKING:
-    from ..layers import Layer
-
 Rows = int | Literal["auto"]
 CACHE = 1 << 20
 """bytes of one sample that a strip of 'auto' has at most, all its layers together"""
-
-
-@dataclass(frozen=True)
-class StripOfLayer:
-    """One layer on one strip: what it sees, and the cells of its output."""
-
-    layer: Layer
-    input_shape: tuple[int, ...]
-    seen: HaloPlan
-    box: Box
-
-    def view(self, tile: int = 0) -> HaloPlan:
-        """Return which cells of its input it has, and sees."""
-        return self.seen
-
-    def tile(self, tile: int = 0) -> Box:
-        """Return its cells of the output."""
-        return self.box
 
 
 class Segment:
@@ -67,48 +45,39 @@ class Segment:
         """Return a tile's cells of the output."""
         return self.plans[-1].tile(tile)
 
-    def strips(self, tile: int) -> Iterator[PlannedSection]:
-        """Yield what is executed for each strip of a tile."""
+    def strips(self, tile: int) -> Iterator[tuple[int, PlannedSection]]:
+        """Yield the strips of a tile, and what is executed for each: to it they are what tiles are to a network."""
         whole = self.tile(tile)
         if whole.empty:
             return
-        (lo, hi), rows = next(whole.axes()), self._rows(whole)
-        for start in range(lo, hi, rows):
-            yield self._strip(Box((start, *whole.lo[1:]), (min(start + rows, hi), *whole.hi[1:])))
+        ((lo, hi), *others), rows = whole.axes(), self._rows(whole)
+        cut = tuple((start, min(start + rows, hi)) for start in range(lo, hi, rows))
+        shapes = [self.input_shape, *(plan.output_shape for plan in self.plans)]
+        ones = (1,) * len(others)
+        strips = outputs = Overlapping(shapes[-1][:-1], (len(cut), *ones), 1, (cut, *((cells,) for cells in others)))
+        placed: dict[int, LayerPlan] = {}
+        for plan in reversed(self.plans):
+            window = plan.window or Window.of_one(len(whole.shape))
+            cells = seen if plan is self.plans[0] else sources  # its view is there, outside of the image too
+            inputs = cells(outputs, window, plan.input_shape[:-1])
+            shape = plan.output_shape
+            placed[id(plan.layer)] = LayerPlan(plan.layer, plan.input_shape, shape, GridShape(), (inputs, outputs))
+            outputs = inputs
+        steps = [Step(plan.layer, None, (at,), at + 1) for at, plan in enumerate(self.plans)]
+        graph = Graph(steps, shapes, [(at, at) for at in range(len(shapes))])
+        section = PlannedSection(0, len(steps), graph, placed, GridShape(), outputs, True)
+        for at in range(strips.tiles):
+            yield at, section
 
     def length(self, tile: int) -> int:
         """Return the numbers of a sample that the largest strip needs."""
-        return max((strip.live_ranges(0).length for strip in self.strips(tile)), default=0)
+        return max((section.live_ranges(at).length for at, section in self.strips(tile)), default=0)
 
     def _rows(self, whole: Box) -> int:
         if self.rows != "auto":
             return self.rows
         per_row = sum(prod(plan.output_shape[1:]) for plan in self.plans) * self.itemsize
         return max(1, min(whole.shape[0], CACHE // max(1, per_row)))
-
-    def _strip(self, box: Box) -> PlannedSection:
-        found: list[StripOfLayer] = []
-        for plan in reversed(self.plans[1:]):
-            extent = plan.input_shape[:-1]
-            window = plan.window or Window.of_one(len(extent))
-            cells = needed_of(window, box, extent)
-            seen = HaloPlan.of(Overlapping.one(extent, cells), window, 0, Overlapping.one(plan.output_shape[:-1], box))
-            found.append(StripOfLayer(plan.layer, plan.input_shape, seen, box))
-            box = cells
-        first = self.plans[0]
-        window = first.window or Window.of_one(len(first.input_shape) - 1)
-        need = window.needs(box)  # the view is there: nothing is to be fetched, or filled
-        seen = HaloPlan(need, need, (), (), (), need, first.input_shape[:-1], window)
-        found.append(StripOfLayer(first.layer, first.input_shape, seen, box))
-        found.reverse()
-        steps = [Step(one.layer, None, (at,), at + 1) for at, one in enumerate(found)]
-        graph = Graph(
-            steps,
-            [first.input_shape, *(plan.output_shape for plan in self.plans)],
-            [(at, at) for at in range(len(steps) + 1)],
-        )
-        wide = Overlapping.one(first.input_shape[:-1], need)
-        return PlannedSection(0, len(steps), graph, {id(one.layer): one for one in found}, GridShape(), wide, True)
 
 
 def in_segments(

@@ -1,6 +1,6 @@
 """Running a network.
 
-executor: its passes. section: those of some nodes, and of layers that go a strip at a time. tasks: what a step does.
+executor: its passes. section: those of some nodes. strips: segments, a strip at a time. tasks: what a step does.
 workspace: a pass's memory and state. arena: arrays that share memory. reduce: partial results of ranks.
 """
 

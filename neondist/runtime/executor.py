@@ -10,8 +10,10 @@ from ..halo import Phase
 from ..layers import Context, Layer
 from ..plan import Graph, Plan, Step
 from .arena import Blocks
-from .section import Section, SectionPass
+from .section import Section
+from .strips import Strips
 from .tasks import LayerTask, Task
+from .workspace import SectionPass
 
 
 class Pass:
@@ -70,8 +72,11 @@ class Executor:
         layer_task: Callable[[int, Step, Layer, Graph], Task] = LayerTask,
     ) -> None:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
-        self.blocks, strips = (Blocks(samples, context.dtype, context.backend) for _ in range(2))
-        self.sections = [Section(planned, context, self.blocks, strips, layer_task) for planned in compiled.sections]
+        self.blocks, shared = (Blocks(samples, context.dtype, context.backend) for _ in range(2))
+        self.sections = []
+        for planned in compiled.sections:
+            strips = {at: Strips(segment, context, shared) for at, segment in planned.segments.items()}
+            self.sections.append(Section(planned, context, context.grid.tile, self.blocks, strips, layer_task))
         #: whether a step of training needs all samples at once somewhere: then micro-batches have to go together
         self.over_batch = any(task.over_batch for section in self.sections for task in section.tasks)
 
