@@ -3,11 +3,11 @@
 Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 """
 
-from . import at_start  # noqa: F401
+from . import at_start, datasets, session  # noqa: F401 - the latter two are names of before
 from .backends import Backend, Kernels, available, get_backend
 from .comm import ProcessGrid, loopback
 from .costs import Cost, CrossEntropy, Dice, SoftmaxCrossEntropy, SumSquared
-from .datasets import CIFAR10, MNIST, Dataset, HDF5Dataset, Photographs, Split, Synthetic
+from .data import CIFAR10, MNIST, Dataset, HDF5Dataset, Photographs, Split, Synthetic
 from .errors import (
     ConfigError,
     DataError,
@@ -99,7 +99,7 @@ from .metrics import LogLoss, Metric, Misclassification, TopK
 from .models import GB, MLP, Convnet, ConvnetDist, DistModel, GBDist, MLPDist, Model, distribute
 from .observer import Observer
 from .optim import SGD, Adam, CosineDecay, Optimizer, StepDecay
-from .session import DebugHalo, FitExperiment, Hook, fit, pretrain
+from .train import DebugHalo, FitExperiment, Hook, fit, pretrain
 from .version import __version__
 
 Scheme = ExchangePolicy

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from .errors import ConfigError
-from .files import write_text
+from .io.files import write_text
 
 SPEED = 2e10
 """floating point operations per second of a rank, where nobody says"""

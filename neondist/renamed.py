@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 
@@ -20,3 +23,16 @@ class Renamed:
             return self
         warnings.warn(self.told, DeprecationWarning, stacklevel=2)
         return getattr(instance, self.new)
+
+
+def moved(old: str, new: str, names: Mapping[str, str] = MappingProxyType({})) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that is in another place now, and whose names are others in part."""
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = getattr(import_module(new), names.get(name, name))
+        warnings.warn(f"{old}.{name} is {new}.{names.get(name, name)} now", DeprecationWarning, stacklevel=2)
+        return found
+
+    return get

@@ -77,11 +77,11 @@ def out_of_any_job():
 @pytest.fixture(autouse=True, scope="session")
 def no_pictures():
     """Runs draw nothing, which takes most of a small run's time, unless a test asks for `pictures`."""
-    from neondist.files import can_draw
+    from neondist.io.files import can_draw
 
     with pytest.MonkeyPatch.context() as patch:
         for module in DRAWING:
-            patch.setattr(f"neondist.session.{module}.can_draw", lambda: False)
+            patch.setattr(f"neondist.train.callbacks.{module}.can_draw", lambda: False)
         yield can_draw
 
 
@@ -89,4 +89,4 @@ def no_pictures():
 def pictures(no_pictures, monkeypatch):
     """Runs draw what they draw for users."""
     for module in DRAWING:
-        monkeypatch.setattr(f"neondist.session.{module}.can_draw", no_pictures)
+        monkeypatch.setattr(f"neondist.train.callbacks.{module}.can_draw", no_pictures)

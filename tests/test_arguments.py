@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import neondist as nd
-import neondist.session
+import neondist.train
 from neondist.errors import ConfigError, UserError
 from neondist.registry import registered
 from neondist.registry.arguments import checked

@@ -3,7 +3,7 @@
 Usage: python tools/make_embedded_mnist.py FOLDER
 
 Draws 1,000 training and 200 test digits of each class, shuffles them, and writes four gzipped IDX files to
-neondist/datasets/embedded. The same input gives the same bytes: the draw is seeded and the gzip headers hold no time.
+neondist/data/embedded. The same input gives the same bytes: the draw is seeded and the gzip headers hold no time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from neondist.comm import ProcessGrid
-from neondist.datasets import MNIST, Split
-from neondist.datasets.idx import IMAGES, LABELS
-from neondist.datasets.mnist import EMBEDDED, TEST, TRAIN, MnistPair
+from neondist.data import MNIST, Split
+from neondist.data.datasets.idx import IMAGES, LABELS
+from neondist.data.datasets.mnist import EMBEDDED, TEST, TRAIN, MnistPair
 
 SEED = 28
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..comm import ProcessGrid, Transport
 from ..geometry import Window
 from ..halo import GlobalArray
-from ..session.environment import environment
+from ..io.environment import environment
 from .rest import rest
 
 SAMPLES, CHANNELS = 8, 64

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..files import can_draw, make_folder, write_figure, write_text
+from ..io.files import can_draw, make_folder, write_figure, write_text
 from .tables import bytes_text, markdown, seconds_text
 
 

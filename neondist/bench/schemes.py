@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import dump
 from ..errors import ConfigError
-from ..files import append, can_draw, make_folder, write_figure, write_text
 from ..halo import as_scheme
-from ..session import Record
+from ..io.files import append, can_draw, make_folder, write_figure, write_text
+from ..train import Record
 from .tables import markdown
 
 if TYPE_CHECKING:

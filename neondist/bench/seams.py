@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import can_draw, make_folder, write_figure, write_text
 from ..geometry import Partition
+from ..io.files import can_draw, make_folder, write_figure, write_text
 from ..observer import Observer
 from .tables import markdown
 

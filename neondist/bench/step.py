@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm import ProcessGrid
+from ..io.environment import environment
 from ..models import Model, ModelStep
 from ..registry import serial_class
-from ..session.environment import environment
+from ..runtime.observers.clock import KINDS, Clock
+from ..runtime.observers.trace import write_trace
 from . import memory
 from .allocations import allocations
-from .clock import KINDS, Clock
 from .network import network
 from .rest import rest
 from .roofline import peaks, roofline_rows
 from .torch_baseline import TorchBaseline
-from .trace import write_trace
 
 if TYPE_CHECKING:
-    from ..session import FitExperiment
+    from ..train import FitExperiment
 
 WARM_UP = 2
 ROUND = 0.3

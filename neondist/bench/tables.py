@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..plan.report import Column, LayerTable
-from .clock import KINDS
+from ..runtime.observers.clock import KINDS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

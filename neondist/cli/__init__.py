@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import OutputError, UserError
-from ..files import REMEDY, reason
+from ..io.files import REMEDY, reason
 from ..launcher.cleanup import mark
 from ..launcher.parent_watch import die_with_launcher
 from ..launcher.report import report

@@ -42,7 +42,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Print the cost and the metrics of a checkpoint as one line of JSON."""
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
-        from ..session import evaluate_checkpoint
+        from ..train import evaluate_checkpoint
 
         found = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split)
         if grid.rank == 0:
@@ -55,7 +55,7 @@ def predict(arguments: argparse.Namespace) -> int:
     """Write the outputs for new images; the experiment's data need not be there."""
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
-        from ..session import predict
+        from ..train import predict
 
         files = arguments.checkpoint, arguments.input, arguments.output
         shape = predict(experiment, *files, grid, arguments.classes)

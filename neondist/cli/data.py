@@ -41,7 +41,7 @@ def download(arguments: argparse.Namespace) -> int:
     """Download the files, with a progress bar, and name them."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    from ..datasets.download import download_mnist
+    from ..data.datasets.download import download_mnist
 
     mirror = {} if arguments.mirror is None else {"mirror": arguments.mirror}
     with bars(DownloadColumn(), TransferSpeedColumn()) as progress:
@@ -56,8 +56,8 @@ def convert(arguments: argparse.Namespace) -> int:
     """Convert, with a progress bar, and say what was written and how it is used."""
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-    from ..datasets.convert import convert, parts_of
-    from ..datasets.image_loader import Loader
+    from ..data.convert import convert, parts_of
+    from ..data.image_loader import Loader
     from ..errors import ConfigError
 
     if arguments.size is not None and min(arguments.size) < 1:

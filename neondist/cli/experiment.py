@@ -26,7 +26,7 @@ _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 
 def load(arguments: argparse.Namespace) -> Any:
     """Return the experiment of `file`, with `--import` and `--set` applied."""
-    import neondist.session  # noqa: F401  registers the classes that a file may name
+    import neondist.train  # noqa: F401  registers the classes that a file may name
 
     for module in arguments.modules:
         import_module(module)

@@ -18,7 +18,7 @@ from .experiment import load, validated
 
 if TYPE_CHECKING:
     from ..comm import Transport
-    from ..session import Hook
+    from ..train import Hook
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
@@ -85,7 +85,7 @@ def check(arguments: argparse.Namespace) -> int:
     if job is None or job.first:
         from rich.console import Console
 
-        from ..session import describe
+        from ..train import describe
 
         Console(soft_wrap=True).print(describe(experiment, ranks))
     return 0
@@ -93,7 +93,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     """Return the experiment once nothing stands in its way: file, data, grid and output directory; collective."""
-    from ..session.output import prepare
+    from ..io.output import prepare
 
     experiment = validated(arguments, world, ranks)
     prepare(world, arguments.folder, arguments.resume, arguments.overwrite)
@@ -101,7 +101,7 @@ def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any
 
 
 def _hooks(arguments: argparse.Namespace) -> list[Hook]:
-    from ..session import DebugHalo, ProgressBar, StopOnSignal, TimeLimit
+    from ..train import DebugHalo, ProgressBar, StopOnSignal, TimeLimit
 
     watches = arguments.watchdog or new_watchdog(arguments, whole_process=False)
     found: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), watches]

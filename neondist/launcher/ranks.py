@@ -22,7 +22,7 @@ from .report import Prepared, run_reported
 
 if TYPE_CHECKING:
     from ..comm import Transport
-    from ..session import Watchdog
+    from ..train import Watchdog
 
 STALL_TIMEOUT = 600.0
 PATIENCE = 24 * 3600.0
@@ -90,7 +90,7 @@ def job_of(arguments: argparse.Namespace) -> Job | None:
 
 def new_watchdog(arguments: argparse.Namespace, job: Job | None = None, whole_process: bool = True) -> Watchdog:
     """Return who watches over this process, or over a virtual rank."""
-    from ..session import Watchdog
+    from ..train import Watchdog
 
     rank, size = (job.rank or 0, job.size or 1) if job is not None else (0, 1)
     timeout = getattr(arguments, "stall_timeout", None) or STALL_TIMEOUT

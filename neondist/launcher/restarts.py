@@ -70,7 +70,7 @@ def is_loss(code: int) -> bool:
 
 def checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
     """Return the checkpoints of a folder, with what changes when one is written."""
-    from ..session.output import CHECKPOINTS
+    from ..io.output import CHECKPOINTS
 
     stats = {path: path.stat() for name in CHECKPOINTS for path in folder.glob(name)}
     return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats.items()}
@@ -78,10 +78,10 @@ def checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
 
 def make_whole(folder: Path) -> Path:
     """Return the newest whole checkpoint of a run, which takes the place of the newest where that is damaged."""
-    from ..checkpoint import kept_files
-    from ..checkpoint.checksum import check
-    from ..files import replacing
-    from ..session.output import CHECKPOINT
+    from ..io.checkpoint import kept_files
+    from ..io.checkpoint.checksum import check
+    from ..io.files import replacing
+    from ..io.output import CHECKPOINT
 
     stages = sorted((path for path in folder.glob("pretrain_*.h5") if path.stem[9:].isdecimal()), key=_number)
     path = folder / CHECKPOINT if (folder / CHECKPOINT).exists() or not stages else stages[-1]

@@ -1,7 +1,7 @@
 """Models: layers, a cost and an optimiser.
 
 model: the chain. train_step: a step of training. trainable: what the loop asks for. passes: a pass as users have it.
-parameters: all arrays in flat buffers. dist: the distributed models. distribute: from one to the other. gb,
+dist: the distributed models. distribute: from one to the other. gb,
 autoencoder, reconstruction: the sparse autoencoder.
 """
 

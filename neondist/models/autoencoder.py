@@ -10,7 +10,7 @@ import numpy as np
 from ..halo import Phase
 from ..layers import LocalFilteringLayer
 from ..namespace import to_host
-from ..parallel import Flag, finite
+from ..parallel import Flag, ParameterShard, finite
 from ..plan import micro_batches
 from .reconstruction import Reconstruction, ReconstructionCost
 from .train_step import TrainStep
@@ -18,7 +18,6 @@ from .train_step import TrainStep
 if TYPE_CHECKING:
     from ..plan import LayerPlan
     from .gb import GB
-    from .shard import ParameterShard
 
 
 class Autoencoder:

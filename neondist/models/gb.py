@@ -13,11 +13,11 @@ from ..geometry import GridShape
 from ..halo import ExchangePolicy
 from ..layers import Node
 from ..optim import Adam, Optimizer
+from ..parallel import TrainedSubset
 from ..plan import Plan
 from ..registry.ranges import Count, flag, integer, real
 from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
-from .subset import TrainedSubset
 
 
 class GB(Convnet):

@@ -8,26 +8,23 @@ from typing import Any, Literal
 import numpy as np
 
 from ..backends import Backend, get_backend
-from ..comm import ProcessGrid
+from ..comm import ProcessGrid, Reductions
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, scheme_text
 from ..layers import Context, Node, Sequential
 from ..optim import SGD, Optimizer
-from ..parallel import SYNCS, GradientSync
-from ..plan import Plan, Training, compile_plan, largest_of, micro_batches
+from ..parallel import SYNCS, GradientSync, Parameters, ParameterShard, TrainedSubset, gather, load
+from ..plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, integer, shape_of
 from ..renamed import Renamed
 from ..runtime import Executor
-from .ledger import Ledger, accounts, ledger
-from .nonfinite import NonFiniteMonitor
-from .parameters import Parameters, gather, load
+from ..runtime.observers.ledger import Ledger, ledger
+from ..runtime.observers.nonfinite import NonFiniteMonitor
 from .passes import ModelPass
-from .shard import ParameterShard
-from .subset import TrainedSubset
 from .targets import local_targets
 from .train_step import ModelStep
 
@@ -379,11 +376,11 @@ class Model(Registered):
     @property
     def bytes_summed(self) -> int:
         """Bytes that this rank has given into sums over ranks, or sent so that vectors are cut anew, since `build`."""
-        return sum(reductions.bytes_reduced for _, reductions in accounts(self))
+        return sum(reductions.bytes_reduced for _, reductions in self._reductions())
 
     def ledger(self) -> Ledger:
         """Return all messages and the sums over ranks since `build`: how many of each size, and to whom."""
-        return ledger(self)
+        return ledger(self.leaves, self._reductions(), self.grid.replica * self.grid.shape.tiles)
 
     @property
     def whole(self) -> Model:
@@ -391,6 +388,11 @@ class Model(Registered):
         return self
 
     # Inside.
+
+    def _reductions(self) -> list[tuple[str, Reductions]]:
+        layers = [(str(layer.name), array.reductions) for layer in self.leaves for array in layer.arrays]
+        whole = [(GRADIENTS, self.parameters.reductions)] if self.parameters is not None else []
+        return [*layers, (LOSS, self.output.reductions), *whole]
 
     def _name_layers(self) -> None:
         counts: dict[str, int] = {}

@@ -9,8 +9,8 @@ from ..halo import GlobalArray
 from ..runtime import Pass
 
 if TYPE_CHECKING:
+    from ..parallel import Parameters
     from .model import Model
-    from .parameters import Parameters
 
 
 class ModelPass:

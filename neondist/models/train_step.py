@@ -10,7 +10,7 @@ import numpy as np
 from ..halo import Phase
 from ..parallel import finite
 from ..plan import micro_batches
-from .nonfinite import SchemeMemory, locate
+from ..runtime.observers.nonfinite import SchemeMemory, locate
 
 if TYPE_CHECKING:
     from .trainable import Trainable

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from ..comm import ProcessGrid
     from ..halo import GlobalArray
     from ..optim import Optimizer
-    from ..parallel import GradientSync
+    from ..parallel import GradientSync, ParameterShard
     from .model import Model
-    from .shard import ParameterShard
 
 
 class Trainable(Protocol):

@@ -1,6 +1,16 @@
-"""How ranks that hold the same parameters, or samples of the same batch, come to one gradient."""
+"""How ranks that hold the same parameters, or samples of the same batch, come to one gradient.
+
+parameters: all arrays of a model in flat buffers. shard: one array of one layer, and the part of it on a rank.
+subset: some of them. sync: sums over ranks. flags: what ranks tell each other with them.
+"""
 
 from .flags import HEADER, ControlFlags, Flag
+from .parameters import Parameters, gather, load
+from .shard import ParameterShard
+from .subset import TrainedSubset
 from .sync import SYNCS, AllReduce, Bucketed, GradientSync, finite
 
-__all__ = ["HEADER", "SYNCS", "AllReduce", "Bucketed", "ControlFlags", "Flag", "GradientSync", "finite"]
+__all__ = [
+    "HEADER", "SYNCS", "AllReduce", "Bucketed", "ControlFlags", "Flag", "GradientSync", "ParameterShard", "Parameters",
+    "TrainedSubset", "finite", "gather", "load",
+]  # fmt: skip

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist.bench.clock import REST, Clock
 from neondist.comm import Exchange, SingleTransport, loopback
 from neondist.observer import Observers
+from neondist.runtime.observers.clock import REST, Clock
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist.bench.trace import on_one_clock, write_trace
 from neondist.comm import loopback
+from neondist.runtime.observers.trace import on_one_clock, write_trace
 
 
 def traced(path, replicas, ranks=4, steps=2):

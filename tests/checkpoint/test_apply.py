@@ -5,10 +5,10 @@ import pytest
 from checkpoint_toys import experiment
 
 import neondist as nd
-from neondist.checkpoint import pieces
 from neondist.comm import ProcessGrid, loopback
 from neondist.errors import ConfigError, DataError, GridError, OutputError
-from neondist.session import evaluate_checkpoint, predict
+from neondist.io.checkpoint import pieces
+from neondist.train import evaluate_checkpoint, predict
 
 
 def segmentation():
@@ -145,7 +145,7 @@ def array(*shape):
 def test_kinds_of_input(tmp_path):
     import h5py
 
-    from neondist.session.sources import open_source
+    from neondist.data.sources import open_source
 
     def save(name, values):
         np.save(tmp_path / name, values)
@@ -179,7 +179,7 @@ def test_kinds_of_input(tmp_path):
 
 def test_pictures(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
-    from neondist.session.sources import open_source
+    from neondist.data.sources import open_source
 
     whole = array(3, 8, 5, 3)
     for at, cells in enumerate(whole):

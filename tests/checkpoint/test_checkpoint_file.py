@@ -8,11 +8,11 @@ import pytest
 from checkpoint_toys import arrays, begun, experiment, forged, load, save
 
 import neondist as nd
-from neondist.checkpoint import checksum, keep, pieces
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import DataError, OutputError
-from neondist.session import TrainState
-from neondist.session.checkpoint import Checkpoint, restore
+from neondist.io.checkpoint import checksum, keep, pieces
+from neondist.train import TrainState
+from neondist.train.callbacks.checkpoint import Checkpoint, restore
 
 LAYOUTS = [(1, None), (4, None), (6, None), (9, None), (4, {"replicas": 2}), (6, {"replicas": 3, "rows": 1})]
 
@@ -228,7 +228,7 @@ def test_no_room_is_found_before_anything_is_written(tmp_path, monkeypatch):
 def test_keeping_the_last_three(tmp_path, monkeypatch, links):
     if not links:
         monkeypatch.setattr(keep.os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError()))
-    schedule = nd.session.checkpoint.CheckpointSchedule(keep=3)
+    schedule = nd.train.callbacks.checkpoint.CheckpointSchedule(keep=3)
     hook, run = Checkpoint(tmp_path / "c.h5", schedule), begun(nd.ProcessGrid(SingleTransport()))
     for step in (5, 20, 100, 7):  # the last after going back to an older one
         run.model.step = step

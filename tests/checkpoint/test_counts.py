@@ -8,7 +8,7 @@ from checkpoint_toys import forged
 
 import neondist as nd
 from neondist.errors import DataError
-from neondist.session import Hook
+from neondist.train import Hook
 
 
 class Counting(nd.Adam):

@@ -9,8 +9,8 @@ from checkpoint_toys import experiment, forged, load, save
 
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import DataError
-from neondist.session import predict
-from neondist.session.checkpoint import Progress
+from neondist.train import predict
+from neondist.train.callbacks.checkpoint import Progress
 
 STRANGE = [
     None,
@@ -100,7 +100,7 @@ def test_resume_from_a_crafted_position(texts, text):
 
 
 def test_what_images_were(texts, tmp_path):
-    from neondist.session.apply import _images
+    from neondist.train.apply import _images
 
     for text in crafted(texts[1]["images"]):
         found = _outcome(lambda text: _images(texts[0], {"images": text}), text)
@@ -118,8 +118,8 @@ def _put(file, name, text):
 
 def test_what_border_schemes_remember(texts):
     """`remind` reads the text before it looks at anything else."""
-    from neondist.checkpoint import REMEMBERED, Facts, remind
-    from neondist.checkpoint.read import Opened
+    from neondist.io.checkpoint import REMEMBERED, Facts, remind
+    from neondist.io.checkpoint.read import Opened
 
     good = json.dumps({"of": "owner", "layers": {"conv1": [[[0, 5, "forward", 1, 4]]]}})
 

@@ -5,7 +5,7 @@ from checkpoint_toys import experiment
 
 import neondist as nd
 from neondist.errors import ConfigError
-from neondist.session import checkpoint as module
+from neondist.train.callbacks import checkpoint as module
 
 
 def written(monkeypatch, tmp_path, clock=None, **fields):

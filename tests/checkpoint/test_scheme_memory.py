@@ -10,8 +10,8 @@ from elastic_runs import StopAfter
 import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import DataError
-from neondist.session import TrainState
-from neondist.session.checkpoint import Checkpoint, restore
+from neondist.train import TrainState
+from neondist.train.callbacks.checkpoint import Checkpoint, restore
 
 SCHEMES = ["stale", "stale(steps=3)", "every(j=4)", "quantised(bits=8, feedback=true)"]
 SIZES = [10, 10, 5, 10, 10, 5]

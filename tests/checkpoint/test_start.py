@@ -16,7 +16,7 @@ class First(nd.Hook):
 
     def before_run(self, run):
         self.state, self.notes, self.step = run.model.state(), run.notes, run.step
-        run.stop = nd.session.Stop("seen enough")
+        run.stop = nd.train.Stop("seen enough")
 
 
 def first(ranks=1, **arguments):

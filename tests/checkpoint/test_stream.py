@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neondist.checkpoint import pieces
-from neondist.checkpoint.pieces import Piece, blocks
-from neondist.checkpoint.stream import collect, scatter
 from neondist.comm import ProcessGrid, loopback
 from neondist.geometry import Box
+from neondist.io.checkpoint import pieces
+from neondist.io.checkpoint.pieces import Piece, blocks
+from neondist.io.checkpoint.stream import collect, scatter
 from neondist.layers import Replicate, Shard, Tiled
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from checkpoint_toys import load, save
 
+from neondist.data.predictions import Predictions
 from neondist.errors import OutputError
-from neondist.files import Draft, append, make_folder, partial, replacing, write_text
-from neondist.session.predictions import Predictions
+from neondist.io.files import Draft, append, make_folder, partial, replacing, write_text
 
 
 @pytest.fixture

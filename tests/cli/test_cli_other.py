@@ -78,7 +78,7 @@ def test_versions_without_importing():
 
 
 def test_data(monkeypatch, capsys, tmp_path):
-    from neondist.datasets import download
+    from neondist.data.datasets import download
 
     calls = []
 
@@ -95,7 +95,7 @@ def test_data(monkeypatch, capsys, tmp_path):
 
 
 def test_data_without_network(monkeypatch, capsys, tmp_path):
-    from neondist.datasets import download
+    from neondist.data.datasets import download
 
     def fake(directory, **more):
         raise DataError("there is no network; try again")
@@ -106,7 +106,7 @@ def test_data_without_network(monkeypatch, capsys, tmp_path):
 
 
 def test_an_interrupt_is_130(monkeypatch, tmp_path):
-    from neondist.datasets import download
+    from neondist.data.datasets import download
 
     def fake(directory, **more):
         raise KeyboardInterrupt

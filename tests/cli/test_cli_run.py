@@ -63,7 +63,7 @@ def test_every_number_of_ranks_prints_the_same_losses(folder):
 def test_what_ran_can_be_run_again(folder):
     call(neondist("run", "toy.yaml", "--set", "epochs=1", "--output", "a"), folder)
     written = (folder / "a" / "experiment.yaml").read_text()
-    import_module("neondist.session")  # registers FitExperiment
+    import_module("neondist.train")  # registers FitExperiment
     again = load_experiment(folder / "a" / "experiment.yaml")
     assert dump(again) == written
     assert "epochs: 1" in written

@@ -6,7 +6,7 @@ import pytest
 
 from neondist.bench.schemes import summaries
 from neondist.cli import main
-from neondist.session import Record
+from neondist.train import Record
 
 FILE = """\
 !FitExperiment

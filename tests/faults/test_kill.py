@@ -13,10 +13,10 @@ import pytest
 from processes import alive, children, kill
 
 import neondist as nd
-from neondist.checkpoint import opened
 from neondist.comm import SingleTransport, loopback
 from neondist.config import load_experiment
 from neondist.errors import LaunchError
+from neondist.io.checkpoint import opened
 from neondist.launcher.mpirun import find_mpirun
 
 TOY = """

@@ -3,10 +3,10 @@
 import shutil
 
 import neondist as nd
-from neondist.checkpoint.checksum import add_checksum
 from neondist.comm import loopback
-from neondist.session import TrainState
-from neondist.session.checkpoint import Checkpoint, restore
+from neondist.io.checkpoint.checksum import add_checksum
+from neondist.train import TrainState
+from neondist.train.callbacks.checkpoint import Checkpoint, restore
 
 
 def layers():

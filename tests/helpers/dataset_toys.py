@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from neondist.comm import ProcessGrid, loopback
-from neondist.datasets.idx import IMAGES, LABELS
-from neondist.datasets.mnist import TEST, TRAIN
+from neondist.data.datasets.idx import IMAGES, LABELS
+from neondist.data.datasets.mnist import TEST, TRAIN
 
 GRIDS = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (1, 3, 1), (1, 2, 3), (2, 1, 2), (1, 9, 1), (1, 1, 30)]
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from neondist.datasets.mnist import EMBEDDED
+from neondist.data.datasets.mnist import EMBEDDED
 from neondist.launcher.mpirun import find_mpirun
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import numpy as np
 
 import neondist as nd
 from neondist.comm import loopback, mpi
-from neondist.session import Stop
+from neondist.train import Stop
 
 TIMES = ("seconds", "samples_per_second", "bytes_sent", "bytes_summed")
 PLACES = [(4, {}), (6, {"rows": 3}), (1, {}), (4, {"replicas": 2})]

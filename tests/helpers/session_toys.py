@@ -6,11 +6,11 @@ import numpy as np
 
 from neondist.comm import ProcessGrid
 from neondist.costs import CrossEntropy
-from neondist.datasets import Dataset, Split, Synthetic
+from neondist.data import Dataset, Split, Synthetic
 from neondist.layers import ConvLayerDist, DropoutLayerDist, FCLayerDist, MaxPoolingLayerDist, ReLU
 from neondist.models import ConvnetDist
 from neondist.optim import SGD
-from neondist.session import FitExperiment, Hook
+from neondist.train import FitExperiment, Hook
 
 
 class ToyModel:

@@ -39,8 +39,8 @@ model: !GBDist
 batch_size: 4
 epochs: 1
 """
-LIBRARIES = ["h5py", "psutil", "yaml", "rich.progress", "threadpoolctl", "neondist.cli", "neondist.session"]
-LIBRARIES += ["neondist.session.environment", "neondist.backends.kernels", "neondist.datasets.convert"]
+LIBRARIES = ["h5py", "psutil", "yaml", "rich.progress", "threadpoolctl", "neondist.cli", "neondist.train"]
+LIBRARIES += ["neondist.io.environment", "neondist.backends.kernels", "neondist.data.convert"]
 # the name, what has to be there, and the words
 JOBS = {
     "fresh": ((), "run net.yaml --output w/out"),

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from cli_runs import EXPERIMENT, call, needs_mpirun, neondist
 
-from neondist.checkpoint import checksum
 from neondist.cli import main
 from neondist.cli.arguments import parser
 from neondist.cli.run import bounds
 from neondist.errors import DataError
+from neondist.io.checkpoint import checksum
 from neondist.launcher.launch import words
 from neondist.launcher.restarts import is_loss, make_whole, resuming_words
 

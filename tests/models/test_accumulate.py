@@ -9,10 +9,10 @@ from test_interleaving import layers
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.datasets import Synthetic
+from neondist.data import Synthetic
 from neondist.errors import NonFiniteError
 from neondist.geometry import split
-from neondist.session import evaluate
+from neondist.train import evaluate
 
 BATCHES = (8, 5)
 

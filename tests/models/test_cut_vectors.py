@@ -6,9 +6,8 @@ from support import worst
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.debug import guard_model
 from neondist.models.stimulus import optimal_stimulus
-from neondist.session.whereabouts import Whereabouts
+from neondist.runtime.observers.whereabouts import Whereabouts
 
 SHAPE, BATCH = (5, 4, 2), 6
 
@@ -115,7 +114,7 @@ def trained(grid, name, guarded=False, **arguments):
     model = model_of(name, **arguments)
     model.build(SHAPE, BATCH, grid)
     if guarded:
-        guard_model(model, 1)
+        nd.DebugHalo(1).guard(model)
     x, targets = data(model)
     losses = [model.train_batch(x, targets) for _ in range(3)]
     y = model.fprop(x, training=False)

@@ -113,12 +113,11 @@ def test_a_pass_cannot_end_within_a_segment():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_guard_of_halos_sees_segments(ranks):
-    from neondist.debug import guard_model
 
     def job(comm):
         model = chain("halo", strips=3)
         model.build((23, 17, 2), 4, nd.ProcessGrid(comm))
-        guard_model(model, seed=0)
+        nd.DebugHalo(seed=0).guard(model)
         x = np.random.default_rng(0).normal(size=(4, 23, 17, 2))
         return model.train_batch(model.scatter(x), np.zeros((4, *model.output_shape)))
 

@@ -8,8 +8,8 @@ from gb_runs import built
 
 import neondist as nd
 from neondist.models import Trainable
-from neondist.session.fit import evaluate, train_loop
-from neondist.session.run import TrainState
+from neondist.train.loop import evaluate, train_loop
+from neondist.train.state import TrainState
 
 Asked = runtime_checkable(Trainable)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files import can_draw, write_figure
+from ...io.files import can_draw, write_figure
 
 
 def draw(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:

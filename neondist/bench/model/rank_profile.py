@@ -12,7 +12,7 @@ import numpy as np
 
 from ...geometry import GridShape
 from ...models import Model
-from ..clock import Clock
+from ...runtime.observers.clock import Clock
 from .dry_run import Notes, dry_run_grid
 
 TURNS = 5

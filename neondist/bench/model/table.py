@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ...files import write_text
+from ...io.files import write_text
 from ..tables import bytes_text, markdown, seconds_text
 from .drawing import draw
 from .predict import error, latency_wins, turning_point

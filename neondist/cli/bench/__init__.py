@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import threads
 from ...errors import ConfigError
-from ...files import write_text
+from ...io.files import write_text
 from ...job import detect
 from ...launcher.ranks import on_ranks
 from .. import options

@@ -59,7 +59,7 @@ def scaling(arguments: argparse.Namespace) -> int:
     """Measure each rank count in turn, several times, and write tables and a picture."""
     from ...bench.scaling import bench_scaling, scaling_table, write
     from ...comm import SingleTransport
-    from ...session.output import prepare
+    from ...io.output import prepare
 
     if job_of(arguments) is not None or arguments.ranks is not None:
         raise LaunchError("bench scaling starts MPI jobs itself; start it outside of one, with --ranks instead of -n")
@@ -126,8 +126,8 @@ def predict(arguments: argparse.Namespace) -> int:
     from ...bench.model import predict as model
     from ...bench.model import table
     from ...comm import SingleTransport
+    from ...io.output import prepare
     from ...machine import read
-    from ...session.output import prepare
 
     if job_of(arguments) is not None or arguments.ranks is not None:
         raise LaunchError("bench model predict runs in one process; start it outside of a job, with --ranks, not -n")

@@ -1,0 +1,271 @@
+"""What a data set is: splits, of which a rank keeps its tile of every image and all the targets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Sequence
+from copy import copy
+from numbers import Integral, Real
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from ..comm import ProcessGrid, agree
+from ..errors import ConfigError, DataError, NotReadyError, ShapeError
+from ..io.hdf5 import checksum
+from ..registry import Registered
+
+SPLITS = ("train", "validation", "test")
+
+
+class Tiles(Protocol):
+    """This rank's tile of every sample, indexed by an integer array: a NumPy array, or what makes them on demand."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Any, /) -> np.ndarray: ...
+
+
+class Split:
+    """Samples and their targets; every index is a sample number, the same on all ranks.
+
+    Parameters
+    ----------
+    tiles : array or Tiles
+        This rank's tile of every sample, local shape (N, *tile, C), uint8 or float.
+    labels : array or Tiles
+        Target of every sample: classes (N,), whole on every rank, or this rank's tile of target images (N, *tile).
+        Classes are kept as int64.
+    mean, std : float or one per channel
+        `images` returns (x / scale - mean) / std.
+    scale : float
+        The raw value that stands for 1, 255 for bytes.
+
+    Raises
+    ------
+    ShapeError
+        If there are not as many labels as tiles.
+    """
+
+    def __init__(
+        self, tiles: Tiles, labels: Tiles, mean: ArrayLike = 0.0, std: ArrayLike = 1.0, scale: float = 255.0
+    ) -> None:
+        if len(tiles) != len(labels):
+            raise ShapeError(f"split: {len(tiles)} samples but {len(labels)} labels; give one label per sample")
+        self.tiles = tiles
+        if isinstance(labels, Sequence) or hasattr(labels, "__array__"):  # and not made or read on demand
+            labels = np.asarray(labels)
+            labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
+        self.labels: Tiles = labels
+        self._factor = 1.0 / (scale * np.asarray(std, np.float64))
+        self._offset = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> np.ndarray:
+        """Return this rank's tile of the samples `indices`, local shape (n, *tile, C), normalised and contiguous."""
+        return normalised(self.tiles[_sample_numbers(indices)], *self.normalisation, dtype)
+
+    def part(self, first: int, end: int) -> Split:
+        """Return the samples from `first` to before `end` as a split of their own; nothing is copied."""
+        part = copy(self)
+        part.tiles, part.labels = (_Slice.of(samples, first, end) for samples in (self.tiles, self.labels))
+        return part
+
+    def fingerprint(self) -> str:
+        """Return what of this split is the same on all ranks, as text: its size, scale, and labels that are no maps."""
+        whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
+        labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
+        factor, offset = self.normalisation
+        return f"{len(self)} samples, times {factor} minus {offset}{labels}"
+
+    @property
+    def normalisation(self) -> tuple[list[float], list[float]]:
+        """Factor and offset, one or one per channel: `images` returns raw values times factor minus offset."""
+        return np.ravel(self._factor).tolist(), np.ravel(self._offset).tolist()
+
+    def targets(self, indices: ArrayLike) -> np.ndarray:
+        """Return the targets of the samples `indices`: classes (n,) int64, or tiles of target images (n, *tile)."""
+        return self.labels[_sample_numbers(indices)]
+
+    def batches(
+        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32"
+    ) -> Generator[tuple[np.ndarray, np.ndarray]]:
+        """Yield `images` and `targets` of one part after the other; a split on disk reads the next part meanwhile.
+
+        Close the generator (`contextlib.closing`) where it may not be used up.
+        """
+        for part in parts:
+            yield self.images(part, dtype), self.targets(part)
+
+    def close(self) -> None:
+        """Let go of open files, and wait for what is being read; what is read later opens them again."""
+
+
+class _Slice:
+    """Some neighbours of samples that are made or read on demand."""
+
+    def __init__(self, samples: Tiles, first: int, end: int) -> None:
+        self._samples, self._numbers = samples, np.arange(first, end)
+
+    @classmethod
+    def of(cls, samples: Tiles, first: int, end: int) -> Tiles:
+        return samples[first:end] if isinstance(samples, np.ndarray) else cls(samples, first, end)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        return self._samples[self._numbers[indices]]
+
+
+class Dataset(Registered, ABC):
+    """A source of samples in up to three splits. A subclass says how to `check` it and `load` this rank's part.
+
+    Parameters
+    ----------
+    validation : float or int, optional
+        How much of the training samples, a fraction such as 0.1 or a number of samples, is kept for validation: the
+        last ones, by their numbers, on any grid the same. Default: none, unless the data have a split for it.
+
+    Attributes
+    ----------
+    sample_shape : tuple of int
+        Global shape of one sample, (H, W, C) or (*spatial, C); known after `check`.
+    classes : int
+        Number of classes; known after `check`. None where the targets are not classes, or it is not known.
+    train : Split
+        Known after `open`, as the next two.
+    validation, test : Split or None
+        Settings are chosen by the validation split, what comes out is reported by the test split; None without one.
+    content : str
+        Set by `load`: a hash of what the samples are made of, the same on ranks that have the same data, whichever
+        tile they keep. Ranks are compared before training; '' (the default) compares labels alone.
+
+    Raises
+    ------
+    ConfigError
+        `validation` is no fraction, and no number of samples.
+    """
+
+    content: str = ""
+    _kept: float | int | None = None  # for classes whose constructor does not call this one
+
+    sample_shape: tuple[int, ...]
+    classes: int | None
+    train: Split
+    validation: Split | None
+    test: Split | None
+
+    def __init__(self, validation: float | int | None = None) -> None:
+        whole = isinstance(validation, Integral) and not isinstance(validation, bool)
+        if validation is not None and not (validation > 0 if whole else _is_fraction(validation)):
+            raise ConfigError(
+                f"validation: {validation!r} cannot be used; give a fraction of the training samples, such as 0.1, or a"
+                " number of them"
+            )
+        self._kept = validation
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what is missing where the data are used before they have been looked at or loaded."""
+        if name in (*SPLITS, "sample_shape", "classes"):
+            call = "open(grid)" if name in SPLITS else "check()"
+            raise NotReadyError(f"dataset: {type(self).__name__} has no '{name}' yet; call its {call} first")
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits that there are, by name: train, validation, test."""
+        found = {name: getattr(self, name) for name in SPLITS}
+        return {name: split for name, split in found.items() if split is not None}
+
+    @property
+    def selection(self) -> Split:
+        """What settings are chosen by: the validation split, or where there is none the test split."""
+        return list(self.splits.values())[1]
+
+    @abstractmethod
+    def check(self) -> None:
+        """Look at the source, quickly and without MPI; raise DataError if it cannot be what it should be."""
+
+    @abstractmethod
+    def load(self, grid: ProcessGrid) -> tuple[Split, Split] | tuple[Split, Split | None, Split | None]:
+        """Return the training and the test split, or training, validation and test, None for one that is missing.
+
+        Each holds this rank's tile, `tile_slices(grid, sample_shape)`; no messages.
+        """
+
+    def open(self, grid: ProcessGrid, checked: bool = False) -> None:
+        """Load this rank's part of all splits (collective): if one rank cannot, every rank raises.
+
+        Parameters
+        ----------
+        grid : ProcessGrid
+        checked : bool
+            Whether `check` has been called on every rank just now.
+
+        Raises
+        ------
+        DataError
+            If the source is missing, damaged, too large or not what it should be, on any rank.
+        """
+        error: Exception | None = None
+        try:
+            if not checked:
+                self.check()
+            self.train, *own, self.test = self.load(grid)
+            self.validation = own[0] if own else None
+            if self.validation is None and self._kept is not None:
+                samples = len(self.train)
+                first = samples - self.count_kept(samples)
+                self.train, self.validation = self.train.part(0, first), self.train.part(first, samples)
+            if len(self.splits) == 1:
+                raise DataError("dataset: has neither a validation nor a test split; give validation, such as 0.1")
+        except MemoryError as problem:
+            what = f" ({problem})" if str(problem) else ""
+            error = DataError(f"dataset: a rank has no memory for its part{what}; use more ranks, or fewer samples")
+        except Exception as problem:
+            error = problem
+        agree(grid.world, error)
+
+    def count_kept(self, samples: int) -> int:
+        """Return how many of the training samples are kept for validation; DataError if that would be all."""
+        kept, limit = self._kept or 0, samples - 1
+        count = kept if isinstance(kept, Integral) else min(max(1, round(kept * samples)), limit)
+        if not 0 < count <= limit:
+            raise DataError(f"validation: {kept} of {samples} training samples leave none to train on; give fewer")
+        return int(count)
+
+    def fingerprint(self) -> list[str]:
+        """Return what all ranks must have alike once the data set is open, a fact a line."""
+        lines = [f"{name} split: {split.fingerprint()}" for name, split in self.splits.items()]
+        return [*lines, *([f"data of hash {self.content}"] if self.content else [])]
+
+    def close(self) -> None:
+        """Let go of the open files of all splits; what is read later opens them again."""
+        for split in self.splits.values():
+            split.close()
+
+
+def _is_fraction(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < 1
+
+
+def normalised(raw: ArrayLike, factor: Sequence[float], offset: Sequence[float], dtype: DTypeLike) -> np.ndarray:
+    """Return `raw` (n, *tile, C) times `factor` minus `offset`, each one number or one per channel, contiguous."""
+    out = np.array(raw, dtype, order="C")
+    out *= np.asarray(factor, out.dtype)
+    out -= np.asarray(offset, out.dtype)
+    return out
+
+
+def tile_slices(grid: ProcessGrid, sample_shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of this rank's tile in one sample of global shape (*spatial, C); channels are never cut."""
+    return (*grid.tile_box(tuple(sample_shape[:-1])).slices, slice(0, sample_shape[-1]))
+
+
+def _sample_numbers(indices: ArrayLike) -> np.ndarray:
+    numbers = np.asarray(indices)
+    return numbers.astype(np.intp) if numbers.size == 0 else numbers

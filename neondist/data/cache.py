@@ -1,0 +1,243 @@
+"""This rank's part of a data set in one HDF5 file, rebuilt whenever it may be out of date.
+
+A cache is only ever a copy: it is used if its fingerprint (sources, tile, grid, format) and its checksums are right,
+and made again otherwise. It is written beside its final name and renamed, so that nobody ever sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from string import Formatter
+from typing import IO, Any
+
+import numpy as np
+
+from ..comm import ProcessGrid
+from ..errors import ConfigError, DataError
+from ..io import hdf5
+from .base import Dataset, Split, tile_slices
+from .datasets.idx import PIECE
+
+FORMAT = 3
+Arrays = dict[str, np.ndarray]
+
+
+class CachedDataset(Dataset):
+    """Small images that a rank decodes once, to keep its tile of all of them in memory, and in a file between runs.
+
+    A subclass says what files the images come from (`sources`) and how to `decode` them.
+    """
+
+    mean: float | tuple[float, ...]
+    std: float | tuple[float, ...]
+
+    def __init__(self, serialized_path: str | os.PathLike[str] | None, validation: float | int | None) -> None:
+        super().__init__(validation)
+        if serialized_path is not None:
+            check_template(serialized_path)
+        self.serialized_path = serialized_path
+
+    @abstractmethod
+    def sources(self) -> list[Path]:
+        """Return the files that everything is read from."""
+
+    @abstractmethod
+    def decode(self, tile: tuple[slice, ...]) -> Arrays:
+        """Return one tile of the images (N, h, w, C) and the targets (N,) of 'train' and 'test', and 'content'."""
+
+    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+        """Return the splits with this rank's tile, from the cache where it is good."""
+        build = partial(self.decode, tile_slices(grid, self.sample_shape))
+        if self.serialized_path is None:
+            arrays = build()
+        else:
+            stamp = fingerprint(type(self).__name__, self.sources(), grid, self.sample_shape[:-1])
+            arrays = cached(cache_path(self.serialized_path, grid), stamp, build)
+        self.content = arrays["content"].tobytes().hex()
+        train, test = (
+            Split(arrays[f"{name}/images"], arrays[f"{name}/targets"], self.mean, self.std)
+            for name in ("train", "test")
+        )
+        return train, test
+
+
+def fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, extent: tuple[int, ...]) -> str:
+    """Return everything that the cached tile depends on, as text; reads the sources once for their checksums."""
+    box = grid.tile_box(extent)
+    facts = {
+        "format": FORMAT,
+        "data set": name,
+        "sources": [_source(path) for path in sources],
+        "extent": extent,
+        "tile": [box.lo, box.hi],
+        "ranks": grid.size,
+    }
+    return json.dumps(facts, sort_keys=True)
+
+
+def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
+    """Return the arrays kept in `path` under the fingerprint `stamp`; where it has none, `build` them and keep them.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be written, is no regular file, or another user's.
+    """
+    _check_owner(path)
+    arrays = read(path, stamp)
+    if arrays is None:
+        arrays = build()
+        write(path, stamp, arrays)
+    return arrays
+
+
+def _check_owner(path: Path) -> None:
+    """Refuse a file whose content somebody else has chosen: its fingerprint is no secret."""
+    try:
+        found = os.stat(path)
+    except OSError:  # it is not there; or reading and writing tell what is wrong
+        return
+    if stat.S_ISDIR(found.st_mode):
+        return
+    if not stat.S_ISREG(found.st_mode):  # a pipe would block, and a device be replaced
+        raise DataError(f"serialized_path: {path} is there and is no regular file, so it is not used; choose another")
+    if os.name == "posix" and found.st_uid not in (os.geteuid(), 0):
+        raise DataError(
+            f"serialized_path: {path} is another user's (number {found.st_uid}), so it is not used; choose a folder of"
+            " your own, for instance ~/.cache/neondist"
+        )
+
+
+def _writable_by_others(file: IO[bytes]) -> bool:
+    return bool(os.fstat(file.fileno()).st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def read(path: Path, stamp: str) -> Arrays | None:
+    """Return the arrays in `path`; None if it is missing, damaged, of another fingerprint, or open to other writers."""
+    import h5py
+
+    try:
+        with open(path, "rb") as opened, h5py.File(opened, "r") as file:
+            if _writable_by_others(opened) or hdf5.get_text(file.attrs, "stamp") != stamp:
+                return None
+            sums: dict[str, str] = json.loads(hdf5.get_text(file.attrs, "checksums"))
+            arrays = {name: np.asarray(file[name][()]) for name in sums if hdf5.plain(file[name])}
+    # a damaged HDF5 file may raise nearly anything; whatever it is, the cache is made again
+    except Exception:
+        return None
+    return arrays if checksums(arrays) == sums else None
+
+
+def write(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write the arrays to `path`: whole, or not at all; DataError if the place cannot be written or is another's."""
+    if _foreign(path):
+        raise DataError(
+            f"serialized_path: {path} is there and is no cache of neondist, so it is not replaced; choose another name"
+        )
+    try:
+        with hdf5.NewFile(path, private=True) as new:
+            for name, array in arrays.items():
+                new.file[name] = array
+            hdf5.put_text(new.file.attrs, "stamp", stamp)
+            hdf5.put_text(new.file.attrs, "checksums", json.dumps(checksums(arrays)))
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"serialized_path: {path} cannot be written ({reason}); choose a place that is writable and has room, or"
+            " leave serialized_path out"
+        ) from error
+
+
+def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Return shape, dtype and crc of each array, as text by name."""
+    return {n: f"{a.shape} {a.dtype} {zlib.crc32(np.ascontiguousarray(a).data):08x}" for n, a in arrays.items()}
+
+
+def _foreign(path: Path) -> bool:
+    """Tell whether a file is surely something else than a cache of any version, damaged or not."""
+    import h5py
+
+    try:
+        with open(path, "rb") as there:
+            head = there.read(len(hdf5.SIGNATURE))
+        if head != hdf5.SIGNATURE:
+            return bool(head) and path.suffix not in (".h5", ".hdf5")
+        with h5py.File(path, "r") as file:
+            return "stamp" not in file.attrs
+    except FileNotFoundError:
+        return False
+    # a damaged HDF5 file, or one that cannot be read: of the one in its place writing tells
+    except Exception:
+        return False
+
+
+def _source(path: Path) -> list[Any]:
+    crc = 0
+    try:
+        with open(path, "rb") as file:
+            facts = os.fstat(file.fileno())
+            while piece := file.read(PIECE):
+                crc = zlib.crc32(piece, crc)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+    return [path.name, facts.st_size, facts.st_mtime_ns, crc]
+
+
+_PADDED = re.compile(r"(0?[1-9])?d?")  # a wider number could be made as long as memory
+_EXAMPLE = "for instance ~/.cache/neondist/mnist_{rank}_of_{size}.h5"
+
+
+def check_template(template: object) -> None:
+    """Raise ConfigError unless `template` is a path whose only fields are {rank} and {size}."""
+    if not isinstance(template, (str, os.PathLike)) or not os.fspath(template):
+        raise ConfigError(f"serialized_path: {template!r} is not a path; give one, {_EXAMPLE}")
+    text = os.fspath(template)
+    try:
+        unknown = _fields(text) - {"rank", "size"}
+        wide = [spec for _, _, spec, conversion in _parts(text) if conversion or not _PADDED.fullmatch(spec or "")]
+        if wide:
+            raise ValueError(f"'{wide[0]}' is no width of a number")
+        if "\0" in text:
+            raise ValueError("it has a null character")
+    except (ValueError, KeyError, IndexError) as error:
+        raise ConfigError(
+            f"serialized_path: {text!r} is not a template ({error}); write it as a path, {_EXAMPLE}"
+        ) from error
+    if unknown:
+        names = ", ".join("{" + name + "}" for name in sorted(unknown))
+        raise ConfigError(
+            f"serialized_path: unknown field {names} in {text!r}; only {{rank}} and {{size}} are allowed, {_EXAMPLE}"
+        )
+
+
+def cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
+    """Return this rank's file; ConfigError where ranks would share one (replicas hold equal tiles, yet write apart)."""
+    check_template(template)
+    text = os.fspath(template)
+    if grid.size > 1 and "rank" not in _fields(text):
+        raise ConfigError(
+            f"serialized_path: {text!r} has no {{rank}}, but each of the {grid.size} ranks needs a file of its own; add"
+            f" {{rank}} to the name, {_EXAMPLE}"
+        )
+    return Path(os.path.expanduser(text.format(rank=grid.rank, size=grid.size)))
+
+
+def _fields(text: str) -> set[str]:
+    return {name for _, name, _, _ in _parts(text)}
+
+
+def _parts(text: str) -> list[tuple[str, str, str | None, str | None]]:
+    """Return literal text, name, width and conversion of each field."""
+    return [
+        (literal, name, spec, conversion)
+        for literal, name, spec, conversion in Formatter().parse(text)
+        if name is not None
+    ]

@@ -1,0 +1,254 @@
+"""Folders of images, NumPy files, IDX and CIFAR-10 to one HDF5 file, a few samples at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError, DataError, OutputError
+from ...io import hdf5
+from ...io.hdf5 import ChecksumTable
+from ...memory import require_room
+from ..chunks import chunk_shape
+from ..image_loader import Loader
+from ..split_source import SplitSource
+from .from_arrays import npy_parts, npz_parts
+from .from_images import image_parts
+from .from_official import cifar_parts, idx_folder, idx_parts, magic
+
+Progress = Callable[[str, int, int], None]
+_COPIES = 3  # of a sample: as it was read, as it is written, and HDF5's
+_FEW = 1 << 17  # cells whose 64-bit copies stay in cache
+_TOP = {"u1": 255.0, "u2": 65535.0}
+
+
+def parts_of(
+    sources: Sequence[Path], loader: Loader, labels: Path | None = None, maps: Path | None = None
+) -> dict[str, SplitSource]:
+    """Return the parts ('train'; 'validation' and 'test' where there are) of one or more files or of a folder.
+
+    Raises
+    ------
+    DataError
+        It is nothing that is known here, or damaged.
+    """
+    paths = [Path(os.path.expanduser(source)) for source in sources]
+    for path in (*paths, *(beside for beside in (labels, maps) if beside is not None)):
+        if not os.path.exists(path):  # and not Path.exists, which raises where a permission is missing
+            raise DataError(f"{path}: no such file or folder; check the path and its permissions")
+    if labels is not None and maps is not None:
+        raise ConfigError("--labels and --maps: give one of them, a class for each image or for each of its pixels")
+    try:
+        return _known(paths, loader, labels, maps)
+    except OSError as error:
+        raise DataError(f"{error.filename or paths[0]}: cannot be read ({error.strerror or error})") from error
+
+
+def _known(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | None) -> dict[str, SplitSource]:
+    first = paths[0]
+    if first.is_dir() and len(paths) == 1:
+        if labels is None and maps is None:
+            if any((folder / "test_batch.bin").is_file() for folder in (first, first / "cifar-10-batches-bin")):
+                return _without_options(cifar_parts(first), loader)
+            if official := idx_folder(first):
+                return _without_options(idx_parts(official), loader)
+        return image_parts(first, loader, labels, maps)
+    if labels is not None or maps is not None:
+        raise ConfigError(f"--labels and --maps belong to a folder of images; {first} is none, or there is more")
+    if all(path.suffix == ".npy" for path in paths):
+        return _without_options(npy_parts(paths), loader)
+    if first.suffix == ".npz" and len(paths) == 1:
+        return _without_options(npz_parts(first), loader)
+    if first.name.endswith((".tar.gz", ".tgz")) and len(paths) == 1:
+        return _without_options(cifar_parts(first), loader)
+    if all(path.is_file() and magic(path) for path in paths):
+        return _without_options(idx_parts(paths), loader)
+    raise DataError(
+        f"{first}: is not known; give a folder of images, IMAGES.npy LABELS.npy, a .npz, IDX files or their folder, or"
+        " CIFAR-10 in binary form"
+    )
+
+
+def _without_options(parts: dict[str, SplitSource], loader: Loader) -> dict[str, SplitSource]:
+    if loader != Loader():
+        raise ConfigError("--size and --mode are for folders of images; numbers are written as they are: leave it out")
+    return parts
+
+
+def convert(
+    parts: dict[str, SplitSource], target: Path, compress: bool = False, progress: Progress | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Write the parts to an HDF5 file for `HDF5Dataset`, whole or not at all; return the shape of each part's images.
+
+    Parameters
+    ----------
+    parts : from `parts_of`; each is read once
+    target : a file of the same name is replaced, if it is HDF5
+    compress : pack the chunks with gzip
+    progress : called as progress(name of the part, samples written, samples in all)
+
+    Raises
+    ------
+    DataError
+        A source is damaged, or its samples are not alike.
+    OutputError
+        The file cannot be written.
+    """
+    if os.path.exists(target) and not _is_hdf5(target):
+        raise OutputError(f"{target}: is there and is no HDF5 file, so it is not replaced; choose another name")
+    if len({part.shape for part in parts.values()}) > 1:
+        shapes = ", ".join(f"{name} {part.shape}" for name, part in parts.items())
+        raise DataError(f"samples of the splits differ in shape: {shapes}; scale them with --size")
+    for name, part in parts.items():
+        _check_room(name, part)
+    try:
+        with hdf5.NewFile(target) as new:
+            for name, part in parts.items():
+                _write(new, new.file.create_group(name), name, part, compress, progress or _silent)
+    except OSError as error:
+        raise OutputError(
+            f"{target}: cannot be written ({error.strerror or error}); what was there is as it was; make room, or"
+            " choose another place"
+        ) from error
+    except MemoryError as error:
+        raise DataError(f"{target}: there is no memory for one sample of the source; cut its images first") from error
+    return {name: (part.count, *part.shape) for name, part in parts.items()}
+
+
+def _check_room(name: str, part: SplitSource) -> None:
+    """Refuse samples of which this machine cannot hold one, before anything of that size is asked for."""
+    sample = int(np.prod(part.shape, dtype=object)) * part.dtype.itemsize
+    what = f"{name}: a sample of {' x '.join(map(str, part.shape))}"
+    require_room(_COPIES * sample, what, "cut it into pieces first")
+
+
+def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress: bool, progress: Progress) -> None:
+    packing = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress else {}
+    chunks = chunk_shape(part.shape[:-1], part.shape[-1], part.dtype.itemsize)
+    images = group.create_dataset(
+        "images", (part.count, *part.shape), part.dtype, chunks=chunks, fletcher32=True, **packing
+    )
+    shape = (part.count, *part.label_shape)
+    labels = group.create_dataset(
+        "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunks(part), **packing
+    )
+    scale = _TOP.get(part.dtype.str[1:], 1.0)
+    tables = ChecksumTable(images.shape, images.chunks), ChecksumTable(labels.shape, labels.chunks)
+    few: list[np.ndarray] = []  # labels that are not maps: a block of them has more samples than a block of images
+    classes = ClassLabels(name) if _are_classes(part) else None
+    done, sums = 0, np.zeros((2, part.shape[-1]))
+    progress(name, 0, part.count)
+    for x, y in part.blocks():
+        if classes is not None:
+            classes.add(y)
+        images[done : done + len(x)] = x
+        labels[done : done + len(y)] = y
+        tables[0].add(x, done)
+        if labels.chunks[0] == 1:
+            tables[1].add(y, done)
+        else:
+            few.append(y)
+        new.check()
+        for image in x:
+            _add(sums, image.reshape(-1, part.shape[-1]), scale)
+        if not np.isfinite(sums).all():
+            at = next((n for n, image in enumerate(x) if not np.isfinite(image).all()), 0)
+            raise DataError(f"{name}: sample {done + at} has cells that are not finite, or too large; correct them")
+        done += len(x)
+        progress(name, done, part.count)
+    if done != part.count:
+        raise DataError(f"{name}: {done} samples came, {part.count} were promised; the source has changed")
+    if few:
+        tables[1].add(np.concatenate(few), 0)
+    for table, array in zip(tables, (images, labels), strict=True):
+        table.write(new.file, array.name.strip("/"))
+    mean, square = sums / max(1, part.count * int(np.prod(part.shape[:-1])))
+    std = np.sqrt(np.maximum(square - mean**2, 0.0))
+    images.attrs["scale"], images.attrs["mean"] = scale, mean
+    images.attrs["std"] = np.where(std > 0, std, 1.0)
+    if classes is not None:
+        labels.attrs["classes"] = max(classes.top + 1, len(part.names))
+    if part.names:
+        labels.attrs["names"] = np.array([os.fsencode(label) for label in part.names])
+
+
+def _are_classes(part: SplitSource) -> bool:
+    """Tell whether the labels are one class for each sample, or for each cell."""
+    return part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1)
+
+
+def _add(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
+    """Add the cells (n, C) and their squares to the sums (2, C), a few at a time."""
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at the sums
+        for at in range(0, len(cells), _FEW):
+            some = cells[at : at + _FEW].astype(np.float64) / scale
+            sums += some.sum(axis=0), np.einsum("ij,ij->j", some, some)
+
+
+def _label_chunks(part: SplitSource) -> tuple[int, ...]:
+    spatial = len(part.shape) - 1
+    if len(part.label_shape) < spatial:
+        return (min(part.count, 1 << 13), *part.label_shape)
+    channels = part.label_shape[spatial:]
+    size = chunk_shape(part.label_shape[:spatial], int(np.prod(channels)), part.label_dtype.itemsize)
+    return (*size[:-1], *channels)
+
+
+def _is_hdf5(path: Path) -> bool:
+    """Tell whether a file is HDF5, or empty; a file that cannot be read is not known to be."""
+    try:
+        if not path.is_file():  # a pipe would block
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(hdf5.SIGNATURE)) in (hdf5.SIGNATURE, b"")
+    except OSError:
+        return False
+
+
+def _silent(name: str, done: int, total: int) -> None:
+    pass
+
+
+_MOST = 2**31 - 1  # the largest label; no network has so many outputs
+_WHITE = 255
+
+
+class ClassLabels:
+    """What labels of one part are like, block by block; those that no training could use are refused.
+
+    Attributes
+    ----------
+    top : the largest label so far
+    """
+
+    def __init__(self, part: str) -> None:
+        self.part, self.top, self._done = part, 0, 0
+
+    def add(self, labels: np.ndarray) -> None:
+        """Look at the labels of the next samples, (n,) or (n, *spatial).
+
+        Raises
+        ------
+        DataError
+            One is no class, or maps are masks of black and white.
+        """
+        if not labels.size:
+            return
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high > _MOST:
+            wrong = low if low < 0 else high
+            at = self._done + int(np.argwhere(labels == wrong)[0][0])
+            raise DataError(
+                f"{self.part}: sample {at} has the label {wrong}; classes are whole numbers from 0: correct the labels"
+            )
+        if labels.ndim > 1 and high == _WHITE and not self.top and np.isin(labels, (0, _WHITE)).all():
+            raise DataError(
+                f"{self.part}: its maps hold 0 and 255 only, which would be 256 classes; a map holds the number of each"
+                " cell's class: save 0 and 1 (in NumPy: mask // 255)"
+            )
+        self.top = max(self.top, high)
+        self._done += len(labels)

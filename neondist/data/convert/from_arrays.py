@@ -1,0 +1,156 @@
+"""NPY and NPZ files, read as streams: neither mapped nor loaded, and never unpickled."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tokenize import TokenError
+from typing import IO, Any
+
+import numpy as np
+
+from ...errors import DataError, UserError
+from ..split_source import Block, SplitSource, per_block, with_channels
+
+_PACKED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+_IMAGES = {
+    "train": ("x_train", "train_images", "x", "images", "data"),
+    "validation": ("x_val", "val_images", "x_validation", "validation_images"),
+    "test": ("x_test", "test_images"),
+}
+_LABELS = {
+    "train": ("y_train", "train_labels", "y", "labels", "targets"),
+    "validation": ("y_val", "val_labels", "y_validation", "validation_labels"),
+    "test": ("y_test", "test_labels"),
+}
+
+
+@dataclass(frozen=True)
+class ArrayFile:
+    """An array in a .npy file, or a member of a .npz file."""
+
+    path: Path
+    member: str | None = None
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return str(self.path) if self.member is None else f"{self.path}: {self.member}"
+
+    @contextmanager
+    def open(self) -> Iterator[tuple[tuple[int, ...], np.dtype, IO[bytes]]]:
+        """Give shape, dtype and a stream of the cells, the last axis fastest."""
+        with _faults(self.title), ExitStack() as stack:
+            if self.member is None:
+                stream: Any = stack.enter_context(open(self.path, "rb"))
+            else:
+                stream = stack.enter_context(stack.enter_context(zipfile.ZipFile(self.path)).open(self.member))
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(stream)
+            if dtype.kind not in "biuf" or dtype.itemsize > 8:
+                raise DataError(f"{self.title}: has cells of type {dtype}; give real numbers of at most 64 bits")
+            if fortran and len(shape) > 1:
+                raise DataError(f"{self.title}: is in Fortran order; save numpy.ascontiguousarray of it")
+            promised = int(np.prod(shape, dtype=object)) * dtype.itemsize
+            if self._bytes(stream) < promised:
+                raise DataError(
+                    f"{self.title}: cut short: its shape is {shape}, which is {promised} bytes; save it again"
+                )
+            yield shape, dtype, stream
+
+    def _bytes(self, stream: Any) -> int:
+        """Return the bytes that follow in an open file, or those that the archive says a member has."""
+        if self.member is None:
+            return os.fstat(stream.fileno()).st_size - stream.tell()
+        with zipfile.ZipFile(self.path) as archive:
+            return archive.getinfo(self.member).file_size
+
+    def facts(self) -> tuple[tuple[int, ...], np.dtype]:
+        """Return shape and dtype."""
+        with self.open() as (shape, dtype, _):
+            return shape, dtype
+
+    def pieces(self, count: int) -> Iterator[np.ndarray]:
+        """Yield the array along its first axis, at most `count` entries at once; DataError if it ends too early."""
+        with self.open() as (shape, dtype, stream):
+            size = int(np.prod(shape[1:], dtype=object)) * dtype.itemsize
+            for lo in range(0, shape[0], count):
+                n = min(count, shape[0] - lo)
+                raw = stream.read(n * size)
+                if len(raw) < n * size:
+                    raise DataError(f"{self.title}: cut short: {lo + len(raw) // max(size, 1)} of {shape[0]} samples")
+                yield np.frombuffer(raw, dtype).reshape(n, *shape[1:])
+
+
+def npz_parts(path: Path) -> dict[str, SplitSource]:
+    """Return the parts of a .npz file, by the usual names of its arrays."""
+    with _faults(str(path)), zipfile.ZipFile(path) as archive:
+        members = {name.removesuffix(".npy"): name for name in archive.namelist()}
+    found = {}
+    for part, names in _IMAGES.items():
+        images, labels = (next((n for n in wanted if n in members), None) for wanted in (names, _LABELS[part]))
+        if images is not None and labels is not None:
+            found[part] = array_part(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
+    if "train" not in found:
+        raise DataError(
+            f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name them x_train, y_train (and x_val, y_val,"
+            " x_test, y_test), or images and labels"
+        )
+    notes = tuple(f"left out: the array {name}" for name in sorted(members))
+    return found | {"train": replace(found["train"], notes=notes)}
+
+
+def npy_parts(paths: list[Path]) -> dict[str, SplitSource]:
+    """Return the parts of .npy files: images and labels for training, and perhaps for validation, and for testing."""
+    names = {2: ["train"], 4: ["train", "test"], 6: ["train", "validation", "test"]}.get(len(paths))
+    if names is None:
+        raise DataError(
+            f"{paths[0]}: give IMAGES.npy LABELS.npy, four files, those for testing last, or six: for training,"
+            " validation, testing"
+        )
+    files = [ArrayFile(path) for path in paths]
+    return {name: array_part(*files[2 * at : 2 * at + 2]) for at, name in enumerate(names)}
+
+
+def array_part(images: ArrayFile, labels: ArrayFile) -> SplitSource:
+    """Return the part of an array of images (N, H, W), (N, H, W, C) or (N, D, H, W, C), and one of labels."""
+    (shape, dtype), (label_shape, label_dtype) = images.facts(), labels.facts()
+    sample = with_channels(images.path, shape[1:])
+    if not shape or not label_shape or shape[0] != label_shape[0] or not shape[0]:
+        raise DataError(
+            f"{images.title} of shape {shape} and {labels.title} of shape {label_shape}: give as many labels"
+        )
+    target = () if label_shape[1:] == (1,) else label_shape[1:]
+    if label_dtype.kind == "f" and not target:
+        raise DataError(f"{labels.title}: labels are {label_dtype}; save them as integers")
+    dtype, label_dtype = (np.dtype("u1") if d.kind == "b" else d.newbyteorder("=") for d in (dtype, label_dtype))
+
+    def blocks() -> Iterator[Block]:
+        count = per_block(sample, dtype)
+        for x, y in zip(images.pieces(count), labels.pieces(count), strict=True):
+            yield (
+                x.reshape(-1, *sample).astype(dtype, copy=False),
+                y.reshape(-1, *target).astype(label_dtype, copy=False),
+            )
+
+    return SplitSource(shape[0], sample, dtype, target, label_dtype, blocks)
+
+
+@contextmanager
+def _faults(title: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"{title}: no such file; check the path") from error
+    except (OSError, ValueError, EOFError, LookupError, RuntimeError, SyntaxError, TokenError, *_PACKED) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{title}: damaged, or no NumPy file ({reason}); save it again") from error

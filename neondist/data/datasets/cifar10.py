@@ -1,0 +1,88 @@
+"""CIFAR-10, small colour photographs of ten kinds: the official binary batches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import ConfigError, DataError
+from ..cache import Arrays, CachedDataset
+from .cifar10_files import BATCHES, RECORD, Source, records
+
+
+class CIFAR10(CachedDataset):
+    """Colour photographs, 32 x 32 pixels, 10 classes (Krizhevsky 2009), in the official binary format.
+
+    Parameters
+    ----------
+    path : path
+        The folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin, or the .tar.gz that holds them; `~` is
+        expanded. A file may hold fewer records than the official 10,000.
+    serialized_path : path, optional
+        Where each rank keeps its tile between runs, as in MNIST.
+    validation : float or int, optional
+        A fraction, or a number, of the training images, kept for validation: the last ones of the batches.
+
+    Raises
+    ------
+    ConfigError
+        As of MNIST.
+    """
+
+    sample_shape, classes = (32, 32, 3), 10
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the official training set
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        serialized_path: str | os.PathLike[str] | None = None,
+        validation: float | int | None = None,
+    ) -> None:
+        super().__init__(serialized_path, validation)
+        if not os.fspath(path):
+            raise ConfigError(f"path: {path!r} is not a path; give the folder of the batches, or the .tar.gz")
+        self.path = path
+
+    @property
+    def source(self) -> Source:
+        """The folder or archive that the batches come from."""
+        return Source(Path(os.path.expanduser(self.path)))
+
+    def check(self) -> None:
+        """Check that all batches are there and hold whole records; the pixels are not read."""
+        for name, size in self.source.sizes().items():
+            if size == 0 or size % RECORD:
+                raise DataError(
+                    f"{self.source.path}: {name} has {size} bytes, which is no whole number of records of {RECORD}"
+                    " bytes: it is truncated or not in the binary format; fetch it again"
+                )
+
+    def sources(self) -> list[Path]:
+        """Return the batches, or the archive."""
+        return self.source.files()
+
+    def decode(self, tile: tuple[slice, ...]) -> Arrays:
+        """Return one tile of all images, and the md5 of the batches."""
+        arrays: Arrays = {}
+        cut = (slice(None), *tile)
+        digest = hashlib.md5(usedforsecurity=False)
+        for split, names in BATCHES.items():
+            tiles, labels = [], []
+            for batch in self.source.each(names):
+                digest.update(batch)
+                for images, classes in records(batch):
+                    tiles.append(images[cut].copy())
+                    labels.append(classes)
+            arrays[f"{split}/images"], targets = np.concatenate(tiles), np.concatenate(labels)
+            arrays[f"{split}/targets"] = targets
+            wrong = np.flatnonzero(targets > 9)
+            if wrong.size:
+                raise DataError(
+                    f"{self.source.path}: label {targets[wrong[0]]} of {split} sample {wrong[0]} is not one of 0 to 9;"
+                    " the file is damaged or of CIFAR-100; fetch the binary version of CIFAR-10"
+                )
+        arrays["content"] = np.frombuffer(digest.digest(), np.uint8)
+        return arrays

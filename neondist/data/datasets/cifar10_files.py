@@ -1,0 +1,102 @@
+"""Where the CIFAR-10 batches lie: a folder, or the archive that they come in."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from ...errors import DataError
+
+RECORD = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue plane
+_CHUNK = 1000
+BATCHES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
+_NAMES = [name for names in BATCHES.values() for name in names]
+_LARGEST = 10_000 * RECORD  # an official batch; nothing larger is read from an archive
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder (or one whose sub-folder cifar-10-batches-bin holds the batches), or a .tar.gz."""
+
+    path: Path
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every batch; DataError if one is missing."""
+        if os.path.isdir(self.path):  # and not Path.is_dir, which raises where a permission is missing
+            with _readable(self.path):
+                return {file.name: file.stat().st_size for file in self.files()}
+        with self._archive() as archive:
+            return {name: member.size for name, member in self._members(archive).items()}
+
+    def files(self) -> list[Path]:
+        """Return the files that everything is read from."""
+        if not os.path.isdir(self.path):
+            return [self.path]
+        inner = self.path / "cifar-10-batches-bin"
+        folder = inner if os.path.isdir(inner) else self.path
+        for name in _NAMES:
+            if not os.path.isfile(folder / name):
+                raise DataError(f"CIFAR10 path: {folder} has no {name}; unpack the binary version of CIFAR-10 there")
+        return [folder / name for name in _NAMES]
+
+    def each(self, names: Sequence[str]) -> Iterator[bytes]:
+        """Yield the bytes of the batches of these names, one after the other."""
+        if os.path.isdir(self.path):
+            files = {file.name: file for file in self.files()}
+            for name in names:
+                with _readable(files[name]):
+                    batch = files[name].read_bytes()
+                yield batch
+            return
+        with self._archive() as archive:
+            members = self._members(archive)
+            for name in names:
+                yield _read(archive, members[name])
+
+    def _members(self, archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
+        found = {PurePosixPath(m.name).name: m for m in archive if m.isfile()}
+        missing = [name for name in _NAMES if name not in found]
+        if missing:
+            raise DataError(f"{self.path}: has no {missing[0]}; it is not the binary version of CIFAR-10")
+        return {name: found[name] for name in _NAMES}
+
+    @contextmanager
+    def _archive(self) -> Iterator[tarfile.TarFile]:
+        if not os.path.exists(self.path):
+            raise DataError(f"CIFAR10 path: no folder or file {self.path}; correct the path")
+        try:
+            with tarfile.open(self.path) as archive:
+                yield archive
+        except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+            reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # tarfile tells one line per method
+            raise DataError(f"{self.path}: is no sound .tar.gz ({reason}); fetch it again") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+
+
+def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    if member.size > _LARGEST:
+        raise DataError(f"{member.name} claims {member.size} bytes, a batch has at most {_LARGEST}")
+    file = archive.extractfile(member)
+    return file.read() if file is not None else b""
+
+
+def records(batch: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield a batch's images (n, 32, 32, 3) uint8 and classes (n,) int64, a few at a time."""
+    found = np.frombuffer(batch, np.uint8).reshape(-1, RECORD)
+    for start in range(0, len(found), _CHUNK):
+        some = found[start : start + _CHUNK]
+        yield some[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), some[:, 0].astype(np.int64)

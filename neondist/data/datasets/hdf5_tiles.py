@@ -1,0 +1,140 @@
+"""This rank's tile of samples that stay on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from ...errors import DataError
+from ...io.hdf5 import CheckedArray, faults, open_file, state
+from ..base import Split
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class HDF5Tiles:
+    """One tile of the samples of an array (N, *spatial, ...), read when they are asked for.
+
+    Indexing with an integer array gives local tiles (n, *tile, ...) in the array's dtype. The file is opened at the
+    first read; one thread at a time may read.
+
+    Parameters
+    ----------
+    path, name : the file, and the array in it
+    shape, dtype : of the array, (N, *spatial, ...)
+    tile : slices of the cells in a sample; axes after them are whole
+    numbers : array
+        Places of the samples in the array.
+    state : of the file, as `hdf5.state` told it before the array was looked at
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        shape: Sequence[int],
+        dtype: np.dtype,
+        tile: tuple[slice, ...],
+        numbers: np.ndarray,
+        state: tuple[int, int],
+    ) -> None:
+        self.path, self.name, self.dtype, self.tile, self.numbers = path, name, dtype, tile, numbers
+        self._expected, self._state = (tuple(shape), dtype), state
+        self.shape = (len(numbers), *(cut.stop - cut.start for cut in tile), *shape[1 + len(tile) :])
+        self._file: Any = None
+        self._array: CheckedArray | None = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        places = self.numbers[indices]
+        out = np.empty((len(places), *self.shape[1:]), self.dtype)
+        if out.size:
+            with faults(self.path):
+                array = self._open()
+                for at, first, count in runs(places):
+                    array.read(first, out[at : at + count])
+            # afterwards: of a file that is shorter by now, HDF5 reads zeros
+            if state(self.path) != self._state:
+                raise DataError(f"{self.path}: {self.name} has changed since the run began; start anew")
+        return out
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        file, self._file, self._array = self._file, None, None
+        if file is not None:
+            file.close()
+
+    def _open(self) -> CheckedArray:
+        if self._array is None:
+            self._file = open_file(self.path)
+            array = CheckedArray(self._file, self.name, self.tile)
+            if (array.shape, array.dtype) != self._expected:
+                raise DataError(f"{self.path}: {self.name} has changed since the run began; start anew")
+            self._array = array
+        return self._array
+
+
+class StreamedSplit(Split):
+    """A split whose tiles, and perhaps label maps, are read from the disk: the next batch's while one trains.
+
+    Whoever lets a thread read waits for it, on every path: one that is in libhdf5 while the interpreter ends would keep
+    h5py's lock, for which all that is left of h5py then waits, and the other ranks in MPI_Finalize for this one.
+    """
+
+    def __init__(self, tiles: HDF5Tiles, labels: Any, ahead: bool = True, **normalisation: Any) -> None:
+        super().__init__(tiles, labels, **normalisation)
+        self._ahead = ahead
+        self._reader: ThreadPoolExecutor | None = None
+
+    def batches(
+        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32"
+    ) -> Generator[tuple[np.ndarray, np.ndarray]]:
+        """Yield `images` and `targets` of one part after the other; a thread reads the next part meanwhile.
+
+        An error of the thread is raised where its batch would come. The thread ends when the split is closed.
+        """
+        if not self._ahead:
+            yield from super().batches(parts, dtype)
+            return
+        parts, following = iter(parts), None
+        try:
+            following = self._start(next(parts, None), dtype)
+            while following is not None:
+                batch = following.result()
+                following = self._start(next(parts, None), dtype)
+                yield batch
+        finally:
+            if following is not None:
+                following.exception()
+
+    def close(self) -> None:
+        """Wait for what is being read, and close the file; a later read opens it again."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.shutdown()
+        for tiles in (self.tiles, self.labels):
+            if isinstance(tiles, HDF5Tiles):
+                tiles.close()
+
+    def _start(self, part: ArrayLike | None, dtype: DTypeLike) -> Future[tuple[np.ndarray, np.ndarray]] | None:
+        if part is None:
+            return None
+        if self._reader is None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._reader = ThreadPoolExecutor(1, "neondist-reader")
+        return self._reader.submit(lambda: (self.images(part, dtype), self.targets(part)))
+
+
+def runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Yield (position, first place, count) of the runs of neighbouring places, so that each is one read."""
+    starts = np.flatnonzero(np.diff(places, prepend=places[:1] - 2) != 1)
+    for at, end in zip(starts, [*starts[1:], len(places)], strict=True):
+        yield int(at), int(places[at]), int(end - at)

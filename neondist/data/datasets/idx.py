@@ -1,0 +1,202 @@
+"""The IDX files of MNIST, plain or gzipped, read in bounded pieces and never trusted.
+
+An IDX file is a big-endian magic number whose last byte is the number of axes, one 32-bit extent per axis, then one
+byte per cell (LeCun, Cortes and Burges, "The MNIST database of handwritten digits").
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ...errors import DataError
+
+PIECE = 1 << 20
+REMEDY = "replace it by a good copy, for instance with: neondist data mnist --to DIR"
+
+
+class Unpacked:
+    """A file's bytes from front to back, unpacked if its content (not its name) is gzip; a context manager.
+
+    Attributes
+    ----------
+    packed : bool
+    size_on_disk : int
+
+    Raises
+    ------
+    DataError
+        When opened or read: if the file is missing, cannot be read, or is a damaged gzip file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with _faults(path):
+            self._plain = open(path, "rb")  # noqa: SIM115 (closed by __exit__)
+            self.packed = self._plain.read(2) == b"\x1f\x8b"
+            self._plain.seek(0)
+            self.size_on_disk = os.fstat(self._plain.fileno()).st_size
+        self._stream: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=self._plain) if self.packed else self._plain
+
+    def __enter__(self) -> Unpacked:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._plain.close()
+
+    def read(self, count: int) -> bytes:
+        """Return the next bytes, `count` at most, none at the end."""
+        # faults are named here and not in __exit__, which sees those of other files that are open too
+        with _faults(self.path):
+            return self._stream.read(count)
+
+
+def unpacked_md5(path: Path) -> str:
+    """Return the md5 of a file's unpacked bytes; DataError if it cannot be read."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with Unpacked(path) as stream:
+        while piece := stream.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _faults(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: damaged gzip file ({error}); {REMEDY}") from error
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; {REMEDY}") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{path}: cannot be read ({reason}); check that it is a file and its permissions") from error
+
+
+LABELS, IMAGES = 2049, 2051
+_KIND = {LABELS: "labels", IMAGES: "images"}
+# deflate cannot pack more than 1032 bytes into one, so a larger promise is false
+_MOST_PACKED = 1032
+_LARGEST_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first bytes of an IDX file: extents (N,) of labels or (N, H, W) of images."""
+
+    magic: int
+    extents: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return self.extents[0]
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """Shape of one sample: () or (H, W)."""
+        return self.extents[1:]
+
+
+class Reader:
+    """An open IDX file; made by `open_idx`, read once from front to back by `chunks`."""
+
+    def __init__(self, stream: Unpacked, magic: int) -> None:
+        self.path, self._stream, self._md5 = stream.path, stream, hashlib.md5(usedforsecurity=False)
+        self.header = self._read_header(magic)
+
+    @property
+    def md5(self) -> str:
+        """The md5 of the unpacked bytes read so far: of the whole file once `chunks` has ended."""
+        return self._md5.hexdigest()
+
+    def chunks(self, count: int = 1000) -> Iterator[np.ndarray]:
+        """Yield the samples in order, at most `count` at once, (n, *sample) uint8; DataError if too few or too many."""
+        header = self.header
+        size = prod(header.sample)
+        count = max(1, min(count, _LARGEST_CHUNK // size))
+        for lo in range(0, header.count, count):
+            n = min(count, header.count - lo)
+            raw = self._read(n * size)
+            if len(raw) < n * size:
+                raise DataError(
+                    f"{self.path}: truncated: the header promises {header.count} {_KIND[header.magic]}, the data ends"
+                    f" after {lo + len(raw) // size}; {REMEDY}"
+                )
+            yield np.frombuffer(raw, np.uint8).reshape(n, *header.sample)
+        if self._stream.read(1):
+            raise DataError(
+                f"{self.path}: too long: bytes follow the {header.count} {_KIND[header.magic]} of the header; {REMEDY}"
+            )
+
+    def _read_header(self, magic: int) -> Header:
+        axes = magic & 0xFF
+        raw = self._read(4 + 4 * axes)
+        found = int.from_bytes(raw[:4], "big")
+        if len(raw) >= 4 and found != magic:
+            raise DataError(
+                f"{self.path}: not an IDX file of {_KIND[magic]}: magic number {found}, expected {magic}; {REMEDY}"
+            )
+        if len(raw) < 4 + 4 * axes:
+            raise DataError(f"{self.path}: truncated: {len(raw)} bytes, the header alone has {4 + 4 * axes}; {REMEDY}")
+        header = Header(magic, struct.unpack(f">{axes}I", raw[4:]))
+        if 0 in header.extents:
+            raise DataError(f"{self.path}: the header promises no {_KIND[magic]} (extents {header.extents}); {REMEDY}")
+        self._check_size(len(raw) + prod(header.extents), header)
+        return header
+
+    def _check_size(self, promised: int, header: Header) -> None:
+        """Compare the promise of the header with the size on disk, before anything of that size is read."""
+        there, packed = self._stream.size_on_disk, self._stream.packed
+        if there == promised or (packed and promised <= there * _MOST_PACKED):
+            return
+        what = "truncated" if packed or there < promised else "too long"
+        raise DataError(
+            f"{self.path}: {what}: extents {header.extents} in the header need {promised} bytes{' unpacked' * packed},"
+            f" the file has {there}; {REMEDY}"
+        )
+
+    def _read(self, count: int) -> bytes:
+        """Return the next `count` bytes, fewer at the end; memory grows only with bytes that are really there."""
+        pieces = []
+        while count > 0 and (piece := self._stream.read(min(count, PIECE))):
+            self._md5.update(piece)
+            pieces.append(piece)
+            count -= len(piece)
+        return b"".join(pieces)
+
+
+@contextmanager
+def open_idx(path: Path, magic: int) -> Iterator[Reader]:
+    """Open an IDX file, plain or gzipped (told by its content), and check its header.
+
+    Parameters
+    ----------
+    path : Path
+    magic : int
+        `LABELS` (2049) or `IMAGES` (2051).
+
+    Raises
+    ------
+    DataError
+        While open, for every fault of the file; the message names the file, what was found and the remedy.
+    """
+    with Unpacked(path) as stream:
+        yield Reader(stream, magic)
+
+
+def read_header(path: Path, magic: int) -> Header:
+    """Return the header, after comparing it with the size of the file; cheap, nothing else is read."""
+    with open_idx(path, magic) as reader:
+        return reader.header

@@ -1,0 +1,182 @@
+"""MNIST, the handwritten digits: the official IDX files, or the subset that ships with the package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import ConfigError, DataError
+from ..cache import Arrays, CachedDataset
+from .idx import IMAGES, LABELS, REMEDY, Header, Reader, open_idx, read_header
+
+
+@dataclass(frozen=True)
+class MnistFile:
+    """An official file: its name without .gz, IDX magic number, number of samples, and md5 of the unpacked bytes."""
+
+    name: str
+    magic: int
+    count: int
+    md5: str
+
+    def spellings(self) -> Iterator[str]:
+        """Yield the names under which people keep it, the gzipped ones first: those a download mends."""
+        for name in (self.name, self.name.replace("-idx", ".idx")):
+            yield f"{name}.gz"
+            yield name
+
+    def find(self, folder: Path) -> Path:
+        """Return where the file lies in `folder`; DataError if it does not."""
+        for name in self.spellings():
+            if os.path.isfile(folder / name):
+                return folder / name
+        raise DataError(f"MNIST path: {folder} has no {self.name}[.gz]; {_fetch(folder)}")
+
+
+@dataclass(frozen=True)
+class MnistPair:
+    """The images and labels of one split."""
+
+    images: MnistFile
+    labels: MnistFile
+
+
+TRAIN = MnistPair(
+    MnistFile("train-images-idx3-ubyte", IMAGES, 60000, "6bbc9ace898e44ae57da46a324031adb"),
+    MnistFile("train-labels-idx1-ubyte", LABELS, 60000, "a25bea736e30d166cdddb491f175f624"),
+)
+TEST = MnistPair(
+    MnistFile("t10k-images-idx3-ubyte", IMAGES, 10000, "2646ac647ad5339dbf082846283269ea"),
+    MnistFile("t10k-labels-idx1-ubyte", LABELS, 10000, "27ae3e4e09519cfbb04c329615203637"),
+)
+ALL = (TRAIN.images, TRAIN.labels, TEST.images, TEST.labels)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise DataError unless `folder` is a folder."""
+    # os.path and not Path: it answers False where a permission is missing, Path raises
+    if not os.path.exists(folder):
+        raise DataError(f"MNIST path: no folder {folder}; correct the path, or {_fetch(folder)}")
+    if not os.path.isdir(folder):
+        raise DataError(f"MNIST path: {folder} is a file; give the folder that holds the four MNIST files")
+
+
+def _fetch(folder: Path) -> str:
+    return f"fetch the files with: neondist data mnist --to {folder}"
+
+
+EMBEDDED = Path(__file__).parent / "embedded"
+_PAIRS = {"train": TRAIN, "test": TEST}
+_SIDE = (28, 28)
+
+
+class MNIST(CachedDataset):
+    """Handwritten digits, 28 x 28 grey pixels, 10 classes (LeCun, Cortes and Burges).
+
+    Parameters
+    ----------
+    path : path, optional
+        Folder with the four official files, plain or .gz; `~` is expanded. Default: the embedded subset of 10,000
+        training and 2,000 test digits. Files with the official number of samples must be the official files, bit
+        for bit.
+    serialized_path : path, optional
+        Where each rank keeps its decoded tile between runs: an HDF5 file whose name has {rank} (needed for more than
+        one rank) and {size}; `~` is expanded. It is rebuilt when the files, the grid or the format changed. Default:
+        nothing is written.
+    validation : float or int, optional
+        A fraction, or a number, of the training digits, kept for validation: the last ones of the file.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is not a path, the template has other fields, or `validation` is no fraction or number.
+
+    Notes
+    -----
+    Pixels are normalised with the mean 0.1307 and the standard deviation 0.3081 of the official training set.
+    """
+
+    sample_shape, classes = (*_SIDE, 1), 10
+    mean, std = 0.1307, 0.3081
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        serialized_path: str | os.PathLike[str] | None = None,
+        validation: float | int | None = None,
+    ) -> None:
+        super().__init__(serialized_path, validation)
+        if path is not None and not os.fspath(path):
+            raise ConfigError(f"path: {path!r} is not a folder; give one, or leave it out for the embedded digits")
+        self.path = path
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the digits come from."""
+        return EMBEDDED if self.path is None else Path(os.path.expanduser(self.path))
+
+    def check(self) -> None:
+        """Check that the four files are there and that their headers agree; reads a few bytes, not the data."""
+        check_folder(self.folder)
+        for pair in _PAIRS.values():
+            images, labels = (file.find(self.folder) for file in (pair.images, pair.labels))
+            found = read_header(images, pair.images.magic), read_header(labels, pair.labels.magic)
+            _check_headers(images, labels, *found)
+
+    def sources(self) -> list[Path]:
+        """Return the four files."""
+        return [file.find(self.folder) for file in ALL]
+
+    def decode(self, tile: tuple[slice, ...]) -> Arrays:
+        """Return one tile of all digits, and the md5 of the whole images."""
+        arrays: Arrays = {}
+        digests = []
+        for name, pair in _PAIRS.items():
+            arrays[f"{name}/images"], arrays[f"{name}/targets"], digest = _read_pair(pair, self.folder, tile)
+            digests.append(digest)
+        arrays["content"] = np.frombuffer(b"".join(digests), np.uint8)
+        return arrays
+
+
+def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray, bytes]:
+    """Return this rank's tile of all images (N, h, w, 1) uint8, all labels (N,) int64, and the md5 of the whole images.
+
+    Every byte is checked.
+    """
+    images, labels = (file.find(folder) for file in (pair.images, pair.labels))
+    with open_idx(images, pair.images.magic) as pixels, open_idx(labels, pair.labels.magic) as digits:
+        _check_headers(images, labels, pixels.header, digits.header)
+        cut = (slice(None), *tile)
+        # a whole image lives only as long as its chunk: only the cut tiles are kept
+        tiles = [chunk[..., None][cut].copy() for chunk in pixels.chunks()]
+        _check_official(pixels, pair.images)
+        targets = np.concatenate(list(digits.chunks())).astype(np.int64)
+        _check_official(digits, pair.labels)
+    wrong = np.flatnonzero(targets > 9)
+    if wrong.size:
+        at = wrong[0]
+        raise DataError(f"{labels}: label {targets[at]} of sample {at} is not a digit (0 to 9); {REMEDY}")
+    return np.concatenate(tiles), targets, bytes.fromhex(pixels.md5)
+
+
+def _check_headers(images: Path, labels: Path, pixels: Header, digits: Header) -> None:
+    if pixels.sample != _SIDE:
+        size = " x ".join(map(str, pixels.sample))
+        raise DataError(f"{images}: images of {size} pixels, MNIST has 28 x 28; {REMEDY}")
+    if pixels.count != digits.count:
+        raise DataError(
+            f"{images} has {pixels.count} images but {labels} has {digits.count} labels; take both from the same set,"
+            f" or {REMEDY}"
+        )
+
+
+def _check_official(reader: Reader, file: MnistFile) -> None:
+    if reader.header.count == file.count and reader.md5 != file.md5:
+        raise DataError(
+            f"{reader.path}: has {file.count} samples like the official file, but its unpacked md5 is {reader.md5},"
+            f" expected {file.md5}: it is damaged or another data set; {REMEDY}"
+        )

@@ -1,0 +1,194 @@
+"""Large crops of natural photographs, whitened, to learn filters from: those that wheels ship, or of a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+from ... import rng
+from ...comm import ProcessGrid
+from ...errors import ConfigError, DataError
+from ...io.hdf5 import checksum
+from ...registry.ranges import at_least
+from ..base import Dataset, Split, tile_slices
+from ..image_loader import Loader, pictures_in
+from .synthetic import Extent
+
+
+class Photographs(Dataset):
+    """Grey crops of photographs, whitened, mirrored at random; a crop's class is the photograph that it is from.
+
+    Where crop i lies is a function of (seed, split, i) alone. A rank makes its tile of a crop when a batch asks for it;
+    it keeps the whitened photographs, some megabytes.
+
+    Parameters
+    ----------
+    path : path, optional
+        A folder of pictures; `~` is expanded. Default: nine that the wheels of scikit-image and scikit-learn ship.
+    crop : int or (int, int)
+        Height and width of a sample.
+    train, test : int
+        Number of crops of each split; test crops are other places in the same photographs.
+    seed : int
+    validation : float or int, optional
+        A fraction, or a number, of the training crops, kept for validation: the last ones.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is of the wrong type or out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        crop: Extent | Sequence[Extent] = 200,
+        train: Extent = 2000,
+        test: Extent = 200,
+        seed: Annotated[int, at_least(0)] = 0,
+        validation: float | int | None = None,
+    ) -> None:
+        super().__init__(validation)
+        sides = list(crop) if isinstance(crop, Sequence | np.ndarray) else [crop, crop]
+        if len(sides) != 2:
+            raise ConfigError(f"crop: {crop!r} cannot be used; give a side, or [height, width]")
+        self.path = None if path is None else Path(os.path.expanduser(path))
+        self.sample_shape = (*map(int, sides), 1)
+        self.counts, self.seed = {"train": int(train), "test": int(test)}, int(seed)
+
+    def check(self) -> None:
+        """Find the photographs, and check that a crop fits into each; reads their headers, not the pixels."""
+        self.files = find_photographs(self.path)
+        self.classes = len(self.files)
+        for file in self.files:
+            size = read_size(file)
+            if any(n < side for n, side in zip(size, self.sample_shape, strict=False)):
+                sides = " x ".join(map(str, self.sample_shape[:2]))
+                raise DataError(
+                    f"{file}: has {size[0]} x {size[1]} pixels, less than a crop of {sides}; give a smaller crop"
+                )
+
+    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+        """Return the splits that cut this rank's tile on demand."""
+        pictures = [read_grey(file) for file in self.files]
+        self.content = " ".join(f"{checksum(picture):08x}" for picture in pictures)
+        photographs = [whiten(picture) for picture in pictures]
+        box = tile_slices(grid, self.sample_shape)
+        crops = {
+            name: Crops(photographs, self.sample_shape, box, n, (self.seed, name)) for name, n in self.counts.items()
+        }
+        train, test = (Split(made, made.labels, scale=1.0) for made in crops.values())
+        return train, test
+
+
+class Crops:
+    """One tile of `count` crops; indexing with an integer array gives float32 tiles (n, *tile, 1)."""
+
+    def __init__(
+        self,
+        photographs: list[np.ndarray],
+        shape: Sequence[int],
+        tile: tuple[slice, ...],
+        count: int,
+        key: tuple[int | str, ...],
+    ) -> None:
+        self._photographs, self._width, self._tile = photographs, shape[1], tile
+        index = np.arange(count)
+        self.labels = index % len(photographs)
+        room = [[n - side + 1 for n, side in zip(photo.shape, shape, strict=False)] for photo in photographs]
+        chance = [rng.uniform(rng.key(name, *key), index) for name in ("row", "column", "mirror")]
+        self._corners = [(chance[axis] * np.array(room)[self.labels, axis]).astype(int) for axis in (0, 1)]
+        self._mirrored = chance[2] < 0.5
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        numbers = np.arange(len(self))[indices]
+        out = np.empty((len(numbers), *(cut.stop - cut.start for cut in self._tile)), np.float32)
+        for tile, number in zip(out, numbers, strict=True):
+            top, left = (int(corner[number]) for corner in self._corners)
+            rows, cols = self._tile[:2]
+            whole = self._photographs[self.labels[number]][
+                top + rows.start : top + rows.stop, left : left + self._width
+            ]
+            tile[..., 0] = (whole[:, ::-1] if self._mirrored[number] else whole)[:, cols]
+        return out
+
+
+_MARGIN = 32  # the photograph is mirrored this far, so that its opposite borders do not meet
+
+
+def whiten(image: np.ndarray, cutoff: float = 0.4) -> np.ndarray:
+    """Return a grey image (H, W) whitened, with mean 0 and variance 1, as float32.
+
+    The filter is f · exp(-(f / cutoff)⁴), f in cycles per pixel (Olshausen and Field 1997): natural images have
+    amplitudes of about 1 / f, and the highest frequencies are noise.
+    """
+    margins = [min(_MARGIN, n - 1) for n in image.shape]
+    padded = np.pad(np.asarray(image, np.float64), [(m, m) for m in margins], mode="reflect")
+    rows, cols = np.fft.fftfreq(padded.shape[0])[:, None], np.fft.rfftfreq(padded.shape[1])[None]
+    frequency = np.sqrt(rows * rows + cols * cols)
+    gain = frequency * np.exp(-((frequency / cutoff) ** 4))
+    white = np.fft.irfft2(np.fft.rfft2(padded) * gain, s=padded.shape)
+    white = white[tuple(slice(m, n - m) for m, n in zip(margins, padded.shape, strict=True))]
+    white -= white.mean()
+    deviation, noise = white.std(), 1e-12 * np.abs(padded).max(initial=0)
+    return (white / deviation if deviation > noise else np.zeros_like(white)).astype(np.float32)
+
+
+SHIPPED = {
+    "skimage": ("data", "astronaut.png brick.png camera.png chelsea.png coffee.png grass.png gravel.png"),
+    "sklearn": ("datasets/images", "china.jpg flower.jpg"),
+}
+_INSTALL = "install them with: pip install 'neondist[examples]'"
+
+
+def find_photographs(folder: Path | None) -> list[Path]:
+    """Return the pictures of a folder by name, or those of scikit-image and scikit-learn.
+
+    Raises
+    ------
+    DataError
+        There are none.
+    """
+    if find_spec("PIL") is None:
+        raise DataError(f"photographs need Pillow, scikit-image and scikit-learn; {_INSTALL}")
+    if folder is not None:
+        try:
+            return pictures_in(folder)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: has no pictures: {error.strerror}; name a folder that has, or no path"
+            ) from error
+    return [path for package in SHIPPED for path in _shipped(package)]
+
+
+def _shipped(package: str) -> list[Path]:
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        name = package.replace("sk", "scikit-")
+        raise DataError(
+            f"the photographs are those of scikit-image and scikit-learn, but {name} is missing; {_INSTALL}"
+        )
+    place, names = SHIPPED[package]
+    paths = [Path(spec.submodule_search_locations[0]) / place / name for name in names.split()]
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{path}: is missing, though the package is there; install it anew, or give a path")
+    return paths
+
+
+def read_size(path: Path) -> tuple[int, int]:
+    """Return (height, width); DataError if it is no picture, or too large for this machine."""
+    return Loader().extents(path)
+
+
+def read_grey(path: Path) -> np.ndarray:
+    """Return a picture's luminance (H, W) in [0, 1] as float32; DataError if it is no picture, or of 16 bits."""
+    return np.asarray(Loader("RGB").picture(path).convert("F"), np.float32) / 255

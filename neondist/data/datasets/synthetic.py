@@ -1,0 +1,170 @@
+"""Images of any size that a network can learn, made on demand from their global indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import numpy as np
+
+from ... import rng
+from ...comm import ProcessGrid
+from ...errors import ConfigError
+from ...memory import require_room
+from ...registry.ranges import NotNegative, at_least, between
+from ..base import Dataset, Split, tile_slices
+
+_MOST = 1 << 48  # beyond it, products of extents leave what NumPy can index
+Extent: TypeAlias = Annotated[int, between(1, _MOST)]
+_KEPT = 40  # bytes of a sample: its label and phase, its place in the order
+
+
+class Synthetic(Dataset):
+    """Gratings, one direction and wavelength per class, with a random phase per sample and noise in every cell.
+
+    Every cell is a pure function of (seed, split, sample, global cell index): each rank makes only its tile, when a
+    batch asks for it, and all grids see the same numbers, bit for bit.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Global shape of a sample, (H, W, C) or (*spatial, C) with one spatial axis or more.
+    classes : int
+        Number of classes; sample i is of class i modulo `classes`.
+    train, test : int
+        Number of samples of each split.
+    seed : int
+        Another seed gives other phases and other noise of the same classes.
+    noise : float
+        Half width of the uniform noise; the gratings themselves reach from -1 to 1.
+    validation : float or int, optional
+        A fraction, or a number, of the training samples, kept for validation: the last ones.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is of the wrong type or out of range.
+    """
+
+    classes: int
+
+    def __init__(
+        self,
+        shape: Sequence[Extent] = (256, 256, 3),
+        classes: Annotated[int, between(2, _MOST)] = 4,
+        train: Extent = 256,
+        test: Extent = 64,
+        seed: Annotated[int, at_least(0)] = 0,
+        noise: NotNegative = 1.0,
+        validation: float | int | None = None,
+    ) -> None:
+        super().__init__(validation)
+        if len(shape) < 2:
+            raise ConfigError(f"shape: {shape!r} is not a list of extents; give [H, W, C] or [*spatial, C]")
+        self.sample_shape, self.classes = tuple(map(int, shape)), int(classes)
+        self.counts = {"train": int(train), "test": int(test)}
+        self.seed, self.noise = int(seed), float(noise)
+
+    def check(self) -> None:
+        """Check that there is memory for what is kept of each sample; the constructor has checked the arguments."""
+        count = sum(self.counts.values())
+        require_room(_KEPT * count, f"what is kept of {count} samples", "give fewer for train and test")
+
+    def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
+        """Return the splits that make this rank's tile on demand."""
+        box = tile_slices(grid, self.sample_shape)
+        tiles = {
+            name: Gratings(self.sample_shape, box, self.classes, count, (self.seed, name), self.noise)
+            for name, count in self.counts.items()
+        }
+        train, test = (Split(made, made.labels, scale=1.0) for made in tiles.values())
+        return train, test
+
+
+_BLOCK = 1 << 18
+
+
+class Gratings:
+    """One tile of `count` images, made when they are asked for.
+
+    Indexing with an integer array gives float32 tiles (n, *tile, C). The sine of a sum is put together from sines per
+    axis of the whole image by products and sums alone, so that a cell has the same bits in whichever tile it is made.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Global shape of an image, (*spatial, C).
+    tile : tuple of slice
+        This rank's cells in it, one slice per axis, channels included.
+    classes, count : int
+        Number of classes and of images.
+    key : tuple
+        What makes the random numbers differ from those of another split or seed.
+    noise : float
+        Half width of the uniform noise.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        tile: tuple[slice, ...],
+        classes: int,
+        count: int,
+        key: tuple[int | str, ...],
+        noise: float,
+    ) -> None:
+        self._global, self._tile, self._classes, self._noise = tuple(shape), tile, classes, noise
+        self.labels = np.arange(count) % classes
+        # a third of a turn either way: the class means differ, so that even a linear model can learn
+        self._phases = (2 * rng.uniform(rng.key("phase", *key), np.arange(count)) - 1) * np.pi / 3
+        self._stream = rng.key("noise", *key)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape (N, *tile, C)."""
+        return (len(self), *(cut.stop - cut.start for cut in self._tile))
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        numbers = np.arange(len(self))[indices]
+        out = np.empty((len(numbers), *self.shape[1:]), np.float32)
+        for image, number in zip(out, numbers, strict=True):
+            self._fill(image, int(number))
+        return out
+
+    def _fill(self, image: np.ndarray, number: int) -> None:
+        """Make one tile, a few rows at a time: the 64-bit temporaries stay in cache."""
+        rows = max(1, _BLOCK // max(1, image[:1].size))
+        angles = self._angles(number)
+        first = self._tile[0].start
+        for lo in range(0, len(image), rows):
+            hi = min(lo + rows, len(image))
+            block = (slice(first + lo, first + hi), *self._tile[1:])
+            image[lo:hi] = self._grating(angles, block) + self._noise_of(number, block)
+
+    def _angles(self, number: int) -> list[np.ndarray]:
+        """Return the angle that each axis of the whole image adds; channels come last and carry the sample's phase."""
+        label, axes = int(self.labels[number]), len(self._global) - 1
+        turn = np.pi * label / self._classes
+        # wavelengths from 12 down to 6 cells: a few kernels wide, whatever the size of the image
+        frequency = 2 * np.pi * (1 + label / self._classes) / 12
+        parts = [np.cos(turn - np.pi * axis / axes) if axes > 1 else 1.0 for axis in range(axes)]
+        angles = [frequency * part * np.arange(n) for part, n in zip(parts, self._global[:-1], strict=True)]
+        channels = self._global[-1]
+        return [*angles, self._phases[number] + np.pi / 2 * np.arange(channels) / channels]
+
+    def _grating(self, angles: list[np.ndarray], block: tuple[slice, ...]) -> np.ndarray:
+        sine, cosine = np.zeros((1,) * len(block)), np.ones((1,) * len(block))
+        for axis, (angle, cut) in enumerate(zip(angles, block, strict=True)):
+            along = [1] * len(block)
+            along[axis] = -1
+            s, c = np.sin(angle)[cut].reshape(along), np.cos(angle)[cut].reshape(along)
+            sine, cosine = sine * c + cosine * s, cosine * c - sine * s
+        return sine
+
+    def _noise_of(self, number: int, block: tuple[slice, ...]) -> np.ndarray:
+        index = rng.box_index(self._global, block)
+        index += np.uint64(number * int(np.prod(self._global, dtype=object)))
+        return self._noise * (2 * rng.uniform(self._stream, index) - 1)

@@ -1,0 +1,61 @@
+"""A checksum over a whole HDF5 file, in the block before it that HDF5 leaves to its users.
+
+A file is looked at by HDF5 only once its checksum is right: HDF5 itself may crash on a damaged file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+from ...errors import DataError
+
+BLOCK = 512  # bytes; the smallest block that HDF5 allows
+PIECE = 1 << 20
+TITLE = "neondist checkpoint"
+FORMAT = 3
+
+
+def add_checksum(file: BinaryIO) -> None:
+    """Write the length and the CRC-32 of all that follows into the first block of an open file."""
+    header = _header(*_measure(file))
+    file.seek(0)
+    file.write(header)
+
+
+def check(path: Path) -> None:
+    """Read the whole file once.
+
+    Raises
+    ------
+    DataError
+        It is missing, is no checkpoint, or a bit of it is not as it was written.
+    """
+    try:
+        with path.open("rb") as file:
+            found = file.read(BLOCK)
+            title = found.split(b"\n", 1)[0].decode("ascii", "replace")
+            if not title.startswith(TITLE):
+                raise DataError(f"{path}: is no checkpoint of neondist, or damaged at its beginning; name another file")
+            if title != f"{TITLE} {FORMAT}":
+                raise DataError(f"{path}: is a '{title[:40]}', this neondist reads format {FORMAT}; or it is damaged")
+            if found != _header(*_measure(file)):
+                raise DataError(f"{path}: damaged (its checksum is wrong); put back a copy, or name another file")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; name a checkpoint that a run has written") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
+
+
+def _header(size: int, crc: int) -> bytes:
+    return f"{TITLE} {FORMAT}\nbytes {size}\ncrc32 {crc:08x}\n".encode().ljust(BLOCK, b"\0")
+
+
+def _measure(file: BinaryIO) -> tuple[int, int]:
+    """Return the length and the CRC-32 of what follows the first block."""
+    size, crc = 0, 0
+    file.seek(BLOCK)
+    while piece := file.read(PIECE):
+        size, crc = size + len(piece), zlib.crc32(piece, crc)
+    return size, crc

@@ -1,0 +1,79 @@
+"""Which rank holds which part of a whole array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ...geometry import Box
+from ...parallel import ParameterShard
+
+BLOCK = 4 << 20  # bytes that travel at a time
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of a whole array.
+
+    Attributes
+    ----------
+    name : str
+    shape : tuple of int
+        Of the whole array, as the file has it.
+    array : ndarray
+        This rank's part, of the shape of its box.
+    boxes : sequence of Box
+        For each rank, its part of the whole; a single one if every rank has all of it.
+    unfolded : tuple of int, optional
+        The shape in which the parts are boxes, where several axes are the first one of `shape`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    array: Any
+    boxes: Sequence[Box]
+    unfolded: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, shard: ParameterShard, array: Any, group: str) -> Piece:
+        """Return an array of a layer, to be named '<group>/<layer name>/<parameter>'."""
+        boxes = [shard.box(rank % shard.grid.shape.tiles) for rank in range(shard.grid.size if shard.cut else 1)]
+        part = array.reshape(shard.box(shard.grid.tile).shape)  # a view
+        return cls(f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, boxes, shard.unfolded)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The array's dtype, native byte order."""
+        return np.dtype(self.array.dtype)
+
+    def blocks(self) -> Iterator[tuple[Box, Slices]]:
+        """Yield the blocks that fill the whole in order: as boxes, and where each lies in the file's array."""
+        whole = self.shape if self.unfolded is None else self.unfolded
+        first = len(whole) - len(self.shape) + 1  # so many axes are the file's first one
+        for block in blocks(whole, max(1, BLOCK // self.dtype.itemsize)):
+            place = block.slices
+            if first > 1:
+                row = int(np.ravel_multi_index(block.lo[:first], whole[:first]))
+                place = slice(row, row + prod(block.shape[:first])), *place[first:]
+            yield block, place
+
+
+def blocks(shape: Sequence[int], cells: int) -> Iterator[Box]:
+    """Yield boxes of at most `cells` cells, each contiguous in an array of this shape, that fill it in order."""
+    if 0 in shape:
+        return
+    axis = next((at for at in range(len(shape)) if prod(shape[at + 1 :]) <= cells), len(shape))
+    if axis == len(shape):  # a single number
+        yield Box((), ())
+        return
+    step = max(1, cells // prod(shape[axis + 1 :]))
+    rest = shape[axis + 1 :]
+    for outer in np.ndindex(*shape[:axis]):
+        for lo in range(0, shape[axis], step):
+            hi = min(lo + step, shape[axis])
+            yield Box((*outer, lo, *(0 for _ in rest)), (*(i + 1 for i in outer), hi, *rest))

@@ -1,0 +1,119 @@
+"""Reading a checkpoint file on rank 0, for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...comm import Transport, agree
+from ...errors import DataError
+from .checksum import check
+from .pieces import Piece, Slices
+from .stream import scatter
+
+DEPTH = 20  # groups inside of groups; a file of ours has the depth of layers' names
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a file holds, known on every rank.
+
+    Attributes
+    ----------
+    path : the file
+    texts : by name
+    shapes : shapes of the whole arrays, by name
+    """
+
+    path: Path
+    texts: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def group(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the arrays of one group, by their names in it."""
+        return {key[len(name) + 1 :]: shape for key, shape in self.shapes.items() if key.startswith(name + "/")}
+
+
+class Opened:
+    """A file that is open on rank 0."""
+
+    def __init__(self, facts: Facts, file: Any, world: Transport) -> None:
+        self.facts, self._file, self._world = facts, file, world
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Fill every rank's parts of arrays of the file, whose shapes have been compared; collective."""
+
+        def read(piece: Piece, place: Slices) -> np.ndarray:
+            return self._file[piece.name][place]
+
+        error: Exception | None = None
+        try:
+            scatter(self._world, pieces, read)
+        except (OSError, RuntimeError) as problem:
+            error = DataError(f"{self.facts.path}: cannot be read ({problem}); put back a copy, or name another file")
+        agree(self._world, error)
+
+
+@contextmanager
+def opened(path: Path, world: Transport) -> Iterator[Opened]:
+    """Check a file's checksum on rank 0 and open it there; collective.
+
+    Raises
+    ------
+    DataError
+        On every rank, if the file is missing, damaged, or none of ours.
+    """
+    file, facts, error = None, None, None
+    if world.rank == 0:
+        try:
+            check(path)
+            file, facts = _open(path)
+        except Exception as problem:
+            error = problem
+    try:
+        agree(world, error)
+        yield Opened(world.bcast(facts), file, world)
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _open(path: Path) -> tuple[Any, Facts]:
+    import h5py
+
+    try:
+        file = h5py.File(path, "r")
+        facts = Facts(path)
+        _look(file, "", facts)
+    # the checksum is right, so this is a file that somebody else has made; HDF5 may raise nearly anything
+    except Exception as error:
+        raise DataError(f"{path}: is no checkpoint that neondist has written ({error}); name another file") from error
+    return file, facts
+
+
+def _look(group: Any, prefix: str, facts: Facts) -> None:
+    """Note what the group holds; nothing outside of this file is followed, and nothing but numbers and bytes taken."""
+    import h5py
+
+    if prefix.count("/") > DEPTH:
+        raise ValueError("its groups go too deep")
+    for name in group:
+        full = prefix + name
+        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+            raise ValueError(f"'{full}' is a link")
+        item = group[name]
+        if isinstance(item, h5py.Group):
+            _look(item, full + "/", facts)
+        elif item.is_virtual or item.external:
+            raise ValueError(f"'{full}' lies in another file")
+        elif item.dtype.kind == "S" and item.shape == ():
+            facts.texts[full] = item[()].decode()
+        elif item.dtype.kind in "fiu":
+            facts.shapes[full] = tuple(item.shape)
+        else:
+            raise ValueError(f"'{full}' holds {item.dtype}")

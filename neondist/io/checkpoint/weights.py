@@ -1,0 +1,77 @@
+"""The weights of a file for a model that may be another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import DataError
+from ...parallel import ParameterShard
+from .pieces import Piece
+from .read import Opened
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What became of the arrays of a model and of a file, by '<layer name>/<parameter>'.
+
+    Attributes
+    ----------
+    taken : in both, with the same shape
+    missing : in the model alone
+    left : in the file alone
+    misfits : in both, with different shapes: name, the file's, the model's
+    """
+
+    taken: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the model has got all that it needs."""
+        return not self.missing and not self.misfits
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.taken)} arrays taken"]
+        if self.missing:
+            lines.append(f"not in the file: {', '.join(self.missing)}")
+        if self.left:
+            lines.append(f"left over in the file: {', '.join(self.left)}")
+        if self.misfits:
+            shapes = (f"{name} ({list(there)} there, {list(here)} here)" for name, there, here in self.misfits)
+            lines.append(f"of another shape: {', '.join(shapes)}")
+        return "; ".join(lines)
+
+
+def take(file: Opened, arrays: Sequence[tuple[ParameterShard, Any]], strict: bool = False) -> Taken:
+    """Fill a model's arrays from a file, by name, and return what became of them; collective.
+
+    Parameters
+    ----------
+    file : a checkpoint of this model or of another
+    arrays : `kept_arrays()["model"]` of a model
+    strict : every array of the model has to be there
+
+    Raises
+    ------
+    DataError
+        On every rank: the file holds none of the arrays, or not all of them if `strict`.
+    """
+    there = file.facts.group("model")
+    found = Taken()
+    for shard, _ in arrays:
+        name, shape = shard.full_name, tuple(shard.parameter.shape)
+        if name not in there:
+            found.missing.append(name)
+        elif there[name] != shape:
+            found.misfits.append((name, there[name], shape))
+        else:
+            found.taken.append(name)
+    found.left.extend(sorted(there.keys() - {shard.full_name for shard, _ in arrays}))
+    if (arrays and not found.taken) or (strict and not found.complete):
+        raise DataError(f"{file.facts.path}: does not fit the model: {found}; name a checkpoint of this experiment")
+    file.fill([Piece.of(shard, array, "model") for shard, array in arrays if shard.full_name in found.taken])
+    return found

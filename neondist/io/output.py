@@ -1,0 +1,115 @@
+"""The folder that a run writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..comm import Transport, all_or_none
+from ..errors import ConfigError, DataError
+from .files import make_folder, partial, told
+from .lock import NAME as LOCK
+from .lock import FolderLock
+
+CHECKPOINT = "checkpoint.h5"
+CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
+FILES = (
+    "experiment.yaml",
+    "environment.json",
+    "pretrain.jsonl",
+    "pretrain_*.h5",
+    "reconstructions_*.png",
+    "filters_*.png",
+    "stimuli_*.png",
+    "metrics.jsonl",
+    CHECKPOINT,
+    "checkpoint-*.h5",
+    "ledger.jsonl",
+    "curves.png",
+    "tiles.png",
+)
+"""All that a run may write; * stands for the number of a stage or of a step."""
+
+
+def prepare(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> None:
+    """Make the folder and find out whether a run may write there, on rank 0; collective.
+
+    Raises
+    ------
+    UserError
+        On every rank: OutputError if nothing can be written there, or another run does; ConfigError if an earlier run
+        would be lost; DataError if there is nothing to resume.
+    """
+    with held(world, folder, resume, overwrite):
+        pass
+
+
+@contextmanager
+def held(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> Iterator[None]:
+    """Have the folder for one run alone while the block runs; collective. It raises what `prepare` does."""
+    lock: FolderLock | None = None
+    with all_or_none(world):
+        if world.rank == 0:
+            if resume is True and not folder.exists():
+                raise DataError(f"{folder}: there is no run to resume; check --output, or give --resume auto")
+            make_folder(folder)
+            lock = FolderLock(folder)
+            try:
+                if not (resume or overwrite) and has_run(folder):
+                    raise ConfigError(
+                        f"output: {folder} has a run already; go on with it by --resume, replace it by --overwrite, or"
+                        " choose another folder with --output"
+                    )
+            except BaseException:
+                lock.release()
+                raise
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def has_run(folder: Path) -> bool:
+    """Tell whether there is anything of a run that is worth keeping."""
+    logs = (folder / name for name in ("metrics.jsonl", "pretrain.jsonl"))
+    with told(folder, "cannot be read"):
+        return any(log.is_file() and log.stat().st_size for log in logs) or any(
+            path for name in CHECKPOINTS for path in folder.glob(name)
+        )
+
+
+def is_new(folder: Path) -> bool:
+    """Tell whether a run has begun here, or was about to, and is worth nothing yet."""
+    if has_run(folder):
+        return False
+    others = [path for path in folder.iterdir() if path.name != LOCK and path.suffix != ".partial"]
+    return not others or (folder / "environment.json").exists()
+
+
+def clear(folder: Path, keep: Collection[str] = ()) -> None:
+    """Remove the files of an earlier run but those to `keep`, and nothing else.
+
+    Its checkpoint goes last: until then the run can be resumed.
+    """
+    for name in (*(name for name in FILES if name not in (*CHECKPOINTS, *keep)), *CHECKPOINTS):
+        for path in folder.glob(name):
+            _remove(path)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what an earlier run has left half written."""
+    for name in FILES:
+        for path in folder.glob(partial(Path(name)).name):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with told(path, "cannot be removed", "check permissions, or choose another folder with --output"):
+        path.unlink(missing_ok=True)
+
+
+def present(folder: Path) -> list[Path]:
+    """Return the files of a run that are there."""
+    return [path for name in FILES for path in sorted(folder.glob(name)) if path.is_file()]

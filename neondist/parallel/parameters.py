@@ -1,0 +1,220 @@
+"""All arrays of a model in flat buffers: one update, one allreduce, whatever the number of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from .. import rng
+from ..errors import ShapeError
+from ..layers import Context, Layer, Parameter
+from ..namespace import namespace, to_host
+from ..optim import Optimizer
+from .flags import HEADER, Flag
+from .shard import ParameterShard
+from .sync import AllReduce, GradientSync, finite
+
+
+class Views(dict[str, Any]):
+    """Arrays by name that live in a flat buffer: assigning copies the values in, so they stay there."""
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        array, values = self._fitting(name, values)
+        array[...] = values
+
+    def _fitting(self, name: str, values: Any) -> tuple[Any, Any]:
+        """Return the array of a name and values of its shape, of the same kind; otherwise KeyError or ShapeError."""
+        if name not in self:
+            raise KeyError(f"no array '{name}'; this layer has {', '.join(self) or 'none'}")
+        array = super().__getitem__(name)
+        values = namespace(array).asarray(values)
+        if values.shape != array.shape:
+            raise ShapeError(f"'{name}' of shape {values.shape}: expected {array.shape}")
+        return array, values
+
+
+class Gradients(Views):
+    """Gradients by name: what is assigned is added to what was assigned since `begin`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stale: set[str] = set()
+
+    def begin(self) -> None:
+        """Let everything be zero, which costs nothing until it is read."""
+        self.stale.update(self)
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        array, values = self._fitting(name, values)
+        if name in self.stale:
+            self.stale.discard(name)
+            array[...] = values
+        elif values is not array:  # as it is after grads[name] += values
+            array += values
+
+    def __getitem__(self, name: str) -> Any:
+        array = super().__getitem__(name)
+        if name in self.stale:
+            self.stale.discard(name)
+            array[...] = 0
+        return array
+
+    def settle(self) -> None:
+        """Make zero what nothing was assigned to."""
+        for name in list(self.stale):
+            self[name]
+
+
+class Parameters:
+    """The trained arrays of all layers, their gradients and the arrays that are kept beside them.
+
+    Binds `params`, `grads` and `state` of every layer to views of the buffers, and fills in first values, which depend
+    on the seed, the layer's name and the shard's index alone.
+
+    Attributes
+    ----------
+    first : int
+        The model's node where what is trained begins.
+    values, grads : flat arrays
+        What every rank holds alike comes first; then the arrays that are cut over the tiles, this rank's part.
+    buffers : flat array
+        What is kept but not trained.
+    version : int
+        Counts the changes of the values.
+    sync : GradientSync
+        Adds up the ranks' shares.
+    reductions : Reductions
+        Those of the gradients.
+    """
+
+    first = 0
+
+    def __init__(self, layers: Iterable[Layer], context: Context, sync: type[GradientSync] = AllReduce) -> None:
+        self.context = context
+        layers = list(layers)
+        trained = [
+            ParameterShard(layer, name, parameter, context.grid)
+            for layer in layers
+            for name, parameter in layer.parameters_for(layer.input_shape).items()
+        ]
+        self.trained = sorted(trained, key=lambda shard: shard.cut)
+        self.kept = [
+            ParameterShard(layer, name, parameter, context.grid)
+            for layer in layers
+            for name, parameter in layer.state_for(layer.input_shape).items()
+        ]
+        self.shared = sum(prod(e.local_shape) for e in trained if not e.cut)
+        self.values, self.buffers = self._flat(self.trained), self._flat(self.kept)
+        buffer = context.backend.xp.zeros((HEADER + self.values.size,), context.dtype)
+        ends = list(accumulate(prod(shard.local_shape) for shard in self.trained))
+        spans = list(pairwise([0, *ends]))
+        self.sync = sync(context.grid, buffer, spans, self.shared)
+        self.reductions, self.grads = self.sync.reductions, self.sync.grads
+        self._spans: dict[int, list[tuple[int, int]]] = {id(layer): [] for layer in layers}
+        for shard, span in zip(self.trained, spans, strict=True):
+            self._spans[id(shard.layer)].append(span)
+        self.layers, self.version = layers, 0
+        for layer in layers:
+            layer.params, layer.grads, layer.state = Views(), Gradients(), Views()
+        for shard, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
+            dict.__setitem__(shard.layer.params, shard.name, value)
+            dict.__setitem__(shard.layer.grads, shard.name, gradient)
+        for shard, value in zip(self.kept, self.cut(self.buffers, self.kept), strict=True):
+            dict.__setitem__(shard.layer.state, shard.name, value)
+        for shard, value in self.arrays():
+            self._begin(shard, value)
+
+    def cut(self, flat: Any, shards: list[ParameterShard] | None = None) -> list[Any]:
+        """Return the parts of a flat array that belong to the shards (default the trained ones), as views."""
+        parts, start = [], 0
+        for shard in self.trained if shards is None else shards:
+            stop = start + prod(shard.local_shape)
+            parts.append(flat[start:stop].reshape(shard.local_shape))
+            start = stop
+        return parts
+
+    def begin_gradients(self) -> None:
+        """Let all gradients be zero."""
+        self.sync.begin()
+        for layer in self.layers:
+            layer.grads.begin()
+
+    def ready(self, layer: Layer) -> None:
+        """Take note that this rank's shares in a layer's gradients are complete."""
+        layer.grads.settle()
+        for span in self._spans[id(layer)]:
+            self.sync.ready(span)
+
+    def sum_gradients(self) -> None:
+        """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas."""
+        with self.context.grid.observers.during("sync"):
+            for layer in self.layers:
+                layer.grads.settle()
+            self.sync.finish()
+
+    def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
+        """Change all values by their gradients."""
+        self.version += 1
+        optimizer.update(self.values, self.grads, slots, step, scale)
+
+    def hear(self, loss: Any) -> tuple[float, bool]:
+        """Return a step's loss (1,), and whether it and all gradients are finite, the same on every rank.
+
+        The flags are heard. All this comes in one copy: the only time that a step waits for the device.
+        """
+        xp, sync = self.context.backend.xp, self.sync
+        good = finite(self.grads[: self.shared]).reshape(1)
+        told = to_host(xp.concatenate([sync.header, good, loss]))
+        sync.flags.heard[...] = told[:HEADER]
+        return float(told[-1]), bool(told[HEADER]) and not sync.flags.heard[Flag.NON_FINITE]
+
+    def arrays(self) -> list[tuple[ParameterShard, Any]]:
+        """Return all arrays, trained and kept: views of this rank's part."""
+        found = [(shard, shard.layer.params[shard.name]) for shard in self.trained]
+        return found + [(shard, shard.layer.state[shard.name]) for shard in self.kept]
+
+    def slots(self, flat: dict[str, Any]) -> list[tuple[ParameterShard, Any]]:
+        """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""
+        return [
+            (shard.slot(slot), part)
+            for slot, array in flat.items()
+            for shard, part in zip(self.trained, self.cut(array), strict=True)
+        ]
+
+    def _flat(self, shards: list[ParameterShard]) -> Any:
+        return self.context.backend.xp.zeros((sum(prod(e.local_shape) for e in shards),), self.context.dtype)
+
+    def _begin(self, shard: ParameterShard, array: Any) -> None:
+        """Fill in first values."""
+        stream = rng.key(self.context.seed, "weights", str(shard.layer.name), shard.name)
+        parameter: Parameter = shard.parameter
+        index = rng.box_index(shard.unfolded, shard.box(shard.grid.tile).slices).reshape(array.shape)
+        values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
+        array[...] = self.context.backend.from_host(values, array.dtype)
+
+
+def gather(arrays: Iterable[tuple[ParameterShard, Any]]) -> dict[str, Any]:
+    """Return copies of whole arrays by full name; collective where some are cut over the tiles."""
+    return {shard.full_name: shard.gather(array) for shard, array in arrays}
+
+
+def load(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any], what: str) -> None:
+    """Copy whole `values` into `arrays`; ShapeError, before anything is copied, if they do not fit."""
+    wanted = {shard.full_name: shard for shard, _ in arrays}
+    missing, unknown = sorted(wanted.keys() - values.keys()), sorted(values.keys() - wanted.keys())
+    if missing or unknown:
+        raise ShapeError(
+            f"{what} does not fit the model: missing {', '.join(missing) or 'none'};"
+            f" unknown {', '.join(unknown) or 'none'}"
+        )
+    for name, shard in wanted.items():
+        if np.shape(values[name]) != shard.parameter.shape:
+            raise ShapeError(
+                f"{what}: '{name}' has shape {np.shape(values[name])}, but the model's has {shard.parameter.shape}"
+            )
+    for shard, array in arrays:
+        array[...] = namespace(array).asarray(shard.part_of(values[shard.full_name]))

@@ -1,0 +1,46 @@
+"""Where the seconds of a model's steps go: by layer and by kind of work."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+from ...observer import Observer
+
+KINDS = ("forward", "backward", "exchange", "wait")
+REST = "cost and rest"
+_ROWS = {"step": REST, "cost": REST, "sync": "sum of gradients", "update": "update"}
+_KINDS = {"halo": "exchange", "wait": "wait"}
+
+
+class Clock(Observer):
+    """Charges time to the innermost piece of work that it is told of.
+
+    Attributes
+    ----------
+    seconds : dict of (row, kind) to float
+        Rows are layers' names, 'update', 'sum of gradients' and REST; kinds are KINDS. 'exchange' is copying and
+        folding on this rank, 'wait' is time inside MPI: messages, and waiting for ranks that are late.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._stack: list[tuple[str, str]] = []
+        self._mark = 0.0
+
+    def begin(self, what: str, name: str, direction: str, subject: object) -> None:
+        """Charge what comes to a row, or to the row at work."""
+        self._charge()
+        row = _ROWS.get(what) or name or (self._stack[-1][0] if self._stack else REST)
+        self._stack.append((row, _KINDS.get(what, direction or "forward")))
+
+    def end(self, what: str, name: str, direction: str) -> None:
+        """Go on with what was at work before."""
+        self._charge()
+        self._stack.pop()
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self._stack:
+            self.seconds[self._stack[-1]] += now - self._mark
+        self._mark = now

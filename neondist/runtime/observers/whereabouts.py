@@ -1,0 +1,84 @@
+"""What a rank is doing, in words."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from typing import Any
+
+from ...comm import Exchange, ProcessGrid
+from ...observer import Observer
+
+_WORK = {"cost": "cost: ", "sync": "sum of gradients: ", "update": "update: "}
+_CALLS = 12
+
+
+class Whereabouts(Observer):
+    """Knows what is at work in the passes of a grid's models; another thread may ask.
+
+    Attributes
+    ----------
+    begun : int
+        Counts what has begun: it goes on as long as passes do.
+    """
+
+    def __init__(self, grid: ProcessGrid) -> None:
+        self.grid, self.begun = grid, 0
+        self._at_work: list[tuple[str, str, str, Any]] = []
+
+    def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
+        """Take note of it."""
+        self.begun += 1
+        self._at_work.append((what, name, direction, subject))
+
+    def end(self, what: str, name: str, direction: str) -> None:
+        """Take note of it; what was at work before goes on."""
+        self._at_work.pop()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks, as far as passes do."""
+        return any(what == "wait" for what, *_ in [*self._at_work])
+
+    def __str__(self) -> str:
+        """Say in which layer, or which other part of a step, it is, and what it waits for; '' outside of passes."""
+        place, doing, before = "", "", ""
+        for what, name, direction, subject in [*self._at_work]:
+            if what == "layer":
+                place, doing = f"{direction} pass of layer '{name}': ", "waits for nobody"
+            elif what == "wait":
+                doing = self._waiting(subject, before)
+            else:
+                place, doing = _WORK.get(what, place), doing or "waits for nobody"
+            before = what
+        return place + doing
+
+    def _waiting(self, subject: Exchange | str, during: str) -> str:
+        if isinstance(subject, str):
+            return f"waits in a {'redistribution' if during == 'redistribute' else 'sum'} over {self._group(subject)}"
+        first = self.grid.rank - self.grid.tile  # of this replica
+        peers = sorted({first + message.peer for message in (*subject.receives, *subject.sends)})
+        return f"waits in its halo exchange for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))}"
+
+    def _group(self, name: str) -> str:
+        grid = self.grid
+        if name == "world":
+            return f"all {grid.size} ranks"
+        return f"the tiles of replica {grid.replica}" if name == "tiles" else f"the replicas of tile {grid.tile}"
+
+
+def calls(thread: int) -> str:
+    """Return the innermost calls of a thread, a line for each, as faulthandler writes them; '' if it is gone."""
+    inlet, outlet = os.pipe()
+    os.set_blocking(outlet, False)  # a pipe that is full takes no more, but nobody waits, nor needs a disk
+    try:
+        faulthandler.dump_traceback(outlet)
+        text = os.read(inlet, 1 << 20).decode(errors="replace")
+    finally:
+        os.close(inlet)
+        os.close(outlet)
+    for section in text.split("\n\n"):
+        head, *lines = section.strip().splitlines()
+        if f"0x{thread:016x}" in head:
+            return "\n".join(lines[:_CALLS])
+    return ""

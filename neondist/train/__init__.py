@@ -1,0 +1,41 @@
+"""Training sessions: the loop, what joins it, and what it writes.
+
+experiment: everything together, as a YAML file names it. session: from there to the files of a run. loop: steps,
+epochs, evaluation; pretrain: the same for autoencoders. state: what callbacks look at. callbacks: what joins a run.
+validate, describe, consistency: before a run. apply: after it.
+"""
+
+from .apply import evaluate_checkpoint, predict
+from .callbacks.debug_halo import DebugHalo
+from .callbacks.hook import Hook
+from .callbacks.progress import ProgressBar
+from .callbacks.stage_pictures import StagePictures
+from .callbacks.stopping import StopOnSignal, TimeLimit
+from .callbacks.watchdog import Watchdog
+from .describe import describe
+from .experiment import FitExperiment
+from .loop import evaluate, fit
+from .pretrain import pretrain
+from .session import RunResult
+from .state import Record, Stop, TrainState
+
+__all__ = [
+    "DebugHalo",
+    "FitExperiment",
+    "Hook",
+    "ProgressBar",
+    "Record",
+    "RunResult",
+    "StagePictures",
+    "Stop",
+    "StopOnSignal",
+    "TimeLimit",
+    "TrainState",
+    "Watchdog",
+    "describe",
+    "evaluate",
+    "evaluate_checkpoint",
+    "fit",
+    "predict",
+    "pretrain",
+]

@@ -1,0 +1,305 @@
+"""checkpoint.h5: all that is needed to continue a run, on any number of ranks; and when it is written."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, DataError
+from ...halo import scheme_text
+from ...io.checkpoint import REMEMBERED, Piece, memory_of, opened, remind, write
+from ...io.checkpoint.texts import LARGEST, of_kind, plain_json, whole
+from ...registry import suggest
+from ...registry.ranges import integer, real
+from ...version import __version__
+from ..state import Record, Totals, TrainState
+from .hook import Hook
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run, independent of its grid.
+
+    Attributes
+    ----------
+    epoch, step : epochs and updates that are complete
+    seen : samples of the present epoch that are trained
+    samples : samples of an epoch
+    seed : of the order of the samples and of all random numbers
+    totals : sums over the present epoch; `sent_before` and `summed_before` count all ranks' bytes
+    history : one record per complete epoch
+    uncounted : updates that the optimiser does not count; None in the files of version 0.1
+    """
+
+    epoch: int = 0
+    step: int = 0
+    seen: int = 0
+    samples: int = 0
+    seed: int = 0
+    totals: Totals = field(default_factory=Totals)
+    history: list[Record] = field(default_factory=list)
+    uncounted: int | None = None
+
+    @classmethod
+    def of(cls, run: TrainState) -> Progress:
+        """Return where a run is; collective."""
+        totals = run.totals
+        sent, summed = totals.moved(run.grid)
+        sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
+        samples, model = len(run.dataset.train), run.model
+        return cls(run.epoch, run.step, run.samples_seen, samples, model.seed, sums, list(run.history), model.uncounted)
+
+    def put(self, run: TrainState) -> None:
+        """Let `run` go on from here.
+
+        Raises
+        ------
+        DataError
+            Its seed, or in the middle of an epoch its number of samples, is another.
+        """
+        if run.model.seed != self.seed:
+            raise DataError(
+                f"was written with seed {self.seed}, the experiment has {run.model.seed}, so it would go on with other"
+                f" random numbers; set seed: {self.seed}"
+            )
+        if self.seen and len(run.dataset.train) != self.samples:
+            raise DataError(
+                f"was written in the middle of an epoch of {self.samples} samples, the data set has"
+                f" {len(run.dataset.train)}; resume with the same data"
+            )
+        run.epoch, run.samples_seen, run.model.step = self.epoch, self.seen, self.step
+        run.totals, run.history = replace(self.totals), list(self.history)
+        ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]
+        known = (ends or [0])[-1] if self.uncounted is None else self.uncounted
+        run.model.uncounted = min(known, self.step)
+
+    def to_json(self) -> str:
+        """Return this as text; floats keep every bit."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Progress:
+        """Return what `to_json` wrote; ValueError, which says what is wrong, if it is something else."""
+        values = plain_json(text, dict)
+        known = {one.name for one in fields(cls)}
+        if not known - {"uncounted"} <= set(values) <= known:
+            raise ValueError("its fields are others")
+        totals = of_kind("'totals'", values["totals"], dict)
+        if set(totals) != {one.name for one in fields(Totals)}:
+            raise ValueError("'totals' has other fields")
+        for name in ("epoch", "step", "seen", "samples", "seed", "uncounted"):
+            if name != "uncounted" or values.get(name) is not None:
+                whole(f"'{name}'", values[name])
+        for name, value in totals.items():
+            if name in ("loss", "seconds"):
+                _number(f"totals.{name}", value)
+            else:
+                whole(f"'totals.{name}'", value)
+        if (values.get("uncounted") or 0) > values["step"]:
+            raise ValueError("'uncounted' is more than 'step'")
+        if values["seen"] > values["samples"]:
+            raise ValueError("'seen' is more than an epoch has")
+        history = [_record(record) for record in of_kind("'history'", values["history"], list)]
+        return cls(**values | {"totals": Totals(**totals), "history": history})
+
+
+def _number(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"'{name}' is no finite number")
+
+
+def _record(record: Any) -> Record:
+    """Return an epoch's record, after checking what the loop and its hooks read of it; a mean of nothing is NaN."""
+    if not isinstance(record, dict) or "epoch" not in record:
+        raise ValueError("an epoch's record has other fields")
+    for name, value in record.items():
+        if name in ("epoch", "step", "bytes_sent", "bytes_summed"):
+            whole(f"'{name}' of an epoch's record", value)
+        elif value is not None and type(value) not in ((str,) if name == "stage" else (int, float)):
+            raise ValueError(f"'{name}' of an epoch's record is no number")
+        elif type(value) is int and abs(value) >= LARGEST:
+            raise ValueError(f"'{name}' of an epoch's record is too large")
+    return Record.of(record)
+
+
+KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")
+
+
+@dataclass(frozen=True)
+class CheckpointSchedule:
+    """When checkpoints are written, beside the last one at the end of the run.
+
+    Attributes
+    ----------
+    every_steps, every_epochs : int, optional
+        Whenever the run has done a multiple of so many steps or epochs. Where nothing is given: every epoch.
+    every_minutes : float, optional
+        Once so much time has gone by since the last one, after the step under way.
+    keep : int
+        Files that stay: with more than one, checkpoint-STEP.h5 for the last ones, beside checkpoint.h5, the newest.
+    """
+
+    every_steps: int | None = None
+    every_epochs: int | None = None
+    every_minutes: float | None = None
+    keep: int = 1
+
+    @classmethod
+    def of(cls, fields: Mapping[str, float | int | None] | None) -> CheckpointSchedule:
+        """Return the schedule of the field `checkpoint` of an experiment; ConfigError if it cannot be used."""
+        if not isinstance(fields, Mapping | None):
+            raise ConfigError(
+                f"checkpoint: {fields!r} cannot be used; give a mapping such as {{every_steps: 500, keep: 3}}"
+            )
+        given = {key: value for key, value in (fields or {}).items() if value is not None}
+        for key in given:
+            if key not in KEYS:
+                raise ConfigError(f"checkpoint: unknown key '{key}'{suggest(str(key), KEYS)}")
+        numbers = {key: integer(f"checkpoint: {key}", given[key], 1) for key in given if key != "every_minutes"}
+        minutes = given.get("every_minutes")
+        if minutes is not None:
+            minutes = real("checkpoint: every_minutes", minutes, 0.0, open_low=True)
+        if not any(key.startswith("every") for key in given):
+            numbers["every_epochs"] = 1
+        return cls(every_minutes=minutes, **numbers)
+
+    def after_step(self, step: int) -> bool:
+        """Tell whether one is due after so many steps."""
+        return self.every_steps is not None and step % self.every_steps == 0
+
+    def after_epoch(self, epoch: int) -> bool:
+        """Tell whether one is due after so many epochs."""
+        return self.every_epochs is not None and epoch % self.every_epochs == 0
+
+
+class Checkpoint(Hook):
+    """Write a checkpoint when it is due, and when the run ends; the old one stays until the new one is on the disk.
+
+    Parameters
+    ----------
+    path : path
+        The newest checkpoint. Rank 0 writes it; the parts of other ranks come to it in blocks.
+    schedule : CheckpointSchedule, optional
+        Default every epoch.
+    resolved : str, optional
+        Text of the experiment, kept in the file.
+    """
+
+    def __init__(self, path: Path, schedule: CheckpointSchedule | None = None, resolved: str | None = None) -> None:
+        self.path, self.schedule, self.resolved = path, schedule or CheckpointSchedule.of(None), resolved
+        self.written = (-1, -1, -1)
+        self.last = time.monotonic()
+
+    def before_run(self, run: TrainState) -> None:
+        """Write a first checkpoint, so that a place that cannot be written is found now, not after an epoch."""
+        self.written, self.last = _place(run), time.monotonic()
+        if run.step == 0:
+            self.save(run)
+
+    def after_step(self, run: TrainState) -> None:
+        """Write a checkpoint, if one is due in the middle of an epoch."""
+        ends = run.samples_seen >= len(run.dataset.train)
+        if not (ends and self.schedule.after_epoch(run.epoch + 1)) and (
+            self.schedule.after_step(run.step) or self._minutes_are_over(run)
+        ):
+            self.save(run)
+
+    def after_epoch(self, run: TrainState) -> None:
+        """Write a checkpoint, if one is due."""
+        if self.schedule.after_epoch(run.epoch):
+            self.save(run)
+
+    def after_run(self, run: TrainState) -> None:
+        """Write the last state, unless it is written."""
+        if self.written != _place(run):
+            self.save(run)
+
+    def on_stop(self, run: TrainState) -> None:
+        """Write a checkpoint of this very step, unless it is written."""
+        self.after_run(run)
+
+    def save(self, run: TrainState) -> None:
+        """Write a checkpoint now; collective.
+
+        Raises
+        ------
+        OutputError
+            On every rank, if it cannot be written; the one before it stays.
+        """
+        factor, offset = run.dataset.train.normalisation
+        texts = {
+            "position": Progress.of(run).to_json(),
+            "images": json.dumps({"shape": run.dataset.sample_shape, "factor": factor, "offset": offset}),
+            "experiment": self.resolved or "",
+            "written by": f"neondist {__version__}, {run.grid.shape}",
+        }
+        world = run.grid.world
+        remembered = memory_of(run.model.whole.leaves, _owner(run), world)
+        if remembered.text:
+            texts[REMEMBERED] = remembered.text
+        write(self.path, [*_pieces(run), *remembered.pieces], texts, world, self.schedule.keep, run.step)
+        self.written, self.last = _place(run), time.monotonic()
+
+    def _minutes_are_over(self, run: TrainState) -> bool:
+        """Tell, by rank 0's clock, whether a checkpoint is due; collective."""
+        limit = self.schedule.every_minutes
+        return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last >= 60 * limit))
+
+
+def restore(path: Path, run: TrainState) -> None:
+    """Let `run` go on from where the file was written; collective.
+
+    Raises
+    ------
+    DataError
+        On every rank, if the file is missing, damaged, or of another model or seed.
+    """
+    with opened(path, run.grid.world) as file:
+        try:
+            progress = Progress.from_json(file.facts.texts["position"])
+        except (KeyError, ValueError) as problem:
+            raise DataError(f"{path}: does not say how far its run was ({problem}); name another file") from None
+        for group, arrays in run.model.kept_arrays().items():
+            wanted = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
+            _compare(path, file.facts.group(group), wanted)
+        try:
+            progress.put(run)
+        except DataError as problem:
+            raise DataError(f"{path}: {problem}, or run without --resume") from None
+        file.fill(_pieces(run))
+        if note := remind(file, run.model.whole.leaves, _owner(run), run.grid.world):
+            run.notes.append(note)
+
+
+def _pieces(run: TrainState) -> list[Piece]:
+    return [Piece.of(*each, group) for group, arrays in run.model.kept_arrays().items() for each in arrays]
+
+
+def _owner(run: TrainState) -> str:
+    """Return what has to be the same, so that border schemes may go on with what they remembered."""
+    schemes = {layer.name: scheme_text(layer.scheme) for layer in run.model.whole.leaves if layer.scheme is not None}
+    different = sorted(set(schemes.values()))
+    told = different[0] if len(different) == 1 else ", ".join(f"{name}: {text}" for name, text in schemes.items())
+    shape = run.grid.shape
+    tiles = f"{shape.planes} x {shape.rows} x {shape.cols}" if shape.planes > 1 else f"{shape.rows} x {shape.cols}"
+    return f"{tiles} tiles, {shape.replicas} replicas, batches of {run.batch_size}, scheme {told}"
+
+
+def _place(run: TrainState) -> tuple[int, int, int]:
+    return run.step, run.epoch, run.samples_seen
+
+
+def _compare(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DataError where the file and the model differ in names or shapes."""
+    for name in sorted({*found, *wanted}):
+        there, here = (list(shapes[name]) if name in shapes else "nothing" for shapes in (found, wanted))
+        if there != here:
+            raise DataError(
+                f"{path}: is of another model: it has {there} for '{name}', the model has {here};"
+                " resume with the experiment that wrote it, or run without --resume"
+            )

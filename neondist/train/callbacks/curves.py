@@ -1,0 +1,72 @@
+"""curves.png: loss and error over the epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...comm import all_or_none
+from ...io.files import can_draw, write_figure
+from ..state import Record, TrainState
+from .hook import Hook
+
+_STYLES = {"train": ("tab:blue", "o"), "validation": ("tab:green", "^"), "test": ("tab:orange", "s")}
+
+
+class Curves(Hook):
+    """Draw the curves at the end of the run, and of one that fails, on rank 0; nothing without matplotlib."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def after_run(self, run: TrainState) -> None:
+        """Draw."""
+        with all_or_none(run.grid.world):
+            self._draw(run)
+
+    def on_stop(self, run: TrainState) -> None:
+        """Draw what there is."""
+        self.after_run(run)
+
+    def on_error(self, run: TrainState, error: BaseException) -> None:
+        """Draw what there is."""
+        self._draw(run)
+
+    def _draw(self, run: TrainState) -> None:
+        if run.first_rank and run.history and can_draw():
+            draw_curves(run.history, self.path)
+
+
+def draw_curves(history: Sequence[Record], path: Path) -> None:
+    """Write a picture of the losses of `history`, of any version, and of the errors, if there are any."""
+    from matplotlib.figure import Figure
+
+    history = [Record.of(record) for record in history]
+    last, error = history[-1], history[-1].selected("error")
+    classes = error is not None
+    figure = Figure(figsize=(10 if classes else 5, 4), layout="constrained")
+    loss, *others = figure.subplots(1, 1 + classes, squeeze=False)[0]
+    loss.set(title="Loss", ylabel="mean loss per sample")
+    for name, style in _STYLES.items():
+        _line(loss, history, f"{name}_loss", name, *style)
+        for axes in others:
+            _line(axes, history, f"{name}_error", name, *style, factor=100)
+    for axes in others:
+        title = f"{last.selection.capitalize()} error: {100 * error:.2f} % after epoch {last['epoch']}"
+        axes.set(title=title, ylabel="wrong answers (%)")
+    for axes in (loss, *others):
+        axes.legend()
+        axes.set_xlabel("epoch")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    write_figure(path, figure)
+
+
+def _line(
+    axes: Any, history: Sequence[Record], key: str, label: str, color: str, marker: str, factor: float = 1
+) -> None:
+    points = [(r["epoch"], factor * r[key]) for r in history if r.get(key) is not None]
+    few = len(points) <= 40  # markers of more would hide the line
+    axes.plot(*zip(*points, strict=True), color=color, marker=marker if few else None, label=label) if points else None

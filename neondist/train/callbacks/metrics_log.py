@@ -1,0 +1,41 @@
+"""metrics.jsonl: one line per epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from ...comm import all_or_none
+from ...io.files import append, write_text
+from ..state import Record, TrainState
+from .hook import Hook
+
+
+class MetricsLog(Hook):
+    """Write one JSON object per epoch, on rank 0, floats in full precision; NaN and infinity become null.
+
+    The object holds what a Record does; seconds, samples_per_second, bytes_sent (halos) and bytes_summed (arrays that
+    were given into sums over ranks, or sent in redistributions), both of all ranks, are of training alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def before_run(self, run: TrainState) -> None:
+        """Begin the file anew, with the epochs that the run continues from: an unfinished line must not stay."""
+        with all_or_none(run.grid.world):
+            if run.first_rank:
+                write_text(self.path, "".join(map(line, run.history)))
+
+    def after_epoch(self, run: TrainState) -> None:
+        """Append the epoch's line; it is in the file when this returns."""
+        with all_or_none(run.grid.world):
+            if run.first_rank:
+                append(self.path, line(run.history[-1]))
+
+
+def line(record: Record) -> str:
+    """Return a record as one line of JSON."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(clean, allow_nan=False) + "\n"

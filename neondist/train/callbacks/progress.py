@@ -1,0 +1,148 @@
+"""What the person at the keyboard sees."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from typing import IO, Any
+
+from ...console import say
+from ...data.base import SPLITS
+from ..pretrain import ReconstructionError
+from ..state import Record, TrainState
+from .hook import Hook
+
+MISSED = ReconstructionError.name
+_WORDS = {"train": "training"}
+
+
+class ProgressBar(Hook):
+    """A bar for the epoch under way on rank 0, and one line per epoch; only the lines where there is no terminal.
+
+    Parameters
+    ----------
+    file : text file, optional
+        Where to print; default stdout.
+    """
+
+    joins_pretraining = True
+
+    def __init__(self, file: IO[str] | None = None) -> None:
+        self.file = file
+        self.bar: Any = None
+        self.task: Any = None
+        self.start, self.first = 0.0, 0
+
+    def before_run(self, run: TrainState) -> None:
+        """Say what will run, and show the bar."""
+        if not run.first_rank:
+            return
+        for text in (*run.notes, headline(run)):
+            self._print(run, text)
+        if run.epoch >= run.epochs:
+            self._print(run, f"all {run.epochs} epochs are complete; raise epochs to train on")
+        elif (console := terminal(self.file)) is not None:
+            self._open_bar(run, console)
+        self.start, self.first = time.perf_counter(), run.samples_seen
+
+    def after_step(self, run: TrainState) -> None:
+        """Move the bar; say it if the step was skipped."""
+        if run.first_rank and not math.isfinite(run.loss):
+            self._print(run, f"step {run.step} skipped: not finite: {run.model.whole.nonfinite_monitor.where}")
+        if self.bar is not None:
+            speed = (run.samples_seen - self.first) / max(time.perf_counter() - self.start, 1e-9)
+            self.bar.update(
+                self.task, completed=run.samples_seen, epoch=run.epoch + 1, step=run.step, loss=run.loss, speed=speed
+            )
+
+    def after_epoch(self, run: TrainState) -> None:
+        """Print the epoch's line."""
+        if run.first_rank:
+            self._print(run, summary(run.history[-1], run.epochs))
+            self.start, self.first = time.perf_counter(), 0
+
+    def on_stop(self, run: TrainState) -> None:
+        """Give the terminal back, and say where the run stopped and why."""
+        self._close_bar()
+        if run.first_rank and run.stop is not None:
+            self._print(run, f"stopped at step {run.step}: {run.stop.reason}")
+
+    def on_error(self, run: TrainState, error: BaseException) -> None:
+        """Give the terminal back."""
+        self._close_bar()
+
+    def after_run(self, run: TrainState) -> None:
+        """Give the terminal back."""
+        self._close_bar()
+
+    def _open_bar(self, run: TrainState, console: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}/" + str(run.epochs)),
+            BarColumn(bar_width=None),
+            TextColumn("step {task.fields[step]}  loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} samples/s"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        samples = len(run.dataset.train)
+        self.task = self.bar.add_task("", total=samples, epoch=run.epoch + 1, step=run.step, loss=math.nan, speed=0.0)
+        self.bar.start()
+
+    def _close_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def _print(self, run: TrainState, text: str) -> None:
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            say(text, self.file)
+
+
+def terminal(file: IO[str] | None = None) -> Any:
+    """Return a console if `file` (default stdout) ends at a terminal that can show a bar, else None."""
+    if not (sys.stdout if file is None else file).isatty():
+        return None
+    if "OMPI_COMM_WORLD_SIZE" in os.environ and "NEONDIST_LAUNCHED" not in os.environ:
+        return None  # Open MPI gives every rank a terminal, wherever its own output goes; only our launcher tells where
+    from rich.console import Console
+
+    console = Console(file=file)
+    return console if console.is_terminal and not console.is_dumb_terminal else None
+
+
+def headline(run: TrainState) -> str:
+    """Return one line that says what is trained on what."""
+    grid = run.grid
+    tiles = f"{grid.planes} x " * (grid.planes > 1) + f"{grid.rows} x {grid.cols}"
+    ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {tiles})"
+    done = f", from epoch {run.epoch}" if run.epoch else ""
+    done += f", {run.samples_seen} samples into the next" if run.samples_seen else ""
+    *others, last = [f"{len(split)} {_WORDS.get(name, name)}" for name, split in run.dataset.splits.items()]
+    return (
+        f"{run.model} on {ranks}: {', '.join(others)} and {last} samples of"
+        f" {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{done}"
+    )
+
+
+def summary(record: Record, epochs: int) -> str:
+    """Return an epoch's numbers in one line."""
+    parts = [
+        f"epoch {record['epoch']}/{epochs}",
+        *(f"{name} loss {record[f'{name}_loss']:.6f}" for name in SPLITS if f"{name}_loss" in record),
+        *(
+            f"{name} error {100 * record[key]:.2f} %"
+            for name in SPLITS
+            if record.get(key := f"{name}_error") is not None
+        ),
+        *([f"reconstruction error {record[MISSED]:.3f}"] if MISSED in record else []),
+        f"{record['seconds']:.1f} s",
+        f"{record['samples_per_second']:,.0f} samples/s",
+        *([f"{record['bytes_sent'] / 1e6:,.1f} MB sent"] if record["bytes_sent"] else []),
+    ]
+    return "  ".join(parts)

@@ -1,0 +1,180 @@
+"""Pictures of what a stage has learned: reconstructions beside inputs, filters, and what its units answer to most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...comm import ProcessGrid, all_or_none
+from ...io.files import can_draw, write_figure
+from ...layers import Sequential
+from ...models import Autoencoder, optimal_stimulus
+from ...namespace import to_host
+from ..state import TrainState
+from .hook import Hook
+
+if TYPE_CHECKING:
+    from ...data import Split
+
+
+Rows = list[np.ndarray]
+Blocks = dict[tuple[int, ...], np.ndarray]
+
+SAMPLES, UNITS, FILTERS, PIXELS = 10, 24, 384, 256
+"""Images, units and filters in a picture, and how many cells high or wide an image is drawn."""
+
+
+class StagePictures(Hook):
+    """Draw when a stage has been pretrained, on rank 0; nothing without matplotlib, or for other than images.
+
+    `reconstructions_N.png` shows the stage's input, its reconstruction and their difference; `filters_N.png` the
+    filters of cells all over the tiles; both if the stage's input has one channel or three. `stimuli_N.png` shows the
+    images, of the norm of those of the split, at which units of the stage's output are largest. The split is that for
+    validation, or where there is none that for testing.
+
+    Parameters
+    ----------
+    folder : path
+    """
+
+    joins_pretraining = True
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def after_run(self, run: TrainState) -> None:
+        """Collect the pictures (collective), each from its tiles, and draw them."""
+        split, shape = run.dataset.selection, run.dataset.sample_shape
+        for stage in run.model.stages if len(shape) == 3 and len(split) else ():
+            pictures, cells, found = reconstructions(stage, split), filters(stage), stimuli(stage, split)
+            with all_or_none(run.grid.world):
+                if run.first_rank and can_draw():
+                    self._draw(stage, pictures, cells, list(found.reshape(3, -1, *found.shape[1:])))
+
+    def _draw(self, stage: Autoencoder, pictures: Rows, cells: Blocks, found: Rows) -> None:
+        name, number = stage.name, stage.number
+        if pictures[0].shape[-1] in (1, 3):
+            title = f"Input of '{name}', its reconstruction, and the difference"
+            draw_rows(self.folder / f"reconstructions_{number}.png", pictures, title)
+            title = f"Filters of '{name}': each block is one output cell"
+            draw_blocks(self.folder / f"filters_{number}.png", cells, title)
+        if found[0].shape[-1] in (1, 3):
+            title = f"Optimal stimuli of units of the stage that begins with '{name}'"
+            draw_rows(self.folder / f"stimuli_{number}.png", found, title)
+
+
+def reconstructions(stage: Autoencoder, split: Split) -> Rows:
+    """Return inputs, reconstructions and differences of the first images, (samples, h, w, C) each; collective."""
+    x = split.images(np.arange(min(SAMPLES, len(split))), stage.dtype)
+    y = stage.fprop(x)
+    box = stage.output.own
+    inputs, residuals = (_whole(stage.grid, part, box.lo, stage.output_shape) for part in (y.x, y.residual))
+    return [inputs, inputs + residuals, residuals]
+
+
+def filters(stage: Autoencoder) -> Blocks:
+    """Return filters (*kernel, C, out_channels) of places spread over the output, by place; collective.
+
+    With shared filters a place is that of a block.
+    """
+    weights, shard, grid = to_host(stage.layer.params["weights"]), stage.shard, stage.grid
+    shape = shard.parameter.shape
+    side = max(1, int((FILTERS / shape[-1]) ** 0.5))
+    wanted = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, side))}) for n in shape[:2]]
+    lo = shard.box(grid.tile).lo
+    mine = {}
+    if grid.replica == 0:
+        for row, col in ((r, c) for r in wanted[0] for c in wanted[1]):
+            at = (row - lo[0], col - lo[1])
+            if all(0 <= i < n for i, n in zip(at, weights.shape, strict=False)):
+                mine[row, col] = weights[at].copy()
+    found: Blocks = {}
+    for part in grid.world.allgather(mine):
+        found.update(part)
+    return dict(sorted(found.items()))
+
+
+def stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
+    """Return the optimal stimuli (units, h, w, C) of units spread over the stage's output; collective."""
+    model = stage.whole
+    *extent, channels = Sequential(model.layers[: stage.end]).output_shape_for(model.input_shape)
+    cells = [np.unravel_index(i * prod(extent) // UNITS, extent) for i in range(UNITS)]
+    units = [(*map(int, cell), i % channels) for i, cell in enumerate(cells)]
+    images = split.images(np.arange(min(SAMPLES, len(split))), stage.dtype)
+    own = model.input.owned(images)
+    squares = np.array([np.sum(own * own, dtype=np.float64)])
+    model.grid.tile_comm.allreduce(squares)
+    tiles, _ = optimal_stimulus(model, stage.end - 1, units, norm=float(np.sqrt(squares[0] / len(images))))
+    return _whole(model.grid, tiles, model.input.own.lo, model.input_shape)
+
+
+def _whole(grid: ProcessGrid, tiles: Any, lo: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    """Return images (n, h, w, C) from the first replica's tiles, every s-th cell where they are large; collective."""
+    tiles, step = to_host(tiles), -(-max(shape[:2]) // PIXELS)
+    start = [-(-at // step) for at in lo]
+    piece = None
+    if grid.replica == 0:
+        piece = (start, tiles[:, start[0] * step - lo[0] :: step, start[1] * step - lo[1] :: step])
+    whole = np.zeros((len(tiles), *(-(-n // step) for n in shape[:2]), shape[-1]))
+    for part in grid.world.allgather(piece):
+        if part is not None:
+            (row, col), cells = part
+            whole[:, row : row + cells.shape[1], col : col + cells.shape[2]] = cells
+    return whole
+
+
+SEAM = 1.0  # the white between pictures
+
+
+def draw_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> None:
+    """Write rows of pictures (n, h, w, C) of one size, all of a row in one scale of grey or colour around 0."""
+    lines = [_stack([_scaled(p, np.abs(row).max(initial=0)) for p in row], 1) for row in rows]
+    _write(path, np.concatenate(lines), title)
+
+
+def draw_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title: str) -> None:
+    """Write blocks by (row, column): each holds pictures (h, w, C, n) in one scale around 0."""
+    rows = sorted({place[0] for place in blocks})
+    lines = []
+    for row in rows:
+        line = [_block(pictures) for place, pictures in sorted(blocks.items()) if place[0] == row]
+        lines.append(np.concatenate([_framed(block, 2) for block in line], axis=1))
+    _write(path, np.concatenate(lines), title)
+
+
+def _block(pictures: np.ndarray) -> np.ndarray:
+    """Return n pictures in a block that is as square as can be."""
+    each = [_scaled(p, np.abs(pictures).max(initial=0)) for p in np.moveaxis(pictures, -1, 0)]
+    wide = -(-len(each) // max(1, int(len(each) ** 0.5)))
+    each += [np.ones_like(each[0])] * (-len(each) % wide)
+    return np.concatenate([_stack(each[at : at + wide], 1) for at in range(0, len(each), wide)])
+
+
+def _scaled(picture: np.ndarray, most: float) -> np.ndarray:
+    """Return (h, w, 3) in [0, 1]: 0 is the middle."""
+    grey = 0.5 + 0.5 * picture / most if most > 0 else np.full(picture.shape, 0.5)
+    return np.broadcast_to(grey, (*picture.shape[:2], 3))
+
+
+def _stack(pictures: Sequence[np.ndarray], seam: int) -> np.ndarray:
+    return np.concatenate([_framed(p, seam) for p in pictures], axis=1)
+
+
+def _framed(picture: np.ndarray, seam: int) -> np.ndarray:
+    return np.pad(picture, ((0, seam), (0, seam), (0, 0)), constant_values=SEAM)
+
+
+def _write(path: Path, pixels: np.ndarray, title: str) -> None:
+    from matplotlib.figure import Figure
+
+    height, width = pixels.shape[:2]
+    figure: Any = Figure(figsize=(10, 0.6 + 9.8 * height / width), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(pixels, interpolation="nearest")
+    axes.set_title(title, fontsize=11)
+    axes.set_axis_off()
+    write_figure(path, figure)

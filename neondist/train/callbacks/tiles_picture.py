@@ -1,0 +1,244 @@
+"""tiles.png: an image cut into the tiles of the ranks, each with its halo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...comm import ProcessGrid, all_or_none
+from ...geometry import Box
+from ...io.files import can_draw, write_figure
+from ..state import TrainState
+from .hook import Hook
+
+if TYPE_CHECKING:
+    from ...data import Dataset
+    from ...plan import LayerPlan
+
+
+PIXELS = 512  # a larger image is drawn from every s-th cell, so that no rank has to hold it whole
+
+
+class TilesPicture(Hook):
+    """Draw an image before training begins, on rank 0; nothing without matplotlib or for other than images.
+
+    The views drawn are those of the first layer whose window is larger than one cell.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def before_run(self, run: TrainState) -> None:
+        """Collect the tiles (collective) and draw."""
+        shape, grid = run.dataset.sample_shape, run.grid
+        if len(shape) != 3 or not len(run.dataset.selection):
+            return
+        image = collect(run.dataset, grid, run.model.dtype, run.model.whole.input.own)
+        with all_or_none(grid.world):
+            if run.first_rank and can_draw():
+                layer = first_window(run.model.whole.compiled)
+                partition = grid.partition(shape[:2])
+                tiles = partition.boxes()
+                views = tiles if layer is None else layer.views
+                title = _title(shape, partition.parts, grid.replicas, layer)
+                draw_tiles(self.path, image, shape[:2], partition.parts, tiles, views, title)
+
+
+def first_window(plans: Sequence[LayerPlan]) -> LayerPlan | None:
+    """Return the first layer whose window is larger than one cell; it has to see the image at its full extent."""
+    for plan in plans:
+        if plan.window is not None and any(k > 1 for k in plan.window.kernel):
+            return plan if tuple(plan.input_shape[:-1]) == tuple(plans[0].input_shape[:-1]) else None
+    return None
+
+
+def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
+    """Return the first image of `dataset.selection` on every rank, whole or every s-th cell, (h, w, C); collective.
+
+    `box` is what this rank's data set has of it: its tile, or more.
+    """
+    height, width, channels = dataset.sample_shape
+    step = -(-max(height, width) // PIXELS)
+    piece = None
+    if grid.replica == 0:
+        here = tuple(slice(-lo % step, None, step) for lo in box.lo)
+        piece = (tuple(-(-lo // step) for lo in box.lo), dataset.selection.images([0], dtype)[0][here])
+    image = np.zeros((-(-height // step), -(-width // step), channels))
+    for part in grid.world.allgather(piece):
+        if part is not None:
+            (row, col), cells = part
+            image[row : row + cells.shape[0], col : col + cells.shape[1]] = cells
+    return image
+
+
+def _title(shape: Sequence[int], parts: Sequence[int], replicas: int, layer: LayerPlan | None) -> str:
+    what = f"An image ({' × '.join(map(str, shape))}) in {' × '.join(map(str, parts))} tiles"
+    copies = f", the same in each of {replicas} replicas" if replicas > 1 else ""
+    if layer is None or layer.window is None:
+        return what + copies
+    kernel = " × ".join(map(str, layer.window.kernel))
+    return f"{what}{copies}, and what each rank sees for the layer '{layer.name}' (kernel {kernel})"
+
+
+HALO, PADDING, SEAM = "tab:orange", "0.85", "tab:red"
+MOST = 36  # more tiles than this would be too small to read
+
+
+def draw_tiles(
+    path: Path,
+    image: np.ndarray,
+    extent: Sequence[int],
+    parts: Sequence[int],
+    tiles: Sequence[Box],
+    views: Sequence[Box],
+    title: str,
+) -> None:
+    """Write a picture of `image` with its seams and, beside it, of every tile with its halo.
+
+    Parameters
+    ----------
+    image : array (h, w, C)
+        May have fewer pixels than `extent` has cells.
+    extent : (H, W)
+        Cells of the image, in which the boxes are given.
+    parts : (rows, cols)
+    tiles, views : what each tile owns, and what it looks at; row-major
+    """
+    from matplotlib.figure import Figure
+
+    rows, cols = parts if len(tiles) <= MOST else (0, 0)
+    frames = [framed(tile, view).shape for tile, view in zip(tiles, views, strict=True)]
+    cells = [max((shape[axis] for shape in frames), default=1) for axis in (0, 1)]
+    width, height = _inches(rows, cols, cells)
+    figure: Any = Figure(figsize=(4.6 + width, 1.3 + max(4.6, height)), layout="constrained")
+    figure.suptitle(title, fontsize=12, wrap=True)
+    left, right = figure.subfigures(1, 2, width_ratios=(4.6, width))
+    pixels = _pixels(image)
+    whole = left.subplots()
+    _show(whole, pixels, extent)
+    whole.set_title(f"the image and its seams ({len(tiles)} tiles)", fontsize=10)
+    for rank, tile in enumerate(tiles):
+        _frame(whole, tile, color=SEAM, linewidth=2)
+        _label(whole, rank, tile)
+    _bare(whole)
+    if rows:
+        _draw_views(right.subplots(rows, cols, squeeze=False), pixels, extent, tiles, views, cells)
+    _legend(figure)
+    write_figure(path, figure, dpi=110)
+
+
+def framed(tile: Box, view: Box) -> Box:
+    """Return the box around a tile and its view; what is empty needs no room."""
+    if tile.empty or view.empty:
+        return view if tile.empty else tile
+    return tile.hull(view)
+
+
+def strips(outer: Box, inner: Box) -> Iterator[Box]:
+    """Yield the parts of a 2-D box that lie outside another: above, below, left, right."""
+    inner = outer.intersect(inner)
+    if inner.empty:
+        yield outer
+        return
+    (top, left), (bottom, right) = outer.lo, outer.hi
+    yield Box((top, left), (inner.lo[0], right))
+    yield Box((inner.hi[0], left), (bottom, right))
+    yield Box((inner.lo[0], left), (inner.hi[0], inner.lo[1]))
+    yield Box((inner.lo[0], inner.hi[1]), (inner.hi[0], right))
+
+
+def _inches(rows: int, cols: int, cells: Sequence[int]) -> tuple[float, float]:
+    """Return the width and height of the panels together: all in one scale, with room for their titles."""
+    if not rows * cols * min(cells):
+        return 2.5, 0.0
+    scale = min(max(5.0, 1.3 * max(rows, cols)), 12.0) / max(rows * cells[0], cols * cells[1])
+    return max(scale * cols * cells[1], 1.5 * cols), scale * rows * cells[0] + 0.5 * rows
+
+
+def _draw_views(
+    panels: Any,
+    pixels: np.ndarray,
+    extent: Sequence[int],
+    tiles: Sequence[Box],
+    views: Sequence[Box],
+    cells: Sequence[int],
+) -> None:
+    for rank, (axes, tile, view) in enumerate(zip(panels.flat, tiles, views, strict=True)):
+        axes.set_title(f"rank {rank}\ntile {_by(tile)}, view {_by(view)}", fontsize=8)
+        shown = framed(tile, view)
+        _bare(axes)
+        if shown.empty:
+            axes.text(0.5, 0.5, "no cells", ha="center", va="center", transform=axes.transAxes, color="0.5")
+            axes.set_frame_on(False)
+            continue
+        _fill(axes, view, facecolor=PADDING, edgecolor="0.6", hatch="////", linewidth=0)
+        _show(axes, pixels, extent, clip=shown)
+        for strip in strips(view.intersect(Box.of(extent)), tile):
+            if not strip.empty:
+                _fill(axes, strip, facecolor=HALO, alpha=0.55, linewidth=0, zorder=3)
+        _frame(axes, tile, color=SEAM, linewidth=1.5)
+        middle = [(lo + hi) / 2 for lo, hi in shown.axes()]
+        tall, wide = (0.52 * n for n in cells)  # the same scale for all tiles
+        axes.set(xlim=(middle[1] - wide, middle[1] + wide), ylim=(middle[0] + tall, middle[0] - tall))
+        axes.set_frame_on(False)
+
+
+def _pixels(image: np.ndarray) -> np.ndarray:
+    """Return grey or colour in [0, 1], of whatever range and channels the image has."""
+    image = image if image.shape[-1] in (1, 3) else image.mean(axis=-1, keepdims=True)
+    low, high = float(image.min(initial=np.inf)), float(image.max(initial=-np.inf))
+    scaled = (image - low) / (high - low) if high > low else np.zeros_like(image)
+    return np.broadcast_to(scaled, (*image.shape[:2], 3))
+
+
+def _show(axes: Any, pixels: np.ndarray, extent: Sequence[int], clip: Box | None = None) -> None:
+    """Show the image in cell coordinates: cell i covers [i, i + 1)."""
+    shown = axes.imshow(pixels, extent=(0, extent[1], extent[0], 0), interpolation="nearest", zorder=2)
+    if clip is not None:
+        shown.set_clip_path(_rectangle(clip, transform=axes.transData))
+
+
+def _rectangle(box: Box, **style: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    height, width = box.shape
+    return Rectangle((box.lo[1], box.lo[0]), width, height, **style)
+
+
+def _fill(axes: Any, box: Box, **style: Any) -> None:
+    axes.add_patch(_rectangle(box, **style))
+
+
+def _frame(axes: Any, box: Box, **style: Any) -> None:
+    if not box.empty:
+        axes.add_patch(_rectangle(box, fill=False, zorder=4, **style))
+
+
+def _label(axes: Any, rank: int, tile: Box) -> None:
+    if not tile.empty:
+        row, col = ((lo + hi) / 2 for lo, hi in tile.axes())
+        box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.75, "linewidth": 0}
+        axes.text(col, row, str(rank), ha="center", va="center", color=SEAM, fontsize=9, bbox=box, zorder=5)
+
+
+def _bare(axes: Any) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def _by(box: Box) -> str:
+    return "×".join(map(str, box.shape))
+
+
+def _legend(figure: Any) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(fill=False, edgecolor=SEAM, label="cells that the rank owns"),
+        Patch(facecolor=HALO, alpha=0.55, label="halo: cells that other ranks send"),
+        Patch(facecolor=PADDING, edgecolor="0.6", hatch="////", label="padding: outside the image"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)

@@ -1,0 +1,192 @@
+"""The training loop, and the cost and the metrics of a model over a whole split."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..data import Dataset
+from ..metrics import Metric, Misclassification
+from ..models import Model
+from ..namespace import to_host
+from ..registry.arguments import checked
+from .callbacks.hook import Hook, opened
+from .state import Record, Totals, TrainState
+
+if TYPE_CHECKING:
+    from ..data import Split
+    from ..models import Trainable
+
+
+@checked
+def fit(
+    model: Model,
+    dataset: Dataset,
+    epochs: int = 1,
+    batch_size: int = 128,
+    hooks: Iterable[Hook] = (),
+    metrics: Sequence[Metric] | None = None,
+    seed: int | None = None,
+    epoch: int = 0,
+    history: Iterable[Record] = (),
+) -> list[Record]:
+    """Train a model and return one record per epoch; collective, every rank gets the same records.
+
+    Parameters
+    ----------
+    model : Model
+        Built for the grid that the data set was opened on.
+    dataset : Dataset
+        Opened.
+    epochs : int
+        Train until this many epochs are complete.
+    batch_size : int
+        Samples per update, over all replicas; an epoch's last batch may be smaller.
+    hooks : iterable of Hook
+    metrics : sequence of Metric, optional
+        Measured on the validation and the test split after every epoch. Default: the misclassification alone, which is
+        'validation_error' and 'test_error', and None where the targets are no classes.
+    seed : int, optional
+        Seed of the order of the samples, default the model's.
+    epoch, history
+        What is complete already, to continue an earlier run.
+    """
+    run = TrainState(model, dataset, epochs, batch_size, epoch, history=[Record.of(record) for record in history])
+    hooks = list(hooks)
+    with opened(hooks):
+        train_loop(run, hooks, metrics, seed)
+    return run.history
+
+
+def train_loop(
+    run: TrainState, hooks: Iterable[Hook] = (), metrics: Sequence[Metric] | None = None, seed: int | None = None
+) -> None:
+    """Train from where `run` is to its end, or to where a hook sets `run.stop`; collective."""
+    hooks = list(hooks)
+    metrics = [Misclassification()] if metrics is None else metrics
+    model = run.model
+    try:
+        _call(hooks, lambda hook: hook.before_run(run))
+        while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
+            _train_epoch(run, hooks, model.seed if seed is None else seed)
+            if run.stop is None:
+                _close_epoch(run, judge(run, metrics))
+                _call(hooks, lambda hook: hook.after_epoch(run))
+        for layer in model.whole.leaves:
+            layer.settle()
+        _call(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
+    except BaseException as error:
+        for hook in hooks:
+            with suppress(Exception):  # the first error is the one to read
+                hook.on_error(run, error)
+        raise
+
+
+def order(samples: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of an epoch's samples (int, shape (samples,)), the same on every rank."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
+
+
+def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
+    """Train what is left of the epoch, or until a hook sets `run.stop`."""
+    model, split = run.model, run.dataset.train
+    samples = order(len(split), seed, run.epoch)
+    model.begin_epoch(run.epoch, run.samples_seen)
+    totals, start = run.totals, time.perf_counter() - run.totals.seconds
+    sent, summed = model.whole.bytes_sent - totals.sent, model.whole.bytes_summed - totals.summed
+    batches = [samples[first : first + run.batch_size] for first in range(run.samples_seen, len(split), run.batch_size)]
+    mine = (batch[slice(*model.grid.sample_range(len(batch)))] for batch in batches)
+    with closing(split.batches(mine, model.dtype)) as read:
+        for batch, (x, targets) in zip(batches, read, strict=True):
+            if run.stop is not None:
+                return
+            model.learning_rate_scale = model.optimizer.scale(run.epoch + run.samples_seen / len(split))
+            run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
+            run.samples_seen += len(batch)
+            if math.isfinite(run.loss):
+                totals.loss += run.loss * len(batch)
+            else:
+                totals.skipped += len(batch)
+            totals.seconds = time.perf_counter() - start
+            totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
+            _call(hooks, lambda hook: hook.after_step(run))
+
+
+def judge(run: TrainState, metrics: Sequence[Metric]) -> Record:
+    """Return what a record has of the validation and the test split; collective."""
+    record = Record()
+    for name, split in run.dataset.splits.items():
+        if name != "train":
+            found = evaluate(run.model, split, run.batch_size, metrics)
+            loss, error = found.pop("loss"), found.pop(Misclassification.name, math.nan)
+            record |= {f"{name}_loss": loss, f"{name}_error": None if math.isnan(error) else error}
+            record |= {metric if name == "test" else f"{name}_{metric}": value for metric, value in found.items()}
+    return record
+
+
+def _close_epoch(run: TrainState, judged: Record) -> None:
+    """Count the epoch, append its record and begin the next one's sums."""
+    totals, seen = run.totals, run.samples_seen
+    sent, summed = totals.moved(run.grid)
+    run.epoch, run.samples_seen, run.totals = run.epoch + 1, 0, Totals()
+    run.history.append(
+        Record(
+            epoch=run.epoch,
+            step=run.step,
+            train_loss=totals.loss / (seen - totals.skipped) if seen > totals.skipped else math.nan,
+            **judged,
+            seconds=totals.seconds,
+            samples_per_second=seen / max(totals.seconds, 1e-9),
+            bytes_sent=sent,
+            bytes_summed=summed,
+        )
+    )
+
+
+def _call(hooks: list[Hook], call: Callable[[Hook], None]) -> None:
+    for hook in hooks:
+        call(hook)
+
+
+def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[Metric] = ()) -> dict[str, float]:
+    """Return the mean cost ('loss') and every metric, by its name, over all samples of `split`; collective.
+
+    Parameters
+    ----------
+    model : Trainable
+        Built; it is evaluated as it is for inference (no dropout, running statistics).
+    split : Split
+        This rank's tiles and all targets.
+    batch_size : int
+        Samples per pass, over all replicas; fewer, if the model accumulates micro-batches.
+    metrics : sequence of Metric
+
+    Returns
+    -------
+    dict
+        Equal on every rank; NaN where there is nothing to count.
+    """
+    sums = np.zeros(1 + 2 * len(metrics))
+    batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
+    counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
+    parts = (at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts))
+    with closing(split.batches(parts, model.dtype)) as read:
+        for count, (x, targets) in zip(counts, read, strict=True):
+            y = model.fprop(x, training=False, batch_size=count)
+            targets = model.local_targets(targets, count)
+            sums[0] += float(model.cost.value(y, targets, model.output.total))
+            for at, metric in enumerate(metrics):
+                sums[1 + 2 * at : 3 + 2 * at] += metric.measure(to_host(y) if metric.on_host else y, targets)
+    sums = model.output.total(sums, replicas=True)
+    terms = len(split) * model.cost.cells(model.output_shape)
+    results = {"loss": _mean(sums[0], terms)}
+    return results | {m.name: _mean(*sums[1 + 2 * at : 3 + 2 * at]) for at, m in enumerate(metrics)}
+
+
+def _mean(total: float, count: float) -> float:
+    return float(total / count) if count else float("nan")

@@ -1,0 +1,155 @@
+"""Training without targets, one stage after the other, before the supervised training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..comm import Transport
+from ..data import Dataset
+from ..models import Model
+from ..namespace import to_host
+from ..registry.arguments import checked
+from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
+from .callbacks.hook import Hook, opened
+from .callbacks.metrics_log import MetricsLog
+from .callbacks.stage_pictures import StagePictures
+from .loop import judge, train_loop
+from .state import Record, Stop, TrainState
+
+if TYPE_CHECKING:
+    from ..data import Split
+    from ..models import Autoencoder, Reconstruction
+
+
+@checked
+def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Iterable[Hook] = ()) -> list[Record]:
+    """Train every stage of a model for its `num_pretrain_epochs`; collective, every rank gets the same records.
+
+    The loop is that of `nd.fit`, with the stage's autoencoder in the place of the model: hooks find it as `run.model`.
+
+    Parameters
+    ----------
+    model : GB
+        Built for the grid that the data set was opened on. Other models have no stages, and nothing happens.
+    dataset : Dataset
+        Opened.
+    batch_size : int
+        Samples per update, over all replicas.
+    hooks : iterable of Hook
+
+    Returns
+    -------
+    list of dict
+        One record per stage and epoch, and one with epoch 0 from before. 'test_loss' is the mean cost of a test
+        sample, 'reconstruction_error' the share of the input's variance that the reconstruction misses.
+    """
+    history: list[Record] = []
+    hooks = list(hooks)
+    with opened(hooks):
+        for stage in model.stages if model.num_pretrain_epochs else ():
+            run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
+            _train(run, stage, hooks, None)
+            history = run.history
+    return history
+
+
+def pretrain_stages(
+    model: Model,
+    dataset: Dataset,
+    batch_size: int,
+    hooks: Iterable[Hook],
+    folder: Path | None,
+    first: int,
+    schedule: CheckpointSchedule,
+    resolved: str | None,
+) -> Stop | None:
+    """Pretrain as an experiment does: with files in `folder`, and from the checkpoint of stage `first` on (if not 0).
+
+    `hooks` are called if they join pretraining; `schedule` and `resolved` are those of the checkpoints. Returns why it
+    ended, if that was before it was complete; collective.
+    """
+    hooks = [hook for hook in hooks if hook.joins_pretraining]
+    history: list[Record] = []
+    for number, stage in enumerate(model.stages if model.num_pretrain_epochs else (), 1):
+        if number >= first:
+            run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)
+            writers: list[Hook] = []
+            if folder is not None:
+                checkpoint = Checkpoint(folder / f"pretrain_{number}.h5", schedule, resolved)
+                writers = [MetricsLog(folder / "pretrain.jsonl"), checkpoint, StagePictures(folder)]
+            interrupted = folder / f"pretrain_{number}.h5" if folder and number == first else None
+            _train(run, stage, [*hooks, *writers], interrupted)
+            if run.stop is not None:
+                return run.stop
+            history = run.history
+    return None
+
+
+def last_stage(world: Transport, folder: Path) -> int:
+    """Return the number of the stage that an interrupted run was in, or 0 if it had got further; collective."""
+    found = 0
+    if world.rank == 0 and not (folder / "checkpoint.h5").exists():
+        while (folder / f"pretrain_{found + 1}.h5").exists():
+            found += 1
+    return int(world.bcast(found))
+
+
+def _train(run: TrainState, stage: Autoencoder, hooks: list[Hook], checkpoint: Path | None) -> None:
+    """Train a stage from its beginning, or from a checkpoint."""
+    stage.begin_epoch(0)
+    if checkpoint is not None:
+        restore(checkpoint, run)
+    metrics: list[Any] = [ReconstructionError(stage, run.dataset.train, run.batch_size)]
+    if checkpoint is None:
+        run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **judge(run, metrics))]
+    train_loop(run, [NameStage(stage.name), *hooks], metrics)
+    stage.close()
+
+
+class NameStage(Hook):
+    """Write the stage's name into its records."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def after_epoch(self, run: TrainState) -> None:
+        """Complete the epoch's record."""
+        run.history[-1] = Record(stage=self.name, **run.history[-1])
+
+
+class ReconstructionError:
+    """‖x − Wᵀ(Wx)‖² over ‖x − mean of x‖², both summed over samples and cells; the mean is each cell's own.
+
+    `evaluate` takes it as a metric, of outputs that are a Reconstruction.
+
+    Parameters
+    ----------
+    stage : Autoencoder
+    split : Split
+        What the mean is over; collective.
+    batch_size : int
+        Samples per pass, over all replicas.
+    """
+
+    name, on_host = "reconstruction_error", False
+
+    def __init__(self, stage: Autoencoder, split: Split, batch_size: int) -> None:
+        grid, total = stage.grid, np.zeros(stage.output.local_shape[1:])
+        for start in range(0, len(split), batch_size):
+            batch = np.arange(start, min(start + batch_size, len(split)))
+            lo, hi = grid.sample_range(len(batch))
+            total += to_host(stage.inputs(split.images(batch[lo:hi], stage.dtype))).sum(axis=0, dtype=np.float64)
+        grid.replica_comm.allreduce(total)
+        self.mean = (total / max(1, len(split))).astype(stage.dtype)
+
+    def measure(self, y: Reconstruction, targets: np.ndarray | None = None) -> tuple[float, float]:
+        """Return the two sums over everything local."""
+        return _squares(to_host(y.residual)), _squares(to_host(y.x) - self.mean)
+
+
+def _squares(array: np.ndarray) -> float:
+    return float(np.sum(array * array, dtype=np.float64))

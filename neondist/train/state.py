@@ -1,0 +1,133 @@
+"""A training run under way: what hooks may look at."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..renamed import Renamed
+
+if TYPE_CHECKING:
+    from ..comm import ProcessGrid
+    from ..data import Dataset
+    from ..models import Trainable
+
+
+class Record(dict[str, Any]):
+    """One epoch's numbers by name.
+
+    epoch, step, train_loss; validation_loss and validation_error where there is a validation split, test_loss and
+    test_error where there is a test split; further metrics of the test split by their names, of the validation split as
+    validation_NAME; seconds, samples_per_second, bytes_sent, bytes_summed.
+    """
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any]) -> Record:
+        """Return numbers that any version has written: in 0.1 those of the test split were called valid_*."""
+        return cls({_renamed(name): value for name, value in numbers.items()})
+
+    def __missing__(self, name: str) -> Any:
+        """Give a number under its name of version 0.1, with a warning."""
+        if (new := _renamed(name)) not in self:
+            raise KeyError(name)
+        warnings.warn(f"'{name}' of a record is called '{new}' now", DeprecationWarning, stacklevel=2)
+        return self[new]
+
+    @property
+    def selection(self) -> str:
+        """The split by which settings are chosen: 'validation', or 'test' where there are no numbers of it."""
+        return "validation" if "validation_loss" in self else "test"
+
+    def selected(self, number: str) -> Any:
+        """Return 'loss' or 'error' of that split; None if there is none."""
+        return self.get(f"{self.selection}_{number}")
+
+
+def _renamed(name: str) -> str:
+    return f"test_{name.removeprefix('valid_')}" if name in ("valid_loss", "valid_error") else name
+
+
+@dataclass
+class Totals:
+    """Sums over an epoch so far.
+
+    Attributes
+    ----------
+    loss : of all samples
+    seconds : spent on the epoch
+    sent_before, summed_before : bytes that all ranks sent, and gave into sums, before a resume
+    sent, summed : bytes that this rank has sent, and given into sums, since
+    skipped : samples of steps that were skipped, because something was not finite
+    """
+
+    loss: float = 0.0
+    seconds: float = 0.0
+    sent_before: int = 0
+    sent: int = 0
+    skipped: int = 0
+    summed_before: int = 0
+    summed: int = 0
+
+    def moved(self, grid: ProcessGrid) -> tuple[int, int]:
+        """Return the bytes that all ranks have sent, and given into sums; collective."""
+        sent, summed = zip(*grid.world.allgather((self.sent, self.summed)), strict=True)
+        return self.sent_before + sum(sent), self.summed_before + sum(summed)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a run ends before it is complete: in words, and the exit code that says so."""
+
+    reason: str
+    code: int = 75
+
+
+@dataclass
+class TrainState:
+    """The state of a training run; the same on every rank.
+
+    Attributes
+    ----------
+    model, dataset : the model and the data set, built and opened
+    epochs : epochs after which the run ends
+    batch_size : samples of a whole batch, over all replicas
+    epoch : epochs that are complete
+    samples_seen : samples of the present epoch so far, those before a resume included
+    loss : mean loss of the last batch
+    history : one record per complete epoch, those before a resume included
+    stop : set it, on every rank in the same hook call, to end the run there: a checkpoint is written, and `--resume`
+        goes on from this very step
+    totals : sums over the present epoch
+    notes : what to tell at the start
+    """
+
+    model: Trainable
+    dataset: Dataset
+    epochs: int
+    batch_size: int
+    epoch: int = 0
+    samples_seen: int = 0
+    loss: float = float("nan")
+    history: list[Record] = field(default_factory=list)
+    stop: Stop | None = None
+    totals: Totals = field(default_factory=Totals)
+    notes: list[str] = field(default_factory=list)
+
+    seen = Renamed("samples_seen")
+
+    @property
+    def grid(self) -> ProcessGrid:
+        """The ranks of the run."""
+        return self.model.grid
+
+    @property
+    def step(self) -> int:
+        """Updates of the parameters so far."""
+        return self.model.step
+
+    @property
+    def first_rank(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes files."""
+        return self.grid.rank == 0

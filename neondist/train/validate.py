@@ -1,0 +1,102 @@
+"""What can be wrong with an experiment, found before a rank is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..backends import get_backend
+from ..errors import ConfigError, GridError, UserError
+from ..geometry import GridShape, grid_shape, split
+from ..memory import require_room
+from ..registry import Distributed
+
+if TYPE_CHECKING:
+    from ..data import Dataset
+    from ..plan import Plan
+    from .experiment import FitExperiment
+
+_BATCHES = 3  # of the samples: the one that trains, the next, and the first layer's view
+
+
+def validate(experiment: FitExperiment, ranks: int, grid: GridShape | None = None) -> Plan:
+    """Return the plan of an experiment on `ranks` ranks; needs no MPI.
+
+    Parameters
+    ----------
+    grid : GridShape, optional
+        Instead of the one that the experiment asks for.
+
+    Raises
+    ------
+    UserError
+        GridError, DataError, ShapeError or ConfigError; `subject`, where there is one, is the object it is about.
+    """
+    model, dataset = experiment.model, experiment.dataset
+    with about(experiment):
+        asked = grid_shape_of(experiment, ranks)
+        shape = grid or asked
+    with about(dataset):
+        dataset.check()
+    with about(model):
+        plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
+        get_backend(model.backend)
+        _check_room_for_layers(plan)
+    with about(dataset):
+        _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
+    with about(model.layers[-1] if model.layers else model):
+        model.cost.check(plan.output_shape, dataset.classes)
+    model.optimizer.check(experiment.epochs)
+    if model.num_pretrain_epochs:
+        model.pretrain_optimizer.check(model.num_pretrain_epochs)
+    for metric in experiment.metrics:
+        with about(metric):
+            metric.check(dataset.classes)
+    return plan
+
+
+def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int, itemsize: int) -> None:
+    """Refuse batches whose tiles no rank could hold on a machine like this one."""
+    extent, channels = dataset.sample_shape[:-1], dataset.sample_shape[-1]
+    samples = split(batch_size, shape.replicas, 0)[1]
+    cells = shape.partition(extent).box(0).size * channels  # the first tile is the fullest
+    needed = _BATCHES * samples * cells * itemsize
+    require_room(needed, f"a rank's tile of {samples} samples", "use more ranks, or smaller batches")
+
+
+def _check_room_for_layers(plan: Plan) -> None:
+    """Refuse a layer whose view, or whose parameters, no rank could hold alone on a machine like this one."""
+    for layer, costs in zip(plan, plan.costs(), strict=True):
+        require_room(costs.memory, f"layer '{layer.name}'", "use more ranks, smaller batches, or fewer outputs")
+
+
+@contextmanager
+def about(subject: Any) -> Iterator[None]:
+    """Mark a UserError of the block as being about `subject`, unless it says already what it is about."""
+    try:
+        yield
+    except UserError as error:
+        if getattr(error, "subject", None) is None:
+            error.subject = subject
+        raise
+
+
+def grid_shape_of(experiment: FitExperiment, ranks: int) -> GridShape:
+    """Return the grid of an experiment on `ranks` ranks; GridError or ConfigError if there is none."""
+    if not experiment.dist_flag:
+        if ranks > 1:
+            raise GridError(
+                f"dist_flag: false runs in one process, not on {ranks} ranks; use 1 rank or dist_flag: true"
+            )
+        return GridShape()
+    shape = grid_shape(ranks, **experiment.grid)
+    if experiment.batch_size < shape.replicas:
+        raise ConfigError(
+            f"batch_size: {experiment.batch_size} samples are fewer than the {shape.replicas} replicas;"
+            f" give at least {shape.replicas} or use fewer replicas"
+        )
+    name = type(experiment.model).__name__
+    if ranks > 1 and not isinstance(experiment.model, Distributed):
+        raise ConfigError(f"model: {name} runs in one process, not on {ranks} ranks; use {name}Dist")
+    return shape
