@@ -9,7 +9,7 @@ from .box import Box
 from .gradient_window import GradientWindow, halo_volume
 from .grid_shape import GridShape, grid_shape
 from .plan import HaloPlan, Piece, RepartitionPlan, TransferPlan, fold
-from .regions import Overlapping, seen, sources
+from .regions import Overlapping, looked_at, sources
 from .split import Partition, factorisations, split
 from .upsampling import Upsampling
 from .window import Window, same_padding
@@ -30,8 +30,8 @@ __all__ = [
     "fold",
     "grid_shape",
     "halo_volume",
+    "looked_at",
     "same_padding",
-    "seen",
     "sources",
     "split",
 ]

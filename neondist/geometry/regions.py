@@ -38,7 +38,7 @@ class Overlapping(Partition):
         return self.ranges[axis][part]
 
 
-def seen(outputs: Partition, window: Window, extent: tuple[int, ...]) -> Overlapping:
+def looked_at(outputs: Partition, window: Window, extent: tuple[int, ...]) -> Overlapping:
     """Return the cells of an image that the windows of each part's outputs see, those outside of it too."""
     ranges = []
     for axis, parts in enumerate(outputs.parts):
@@ -62,7 +62,7 @@ def sources(
         Who owns the cells of the image; each part has its own, too.
     """
     ranges = []
-    for axis, (n, views) in enumerate(zip(extent, seen(outputs, window, extent).ranges, strict=True)):
+    for axis, (n, views) in enumerate(zip(extent, looked_at(outputs, window, extent).ranges, strict=True)):
         found = []
         for part, view in enumerate(views):
             lo, hi = sources_within(*view, n, window.mode)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Literal
 
-from ..geometry import Box, GridShape, HaloPlan, Overlapping, Window, seen, sources
+from ..geometry import Box, GridShape, HaloPlan, Overlapping, Window, looked_at, sources
 from .graph import Graph, Step
 from .layer import LayerPlan
 from .section import PlannedSection
@@ -58,7 +58,7 @@ class Segment:
         placed: dict[int, LayerPlan] = {}
         for plan in reversed(self.plans):
             window = plan.window or Window.of_one(len(whole.shape))
-            cells = seen if plan is self.plans[0] else sources  # its view is there, outside of the image too
+            cells = looked_at if plan is self.plans[0] else sources  # its view is there, outside of the image too
             inputs = cells(outputs, window, plan.input_shape[:-1])
             shape = plan.output_shape
             placed[id(plan.layer)] = LayerPlan(plan.layer, plan.input_shape, shape, GridShape(), (inputs, outputs))
