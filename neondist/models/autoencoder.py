@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
 from ..halo import Phase
 from ..layers import LocalFilteringLayer
 from ..namespace import to_host
+from ..optim import Optimizer
 from ..parallel import Flag, ParameterShard, finite
-from ..plan import micro_batches
+from ..plan import LayerPlan, micro_batches
+from .model import Model
 from .reconstruction import Reconstruction, ReconstructionCost
 from .train_step import TrainStep
 
-if TYPE_CHECKING:
-    from ..plan import LayerPlan
-    from .gb import GB
-
 
 class Autoencoder:
-    """Encoder z = W x and tied decoder Wᵀ z of a stage of a model; `number` counts from 1.
+    """Encoder z = W x and tied decoder Wᵀ z of the stage that some layers of a model make; `number` counts from 1.
 
     It is Trainable, as a model is, but trains this layer's weights alone, without targets. A step
     moves three halos of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles they add; and of the
@@ -31,21 +29,27 @@ class Autoencoder:
 
     num_initial_epochs = 0
 
-    def __init__(self, model: GB, number: int) -> None:
-        index = model.starts[number - 1]
-        self.number = number
+    def __init__(
+        self,
+        model: Model,
+        number: int,
+        layers: range,
+        cost: ReconstructionCost,
+        optimizer: Optimizer,
+        orthonormal: bool,
+    ) -> None:
+        self.number, self.start, self.end = number, layers.start, layers.stop
         self.stages: Sequence[Any] = [self]
-        self.end = model.starts[number] if number < len(model.starts) else model.top_start
+        index = self.start
         self.whole, self.name = model, str(model.layers[index].name)
-        self.start = index
         self.layer = cast(LocalFilteringLayer, model.layers[index])
         following: Any = model.layers[index + 1 : index + 2]
         self.pool: Any = following[0] if following and following[0].pools_squares else EachAlone()
         self.residuals = self.layer.make_array(self.layer.input_shape, self.layer.window)
         self.parameters, self.sync, self.leaves = model.built, model.sync, model.leaves
         self.shard = next(e for e in self.parameters.trained if e.layer is self.layer and e.name == "weights")
-        self.cost = ReconstructionCost(model.sparsity, model.epsilon)
-        self.grid, self.dtype, self.seed, self.optimizer = model.grid, model.dtype, model.seed, model.pretrain_optimizer
+        self.cost, self.optimizer, self.orthonormal = cost, optimizer, orthonormal
+        self.grid, self.dtype, self.seed = model.grid, model.dtype, model.seed
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
         self.accumulate = model.accumulate
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
@@ -59,7 +63,7 @@ class Autoencoder:
         """Make the optimiser's slots, if the stage is new."""
         if not self.slots:
             self.slots = self.optimizer.slots(self._weights.reshape(-1))
-        if self.whole.orthonormal and not self.step:
+        if self.orthonormal and not self.step:
             self.layer.orthonormalise()
 
     def close(self) -> None:
@@ -171,7 +175,7 @@ class StageStep(TrainStep):
         stage = self.owner
         values, gradient = (own["weights"].reshape(-1) for own in (stage.layer.params, stage.layer.grads))
         stage.optimizer.update(values, gradient, stage.slots, stage.step - stage.uncounted, stage.learning_rate_scale)
-        if stage.whole.orthonormal:
+        if stage.orthonormal:
             stage.layer.orthonormalise()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 from ..backends import Backend
@@ -18,6 +19,7 @@ from ..plan import Plan
 from ..registry.ranges import Count, flag, integer, real
 from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
+from .reconstruction import ReconstructionCost
 
 
 class GB(Convnet):
@@ -103,7 +105,11 @@ class GB(Convnet):
         rest = range(self.starts[-1] + 1, len(self.layers))
         trained = (i for i in rest if any(leaf.params for leaf in self.layers[i].leaves))
         self.top_start = next(trained, len(self.layers))
-        self.stages = [Autoencoder(self, number) for number in range(1, len(self.starts) + 1)]
+        cost = ReconstructionCost(self.sparsity, self.epsilon)
+        self.stages = [
+            Autoencoder(self, number, range(*ends), cost, self.pretrain_optimizer, self.orthonormal)
+            for number, ends in enumerate(pairwise([*self.starts, self.top_start]), start=1)
+        ]
         inside = [leaf for layer in self.layers[self.top_start :] for leaf in layer.leaves]
         self.top = TrainedSubset(self.built, inside, self.top_start)
         self.top_alone = False

@@ -242,7 +242,7 @@ class Model(Registered):
         batch = self._samples(x, batch_size)
         self.input.check_tile("x", x)
         run = self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
-        return ModelPass(self, parameters, run)
+        return ModelPass(self.executor, run, parameters, (self.input, self.output))
 
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the output (or the whole output after an FC layer), a new array (n, *tile, C').

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import PassError, ShapeError
 from ..halo import GlobalArray
-from ..runtime import Pass
-
-if TYPE_CHECKING:
-    from ..parallel import Parameters
-    from .model import Model
+from ..parallel import Parameters
+from ..runtime import Executor, Pass
 
 
 class ModelPass:
     """What `model.forward` returns; its memory is given back when nobody holds it any more.
+
+    Parameters
+    ----------
+    executor, run : Executor, Pass
+    parameters : Parameters
+    ends : pair of GlobalArray
+        The model's input and output.
 
     Attributes
     ----------
@@ -26,8 +30,10 @@ class ModelPass:
 
     between = False
 
-    def __init__(self, model: Model, parameters: Parameters, run: Pass) -> None:
-        self.model, self.parameters, self._run = model, parameters, run
+    def __init__(
+        self, executor: Executor, run: Pass, parameters: Parameters, ends: tuple[GlobalArray, GlobalArray]
+    ) -> None:
+        self._executor, self._run, self._parameters, self._ends = executor, run, parameters, ends
         self.output, self.trains = run.output.copy(), run.phase.training
         self._version = parameters.version
 
@@ -50,8 +56,8 @@ class ModelPass:
         PassError
             The weights have changed since, or the pass was closed.
         """
-        model, parameters = self.model, self.parameters
-        dy = model.context.backend.real_array("dy", dy, model.dtype)
+        parameters, (images, output) = self._parameters, self._ends
+        dy = output.backend.real_array("dy", dy, output.dtype)
         if self._run.closed or self._version != parameters.version:
             why = "it was closed" if self._run.closed else "the weights have changed"
             raise PassError(f"backward: {why} since the pass forward; run fprop of its batch right before bprop")
@@ -60,9 +66,9 @@ class ModelPass:
                 f"dy has {len(dy)} samples, but the pass forward had {self._run.samples}; run fprop of its batch right"
                 " before bprop"
             )
-        model.output.check_tile("dy", dy)
+        output.check_tile("dy", dy)
         parameters.begin_gradients()
-        dx = whole_input_gradient(model.input, model.executor.backward(self._run, dy))
+        dx = whole_input_gradient(images, self._executor.backward(self._run, dy))
         parameters.sum_gradients()
         return dx
 

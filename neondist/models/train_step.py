@@ -3,23 +3,63 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..halo import Phase
-from ..parallel import finite
+from ..costs import Cost
+from ..halo import GlobalArray, Phase
+from ..layers import Context, Layer
+from ..optim import Optimizer
+from ..parallel import Parameters, TrainedSubset, finite
 from ..plan import micro_batches
-from ..runtime.observers.nonfinite import SchemeMemory, locate
+from ..runtime import Executor
+from ..runtime.observers.nonfinite import NonFiniteMonitor, SchemeMemory, locate
 
-if TYPE_CHECKING:
-    from .trainable import Trainable
+
+class Stepped(Protocol):
+    """What a step needs of a model."""
+
+    context: Context
+    executor: Executor
+    leaves: list[Layer]
+    input: GlobalArray
+    output: GlobalArray
+    output_shape: tuple[int, ...]
+    cost: Cost
+    optimizer: Optimizer
+    slots: dict[str, Any]
+    trained: Parameters | TrainedSubset
+    accumulate: int
+    step: int
+    uncounted: int
+    learning_rate_scale: float
+    nonfinite: str
+    nonfinite_monitor: NonFiniteMonitor
+
+    @property
+    def built(self) -> Parameters:
+        """All parameters."""
+
+    def local_targets(self, targets: Any, batch_size: int) -> Any:
+        """Return this rank's part of the targets."""
+
+
+class Owner(Protocol):
+    """What counts its steps: a model, or a stage of one."""
+
+    step: int
+    uncounted: int
+
+    @property
+    def whole(self) -> Stepped:
+        """The model."""
 
 
 class TrainStep(ABC):
     """What a step is for a model and for a stage; what they count stays theirs."""
 
-    def __init__(self, owner: Trainable) -> None:
+    def __init__(self, owner: Owner) -> None:
         self.owner, self.model = owner, owner.whole
         self.parameters = self.model.built
 
@@ -37,18 +77,18 @@ class TrainStep(ABC):
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def run(self, x: Any, targets: Any, batch: int) -> float:
         """Return the mean cost; where a step is skipped NaN, with everything but the count of steps as before."""
-        owner, model, observers = self.owner, self.model, self.model.grid.observers
+        owner, model, grid = self.owner, self.model, self.model.context.grid
         state = self.parameters.buffers
         kept, memory = state.copy(), SchemeMemory(model.leaves, model.nonfinite == "skip")
-        with observers.during("step"):
+        with grid.observers.during("step"):
             loss, good = self.gradients(x, targets, batch)
             if good:
-                with observers.during("update"):
+                with grid.observers.during("update"):
                     self.update()
         where = None
         if not good:
             memory.put_back()
-            where = locate(model.grid, x, lambda: self.gradients(x, targets, batch))
+            where = locate(grid, x, lambda: self.gradients(x, targets, batch))
             memory.put_back()
             state[...] = kept
         model.nonfinite_monitor.after_step(owner.step, model.nonfinite, where)
@@ -64,10 +104,10 @@ class ModelStep(TrainStep):
 
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
         """Go forward and back, in micro-batches, and add up the gradients."""
-        model, trained, observers = self.model, self.model.trained, self.model.grid.observers
-        x = model.context.backend.real_array("x", x, model.dtype)
+        model, trained, context = self.model, self.model.trained, self.model.context
+        x, observers = context.backend.real_array("x", x, context.dtype), context.grid.observers
         model.input.check_tile("x", x)
-        first, local = model.grid.sample_range(batch)[0], model.local_targets(targets, batch)
+        first, local = context.grid.sample_range(batch)[0], model.local_targets(targets, batch)
         scale, value = 1.0 / (batch * model.cost.cells(model.output_shape)), 0.0
         self.parameters.begin_gradients()
         parts = micro_batches(len(x), model.accumulate)
@@ -81,7 +121,7 @@ class ModelStep(TrainStep):
                     for run, (lo, hi) in zip(runs, batches, strict=True):
                         found, dy = self._cost_of(run.output, local[lo:hi])
                         value += found
-                        dys.append(dy * model.dtype.type(scale))
+                        dys.append(dy * context.dtype.type(scale))
                 last = batches is rounds[-1] and not trained.first
                 done = self.parameters.ready if last else None
                 model.executor.backward_together(runs, dys, trained.first, done=done)
@@ -89,8 +129,8 @@ class ModelStep(TrainStep):
                 for run in runs:
                     run.close()
         with observers.during("cost"):
-            xp = model.context.backend.xp
-            loss = model.output.total(xp.asarray(value, np.float64).reshape(1), replicas=True)
+            value = context.backend.xp.asarray(value, np.float64).reshape(1)
+            loss = model.output.total(value, replicas=True)
         self.parameters.sync.note(finite(loss))
         trained.sum_gradients()
         total, good = self.parameters.hear(loss)
@@ -104,7 +144,7 @@ class ModelStep(TrainStep):
 
     def _cost_of(self, y: Any, targets: Any) -> tuple[float, Any]:
         """Return the cost of samples, and its gradient."""
-        cost, total, observers = self.model.cost, self.model.output.total, self.model.grid.observers
+        cost, total, observers = self.model.cost, self.model.output.total, self.model.context.grid.observers
         value = cost.value(y, targets, total)
         observers.value(None, "cost", self.model.context.backend.xp.asarray(value).reshape(1))
         dy = cost.gradient(y, targets, total)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
-    from ..comm import ProcessGrid
-    from ..halo import GlobalArray
-    from ..optim import Optimizer
-    from ..parallel import GradientSync, ParameterShard
-    from .model import Model
+from ..comm import ProcessGrid
+from ..halo import GlobalArray
+from ..optim import Optimizer
+from ..parallel import GradientSync, ParameterShard
+from .model import Model
 
 
 class Trainable(Protocol):
