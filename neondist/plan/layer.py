@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -14,6 +15,32 @@ from .graph import Cut
 
 Shape = tuple[int, ...]
 _MOST = 1 << 48  # far beyond any machine; from there on products leave what an index can count
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One layer (or several) in one training step.
+
+    Attributes
+    ----------
+    sent_most, sent_all : bytes of halos, forward and backward, of the rank that sends most and of all ranks
+    parameters : number of trained values
+    memory : bytes that the fullest rank holds, kernels' scratch space not counted
+    """
+
+    sent_most: int = 0
+    sent_all: int = 0
+    parameters: int = 0
+    memory: int = 0
+
+    def __add__(self, other: LayerCosts) -> LayerCosts:
+        """Add layer by layer; the ranks that send or hold most need not be the same, so the sum is an upper bound."""
+        return LayerCosts(
+            self.sent_most + other.sent_most,
+            self.sent_all + other.sent_all,
+            self.parameters + other.parameters,
+            self.memory + other.memory,
+        )
 
 
 class LayerPlan:

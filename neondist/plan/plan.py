@@ -19,8 +19,9 @@ from ..geometry import GridShape, Partition, split
 from ..layers import Sequential
 from ..optim import Optimizer
 from ..parallel import HEADER
+from . import report
 from .graph import Graph, Lowering, of_layer
-from .layer import LayerPlan
+from .layer import LayerCosts, LayerPlan
 from .section import Placed, PlannedSection
 from .segments import find_regions
 from .strips import Rows, Segment, in_segments
@@ -43,32 +44,6 @@ class Training:
     accumulate: int = 1
     recompute: bool = False
     strips: Rows | None = None
-
-
-@dataclass(frozen=True)
-class LayerCosts:
-    """One layer (or several) in one training step.
-
-    Attributes
-    ----------
-    sent_most, sent_all : bytes of halos, forward and backward, of the rank that sends most and of all ranks
-    parameters : number of trained values
-    memory : bytes that the fullest rank holds, kernels' scratch space not counted
-    """
-
-    sent_most: int = 0
-    sent_all: int = 0
-    parameters: int = 0
-    memory: int = 0
-
-    def __add__(self, other: LayerCosts) -> LayerCosts:
-        """Add layer by layer; the ranks that send or hold most need not be the same, so the sum is an upper bound."""
-        return LayerCosts(
-            self.sent_most + other.sent_most,
-            self.sent_all + other.sent_all,
-            self.parameters + other.parameters,
-            self.memory + other.memory,
-        )
 
 
 @dataclass
@@ -250,11 +225,19 @@ class Plan(Sequence[LayerPlan]):
         lo, hi = split(self.batch_size if batch_size is None else batch_size, self.grid.replicas, replica)
         return hi - lo
 
-    def describe(self) -> str:
-        """Return the plan as a table, with what all layers send and hold together: what `neondist check` prints."""
-        from .report import as_text
+    def table(self) -> Any:
+        """Return the plan for a rich console to print: a table of the layers, what they do together, and a legend."""
+        sums = {
+            "sums over ranks: a rank gives": self.reduced(0),
+            "redistributions: a rank sends": self.redistributed(0),
+        }
+        return report.table(self, self.costs(), self.peak, sums, self.pretraining_bytes())
 
-        return as_text(self)
+    def describe(self) -> str:
+        """Return the same as plain text, with the grid above: what `neondist check` prints."""
+        dtype, shape = self.training.dtype, report.by(self.input_shape)
+        head = f"{dtype} on {report.grid_text(self.grid)}, inputs {shape}, batches of {self.batch_size}"
+        return report.as_text(head, self.table())
 
     @property
     def itemsize(self) -> int:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from ..geometry import Box, GridShape
 from ..halo import scheme_text
-from .plan import LayerCosts
+from .layer import LayerCosts, LayerPlan
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
-
-    from .layer import LayerPlan
-    from .plan import Plan
 
 LEGEND = """\
 tile: output cells of a rank; view: input cells that it looks at, with padding
@@ -66,32 +63,47 @@ class LayerTable:
         return table
 
 
-def table(plan: Plan) -> Any:
-    """Return a plan for a rich console to print: a table of the layers, what they do together, and a legend."""
+def table(
+    plans: Sequence[LayerPlan],
+    costs: Sequence[LayerCosts],
+    peak: int,
+    sums: Mapping[str, Mapping[str, int]],
+    pretraining: Iterable[tuple[str, int, int]],
+) -> Any:
+    """Return a table of the layers, what they do together, and a legend.
+
+    Parameters
+    ----------
+    peak : int
+        Bytes for views and gradients on the fullest rank.
+    sums : dict of text to dict of name to int
+        Bytes of a rank of the fullest replica, and what becomes of them.
+    pretraining : tuples of name, int, int
+        Bytes that the busiest rank and all ranks send in a step of a stage.
+    """
     from rich.console import Group
     from rich.text import Text
 
-    found = LayerTable([*_shapes(plan), *_costs(plan)], left=5)
+    found = LayerTable([*_shapes(plans), *_costs(plans, costs)], left=5)
     notes = [
-        f"planned peak: {_size(plan.peak)} for views and gradients, which share memory, on the fullest rank",
-        *_sums(plan),
+        f"planned peak: {_size(peak)} for views and gradients, which share memory, on the fullest rank",
+        *(f"{what} {_parts(given)}" for what, given in sums.items() if given),
         *(
             f"a step of pretraining '{name}' sends {_size(most)} (the busiest rank), {_size(total)} (all)"
-            for name, most, total in plan.pretraining_bytes()
+            for name, most, total in pretraining
         ),
     ]
     legend = LEGEND + (KEPT if any(column.head == KEPT_HEAD for column in found.columns) else "")
     return Group(found, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
-def as_text(plan: Plan) -> str:
-    """Return the same as plain text, with the grid above."""
+def as_text(head: str, shown: Any) -> str:
+    """Return what a rich console prints as plain text, with a head above."""
     from rich.console import Console
 
     console = Console(file=StringIO(), soft_wrap=True, color_system=None)
-    shape = by(plan.input_shape)
-    console.print(f"{plan.training.dtype} on {grid_text(plan.grid)}, inputs {shape}, batches of {plan.batch_size}\n")
-    console.print(table(plan))
+    console.print(f"{head}\n")
+    console.print(shown)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
@@ -117,8 +129,7 @@ def _shapes(plans: Sequence[LayerPlan]) -> list[Column]:
     ]
 
 
-def _costs(plans: Plan) -> list[Column]:
-    costs = plans.costs()
+def _costs(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> list[Column]:
     total = sum(costs, LayerCosts())
     halo = [f"{max(p.halo_cells):,}" if any(p.halo_cells) else "-" for p in plans]
     kept = Column(KEPT_HEAD, [f"{max(p.held):,}" for p in plans], f"{sum(max(p.held) for p in plans):,}")
@@ -132,17 +143,10 @@ def _costs(plans: Plan) -> list[Column]:
     ]
 
 
-def _sums(plan: Plan) -> list[str]:
-    """Return what a rank of the fullest replica gives into sums and redistributions, the largest first."""
-    found, ways = (
-        [],
-        {"sums over ranks: a rank gives": plan.reduced, "redistributions: a rank sends": plan.redistributed},
-    )
-    for what, bytes_of in ways.items():
-        given = bytes_of(0)
-        parts = [f"{name} {_size(count)}" for name, count in sorted(given.items(), key=lambda pair: -pair[1])]
-        found += [f"{what} {_size(sum(given.values()))} a step: {', '.join(parts)}"] * bool(given)
-    return found
+def _parts(given: Mapping[str, int]) -> str:
+    """Return all bytes of a step, and those of each layer, the largest first."""
+    parts = [f"{name} {_size(count)}" for name, count in sorted(given.items(), key=lambda pair: -pair[1])]
+    return f"{_size(sum(given.values()))} a step: {', '.join(parts)}"
 
 
 def by(shape: Iterable[object]) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..plan.report import by, grid_text, table
-from .validate import validate
-
-if TYPE_CHECKING:
-    from .experiment import FitExperiment
+from ..plan.report import by, grid_text
+from .validate import Experiment, validate
 
 
-def describe(experiment: FitExperiment, ranks: int = 1) -> Any:
+def describe(experiment: Experiment, ranks: int = 1) -> Any:
     """Return what every layer of an experiment would do on `ranks` ranks, for a rich console to print; needs no MPI.
 
     Raises
@@ -26,4 +23,4 @@ def describe(experiment: FitExperiment, ranks: int = 1) -> Any:
     data = f"{type(experiment.dataset).__name__} {by(experiment.dataset.sample_shape)}"
     model = f"{type(experiment.model).__name__} ({experiment.model.dtype})"
     head = f"{model} on {grid_text(plan.grid)}, {data}, batches of {experiment.batch_size}"
-    return Group(Text(head, style="bold"), Text(), table(plan))
+    return Group(Text(head, style="bold"), Text(), plan.table())
