@@ -1,6 +1,7 @@
 """What the code never does, over all of neondist/, read from its syntax trees."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import pytest
 import neondist
 
 ROOT = Path(neondist.__file__).parent
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def trees_of(root):
+    return {path.relative_to(root).as_posix(): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+
+
+TREES = trees_of(ROOT)
 FRAMES = {"_current_frames", "_getframe", "currentframe", "f_back", "f_locals", "tb_frame"}
 OLD = """
 Way Fetch Home home way_back Courier courier parted Carrier Exact Border border booked books bytes_given
@@ -253,3 +260,57 @@ def test_no_class_offers_more_than_20_methods():
     assert {one.name for one in classes if len(public_methods(one)) > 20} == set(MANY)
     code = "class A:\n    def a(self): ...\n    def _b(self): ...\n    @property\n    def c(self): ..."
     assert public_methods(ast.parse(code).body[0]) == {"a"}
+
+
+def circle(package, trees):
+    """Return 'a -> b -> a' where modules import each other, for type hints alone or inside of functions too."""
+    names = {path: ".".join((package, *Path(path).with_suffix("").parts)).removesuffix(".__init__") for path in trees}
+    known, graph = set(names.values()), {}
+    for path, name in names.items():
+        found = [one.name for node in nodes(trees[path], ast.Import) for one in node.names]
+        for node in nodes(trees[path], ast.ImportFrom):
+            up = node.level - (Path(path).name == "__init__.py")
+            above = name.rsplit(".", up)[0] if node.level else ""
+            base = ".".join(filter(None, [above, node.module]))
+            found += [whole if (whole := f"{base}.{one.name}") in known else base for one in node.names]
+        graph[name] = {one for one in found if one in known} - {name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        ring = error.args[1][:0:-1]
+        first = ring.index(min(ring))
+        return " -> ".join([*ring[first:], *ring[:first], ring[first]])
+    return ""
+
+
+def test_no_file_imports_what_imports_it():
+    assert circle("neondist", TREES) == ""
+
+
+CIRCLES = [
+    ({"__init__.py": "from .a import x", "a.py": "import sys, made"}, "made -> made.a -> made"),
+    (
+        {"a.py": "from .in_.b import x", "in_/b.py": "if TYPE_CHECKING:\n from ..a import X"},
+        "made.a -> made.in_.b -> made.a",
+    ),
+    (
+        {"c.py": "from . import b", "b.py": "import made.a", "a.py": "def f():\n from made import c"},
+        "made.a -> made.c -> made.b -> made.a",
+    ),
+    (
+        {"a/__init__.py": "from . import b", "a/b.py": "", "b.py": "from .a import c, b"},
+        "",
+    ),
+    (
+        {"a/__init__.py": "from .b import x", "a/b.py": "from .. import c", "c.py": "from .a import x"},
+        "made.a -> made.a.b -> made.c -> made.a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "found"), CIRCLES)
+def test_circles_are_found(tmp_path, files, found):
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert circle("made", trees_of(tmp_path)) == found

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..comm import ProcessGrid, Transport
+from ..data import Dataset
 from ..errors import ConfigError
 from ..halo import scheme_text
 from ..io.hdf5 import checksum
 from ..plan import LayerPlan, Plan
 from ..version import __version__
-
-if TYPE_CHECKING:
-    from ..data import Dataset
-    from .experiment import FitExperiment
+from .validate import Experiment
 
 _FEW = 10  # numbers that are told one by one
 
 
-def outline(experiment: FitExperiment, plan: Plan, resume: bool | str = False) -> list[str]:
+def outline(experiment: Experiment, plan: Plan, resume: bool | str = False) -> list[str]:
     """Return what all ranks must agree on, a fact a line: the plan, the weights' layout, how to train."""
     model, dataset = experiment.model, experiment.dataset
     shape = tuple(dataset.sample_shape)

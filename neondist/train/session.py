@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..backends import get_backend
 from ..comm import ProcessGrid, Transport, all_or_none
@@ -15,6 +14,7 @@ from ..io.checkpoint import opened, take
 from ..io.files import write_text
 from ..io.output import CHECKPOINT, has_run, is_new
 from ..memory import room_for
+from ..plan import Plan
 from .callbacks.checkpoint import Checkpoint, restore
 from .callbacks.curves import Curves
 from .callbacks.hook import Hook
@@ -25,11 +25,7 @@ from .consistency import check_consistency, check_data_consistency, outline
 from .loop import train_loop
 from .pretrain import last_stage, pretrain_stages
 from .state import Record, Stop, TrainState
-from .validate import validate
-
-if TYPE_CHECKING:
-    from ..plan import Plan
-    from .experiment import FitExperiment
+from .validate import Experiment, validate
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class RunResult:
 
 
 def train(
-    experiment: FitExperiment,
+    experiment: Experiment,
     grid: ProcessGrid,
     folder: Path | None,
     resume: bool | str,
@@ -71,7 +67,7 @@ def train(
 
 
 def _train(
-    experiment: FitExperiment,
+    experiment: Experiment,
     plan: Plan,
     grid: ProcessGrid,
     folder: Path | None,
@@ -103,7 +99,7 @@ def _train(
     return RunResult(grid.world.bcast(files), run.history, run.stop)
 
 
-def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, resolved: str | None) -> None:
+def _begin(experiment: Experiment, grid: ProcessGrid, folder: Path, resume: bool, resolved: str | None) -> None:
     """Put the folder in order and write what is known before training.
 
     The files of an earlier run go once these are on the disk: if there is no room, it stays.

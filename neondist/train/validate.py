@@ -4,23 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..backends import get_backend
+from ..data import Dataset
 from ..errors import ConfigError, GridError, UserError
 from ..geometry import GridShape, grid_shape, split
 from ..memory import require_room
+from ..metrics import Metric
+from ..models import Model
+from ..plan import Plan
 from ..registry import Distributed
-
-if TYPE_CHECKING:
-    from ..data import Dataset
-    from ..plan import Plan
-    from .experiment import FitExperiment
+from .callbacks.checkpoint import CheckpointSchedule
 
 _BATCHES = 3  # of the samples: the one that trains, the next, and the first layer's view
 
 
-def validate(experiment: FitExperiment, ranks: int, grid: GridShape | None = None) -> Plan:
+class Experiment(Protocol):
+    """What an experiment is made of."""
+
+    dataset: Dataset
+    model: Model
+    batch_size: int
+    epochs: int
+    dist_flag: bool
+    grid: dict[str, int]
+    metrics: list[Metric]
+    checkpoint: CheckpointSchedule
+
+
+def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None) -> Plan:
     """Return the plan of an experiment on `ranks` ranks; needs no MPI.
 
     Parameters
@@ -82,7 +95,7 @@ def about(subject: Any) -> Iterator[None]:
         raise
 
 
-def grid_shape_of(experiment: FitExperiment, ranks: int) -> GridShape:
+def grid_shape_of(experiment: Experiment, ranks: int) -> GridShape:
     """Return the grid of an experiment on `ranks` ranks; GridError or ConfigError if there is none."""
     if not experiment.dist_flag:
         if ranks > 1:
