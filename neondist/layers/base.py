@@ -48,9 +48,9 @@ class Node(Registered, ABC):
     def lower(self, graph: Any, value: int) -> int:
         """Append what this node does with a value to a `plan.Graph`; return the value that it gives."""
 
-    @abstractmethod
     def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield every chain inside: what is directly in it, with the shape of its input; outer chains first."""
+        yield from ()
 
     @abstractmethod
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
@@ -254,10 +254,6 @@ class Layer(Node):
         """Wait for messages that a scheme has left under way; collective."""
         for array in self.arrays:
             array.settle()
-
-    def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
-        """Yield nothing."""
-        yield from ()
 
     def lower(self, graph: Any, value: int) -> int:
         """Append this layer to the graph."""

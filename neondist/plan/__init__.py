@@ -1,10 +1,9 @@
 """From layers to what a step does, from arithmetic alone.
 
 plan: `compile_plan`, and the Plan that check prints and the executor runs. graph: its steps and values. layer: one
-layer on all tiles. memory: what lives when, and where. section: nodes whose arrays are in memory together. A segment is
-layers one after the other of which only the first one's input is exchanged; segments: which cells they compute, where
-schemes ask for it. strips: how they are executed a strip at a time. planner, choices: which segments, and which
-schemes, cost least. report: a plan to read.
+layer on all tiles. memory: what lives when, and where. section: nodes whose arrays are in memory together, and segments
+in strips. A segment is layers one after the other of which only the first one's input is exchanged; segments: those
+that schemes ask for. planner, choices: which segments, and which schemes, cost least. report: a plan to read.
 """
 
 from .graph import Graph, Step, of_layer

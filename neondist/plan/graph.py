@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..errors import ShapeError, UserError
 from ..geometry import split
-from ..layers import Shard
-
-if TYPE_CHECKING:
-    from ..layers import Branches, Layer, Node
+from ..layers import Branches, Layer, Node, Shard
 
 Shape = tuple[int, ...]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import isqrt, prod
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -16,18 +16,14 @@ from ..comm import group_of
 from ..costs import Cost
 from ..errors import UserError
 from ..geometry import GridShape, Partition, split
-from ..layers import Sequential
+from ..layers import Layer, Sequential
 from ..optim import Optimizer
 from ..parallel import HEADER
 from . import report
 from .graph import Graph, Lowering, of_layer
 from .layer import LayerCosts, LayerPlan
-from .section import Placed, PlannedSection
+from .section import PlannedSection, Rows, Segment, in_segments
 from .segments import find_regions
-from .strips import Rows, Segment, in_segments
-
-if TYPE_CHECKING:
-    from ..layers import Layer
 
 Shape = tuple[int, ...]
 LOSS, GRADIENTS = "loss", "gradients"
@@ -200,8 +196,9 @@ class Plan(Sequence[LayerPlan]):
             begin, _ = self.graph.ends[first]
             reader = next((layers.get(id(step.layer)) for step in self.graph.steps[begin:]), None)
             wide = None if reader is None else reader.regions[0]
-            placed: dict[int, Placed] = {**layers, **segments}
-            found.append(PlannedSection(first, last, graph, placed, self.grid, wide, first > 0, segments))
+            found.append(
+                PlannedSection(first, last, graph, {**layers, **segments}, self.grid, wide, first > 0, segments)
+            )
         return found
 
     def costs(self, batch_size: int | None = None) -> list[LayerCosts]:

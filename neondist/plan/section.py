@@ -1,32 +1,25 @@
-"""Some nodes of a network, one after the other, whose arrays are in memory together."""
+"""What is executed together: sections, whose arrays are in memory together, and in them segments, in strips.
+
+Some rows, or slabs, of a tile go through the layers of a segment before the next ones do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Literal
 
-from ..geometry import Box, GridShape, HaloPlan, Partition
+from ..geometry import Box, GridShape, HaloPlan, Overlapping, Partition, Window, looked_at, sources
 from ..layers import Shard
-from .graph import Graph
+from .graph import Graph, Step
+from .layer import LayerPlan
 from .memory import MemoryPlan, plan_memory
 
 Shape = tuple[int, ...]
-
-
-class Placed(Protocol):
-    """What is known of a layer, or of several that are executed together, on all tiles."""
-
-    @property
-    def input_shape(self) -> Shape:
-        """Global, without the batch."""
-
-    def view(self, tile: int) -> HaloPlan:
-        """Return which cells of the input a tile's rank has, and sees."""
-
-    def tile(self, tile: int) -> Box:
-        """Return a tile's cells of the output."""
+Rows = int | Literal["auto"]
+CACHE = 1 << 20
+"""bytes of one sample that a strip of 'auto' has at most, all its layers together"""
 
 
 @dataclass
@@ -39,7 +32,7 @@ class PlannedSection:
         The number of the first node, and that of the first one behind.
     graph : Graph
         Their steps.
-    placed : dict of id to Placed
+    placed : dict of id to LayerPlan or Segment
         By what a step executes.
     grid : GridShape
     wide : Partition or None
@@ -53,11 +46,11 @@ class PlannedSection:
     first: int
     last: int
     graph: Graph
-    placed: Mapping[int, Placed]
+    placed: Mapping[int, LayerPlan | Segment]
     grid: GridShape
     wide: Partition | None
     gradient: bool
-    segments: Mapping[int, Any] = field(default_factory=dict)
+    segments: Mapping[int, Segment] = field(default_factory=dict)
 
     def live_ranges(self, tile: int) -> MemoryPlan:
         """Return what lives when on a tile's rank."""
@@ -82,3 +75,130 @@ class PlannedSection:
         whole = [(*box.shape, shape[-1]) for box, shape in zip(boxes, shapes, strict=True)]
         cut = {value: Shard(shapes[value]).inputs(self.grid, tile).shape for value in self.graph.shards}
         return [cut.get(value, shape) for value, shape in enumerate(whole)]
+
+
+class Segment:
+    """Layers one after the other that are executed together, strip by strip; to a graph it is one layer.
+
+    Cells that two strips need are computed twice. On the way back each strip goes forward again, so that of all that is
+    between the layers nothing is kept.
+
+    Parameters
+    ----------
+    plans : list of LayerPlan
+        Only the first one's input is exchanged.
+    rows : int or 'auto'
+        Of the output, in a strip; along the first axis.
+    """
+
+    saves_input, keeps_output, gives_shards, layout = True, False, False, None
+
+    def __init__(self, plans: Sequence[LayerPlan], rows: Rows, itemsize: int) -> None:
+        self.plans, self.rows, self.itemsize = list(plans), rows, itemsize
+        self.input_shape = plans[0].input_shape
+        self.name = plans[0].name if len(plans) == 1 else f"{plans[0].name} to {plans[-1].name}"
+
+    def view(self, tile: int) -> HaloPlan:
+        """Return which cells of its input a tile's rank has, and sees."""
+        return self.plans[0].view(tile)
+
+    def tile(self, tile: int) -> Box:
+        """Return a tile's cells of the output."""
+        return self.plans[-1].tile(tile)
+
+    def strips(self, tile: int) -> Iterator[tuple[int, PlannedSection]]:
+        """Yield the strips of a tile, and what is executed for each: to it they are what tiles are to a network."""
+        whole = self.tile(tile)
+        if whole.empty:
+            return
+        ((lo, hi), *others), rows = whole.axes(), self._rows(whole)
+        cut = tuple((start, min(start + rows, hi)) for start in range(lo, hi, rows))
+        shapes = [self.input_shape, *(plan.output_shape for plan in self.plans)]
+        ones = (1,) * len(others)
+        strips = outputs = Overlapping(shapes[-1][:-1], (len(cut), *ones), 1, (cut, *((cells,) for cells in others)))
+        placed: dict[int, LayerPlan] = {}
+        for plan in reversed(self.plans):
+            window = plan.window or Window.of_one(len(whole.shape))
+            cells = looked_at if plan is self.plans[0] else sources  # its view is there, outside of the image too
+            inputs = cells(outputs, window, plan.input_shape[:-1])
+            shape = plan.output_shape
+            placed[id(plan.layer)] = LayerPlan(plan.layer, plan.input_shape, shape, GridShape(), (inputs, outputs))
+            outputs = inputs
+        steps = [Step(plan.layer, None, (at,), at + 1) for at, plan in enumerate(self.plans)]
+        graph = Graph(steps, shapes, [(at, at) for at in range(len(shapes))])
+        section = PlannedSection(0, len(steps), graph, placed, GridShape(), outputs, True)
+        for at in range(strips.tiles):
+            yield at, section
+
+    def length(self, tile: int) -> int:
+        """Return the numbers of a sample that the largest strip needs."""
+        return max((section.live_ranges(at).length for at, section in self.strips(tile)), default=0)
+
+    def _rows(self, whole: Box) -> int:
+        if self.rows != "auto":
+            return self.rows
+        per_row = sum(prod(plan.output_shape[1:]) for plan in self.plans) * self.itemsize
+        return max(1, min(whole.shape[0], CACHE // max(1, per_row)))
+
+
+def in_segments(
+    graph: Graph, layers: dict[int, LayerPlan], grid: GridShape, rows: Rows, itemsize: int
+) -> tuple[Graph, dict[int, Segment]]:
+    """Return a graph in which the layers that can go in strips are segments, and these by their id."""
+    groups: list[list[int]] = []
+    for at, step in enumerate(graph.steps):
+        plan = layers.get(id(step.layer))
+        if plan is None or not _can_go(plan):
+            continue
+        before = groups[-1][-1] if groups else None
+        follows = before is not None and before == at - 1 and graph.readers[graph.steps[at - 1].output] == [at]
+        exchanges = plan.window is not None and grid.tiles > 1 and plan.regions[0] is None
+        wraps = plan.window is not None and plan.window.mode == "wrap"
+        if follows and step.inputs == (graph.steps[at - 1].output,) and not exchanges and not wraps:
+            groups[-1].append(at)
+        else:
+            groups.append([at])
+    found: dict[int, Segment] = {}
+    starts, inside = {}, set()
+    for group in groups:
+        segment = Segment([layers[id(graph.steps[at].layer)] for at in group], rows, itemsize)
+        found[id(segment)] = starts[group[0]] = segment
+        inside.update(group[1:])
+    return _merged(graph, starts, inside), found
+
+
+def _merged(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> Graph:
+    steps: list[Step] = []
+    shapes, number = [graph.shapes[0]], {0: 0}
+    count = {0: 0}
+    for at, step in enumerate(graph.steps):
+        if at not in inside:
+            layer = starts.get(at, step.layer)
+            steps.append(Step(layer, step.join, tuple(number[v] for v in step.inputs), len(steps) + 1))  # type: ignore[arg-type]
+            shapes.append(())
+        shapes[len(steps)] = graph.shapes[step.output]
+        number[step.output] = len(steps)
+        count[at + 1] = len(steps)
+    ends = [NOWHERE if done in inside else (count[done], number[value]) for done, value in graph.ends]
+    return Graph(steps, shapes, ends)
+
+
+NOWHERE = (-1, -1)
+"""The end of a node in the middle of a segment."""
+
+
+def _can_go(plan: LayerPlan) -> bool:
+    """Tell whether a layer is one window, or none, over an image: no reduction, no other halo, no weights by cell."""
+    layer, shape = plan.layer, plan.input_shape
+    halos = [] if plan.window is None else [(shape, plan.window)]
+    return (
+        len(plan.output_shape) > 1
+        and not layer.no_recompute
+        and not layer.reductions_for(shape)
+        and not layer.state_for(shape)
+        and not plan.reverse
+        and layer.gathers_for(shape, plan.grid) is None
+        and layer.view_window_for(shape, plan.grid) == plan.window
+        and layer.halos_for(shape, plan.grid) == halos
+        and not any(parameter.layout.cut for parameter in plan.trained.values())
+    )

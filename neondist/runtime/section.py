@@ -9,7 +9,7 @@ from ..errors import PassError
 from ..halo import GlobalArray, Phase
 from ..layers import Context, Layer
 from ..plan import Graph, PlannedSection, Step
-from ..plan.strips import NOWHERE
+from ..plan.section import NOWHERE
 from .arena import Arena, Blocks
 from .tasks import JoinTask, LayerTask, Task
 from .workspace import SectionPass, Workspace

@@ -10,8 +10,8 @@ from ..comm import ProcessGrid
 from ..geometry import Overlapping
 from ..halo import GlobalArray
 from ..layers import Context, Layer, StepContext
-from ..plan.section import Placed
-from ..plan.strips import Segment
+from ..plan import LayerPlan
+from ..plan.section import Segment
 from .arena import Blocks
 from .section import Section
 
@@ -81,7 +81,7 @@ class Strips:
         return dview
 
 
-def _on_strip(layer: Layer, placed: Placed, strip: int, context: Context) -> Layer:
+def _on_strip(layer: Layer, placed: LayerPlan | Segment, strip: int, context: Context) -> Layer:
     """Return a layer of the same arrays, whose tile is that of a strip."""
     made, cells = copy.copy(layer), placed.tile(strip)
     made.context = context
