@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..comm import Transport
+from ..layers import Layer
+from ..models import Model
 from .rest import rest
-
-if TYPE_CHECKING:
-    from ..comm import Transport
-    from ..layers import Layer
-    from ..models import Model
 
 REPEATS = 5
 SIDE = 1024

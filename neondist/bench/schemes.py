@@ -8,17 +8,15 @@ from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..comm import Transport
 from ..config import dump
 from ..errors import ConfigError
 from ..halo import as_scheme
 from ..io.files import append, can_draw, make_folder, write_figure, write_text
 from ..train import Record
 from .tables import markdown
-
-if TYPE_CHECKING:
-    from ..comm import Transport
 
 RESULTS = "results.jsonl"
 Row = dict[str, Any]

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..comm import ProcessGrid
 from ..geometry import Partition
 from ..io.files import can_draw, make_folder, write_figure, write_text
+from ..layers import Layer
+from ..models import Model
 from ..observer import Observer
 from .tables import markdown
-
-if TYPE_CHECKING:
-    from ..comm import ProcessGrid
-    from ..layers import Layer
-    from ..models import Model
 
 Profile = dict[str, list[float]]
 """'output' and 'gradient': relative differences, by distance to the nearest seam in cells."""

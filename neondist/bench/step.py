@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +17,13 @@ from ..models import Model, ModelStep
 from ..registry import serial_class
 from ..runtime.observers.clock import KINDS, Clock
 from ..runtime.observers.trace import write_trace
+from ..train import FitExperiment
 from . import memory
 from .allocations import allocations
 from .network import network
 from .rest import rest
 from .roofline import peaks, roofline_rows
 from .torch_baseline import TorchBaseline
-
-if TYPE_CHECKING:
-    from ..train import FitExperiment
 
 WARM_UP = 2
 ROUND = 0.3

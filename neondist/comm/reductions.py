@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..namespace import namespace, to_host
+from .grid import ProcessGrid
 from .transport import Done, ReduceOp, Request, Transport
-
-if TYPE_CHECKING:
-    from .grid import ProcessGrid
 
 GROUPS = ("world", "tiles", "replicas")
 """all ranks; those of one replica; those that hold the same tile in all replicas"""

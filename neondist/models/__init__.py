@@ -15,7 +15,7 @@ from .model import Model
 from .reconstruction import Reconstruction
 from .stimulus import optimal_stimulus
 from .train_step import ModelStep
-from .trainable import Trainable
+from .trainable import Trainable, Whole
 
 __all__ = [
     "GB",
@@ -30,6 +30,7 @@ __all__ = [
     "ModelStep",
     "Reconstruction",
     "Trainable",
+    "Whole",
     "distribute",
     "optimal_stimulus",
 ]

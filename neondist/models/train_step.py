@@ -3,63 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..costs import Cost
-from ..halo import GlobalArray, Phase
-from ..layers import Context, Layer
-from ..optim import Optimizer
-from ..parallel import Parameters, TrainedSubset, finite
+from ..halo import Phase
+from ..parallel import finite
 from ..plan import micro_batches
-from ..runtime import Executor
-from ..runtime.observers.nonfinite import NonFiniteMonitor, SchemeMemory, locate
-
-
-class Stepped(Protocol):
-    """What a step needs of a model."""
-
-    context: Context
-    executor: Executor
-    leaves: list[Layer]
-    input: GlobalArray
-    output: GlobalArray
-    output_shape: tuple[int, ...]
-    cost: Cost
-    optimizer: Optimizer
-    slots: dict[str, Any]
-    trained: Parameters | TrainedSubset
-    accumulate: int
-    step: int
-    uncounted: int
-    learning_rate_scale: float
-    nonfinite: str
-    nonfinite_monitor: NonFiniteMonitor
-
-    @property
-    def built(self) -> Parameters:
-        """All parameters."""
-
-    def local_targets(self, targets: Any, batch_size: int) -> Any:
-        """Return this rank's part of the targets."""
-
-
-class Owner(Protocol):
-    """What counts its steps: a model, or a stage of one."""
-
-    step: int
-    uncounted: int
-
-    @property
-    def whole(self) -> Stepped:
-        """The model."""
+from ..runtime.observers.nonfinite import SchemeMemory, locate
+from .trainable import Trainable
 
 
 class TrainStep(ABC):
     """What a step is for a model and for a stage; what they count stays theirs."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Trainable) -> None:
         self.owner, self.model = owner, owner.whole
         self.parameters = self.model.built
 

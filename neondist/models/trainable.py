@@ -9,9 +9,14 @@ import numpy as np
 
 from ..comm import ProcessGrid
 from ..halo import GlobalArray
+from ..layers import Context, Layer
 from ..optim import Optimizer
-from ..parallel import GradientSync, ParameterShard
-from .model import Model
+from ..parallel import GradientSync, Parameters, ParameterShard, TrainedSubset
+from ..plan import Plan
+from ..runtime import Executor
+from ..runtime.observers.ledger import Ledger
+from ..runtime.observers.nonfinite import NonFiniteMonitor
+from .passes import ModelPass
 
 
 class Trainable(Protocol):
@@ -45,7 +50,7 @@ class Trainable(Protocol):
     sync: GradientSync
 
     @property
-    def whole(self) -> Model:
+    def whole(self) -> Whole:
         """The model itself, or the one that the stage belongs to."""
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
@@ -62,3 +67,35 @@ class Trainable(Protocol):
 
     def kept_arrays(self) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of all that a checkpoint holds, by group: 'model' and 'optimizer'."""
+
+
+class Whole(Trainable, Protocol):
+    """A model: what a step and the loop ask of it beside that."""
+
+    context: Context
+    compiled: Plan
+    executor: Executor
+    input: GlobalArray
+    leaves: list[Layer]
+    parameters: Parameters | None
+    trained: Parameters | TrainedSubset
+    slots: dict[str, Any]
+    last_pass: ModelPass | None
+    nonfinite: str
+    nonfinite_monitor: NonFiniteMonitor
+    num_pretrain_epochs: int
+
+    @property
+    def built(self) -> Parameters:
+        """All parameters."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of halos, since the build."""
+
+    @property
+    def bytes_summed(self) -> int:
+        """Given into sums, or sent so that vectors are cut anew."""
+
+    def ledger(self) -> Ledger:
+        """Return all messages and sums since the build."""

@@ -6,7 +6,7 @@ import sys
 from contextlib import closing
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,15 +20,13 @@ from ..geometry import split as share
 from ..io.checkpoint import Piece, collect, opened, take
 from ..io.checkpoint.texts import of_kind, plain_json, whole
 from ..metrics import Misclassification
+from ..models import Model
 from ..namespace import to_host
 from ..registry.ranges import choice
 from .consistency import check_consistency, check_data_consistency, outline
+from .experiment import FitExperiment
 from .loop import evaluate
 from .validate import grid_shape_of, validate
-
-if TYPE_CHECKING:
-    from ..models import Model
-    from .experiment import FitExperiment
 
 
 def evaluate_checkpoint(

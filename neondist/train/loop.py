@@ -6,21 +6,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..data import Dataset
+from ..data import Dataset, Split
 from ..metrics import Metric, Misclassification
-from ..models import Model
+from ..models import Model, Trainable
 from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
 from .state import Record, Totals, TrainState
-
-if TYPE_CHECKING:
-    from ..data import Split
-    from ..models import Trainable
 
 
 @checked

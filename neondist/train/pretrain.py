@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..comm import Transport
-from ..data import Dataset
-from ..models import Model
+from ..data import Dataset, Split
+from ..models import Autoencoder, Model, Reconstruction
 from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
@@ -19,10 +19,6 @@ from .callbacks.metrics_log import MetricsLog
 from .callbacks.stage_pictures import StagePictures
 from .loop import judge, train_loop
 from .state import Record, Stop, TrainState
-
-if TYPE_CHECKING:
-    from ..data import Split
-    from ..models import Autoencoder, Reconstruction
 
 
 @checked

@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..comm import ProcessGrid
+from ..data import Dataset
+from ..models import Trainable
 from ..renamed import Renamed
-
-if TYPE_CHECKING:
-    from ..comm import ProcessGrid
-    from ..data import Dataset
-    from ..models import Trainable
 
 
 class Record(dict[str, Any]):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ...models import Whole
 from ...registry.arguments import checked
 from ...runtime.debug import guarded
 from ..state import TrainState
 from .hook import Hook
-
-if TYPE_CHECKING:
-    from ...models import Model
 
 
 class DebugHalo(Hook):
@@ -36,7 +32,7 @@ class DebugHalo(Hook):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def guard(self, model: Model) -> None:
+    def guard(self, model: Whole) -> None:
         """Guard all layers of a built model, before its first step."""
         model.executor, model.last_pass = guarded(model.executor, model.leaves, self.seed), None
 

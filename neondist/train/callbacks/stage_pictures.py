@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
+from ...data import Split
 from ...io.files import can_draw, write_figure
 from ...layers import Sequential
 from ...models import Autoencoder, optimal_stimulus
 from ...namespace import to_host
 from ..state import TrainState
 from .hook import Hook
-
-if TYPE_CHECKING:
-    from ...data import Split
-
 
 Rows = list[np.ndarray]
 Blocks = dict[tuple[int, ...], np.ndarray]

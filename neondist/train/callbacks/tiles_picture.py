@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
+from ...data import Dataset
 from ...geometry import Box
 from ...io.files import can_draw, write_figure
+from ...plan import LayerPlan
 from ..state import TrainState
 from .hook import Hook
-
-if TYPE_CHECKING:
-    from ...data import Dataset
-    from ...plan import LayerPlan
-
 
 PIXELS = 512  # a larger image is drawn from every s-th cell, so that no rank has to hold it whole
 

@@ -8,15 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ...comm import ProcessGrid, Transport
 from ...runtime.observers.whereabouts import Whereabouts, calls
 from ..state import TrainState
 from .hook import Hook
 from .io_counts import is_stopped, moved, written
-
-if TYPE_CHECKING:
-    from ...comm import ProcessGrid, Transport
 
 
 def end(world: Transport | None, patience: float) -> None:
