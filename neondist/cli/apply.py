@@ -6,14 +6,12 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..comm import ProcessGrid, Transport
 from ..launcher.ranks import on_ranks
 from . import options
 from .experiment import loaded, validated
-
-if TYPE_CHECKING:
-    from ..comm import ProcessGrid, Transport
 
 
 def add(commands: Any) -> None:

@@ -12,14 +12,12 @@ import traceback
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..comm import Transport
 from ..config import load_experiment, place
 from ..errors import ConfigError, LaunchError, UserError
 from ..launcher.launch import FORCE
-
-if TYPE_CHECKING:
-    from ..comm import Transport
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 

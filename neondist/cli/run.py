@@ -7,18 +7,16 @@ import os
 import re
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..comm import Transport
 from ..config import dump
 from ..job import detect
 from ..launcher.launch import STARTED
 from ..launcher.ranks import new_watchdog, on_ranks
+from ..train import Hook
 from . import options
 from .experiment import load, validated
-
-if TYPE_CHECKING:
-    from ..comm import Transport
-    from ..train import Hook
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 

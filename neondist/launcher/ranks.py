@@ -9,20 +9,17 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 from .. import threads
+from ..comm import Transport
 from ..errors import LaunchError
 from ..job import Job, detect
+from ..train import Watchdog
 from . import pinning, restarts
 from .cleanup import restore_tmpdir
 from .launch import launch, ready, refuse_crowd
 from .parent_watch import end_with_parent
 from .report import Prepared, run_reported
-
-if TYPE_CHECKING:
-    from ..comm import Transport
-    from ..train import Watchdog
 
 STALL_TIMEOUT = 600.0
 PATIENCE = 24 * 3600.0

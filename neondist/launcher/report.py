@@ -6,15 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from ..comm import Transport
 from ..config import place
 from ..console import say
 from ..errors import RemoteError, UserError
 from ..job import detect
-
-if TYPE_CHECKING:
-    from ..comm import Transport
 
 Prepared = TypeVar("Prepared")
 

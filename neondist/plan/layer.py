@@ -88,11 +88,8 @@ class LayerPlan:
         self.layer, self.name, self.cls = layer, str(layer.name), type(layer).__name__
         self.input_shape, self.output_shape, self.grid, self.regions = input_shape, output_shape, grid, regions
         self.gradient, self.redistributions = gradient, redistributions
-        self.window, self.scheme, self.reverse = (
-            layer.window_for(input_shape),
-            layer.scheme or Halo(),
-            layer.reverse_halos,
-        )
+        self.window, self.scheme = layer.window_for(input_shape), layer.scheme or Halo()
+        self.reverse = layer.reverse_halos
         self.trained = layer.parameters_for(input_shape)
         self.parameters = sum(prod(p.shape) for p in self.trained.values())
         cut = {one.direction for one in redistributions if one.adds}

@@ -78,9 +78,6 @@ class Plan(Sequence[LayerPlan]):
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __iter__(self) -> Iterator[LayerPlan]:
-        return iter(self.layers)
-
     @property
     def input_shape(self) -> Shape:
         """That of the model, global and without the batch."""

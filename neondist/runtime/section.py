@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import PassError
-from ..halo import GlobalArray, Phase
+from ..halo import Phase
 from ..layers import Context, Layer
 from ..plan import Graph, PlannedSection, Step
 from ..plan.section import NOWHERE
@@ -45,19 +45,13 @@ class Section:
         self.graph, self.context, self.blocks = planned.graph, context, blocks
         self.first, self.last = planned.first, planned.last
         self.tasks: list[Task] = []
-        self.layers: list[list[Layer]] = []
-        self._inputs: list[GlobalArray | None] = []
         for at, step in enumerate(self.graph.steps):
-            if step.join is not None:
+            if step.join is None:
+                layer: Any = instead.get(id(step.layer), step.layer)
+                self.tasks.append(layer_task(at, step, layer, self.graph))
+            else:
                 channels = [self.graph.shapes[value][-1] for value in step.inputs]
                 self.tasks.append(JoinTask(at, step, step.join, channels, context.backend.kernels))
-                self.layers.append([])
-                self._inputs.append(None)
-                continue
-            layer: Any = instead.get(id(step.layer), step.layer)
-            self.tasks.append(layer_task(at, step, layer, self.graph))
-            self.layers.append(layer.leaves)
-            self._inputs.append(layer.input)
         self.shapes, self.plan = planned.tile_shapes(tile), planned.live_ranges(tile)
         blocks.provide(self.plan.length)
         self.workspaces: dict[int, Workspace] = {}
@@ -68,7 +62,7 @@ class Section:
         number = self.blocks.take()
         if number not in self.workspaces:
             arena = Arena(self.plan, self.blocks, number)
-            self.workspaces[number] = Workspace(arena, self.shapes, self._inputs)
+            self.workspaces[number] = Workspace(arena, self.shapes, [task.array for task in self.tasks])
         return self.workspaces[number]
 
     def forward(
@@ -128,7 +122,7 @@ class Section:
                         self._add(run, held, v, dx)
                 run.contexts[task.at] = None
             if done is not None:
-                for layer in self.layers[task.at]:
+                for layer in task.layers:
                     done(layer)
         return [held.get(value) if wanted else None for held in gradients]
 

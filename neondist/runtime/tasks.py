@@ -11,6 +11,7 @@ from ..backends import Kernels
 from ..comm import Redistribution
 from ..errors import PlanError
 from ..geometry import Box
+from ..halo import GlobalArray
 from ..layers import Branches, Layer, Reduction, Shard, StepContext
 from ..plan import Graph, Step
 from .reduce import combine, joined
@@ -22,6 +23,8 @@ class Task(ABC):
 
     #: whether it needs all samples of a batch at once
     over_batch = False
+    array: GlobalArray | None = None
+    layers: Sequence[Layer] = ()
 
     def __init__(self, at: int, step: Step) -> None:
         self.at, self.inputs, self.output = at, step.inputs, step.output
@@ -69,7 +72,8 @@ class LayerTask(Task):
 
     def __init__(self, at: int, step: Step, layer: Layer, graph: Graph) -> None:
         super().__init__(at, step)
-        self.layer, self.array, self.name = layer, layer.input, str(layer.name)
+        self.layer, self.layers, self.name = layer, layer.leaves, str(layer.name)
+        self.array: GlobalArray = layer.input
         (value,) = step.inputs
         #: from a range of a vector to the whole: of the input, where only the layer has no use for that; of the output
         self.opens = self._joins(graph.shapes[value]) if graph.wants_shard(step) and value not in graph.shards else None

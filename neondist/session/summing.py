@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..geometry import GridShape
-    from ..models import Model
-    from ..plan import Plan
+from ..geometry import GridShape
+from ..models import Model
+from ..plan import Plan
 
 
 def sums_of_step(model: Model, plans: Plan, batch_size: int, grid: GridShape, rank: int) -> dict[str, int]:

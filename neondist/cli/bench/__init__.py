@@ -9,9 +9,10 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ... import threads
+from ...comm import Transport
 from ...errors import ConfigError
 from ...io.files import write_text
 from ...job import detect
@@ -19,9 +20,6 @@ from ...launcher.ranks import on_ranks
 from .. import options
 from ..experiment import validated
 from . import scaling, schemes
-
-if TYPE_CHECKING:
-    from ...comm import Transport
 
 
 def add(commands: Any) -> None:

@@ -10,16 +10,14 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ... import safe_path, threads
+from ...comm import Transport
 from ...errors import ConfigError, LaunchError
 from ...launcher.ranks import job_of, on_ranks
 from .. import options
 from ..experiment import load, validated
-
-if TYPE_CHECKING:
-    from ...comm import Transport
 
 
 def add(benches: Any) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ...comm import SingleTransport
+from ...comm import SingleTransport, Transport
 from ...errors import ConfigError
 from ...launcher.ranks import on_ranks
 from .. import options
 from ..experiment import validated
-
-if TYPE_CHECKING:
-    from ...comm import Transport
 
 SCHEMES = "halo,halo_oneway,tower,tower(fill=reflect),stale,every,quantised(bits=8)"
 SEAMS = "tower,tower(fill=reflect),halo_oneway,quantised(bits=8)"
