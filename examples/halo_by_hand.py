@@ -45,7 +45,7 @@ tile = scenery.train.images([0], "float64")
 
 # wrap: the image is periodic, so that two small windows see exactly what one large window sees
 small, large = nd.Window(kernel=3, padding=1, mode="wrap"), nd.Window(kernel=5, padding=2, mode="wrap")
-first, second, whole = (nd.GlobalArray(grid, shape, window, "float64") for window in (small, small, large))
+first, second, whole = (nd.GlobalArray(grid, shape, window, dtype="float64") for window in (small, small, large))
 binomial = np.array([1, 4, 6, 4, 1]) / 16
 target = correlate(whole.get_fprop_view(tile), np.outer(binomial, binomial))
 

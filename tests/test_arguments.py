@@ -155,7 +155,7 @@ OUT_OF_RANGE = {
     ),
     "padding_mode|mode": (
         lambda: build(nd.ConvLayer(2, 3, padding_mode="mirror")),
-        lambda: build(nd.PadLayer(1, "mirror")),
+        lambda: build(nd.PadLayer(1, mode="mirror")),
         lambda: nd.UpsampleLayer(2, "cubic"),
         lambda: nd.Window(3, mode="mirror"),
     ),

@@ -40,7 +40,7 @@ class CachedDataset(Dataset):
     std: float | tuple[float, ...]
 
     def __init__(self, serialized_path: str | os.PathLike[str] | None, validation: float | int | None) -> None:
-        super().__init__(validation)
+        super().__init__(validation=validation)
         if serialized_path is not None:
             check_template(serialized_path)
         self.serialized_path = serialized_path

@@ -45,6 +45,7 @@ class Window:
         stride: int | Sequence[int] = 1,
         padding: int | Sequence[Any] = 1,
         dilation: int | Sequence[int] = 1,
+        *,
         fill: float = 0.0,
         mode: str = "zeros",
         ndim: int | None = None,
@@ -114,8 +115,8 @@ class Window:
 
     def along(self, axis: int) -> Window:
         """Return the window of one axis."""
-        fields = self.kernel[axis], self.stride[axis], (self.padding[axis],), self.dilation[axis]
-        return Window(*fields, fill=self.fill, mode=self.mode, ndim=1)
+        fields = self.kernel[axis], self.stride[axis], (self.padding[axis],)
+        return Window(*fields, dilation=self.dilation[axis], fill=self.fill, mode=self.mode, ndim=1)
 
     def check(self, extent: Sequence[int]) -> None:
         """Raise ShapeError or ConfigError if the window cannot slide over an image of this extent."""

@@ -128,6 +128,7 @@ class Auto(DeepHalo):
 
     def __init__(
         self,
+        *,
         latency: Positive | None = None,
         bandwidth: Positive | None = None,
         speed: Positive | None = None,

@@ -68,6 +68,7 @@ class GlobalArray:
         grid: ProcessGrid,
         global_shape: Sequence[int],
         window: Window | None = None,
+        *,
         dtype: str = "float32",
         backend: str | Backend = "numpy",
         reuse: bool = False,
@@ -308,7 +309,8 @@ class PaddedArray(GlobalArray):
         global_shape: Sequence[int],
         window: Window | None = None,
         dtype: str = "float32",
+        *,
         backend: str | Backend = "numpy",
         reuse: bool = False,
     ) -> None:
-        super().__init__(ProcessGrid.serial(), global_shape, window, dtype, backend, reuse)
+        super().__init__(ProcessGrid.serial(), global_shape, window, dtype=dtype, backend=backend, reuse=reuse)

@@ -14,8 +14,8 @@ class ActivationLayer(Layer):
 
     saves_input = saves_output = False
 
-    def __init__(self, activation: Activation, name: str | None = None) -> None:
-        super().__init__(name)
+    def __init__(self, activation: Activation, *, name: str | None = None) -> None:
+        super().__init__(name=name)
         self.activation = activation
 
     def forward(self, ctx: StepContext, view: Any) -> Any:

@@ -29,11 +29,12 @@ class AvgPoolingLayer(PoolingLayer):
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] | None = None,
         padding: int | Sequence[Any] = 0,
+        *,
         count_include_pad: bool = True,
-        name: str | None = None,
         scheme: ExchangePolicy | str | None = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(kernel_size, stride, padding, name, scheme)
+        super().__init__(kernel_size, stride, padding, name=name, scheme=scheme)
         self.count_include_pad = count_include_pad
 
     def forward(self, ctx: StepContext, view: Any) -> Any:

@@ -131,7 +131,7 @@ class Layer(Node):
     gathers: GlobalArray | None = None
     scatters: GlobalArray | None = None
 
-    def __init__(self, name: str | None = None, scheme: ExchangePolicy | str | None = None) -> None:
+    def __init__(self, *, scheme: ExchangePolicy | str | None = None, name: str | None = None) -> None:
         self.name = name
         self.scheme = None if scheme is None else as_scheme(scheme)
         self.params: dict[str, Any] = {}
@@ -248,7 +248,7 @@ class Layer(Node):
 
     def new_array(self, shape: Shape, window: Window | None) -> GlobalArray:
         """Return a PaddedArray; the mixin `Dist` returns a GlobalArray."""
-        return PaddedArray(shape, window, str(self.context.dtype), self.context.backend, reuse=True)
+        return PaddedArray(shape, window, str(self.context.dtype), backend=self.context.backend, reuse=True)
 
     def settle(self) -> None:
         """Wait for messages that a scheme has left under way; collective."""
@@ -322,4 +322,4 @@ class Dist(Distributed):
     def new_array(self, shape: Shape, window: Window | None) -> GlobalArray:
         """Return a GlobalArray over the model's grid."""
         context = self.context
-        return GlobalArray(context.grid, shape, window, str(context.dtype), context.backend, reuse=True)
+        return GlobalArray(context.grid, shape, window, dtype=str(context.dtype), backend=context.backend, reuse=True)

@@ -28,9 +28,9 @@ class BatchNormLayer(Layer):
     """
 
     def __init__(
-        self, momentum: Annotated[float, between(0, 1)] = 0.1, eps: Positive = 1e-5, name: str | None = None
+        self, *, momentum: Annotated[float, between(0, 1)] = 0.1, eps: Positive = 1e-5, name: str | None = None
     ) -> None:
-        super().__init__(name)
+        super().__init__(name=name)
         self.momentum, self.eps = momentum, eps
 
     sums_image = True
@@ -89,7 +89,7 @@ class BatchNormLayer(Layer):
             return None
         through = ctx.params["gamma"] * ctx.scale
         dx = through * dy
-        if ctx.training:
+        if ctx.reduced is not None:
             along, offset = (ctx.reduced / ctx.count).reshape(2, -1)
             own = ctx.owned(dx)  # the statistics are those of cells that count
             own -= through * (offset + ctx.owned(ctx.normal) * along)

@@ -49,16 +49,17 @@ class ConvLayer(Layer):
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] = 1,
         padding: int | str | Sequence[Any] = 0,
+        *,
         dilation: int | Sequence[int] = 1,
         groups: Count = 1,
         bias: bool = True,
         activation: Activation | None = None,
         padding_mode: str = "zeros",
+        weights_init: Initializer | None = None,
         scheme: ExchangePolicy | str | None = None,
         name: str | None = None,
-        weights_init: Initializer | None = None,
     ) -> None:
-        super().__init__(name, scheme)
+        super().__init__(name=name, scheme=scheme)
         if out_channels % groups:
             raise ConfigError(f"groups {groups} must divide out_channels {out_channels}")
         if isinstance(padding, str) and padding != "same":
@@ -72,9 +73,9 @@ class ConvLayer(Layer):
         """Return the window; padding 'same' depends on the extent."""
         ndim, padding = len(input_shape) - 1, self.padding
         if isinstance(padding, str):
-            bare = Window(self.kernel_size, self.stride, 0, self.dilation, ndim=ndim)
+            bare = Window(self.kernel_size, self.stride, 0, dilation=self.dilation, ndim=ndim)
             padding = same_padding(input_shape[:-1], bare.kernel, bare.stride, bare.dilation)
-        return Window(self.kernel_size, self.stride, padding, self.dilation, mode=self.padding_mode, ndim=ndim)
+        return Window(self.kernel_size, self.stride, padding, dilation=self.dilation, mode=self.padding_mode, ndim=ndim)
 
     def channels_for(self, input_shape: Shape) -> int:
         """Return out_channels."""

@@ -31,12 +31,13 @@ class PadLayer(Layer):
     def __init__(
         self,
         padding: int | Sequence[Any],
+        *,
         mode: str = "zeros",
         fill: float = 0.0,
-        name: str | None = None,
         scheme: ExchangePolicy | str | None = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(name, scheme)
+        super().__init__(name=name, scheme=scheme)
         self.padding, self.mode, self.fill = padding, mode, fill
 
     def window_for(self, input_shape: Shape) -> Window:
@@ -67,7 +68,7 @@ class CropLayer(PadLayer):
     """
 
     def __init__(
-        self, cropping: int | Sequence[Any], name: str | None = None, scheme: ExchangePolicy | str | None = None
+        self, cropping: int | Sequence[Any], *, scheme: ExchangePolicy | str | None = None, name: str | None = None
     ) -> None:
         super().__init__(_negative(cropping), name=name, scheme=scheme)
 

@@ -47,16 +47,17 @@ class DeconvLayer(Layer):
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] = 1,
         padding: int | Sequence[Any] = 0,
+        *,
         output_padding: int | Sequence[int] = 0,
         dilation: int | Sequence[int] = 1,
         groups: Count = 1,
         bias: bool = True,
         activation: Activation | None = None,
-        name: str | None = None,
         weights_init: Initializer | None = None,
         scheme: ExchangePolicy | str | None = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(name, scheme)
+        super().__init__(name=name, scheme=scheme)
         if out_channels % groups:
             raise ConfigError(f"groups {groups} must divide out_channels {out_channels}, and both be at least 1")
         self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding
@@ -65,7 +66,7 @@ class DeconvLayer(Layer):
 
     def sliding(self, input_shape: Shape) -> Window:
         """Return the window that slides over the output."""
-        return Window(self.kernel_size, self.stride, self.padding, self.dilation, ndim=len(input_shape) - 1)
+        return Window(self.kernel_size, self.stride, self.padding, dilation=self.dilation, ndim=len(input_shape) - 1)
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return the extent whose convolution has the input's extent, and out_channels."""

@@ -18,8 +18,8 @@ class DropoutLayer(Layer):
 
     saves_input = saves_output = False
 
-    def __init__(self, rate: Share = 0.5, name: str | None = None) -> None:
-        super().__init__(name)
+    def __init__(self, rate: Share = 0.5, *, name: str | None = None) -> None:
+        super().__init__(name=name)
         self.rate = rate
 
     def forward(self, ctx: StepContext, view: Any) -> Any:

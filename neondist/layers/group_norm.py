@@ -28,7 +28,7 @@ class SampleNormLayer(Layer):
     saves_input = saves_output = False
 
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
-        super().__init__(name)
+        super().__init__(name=name)
         self.eps, self.affine = eps, affine
 
     @abstractmethod
@@ -120,7 +120,9 @@ class GroupNormLayer(SampleNormLayer):
         Scale and shift each channel by 'gamma' and 'beta'.
     """
 
-    def __init__(self, groups: Count = 32, eps: Positive = 1e-5, affine: bool = True, name: str | None = None) -> None:
+    def __init__(
+        self, groups: Count = 32, *, eps: Positive = 1e-5, affine: bool = True, name: str | None = None
+    ) -> None:
         super().__init__(eps, affine, name)
         self.groups = groups
 
@@ -140,7 +142,7 @@ class InstanceNormLayer(SampleNormLayer):
         As in GroupNormLayer.
     """
 
-    def __init__(self, eps: Positive = 1e-5, affine: bool = False, name: str | None = None) -> None:
+    def __init__(self, *, eps: Positive = 1e-5, affine: bool = False, name: str | None = None) -> None:
         super().__init__(eps, affine, name)
 
     def groups_for(self, input_shape: Shape) -> int:

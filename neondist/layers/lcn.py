@@ -51,15 +51,16 @@ class LCNLayer(Layer):
     def __init__(
         self,
         kernel_size: int | Sequence[int] = 9,
+        *,
         window: str = "gaussian",
         sigma: float | None = None,
-        padding_mode: str = "zeros",
         min_deviation: float | str = 1.0,
         halo: str = "auto",
-        name: str | None = None,
+        padding_mode: str = "zeros",
         scheme: ExchangePolicy | str | None = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(name, scheme)
+        super().__init__(name=name, scheme=scheme)
         if any(k % 2 == 0 for k in Window(kernel_size, padding=0).kernel):
             raise ConfigError(f"kernel_size {kernel_size}: needs odd numbers, so that a window has a middle")
         for field, value in (("window", window), ("padding_mode", padding_mode), ("halo", halo)):

@@ -36,12 +36,13 @@ class FCLayer(Layer):
     def __init__(
         self,
         out_features: int,
+        *,
         bias: bool = True,
         activation: Activation | None = None,
-        name: str | None = None,
         weights_init: Initializer | None = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name=name)
         if out_features < 1:
             raise ConfigError(f"out_features {out_features}: needs at least 1")
         self.out_features, self.bias, self.activation = out_features, bias, activation

@@ -56,14 +56,15 @@ class LocalFilteringLayer(Layer):
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] = 1,
         padding: int | Sequence[Any] = 0,
+        *,
+        shared: bool | int | Sequence[int] = False,
         bias: bool = False,
         activation: Activation | None = None,
-        name: str | None = None,
         weights_init: Initializer | None = None,
         scheme: ExchangePolicy | str | None = None,
-        shared: bool | int | Sequence[int] = False,
+        name: str | None = None,
     ) -> None:
-        super().__init__(name, scheme)
+        super().__init__(name=name, scheme=scheme)
         self.out_channels, self.kernel_size, self.stride, self.padding = out_channels, kernel_size, stride, padding
         self.bias, self.activation, self.weights_init = bias, activation, weights_init or FanInUniform()
         if not isinstance(shared, bool) and any(b < 1 for b in ([shared] if isinstance(shared, int) else shared)):

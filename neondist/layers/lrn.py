@@ -27,12 +27,13 @@ class LRNLayer(Layer):
     def __init__(
         self,
         depth: Count = 5,
+        *,
         alpha: NotNegative = 1e-4,
         beta: NotNegative = 0.75,
         k: Positive = 1.0,
         name: str | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name=name)
         self.depth, self.alpha, self.beta, self.k = depth, alpha, beta, k
 
     def forward(self, ctx: StepContext, view: Any) -> Any:

@@ -39,10 +39,11 @@ class PoolingLayer(Layer):
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] | None = None,
         padding: int | Sequence[Any] = 0,
-        name: str | None = None,
+        *,
         scheme: ExchangePolicy | str | None = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(name, scheme)
+        super().__init__(name=name, scheme=scheme)
         self.kernel_size, self.padding = kernel_size, padding
         self.stride = kernel_size if stride is None else stride
 

@@ -38,10 +38,11 @@ class UpsampleLayer(Layer):
         self,
         factor: int | Sequence[int] = 2,
         mode: str = "nearest",
-        name: str | None = None,
+        *,
         scheme: ExchangePolicy | str | None = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(name, scheme)
+        super().__init__(name=name, scheme=scheme)
         factors = (factor,) if isinstance(factor, int) else tuple(factor)
         if any(f < 1 for f in factors):
             raise ConfigError(f"factor {factor}: needs integers of at least 1")

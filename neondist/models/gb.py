@@ -16,7 +16,7 @@ from ..layers import Node
 from ..optim import Adam, Optimizer
 from ..parallel import TrainedSubset
 from ..plan import Plan
-from ..registry.ranges import Count, flag, integer, real
+from ..registry.ranges import Count, Index, NotNegative, Positive
 from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
 from .reconstruction import ReconstructionCost
@@ -65,27 +65,37 @@ class GB(Convnet):
     def __init__(
         self,
         layers: Sequence[Node | Sequence[Any]],
+        *,
         cost: Cost | None = None,
         optimizer: Optimizer | None = None,
-        seed: int = 0,
+        seed: Index = 0,
         backend: str | Backend = "auto",
         dtype: str = "float32",
-        scheme: ExchangePolicy | str = "halo",
-        num_pretrain_epochs: int = 1,
-        num_initial_epochs: int = 1,
-        sparsity: float = 0.1,
-        epsilon: float = 1e-2,
+        num_pretrain_epochs: Index = 1,
+        num_initial_epochs: Index = 1,
+        sparsity: NotNegative = 0.1,
+        epsilon: Positive = 1e-2,
         orthonormal: bool = False,
         pretrain_optimizer: Optimizer | None = None,
         accumulate: Count = 1,
         sync: Literal["allreduce", "bucketed"] = "allreduce",
         recompute: bool = False,
+        scheme: ExchangePolicy | str = "halo",
     ) -> None:
-        super().__init__(layers, cost, optimizer, seed, backend, dtype, scheme, accumulate, sync, recompute)
-        self.num_pretrain_epochs = integer("num_pretrain_epochs", num_pretrain_epochs, 0)
-        self.num_initial_epochs = integer("num_initial_epochs", num_initial_epochs, 0)
-        self.sparsity, self.epsilon = real("sparsity", sparsity, 0.0), real("epsilon", epsilon, 0.0, open_low=True)
-        self.orthonormal = flag("orthonormal", orthonormal)
+        super().__init__(
+            layers,
+            cost=cost,
+            optimizer=optimizer,
+            seed=seed,
+            backend=backend,
+            dtype=dtype,
+            scheme=scheme,
+            accumulate=accumulate,
+            sync=sync,
+            recompute=recompute,
+        )
+        self.num_pretrain_epochs, self.num_initial_epochs = num_pretrain_epochs, num_initial_epochs
+        self.sparsity, self.epsilon, self.orthonormal = sparsity, epsilon, orthonormal
         self.pretrain_optimizer = pretrain_optimizer or Adam()
         self._arguments |= {"pretrain_optimizer": self.pretrain_optimizer}
         self.starts = [index for index, layer in enumerate(self.layers) if layer.autoencodes]

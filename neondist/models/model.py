@@ -19,7 +19,7 @@ from ..parallel import SYNCS, GradientSync, Parameters, ParameterShard, TrainedS
 from ..plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
 from ..registry import Registered
 from ..registry.arguments import checked
-from ..registry.ranges import Count, integer, shape_of
+from ..registry.ranges import Count, Index, integer, shape_of
 from ..renamed import Renamed
 from ..runtime import Executor
 from ..runtime.observers.ledger import Ledger, ledger
@@ -100,16 +100,17 @@ class Model(Registered):
     def __init__(
         self,
         layers: Sequence[Node | Sequence[Any]],
+        *,
         cost: Cost | None = None,
         optimizer: Optimizer | None = None,
-        seed: int = 0,
+        seed: Index = 0,
         backend: str | Backend = "auto",
         dtype: str = "float32",
-        scheme: ExchangePolicy | str = "halo",
         accumulate: Count = 1,
         sync: Literal["allreduce", "bucketed"] = "allreduce",
         recompute: bool = False,
         strips: Count | Literal["auto"] | None = None,
+        scheme: ExchangePolicy | str = "halo",
     ) -> None:
         if not layers:
             raise ConfigError("layers: a model needs at least one layer")
@@ -119,7 +120,7 @@ class Model(Registered):
         self.layers, self.leaves = self.chain.layers, self.chain.leaves
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
-        self.seed, self.backend, self.dtype = integer("seed", seed, 0), backend, np.dtype(dtype)
+        self.seed, self.backend, self.dtype = int(seed), backend, np.dtype(dtype)
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: Parameters | None = None
@@ -209,10 +210,14 @@ class Model(Registered):
             planned.layer.build(planned.input_shape, context)
             planned.check_arrays(planned.layer.arrays, self.grid.tile)
         self.last_pass = None
-        self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), None, str(self.dtype), context.backend)
+        self.input = GlobalArray(
+            self.grid, (batch_size, *self.input_shape), None, dtype=str(self.dtype), backend=context.backend
+        )
         if plan.wide_tiles is not None:
             self.input.cut(plan.wide_tiles, plan.wide_tiles)
-        self.output = GlobalArray(self.grid, (batch_size, *self.output_shape), None, str(self.dtype), context.backend)
+        self.output = GlobalArray(
+            self.grid, (batch_size, *self.output_shape), None, dtype=str(self.dtype), backend=context.backend
+        )
         self.parameters = self.trained = Parameters(self.leaves, context, self._sync)
         self.sync = self.parameters.sync
         samples = largest_of(micro_batches(self.input.local_shape[0], self.accumulate))

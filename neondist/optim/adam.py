@@ -37,13 +37,14 @@ class Adam(Optimizer):
     def __init__(
         self,
         learning_rate: NotNegative = 1e-3,
+        *,
         beta1: Share = 0.9,
         beta2: Share = 0.999,
         eps: Positive = 1e-8,
         weight_decay: NotNegative = 0.0,
         schedule: Schedule | None = None,
     ) -> None:
-        super().__init__(learning_rate, weight_decay, schedule)
+        super().__init__(learning_rate, weight_decay=weight_decay, schedule=schedule)
         self.beta1, self.beta2, self.eps = float(beta1), float(beta2), float(eps)
 
     def apply(

@@ -35,7 +35,7 @@ class Optimizer(Registered, ABC):
 
     @checked
     def __init__(
-        self, learning_rate: NotNegative, weight_decay: NotNegative = 0.0, schedule: Schedule | None = None
+        self, learning_rate: NotNegative, *, weight_decay: NotNegative = 0.0, schedule: Schedule | None = None
     ) -> None:
         self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
         self.schedule = schedule

@@ -36,12 +36,13 @@ class SGD(Optimizer):
     def __init__(
         self,
         learning_rate: NotNegative = 0.01,
+        *,
         momentum: Share = 0.0,
         weight_decay: NotNegative = 0.0,
         nesterov: bool = False,
         schedule: Schedule | None = None,
     ) -> None:
-        super().__init__(learning_rate, weight_decay, schedule)
+        super().__init__(learning_rate, weight_decay=weight_decay, schedule=schedule)
         self.momentum, self.nesterov = float(momentum), bool(nesterov)
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov: true needs a momentum; give momentum: 0.9 or leave nesterov out")

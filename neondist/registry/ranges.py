@@ -56,6 +56,7 @@ def between(low: float, high: float) -> Range:
 
 Finite: TypeAlias = Annotated[float, Range()]
 Count: TypeAlias = Annotated[int, at_least(1)]
+Index: TypeAlias = Annotated[int, at_least(0)]
 Positive: TypeAlias = Annotated[float, above(0)]
 NotNegative: TypeAlias = Annotated[float, at_least(0)]
 Share: TypeAlias = Annotated[float, at_least(0, below=1)]
@@ -82,13 +83,6 @@ def shape_of(field: str, value: Any) -> tuple[int, ...]:
     if extents and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) > 0 for n in extents):
         return tuple(map(int, extents))
     raise ConfigError(f"{field}: {value!r} cannot be used; give whole numbers of at least 1, such as (28, 28, 1)")
-
-
-def flag(field: str, value: Any) -> bool:
-    """Return `value` if it is true or false; otherwise raise ConfigError."""
-    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):  # NumPy's
-        return bool(value)
-    raise ConfigError(f"{field}: {value!r} cannot be used; give true or false")
 
 
 def choice(field: str, value: Any, choices: Sequence[str]) -> str:

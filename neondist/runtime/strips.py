@@ -87,7 +87,9 @@ def _on_strip(layer: Layer, placed: LayerPlan | Segment, strip: int, context: Co
     made.context = context
     made.regions = None, Overlapping.one(made.output_shape[:-1], cells)
     shape = context.batch_size, *layer.input_shape
-    made.input = GlobalArray(context.grid, shape, layer.window, str(context.dtype), context.backend, reuse=True)
+    made.input = GlobalArray(
+        context.grid, shape, layer.window, dtype=str(context.dtype), backend=context.backend, reuse=True
+    )
     made.input.take(placed.view(strip))
     made.ifmshape, made.ofmshape = made.input.local_shape[1:], (*cells.shape, made.output_shape[-1])
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ..metrics import Metric, Misclassification
 from ..models import Model
 from ..registry import Registered, suggest
 from ..registry.arguments import checked
-from ..registry.ranges import Count, at_least
+from ..registry.ranges import Count, Index
 from .callbacks.checkpoint import CheckpointSchedule
 from .callbacks.hook import Hook, opened
 from .callbacks.progress import ProgressBar
@@ -64,13 +64,14 @@ class FitExperiment(Registered):
         self,
         dataset: Dataset,
         model: Model,
+        *,
         batch_size: Count = 128,
         epochs: Count = 1,
         dist_flag: bool = True,
         grid: Mapping[str, Count | None] | None = None,
         backend: str | None = None,
         dtype: Literal["float32", "float64"] | None = None,
-        seed: Annotated[int, at_least(0)] | None = None,
+        seed: Index | None = None,
         metrics: Sequence[Metric] | None = None,
         checkpoint: Mapping[str, float | int | None] | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",

@@ -57,7 +57,7 @@ def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=
     backend = device.backend if device else "numpy"
     kind = nd.ConvnetDist if layers[0].distributed else nd.Convnet
     made = {"seed": 3, "backend": backend, "dtype": "float64"} | more
-    model = kind(layers, cost, optimizer or nd.SGD(0.1, 0.9), **made)
+    model = kind(layers, cost=cost, optimizer=optimizer or nd.SGD(0.1, momentum=0.9), **made)
     model.build(SHAPE, BATCH, grid or nd.ProcessGrid.serial())
     rng = np.random.default_rng(0)
     whole, dy = rng.normal(size=(BATCH, *SHAPE)), model.scatter_output(rng.normal(size=(BATCH, *model.output_shape)))

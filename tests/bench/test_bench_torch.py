@@ -16,7 +16,7 @@ relu = nd.ReLU
 
 
 def built(layers, shape, cost=None, optimizer=None):
-    model = nd.Convnet(layers, cost, optimizer, backend="numpy", dtype="float64")
+    model = nd.Convnet(layers, cost=cost, optimizer=optimizer, backend="numpy", dtype="float64")
     model.build(shape, 3)
     return model
 

@@ -47,7 +47,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, scheme, repl
     """Stopped after the second step, after one with few samples, and after the first of the second round."""
 
     def body(world):
-        grid = nd.ProcessGrid(world, replicas)
+        grid = nd.ProcessGrid(world, replicas=replicas)
         still, losses = begun(scheme, grid), []
         for step, size in enumerate(SIZES):
             if step in (2, 3, 4):

@@ -61,12 +61,12 @@ def test_cache(tmp_path):
     path = folder(tmp_path / "data", batches())
     grid = nd.ProcessGrid.serial()
     template = tmp_path / "cifar_{rank}_of_{size}.h5"
-    first, _ = nd.CIFAR10(path, template).load(grid)
+    first, _ = nd.CIFAR10(path, serialized_path=template).load(grid)
     assert (tmp_path / "cifar_0_of_1.h5").is_file()
-    again, _ = nd.CIFAR10(path, template).load(grid)
+    again, _ = nd.CIFAR10(path, serialized_path=template).load(grid)
     np.testing.assert_array_equal(first.images([5]), again.images([5]))
     (path / NAMES[0]).write_bytes(batches(seed=1)[NAMES[0]].tobytes())
-    changed, _ = nd.CIFAR10(path, template).load(grid)
+    changed, _ = nd.CIFAR10(path, serialized_path=template).load(grid)
     assert not np.array_equal(first.images([0]), changed.images([0]))
 
 

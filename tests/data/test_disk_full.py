@@ -81,11 +81,13 @@ def test_convert(tmp_path, full, more):
 @FULL
 def test_tile_cache(tmp_path, full):
     small_mnist(tmp_path / "mnist", counts=(3, 2))
-    nd.MNIST(tmp_path / "mnist", tmp_path / "old.h5").load(nd.ProcessGrid.serial())
+    nd.MNIST(tmp_path / "mnist", serialized_path=tmp_path / "old.h5").load(nd.ProcessGrid.serial())
     small_mnist(tmp_path / "mnist", counts=(3000, 20))
     place = tmp_path / "disk"
 
     def attempt():
-        return outcome(lambda: nd.MNIST(tmp_path / "mnist", place / "x.h5").open(nd.ProcessGrid.serial()))
+        return outcome(
+            lambda: nd.MNIST(tmp_path / "mnist", serialized_path=place / "x.h5").open(nd.ProcessGrid.serial())
+        )
 
     refused_twice(full, place, attempt, (tmp_path / "old.h5").read_bytes())

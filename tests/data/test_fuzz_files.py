@@ -126,7 +126,7 @@ def test_tile_cache(tmp_path):
     cache = tmp_path / "cache.h5"
 
     def images():
-        data = nd.MNIST(tmp_path / "mnist", cache)
+        data = nd.MNIST(tmp_path / "mnist", serialized_path=cache)
         data.open(nd.ProcessGrid.serial())
         return data.train.images(np.arange(5)).tolist()
 

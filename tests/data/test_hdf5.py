@@ -41,7 +41,7 @@ def test_tiles_give_the_whole(path, shape, chunks):
 
 def test_volumes_and_maps(path):
     made = small_hdf5(path, (5, 6, 7, 1), maps=(5, 6, 7), dtype="f4")
-    for grid in loopback.run(8, lambda t: nd.ProcessGrid(t, 1, 2, 2, 2)):
+    for grid in loopback.run(8, lambda t: nd.ProcessGrid(t, replicas=1, rows=2, cols=2, planes=2)):
         data = nd.HDF5Dataset(path)
         train, *_ = data.load(grid)
         assert data.classes is None
@@ -60,7 +60,7 @@ def model(dist, seed=3):
 
 
 def losses(path, comm=None, ahead=True, replicas=1, hooks=()):
-    grid = SERIAL if comm is None else nd.ProcessGrid(comm, replicas)
+    grid = SERIAL if comm is None else nd.ProcessGrid(comm, replicas=replicas)
     experiment = nd.FitExperiment(nd.HDF5Dataset(path, ahead=ahead), model(comm is not None), batch_size=6, epochs=2)
     history = experiment.run(grid, hooks=hooks).history
     return [record[key] for record in history for key in ("train_loss", "test_loss")]
@@ -79,7 +79,7 @@ def test_maps_train_on_tiles(path):
     small_hdf5(path, (8, 9, 1), maps=(8, 9))
 
     def run(comm=None, replicas=1):
-        grid = SERIAL if comm is None else nd.ProcessGrid(comm, replicas)
+        grid = SERIAL if comm is None else nd.ProcessGrid(comm, replicas=replicas)
         kind, conv = (nd.Convnet, nd.ConvLayer) if comm is None else (nd.ConvnetDist, nd.ConvLayerDist)
         one = kind([conv(3, 3, padding=1)], cost=nd.SoftmaxCrossEntropy(), dtype="float64", backend="numpy")
         return nd.FitExperiment(nd.HDF5Dataset(path), one, batch_size=5).run(grid, hooks=[]).history[0]["test_loss"]

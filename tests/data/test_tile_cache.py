@@ -32,7 +32,7 @@ class Setup:
     def load(self, grid=ONE, name=NAME):
         """Load through the cache, compare with a load without one; return whether the files were decoded."""
         before = self.decoded
-        found = MNIST(self.folder, str(self.cache / name)).load(grid)
+        found = MNIST(self.folder, serialized_path=str(self.cache / name)).load(grid)
         rebuilt = self.decoded - before
         for mine, plain in zip(found, MNIST(self.folder).load(grid), strict=True):
             np.testing.assert_array_equal(mine.tiles, plain.tiles)
@@ -198,7 +198,7 @@ def test_a_file_of_another_kind_is_never_replaced(data, tmp_path, name, make):
     make(tmp_path / name)
     before = (tmp_path / name).read_bytes()
     with pytest.raises(DataError, match=f"{name} is there and is no cache of neondist, so it is not replaced"):
-        MNIST(data.folder, str(tmp_path / name)).load(ONE)
+        MNIST(data.folder, serialized_path=str(tmp_path / name)).load(ONE)
     assert (tmp_path / name).read_bytes() == before
 
 
@@ -207,7 +207,7 @@ def test_what_is_no_regular_file_is_neither_opened_nor_replaced(data, tmp_path):
     """A device would be, by a rename, for whoever may write to /dev."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe is there and is no regular file"):
-        MNIST(data.folder, str(tmp_path / "pipe")).load(ONE)
+        MNIST(data.folder, serialized_path=str(tmp_path / "pipe")).load(ONE)
     assert (tmp_path / "pipe").is_fifo()
 
 
@@ -230,7 +230,7 @@ def test_a_place_that_cannot_be_written(data, tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "a_{rank}.h5", data.folder.parent / "data"):
         with pytest.raises(DataError, match=r"serialized_path: .* cannot be written .*; choose a place") as caught:
-            MNIST(data.folder, str(place)).load(ONE)
+            MNIST(data.folder, serialized_path=str(place)).load(ONE)
         assert str(place.parent) in str(caught.value)
     assert not list(tmp_path.rglob("*.tmp"))
 

@@ -46,7 +46,7 @@ def photographs(path, **more):
 def mnist(path, **more):
     if not (path / "mnist").exists():
         small_mnist(path / "mnist", counts=(20, 5))
-    return nd.MNIST(path / "mnist", path / "cache_{rank}.h5", **more)
+    return nd.MNIST(path / "mnist", serialized_path=path / "cache_{rank}.h5", **more)
 
 
 def cifar10(path, **more):
@@ -118,7 +118,7 @@ class Three(Own):
     """It has splits of its own, which of them is told by the argument."""
 
     def __init__(self, there, validation=None):
-        super().__init__(validation)
+        super().__init__(validation=validation)
         self.there = there
 
     def load(self, grid):

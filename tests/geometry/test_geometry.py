@@ -127,7 +127,7 @@ def test_window_fields_broadcast():
     assert window.kernel == (5, 5)
     assert window.stride == (1, 2)
     assert window.padding == ((1, 2), (3, 4))
-    assert Window() == Window((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 0.0, "zeros")
+    assert Window() == Window((3, 3), (1, 1), ((1, 1), (1, 1)), dilation=(1, 1), fill=0.0, mode="zeros")
     assert Window(np.int64(2), padding=0).kernel == (2, 2)
     assert Window(1, padding=0).pointwise
     assert not Window(1).pointwise

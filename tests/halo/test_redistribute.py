@@ -56,7 +56,7 @@ def test_a_window_of_another_grid_sees_what_one_process_does():
 
     def body(comm):
         rows, cols = nd.ProcessGrid(comm, rows=4), nd.ProcessGrid(comm, cols=4)
-        first, second = nd.GlobalArray(rows, whole.shape), nd.GlobalArray(cols, whole.shape, window, "float64")
+        first, second = nd.GlobalArray(rows, whole.shape), nd.GlobalArray(cols, whole.shape, window, dtype="float64")
         view = second.get_fprop_view(first.redistribute(first.scatter(whole), second))
         np.testing.assert_allclose(view, second.get_fprop_view(second.scatter(whole)), rtol=1e-6)
         assert view.dtype == np.float64

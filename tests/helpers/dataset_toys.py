@@ -15,7 +15,7 @@ GRIDS = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (1, 3, 1), (1, 2, 3), (2, 1, 2), (1, 9
 
 def grids(replicas, rows, cols):
     """Return the grid objects of all virtual ranks, in rank order; good for calls that send nothing."""
-    return loopback.run(replicas * rows * cols, lambda t: ProcessGrid(t, replicas, rows, cols))
+    return loopback.run(replicas * rows * cols, lambda t: ProcessGrid(t, replicas=replicas, rows=rows, cols=cols))
 
 
 def idx(array, magic=None, extents=None):

@@ -56,7 +56,7 @@ def autoencoder():
             nd.LocalFilteringLayerDist(2, 2),
             nd.FCLayerDist(4),
         ],
-        optimizer=nd.SGD(0.05, 0.9),
+        optimizer=nd.SGD(0.05, momentum=0.9),
         num_pretrain_epochs=2,
         dtype="float64",
         backend="numpy",

@@ -106,7 +106,7 @@ def normalisation(make):
         make("Conv", 6, 3, stride=2, padding=1, activation=nd.Tanh()),
         make("GroupNorm", 3),
         make("LRN", 3, alpha=0.5),
-        make("LCN", 3, "uniform", padding_mode="reflect", min_deviation="mean", halo="wide"),
+        make("LCN", 3, window="uniform", padding_mode="reflect", min_deviation="mean", halo="wide"),
         make("Conv", 4, 2, bias=False),  # what follows takes any bias away
         make("InstanceNorm", affine=True),
         make("LCN", 7, min_deviation="mean"),
@@ -118,7 +118,7 @@ def normalisation(make):
 
 def normalised_volume(make):
     return [
-        make("LCN", (3, 1, 3), "uniform", padding_mode="reflect", halo="wide"),
+        make("LCN", (3, 1, 3), window="uniform", padding_mode="reflect", halo="wide"),
         make("Conv", 10, 2, activation=nd.Tanh()),
         make("InstanceNorm"),
         make("LCN", 3, min_deviation=0.3, halo="twice"),

@@ -27,7 +27,7 @@ LAYERS = {
     "unshared": ((7, 8, 2), lambda **s: [nd.LocalFilteringLayerDist(2, 3, 2, padding=1, **s)]),
     "deconv": ((5, 6, 2), lambda **s: [nd.DeconvLayerDist(2, 4, 2, 1, **s)]),
     "bilinear": ((5, 6, 2), lambda **s: [nd.UpsampleLayerDist(3, "bilinear", **s)]),
-    "pad": ((6, 7, 2), lambda **s: [nd.PadLayerDist(((3, 1), (0, 2)), "replicate", **s)]),
+    "pad": ((6, 7, 2), lambda **s: [nd.PadLayerDist(((3, 1), (0, 2)), mode="replicate", **s)]),
     "crop": ((9, 8, 2), lambda **s: [nd.CropLayerDist(((3, 0), (1, 2)), **s)]),
     "series": ((13, 2), lambda **s: [nd.ConvLayerDist(3, 5, padding=2, **s)]),
     "volume": ((4, 5, 6, 1), lambda **s: [nd.ConvLayerDist(2, 3, padding=1, **s)]),

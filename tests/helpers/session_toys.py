@@ -133,6 +133,6 @@ def experiment(epochs=2, layers=None, model=ConvnetDist, optimizer=None, dataset
             FCLayerDist(4),
         ]
     )
-    made = model(layers, optimizer=optimizer or SGD(0.05, 0.9), dtype="float64")
+    made = model(layers, optimizer=optimizer or SGD(0.05, momentum=0.9), dtype="float64")
     dataset = dataset() if dataset else Synthetic((13, 11, 2), classes=4, train=45, test=13)
     return FitExperiment(dataset, made, **{"batch_size": 10, "epochs": epochs} | fields)

@@ -8,12 +8,12 @@ from neondist.comm import loopback
 
 LINEAR = {
     "conv": lambda: [nd.ConvLayerDist(4, 3, 2, "same", groups=2, bias=False, padding_mode="replicate")],
-    "deconv": lambda: [nd.DeconvLayerDist(6, 4, 3, 1, 2, groups=2, bias=False)],
+    "deconv": lambda: [nd.DeconvLayerDist(6, 4, 3, 1, output_padding=2, groups=2, bias=False)],
     "unshared": lambda: [nd.LocalFilteringLayerDist(3, (3, 2), 2, padding=1)],
     "mean": lambda: [nd.AvgPoolingLayerDist(3, 2, 1, count_include_pad=False)],
     "nearest": lambda: [nd.UpsampleLayerDist((2, 3))],
     "bilinear": lambda: [nd.UpsampleLayerDist(3, "bilinear")],
-    "pad": lambda: [nd.PadLayerDist(((3, 1), (0, 2)), "reflect")],
+    "pad": lambda: [nd.PadLayerDist(((3, 1), (0, 2)), mode="reflect")],
     "crop": lambda: [nd.CropLayerDist(((3, 0), (1, 2)))],
     "global mean": lambda: [nd.GlobalAvgPoolingLayerDist()],
     "fc": lambda: [nd.FCLayerDist(5, bias=False), nd.FCLayerDist(7, bias=False)],

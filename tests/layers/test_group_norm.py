@@ -15,7 +15,7 @@ LAYERS = {
     "a channel each": layer("GroupNorm", 4),
     "no parameters": layer("GroupNorm", 2, affine=False),
     "instances": layer("InstanceNorm"),
-    "instances, affine": layer("InstanceNorm", 0.01, True),
+    "instances, affine": layer("InstanceNorm", eps=0.01, affine=True),
 }
 GROUPS = {"one group": 1, "groups": 2, "no parameters": 2}
 
@@ -89,7 +89,7 @@ def test_evaluation_is_training():
 
 
 def test_far_from_zero_nothing_cancels():
-    model = nd.Convnet([nd.InstanceNormLayer(1e-12)], dtype="float32")
+    model = nd.Convnet([nd.InstanceNormLayer(eps=1e-12)], dtype="float32")
     model.build((64, 64, 1), 1)
     x = np.random.default_rng(0).normal(4000.0, 1.0, size=(1, 64, 64, 1)).astype(np.float32)
     assert abs(np.var(model.fprop(x), dtype=np.float64) - 1) < 1e-3
@@ -111,7 +111,11 @@ MISTAKES = {
     "groups": (lambda: nd.GroupNormLayer(0), ConfigError, "groups: expected an integer of at least 1, got 0"),
     "half a group": (lambda: nd.GroupNormLayer(1.5), ConfigError, "groups: expected an integer of at least 1, got 1.5"),
     "eps": (lambda: nd.GroupNormLayer(2, eps=0.0), ConfigError, "eps: expected a number above 0, got 0.0"),
-    "eps of instances": (lambda: nd.InstanceNormLayer(-1.0), ConfigError, "eps: expected a number above 0, got -1.0"),
+    "eps of instances": (
+        lambda: nd.InstanceNormLayer(eps=-1.0),
+        ConfigError,
+        "eps: expected a number above 0, got -1.0",
+    ),
     "channels": (
         lambda: nd.Convnet([nd.GroupNormLayer(4)]).build((5, 5, 6), 1),
         ConfigError,

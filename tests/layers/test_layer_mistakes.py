@@ -37,7 +37,11 @@ MISTAKES = {
     "crop": (lambda: build(nd.CropLayer(4)), ShapeError, "layer 0 'crop1'"),
     "negative crop": (lambda: nd.CropLayer(-1), ConfigError, "use PadLayer"),
     "negative padding": (lambda: build(nd.ConvLayer(1, 3, padding=-1)), ConfigError, "only a kernel of 1 may crop"),
-    "reflect": (lambda: build(nd.PadLayer(8, "reflect")), ConfigError, "'reflect' must be less than the image's 8"),
+    "reflect": (
+        lambda: build(nd.PadLayer(8, mode="reflect")),
+        ConfigError,
+        "'reflect' must be less than the image's 8",
+    ),
     "smooth": (lambda: nd.Dice(0), ConfigError, "smooth: expected a number above 0, got 0"),
 }
 

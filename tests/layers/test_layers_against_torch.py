@@ -69,7 +69,7 @@ def test_transposed_convolution(ndim, stride, padding, extra, dilation, groups):
         )
         return DECONV[ndim](x, w, p["bias"], stride, padding, extra, groups, dilation)
 
-    layer = nd.DeconvLayer(6, 3, stride, padding, extra, dilation, groups)
+    layer = nd.DeconvLayer(6, 3, stride, padding, output_padding=extra, dilation=dilation, groups=groups)
     compare(layer, (*EXTENT[ndim], 4), reference)
 
 
@@ -83,7 +83,7 @@ def test_output_padding_of_its_own_for_each_axis(padding):
         return whole[(..., *(slice(*end) for end in ends))]
 
     sides = padding or ((0, 0),) * 3
-    compare(nd.DeconvLayer(2, 3, (4, 3, 2), padding, (3, 1, 0)), (2, 3, 4, 3), reference)
+    compare(nd.DeconvLayer(2, 3, (4, 3, 2), padding, output_padding=(3, 1, 0)), (2, 3, 4, 3), reference)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -94,7 +94,7 @@ def test_same_padding(ndim, kernel):
         return CONV[ndim](x, p["weights"].movedim((-1, -2), (0, 1)), p["bias"], padding="same", dilation=dilation)
 
     dilation = (1, 2, 3)[:ndim]
-    compare(nd.ConvLayer(2, kernel, 1, "same", dilation), (*EXTENT[ndim], 3), reference)
+    compare(nd.ConvLayer(2, kernel, 1, "same", dilation=dilation), (*EXTENT[ndim], 3), reference)
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
@@ -127,7 +127,7 @@ def test_upsampling_by_large_factors_on_tiles(factor, mode):
     [("zeros", "constant"), ("reflect", "reflect"), ("replicate", "replicate"), ("wrap", "circular")],
 )
 def test_padding(mode, torch_mode):
-    compare(nd.PadLayer(((1, 2), (3, 0)), mode), (5, 6, 2), lambda x, p: F.pad(x, (3, 0, 1, 2), mode=torch_mode))
+    compare(nd.PadLayer(((1, 2), (3, 0)), mode=mode), (5, 6, 2), lambda x, p: F.pad(x, (3, 0, 1, 2), mode=torch_mode))
 
 
 def test_cropping():
@@ -161,7 +161,9 @@ def test_pooling_in_other_dimensions(ndim):
     compare(nd.MaxPoolingLayer(3, 2, 1), (*EXTENT[ndim], 2), lambda x, p: most(x, 3, 2, 1))
     compare(nd.AvgPoolingLayer(2, 2, 1), (*EXTENT[ndim], 2), lambda x, p: mean(x, 2, 2, 1))
     compare(
-        nd.AvgPoolingLayer(2, 2, 1, False), (*EXTENT[ndim], 2), lambda x, p: mean(x, 2, 2, 1, count_include_pad=False)
+        nd.AvgPoolingLayer(2, 2, 1, count_include_pad=False),
+        (*EXTENT[ndim], 2),
+        lambda x, p: mean(x, 2, 2, 1, count_include_pad=False),
     )
 
 

@@ -19,7 +19,17 @@ def conv(rng):
     padding = ((1, 2), (2, 1))
     mode = str(rng.choice(["zeros", "reflect", "replicate", "wrap"]))
     function = str(rng.choice(list(FUNCTIONS)))
-    layer = nd.ConvLayer(4, kernel, stride, padding, dilation, groups, True, FUNCTIONS[function](), mode)
+    layer = nd.ConvLayer(
+        4,
+        kernel,
+        stride,
+        padding,
+        dilation=dilation,
+        groups=groups,
+        bias=True,
+        activation=FUNCTIONS[function](),
+        padding_mode=mode,
+    )
     torch_mode = {"zeros": "constant", "wrap": "circular"}.get(mode, mode)
 
     def run(x, p):
@@ -37,7 +47,7 @@ def max_pool(rng):
 def avg_pool(rng):
     counted = bool(rng.integers(2))
     run = lambda x, p: F.avg_pool2d(x, 2, 1, 1, count_include_pad=counted)  # noqa: E731
-    return nd.AvgPoolingLayer(2, 1, 1, counted), run
+    return nd.AvgPoolingLayer(2, 1, 1, count_include_pad=counted), run
 
 
 def l2_pool(rng):
@@ -114,7 +124,10 @@ def test_passes(seed, backend):
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (nd.SGD(0.05, momentum=0.9, weight_decay=0.01), lambda p: torch.optim.SGD(p, 0.05, 0.9, weight_decay=0.01)),
+        (
+            nd.SGD(0.05, momentum=0.9, weight_decay=0.01),
+            lambda p: torch.optim.SGD(p, 0.05, 0.9, weight_decay=0.01),
+        ),
         # a large eps: a bias before batch normalisation has gradient 0, whose rounding errors Adam would blow up
         (nd.Adam(0.01, eps=1e-3), lambda p: torch.optim.Adam(p, 0.01, eps=1e-3)),
     ],

@@ -256,8 +256,11 @@ def test_distribute_brings_the_filters_along():
     ("make", "words"),
     [
         (lambda: nd.GB([nd.FCLayer(3)]), "pretrains LocalFiltering layers, but has none"),
-        (lambda: gb_of("unshared", False, epsilon=0.0), "epsilon: 0.0 cannot be used; give a number above 0"),
-        (lambda: gb_of("unshared", False, num_pretrain_epochs=-1), "num_pretrain_epochs: -1"),
+        (lambda: gb_of("unshared", False, epsilon=0.0), "epsilon: expected a number above 0, got 0.0"),
+        (
+            lambda: gb_of("unshared", False, num_pretrain_epochs=-1),
+            "num_pretrain_epochs: expected an integer of at least 0, got -1",
+        ),
         (lambda: nd.LocalFilteringLayer(2, 3, shared=0), "shared 0: needs true, false, or blocks"),
         (lambda: nd.GB([nd.LocalFilteringLayer(2, 3, shared=(2, 2, 2))]).build((8, 8, 1), 2), "needs one number, or 2"),
     ],

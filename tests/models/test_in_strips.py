@@ -50,7 +50,7 @@ def chain(scheme, **more):
         nd.GroupNormLayerDist(2),
         nd.ConvLayerDist(4, 3, stride=2),
     ]
-    return nd.ConvnetDist(layers, nd.SumSquared(), seed=2, dtype="float64", backend="numpy", scheme=scheme, **more)
+    return nd.ConvnetDist(layers, cost=nd.SumSquared(), seed=2, dtype="float64", backend="numpy", scheme=scheme, **more)
 
 
 def trained(model, grid):

@@ -214,7 +214,9 @@ def test_a_loss_that_is_infinite_on_one_rank_alone_is_heard_by_all(ranks, factor
 
     def body(transport):
         layers = [nd.ConvLayerDist(5, 3, padding=1, name="one")]
-        model = nd.ConvnetDist(layers, Bottomless(), nd.SGD(0.1, 0.9), backend="numpy", dtype="float64")
+        model = nd.ConvnetDist(
+            layers, cost=Bottomless(), optimizer=nd.SGD(0.1, momentum=0.9), backend="numpy", dtype="float64"
+        )
         model.build(SHAPE, BATCH, nd.ProcessGrid(transport, **factors))
         model.nonfinite = nonfinite
         labels = np.zeros((BATCH, *SHAPE[:-1]), int)

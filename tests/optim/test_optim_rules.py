@@ -8,7 +8,7 @@ import pytest
 from neondist.errors import ConfigError
 from neondist.optim import SGD, Adam, CosineDecay, StepDecay
 
-ALL = [SGD(0.1), SGD(0.1, 0.9, 0.01, True), Adam(weight_decay=0.01)]
+ALL = [SGD(0.1), SGD(0.1, momentum=0.9, weight_decay=0.01, nesterov=True), Adam(weight_decay=0.01)]
 
 
 def test_momentum_by_hand():

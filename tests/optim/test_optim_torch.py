@@ -32,15 +32,15 @@ def run_torch(make, start, gradients, scales):
 CASES = [
     (SGD(0.1), lambda o, p: o.SGD(p, lr=0.1)),
     (SGD(0.1, momentum=0.9), lambda o, p: o.SGD(p, lr=0.1, momentum=0.9)),
-    (SGD(0.1, 0.9, weight_decay=0.03), lambda o, p: o.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.03)),
+    (SGD(0.1, momentum=0.9, weight_decay=0.03), lambda o, p: o.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.03)),
     (SGD(0.1, weight_decay=0.03), lambda o, p: o.SGD(p, lr=0.1, weight_decay=0.03)),
     (
-        SGD(0.1, 0.8, weight_decay=0.03, nesterov=True),
+        SGD(0.1, momentum=0.8, weight_decay=0.03, nesterov=True),
         lambda o, p: o.SGD(p, lr=0.1, momentum=0.8, weight_decay=0.03, nesterov=True),
     ),
     (Adam(), lambda o, p: o.Adam(p)),
     (
-        Adam(0.02, 0.7, 0.95, 1e-4, weight_decay=0.1),
+        Adam(0.02, beta1=0.7, beta2=0.95, eps=1e-4, weight_decay=0.1),
         lambda o, p: o.Adam(p, lr=0.02, betas=(0.7, 0.95), eps=1e-4, weight_decay=0.1),
     ),
 ]

@@ -53,7 +53,9 @@ def test_every_exchange_and_message_is_what_the_scheme_says(text, reverse):
         ]
 
     def job(comm):
-        ga = nd.GlobalArray(nd.ProcessGrid(comm, rows=2), (3, 9, 8, 2), nd.Window(4, 2, ((1, 2), (2, 0))), "float32")
+        ga = nd.GlobalArray(
+            nd.ProcessGrid(comm, rows=2), (3, 9, 8, 2), nd.Window(4, 2, ((1, 2), (2, 0))), dtype="float32"
+        )
         ga.policy, ga.reverse = scheme, reverse
         rng, counts = np.random.default_rng(comm.rank), Counter()
         view, tile = rng.normal(size=ga.view_shape), rng.normal(size=ga.local_shape)

@@ -33,7 +33,7 @@ SHAPE, BATCH = (9, 8, 2), 5
 
 def train(comm, layers, cost, replicas, rows, cols):
     """Bytes of two steps by kind and layer."""
-    model = nd.ConvnetDist(layers(), cost(), seed=1, dtype="float64", backend="numpy")
+    model = nd.ConvnetDist(layers(), cost=cost(), seed=1, dtype="float64", backend="numpy")
     model.build(SHAPE, BATCH, nd.ProcessGrid(comm, replicas=replicas, rows=rows, cols=cols))
     lo, hi = model.grid.sample_range(BATCH)
     x = np.random.default_rng(3).random((BATCH, *SHAPE))[(slice(lo, hi), *model.input.own.slices)]
@@ -53,7 +53,7 @@ def train(comm, layers, cost, replicas, rows, cols):
 def test_sums_are_those_of_the_formula(name):
     layers, cost = NETWORKS[name]
     for replicas, rows, cols in GRIDS:
-        grid, model = GridShape(replicas, rows, cols), nd.ConvnetDist(layers(), cost(), dtype="float64")
+        grid, model = GridShape(replicas, rows, cols), nd.ConvnetDist(layers(), cost=cost(), dtype="float64")
         plan = model.plan(SHAPE, grid, BATCH)
         ways = {"sum": plan.reduced, "redistribution": plan.redistributed}
         expected = [

@@ -94,4 +94,4 @@ def test_memory_counts_the_optimisers_arrays():
 
     count = 6 * 5 * 4 * 4 + 4
     assert parameters(Adam()) - parameters(SGD(0.1)) == 2 * 8 * count
-    assert parameters(SGD(0.1, 0.9)) - parameters(SGD(0.1)) == 8 * count
+    assert parameters(SGD(0.1, momentum=0.9)) - parameters(SGD(0.1)) == 8 * count

@@ -28,7 +28,7 @@ SHAPE, BATCH = (9, 8, 2), 3
 
 
 def model_of(name):
-    return nd.ConvnetDist(NETWORKS[name](), nd.Dice(), dtype="float64", backend="numpy")
+    return nd.ConvnetDist(NETWORKS[name](), cost=nd.Dice(), dtype="float64", backend="numpy")
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -23,7 +23,7 @@ class Smooth(nd.Synthetic):
 
 def experiment(metrics=()):
     layers = [nd.ConvLayerDist(3, 3, padding=1), nd.ConvLayerDist(2, 1)]
-    model = nd.ConvnetDist(layers, nd.SumSquared(), nd.SGD(0.01), dtype="float64", backend="numpy")
+    model = nd.ConvnetDist(layers, cost=nd.SumSquared(), optimizer=nd.SGD(0.01), dtype="float64", backend="numpy")
     return nd.FitExperiment(Smooth((7, 6, 2), classes=2, train=8, test=3), model, batch_size=4, metrics=metrics)
 
 
@@ -61,7 +61,7 @@ def test_one_hot_targets_have_one():
             )
 
     def fresh(data):
-        model = nd.MLP([nd.FCLayer(3)], nd.SumSquared(), nd.SGD(0.01), dtype="float64", backend="numpy")
+        model = nd.MLP([nd.FCLayer(3)], cost=nd.SumSquared(), optimizer=nd.SGD(0.01), dtype="float64", backend="numpy")
         return nd.FitExperiment(data((5, 4, 1), classes=3, train=8, test=9), model, batch_size=4, dist_flag=False)
 
     records = [fresh(data).run(hooks=[]).history[-1] for data in (Hot, nd.Synthetic)]

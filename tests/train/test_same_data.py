@@ -38,7 +38,7 @@ def said(make, odd=1, ranks=2, replicas=1, run=None):
     """Run on ranks of which one has another data set; return what all of them say."""
 
     def train(comm):
-        grid = nd.ProcessGrid(comm, replicas)
+        grid = nd.ProcessGrid(comm, replicas=replicas)
         model = nd.ConvnetDist([nd.FCLayerDist(10)], backend="numpy")
         experiment = nd.FitExperiment(make(comm.rank == odd), model, batch_size=2)
         try:

@@ -98,7 +98,7 @@ def test_a_run_that_cannot_start_leaves_the_earlier_one(tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("optimizer", [SGD(0.05, 0.9), Adam(0.01)])
+@pytest.mark.parametrize("optimizer", [SGD(0.05, momentum=0.9), Adam(0.01)])
 def test_resume_continues_as_if_nothing_had_happened(tmp_path, optimizer):
     whole = experiment(3, optimizer=optimizer)
     expected = whole.run(hooks=[]).history

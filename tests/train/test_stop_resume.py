@@ -48,7 +48,7 @@ def run(ranks, grid=None, **arguments):
     return loopback.run(ranks, body)[0]
 
 
-optimizers = {"SGD": lambda: SGD(0.05, 0.9), "Adam": lambda: Adam(0.01, schedule=CosineDecay(3))}
+optimizers = {"SGD": lambda: SGD(0.05, momentum=0.9), "Adam": lambda: Adam(0.01, schedule=CosineDecay(3))}
 
 
 @pytest.mark.parametrize(

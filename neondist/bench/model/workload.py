@@ -46,7 +46,7 @@ class Convolving:
     def __init__(self) -> None:
         self.model = Convnet(
             [ConvLayer(16, 3, padding=1, activation=ReLU()), ConvLayer(32, 3), MaxPoolingLayer(2), FCLayer(10)],
-            CrossEntropy(),
+            cost=CrossEntropy(),
         )
         self.model.build(self.SHAPE, 2)
         self.x, self.targets = np.ones((2, *self.SHAPE), np.float32), np.zeros(2, int)

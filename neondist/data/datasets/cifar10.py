@@ -38,6 +38,7 @@ class CIFAR10(CachedDataset):
     def __init__(
         self,
         path: str | os.PathLike[str],
+        *,
         serialized_path: str | os.PathLike[str] | None = None,
         validation: float | int | None = None,
     ) -> None:

@@ -63,6 +63,7 @@ class HDF5Dataset(Dataset):
     def __init__(
         self,
         path: str | os.PathLike[str],
+        *,
         images: str = "images",
         labels: str = "labels",
         train: str = "train",
@@ -84,7 +85,7 @@ class HDF5Dataset(Dataset):
         if isinstance(validation, (str, Mapping)):
             self.places["validation"] = self._place(validation, train)
             validation = None
-        super().__init__(validation)
+        super().__init__(validation=validation)
         self.test_share, self._classes, self.mean, self.std, self.scale = test_share, classes, mean, std, scale
         self.ahead = ahead
         for field, values in (("mean", mean), ("std", std), ("scale", scale)):

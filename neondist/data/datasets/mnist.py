@@ -106,6 +106,7 @@ class MNIST(CachedDataset):
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
+        *,
         serialized_path: str | os.PathLike[str] | None = None,
         validation: float | int | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ... import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...io.hdf5 import checksum
-from ...registry.ranges import at_least
+from ...registry.ranges import Index
 from ..base import Dataset, Split, tile_slices
 from ..image_loader import Loader, pictures_in
 from .synthetic import Extent
@@ -47,13 +47,14 @@ class Photographs(Dataset):
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
+        *,
         crop: Extent | Sequence[Extent] = 200,
         train: Extent = 2000,
         test: Extent = 200,
-        seed: Annotated[int, at_least(0)] = 0,
+        seed: Index = 0,
         validation: float | int | None = None,
     ) -> None:
-        super().__init__(validation)
+        super().__init__(validation=validation)
         sides = list(crop) if isinstance(crop, Sequence | np.ndarray) else [crop, crop]
         if len(sides) != 2:
             raise ConfigError(f"crop: {crop!r} cannot be used; give a side, or [height, width]")

@@ -11,7 +11,7 @@ from ... import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError
 from ...memory import require_room
-from ...registry.ranges import NotNegative, at_least, between
+from ...registry.ranges import Index, NotNegative, between
 from ..base import Dataset, Split, tile_slices
 
 _MOST = 1 << 48  # beyond it, products of extents leave what NumPy can index
@@ -51,14 +51,15 @@ class Synthetic(Dataset):
     def __init__(
         self,
         shape: Sequence[Extent] = (256, 256, 3),
+        *,
         classes: Annotated[int, between(2, _MOST)] = 4,
         train: Extent = 256,
         test: Extent = 64,
-        seed: Annotated[int, at_least(0)] = 0,
+        seed: Index = 0,
         noise: NotNegative = 1.0,
         validation: float | int | None = None,
     ) -> None:
-        super().__init__(validation)
+        super().__init__(validation=validation)
         if len(shape) < 2:
             raise ConfigError(f"shape: {shape!r} is not a list of extents; give [H, W, C] or [*spatial, C]")
         self.sample_shape, self.classes = tuple(map(int, shape)), int(classes)

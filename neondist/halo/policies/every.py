@@ -23,7 +23,7 @@ class Every(ExchangePolicy):
 
     formula = "each way H / j in the mean, H = n c (2 O (h + w) + 4 O²) numbers"
 
-    def __init__(self, j: Count = 2, between: Literal["reuse"] | Fill = "reuse") -> None:
+    def __init__(self, j: Count = 2, *, between: Literal["reuse"] | Fill = "reuse") -> None:
         self.j, self.between, self.exact = j, between, j == 1
 
     def forward(self, halo: HaloExchange) -> None:

@@ -26,7 +26,7 @@ class Quantised(ExchangePolicy):
     remembers = ("rest",)
     formula = "each way H bits / 8 bytes and 4 for each message, H = n c (2 O (h + w) + 4 O²) numbers"
 
-    def __init__(self, bits: Literal[16, 8] = 16, feedback: bool = False) -> None:
+    def __init__(self, bits: Literal[16, 8] = 16, *, feedback: bool = False) -> None:
         self.bits, self.feedback, self.kind = bits, feedback, np.dtype(f"int{bits}")
 
     def forward(self, halo: HaloExchange) -> None:

@@ -21,7 +21,7 @@ class Tower(ExchangePolicy):
 
     formula = "0; H each way where merge is true"
 
-    def __init__(self, fill: Fill = "zeros", merge: bool = False) -> None:
+    def __init__(self, *, fill: Fill = "zeros", merge: bool = False) -> None:
         self.fill, self.merge, self.exact = fill, merge, merge
 
     def forward(self, halo: HaloExchange) -> None:
