@@ -245,9 +245,6 @@ def test_the_rules_find_what_they_are_for(rule, code):
     assert list(RULES[rule](ast.parse(code)))
 
 
-MANY = {"Layer": "what a layer may override is one contract, in one place"}
-
-
 def public_methods(body):
     """Return the names of a class's own methods that others may call; properties are attributes."""
     marked = ("property", "setter")
@@ -257,7 +254,7 @@ def public_methods(body):
 
 def test_no_class_offers_more_than_20_methods():
     classes = [one for tree in TREES.values() for one in nodes(tree, ast.ClassDef)]
-    assert {one.name for one in classes if len(public_methods(one)) > 20} == set(MANY)
+    assert [one.name for one in classes if len(public_methods(one)) > 20] == []
     code = "class A:\n    def a(self): ...\n    def _b(self): ...\n    @property\n    def c(self): ..."
     assert public_methods(ast.parse(code).body[0]) == {"a"}
 

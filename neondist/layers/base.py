@@ -77,43 +77,22 @@ class Node(Registered, ABC):
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", word).lower()
 
 
-class Layer(Node):
-    """Base of all layers. A layer of your own needs `forward` and `backward`, and a `window` if it sees neighbours.
+class LayerDescription(Node):
+    """What a layer says of itself: functions of the global input shape alone, of which the plan is made.
 
     Attributes
     ----------
     window : Window or None
         None: every output cell sees the input cell at its own place alone.
-    input_shape, output_shape : tuple of int
-        Global, without the batch; known after the model's build.
-    ifmshape, ofmshape : tuple of int
-        The same for this rank's tile.
-    params, grads, state : dict of name to array
-        Trained arrays, their gradients (summed over all ranks after model.bprop), and arrays that are kept but not
-        trained.
-    input : PaddedArray or GlobalArray
-        Makes views, and offers `total`, `own`, `need` and `extent`.
     scheme : ExchangePolicy or None
         How cells of other tiles reach a view; None until the model says.
     layout : type
         How it has vectors: Replicate, whole on each rank of a replica, or Shard, each rank its range of the features.
         With Shard it gets such a range, and what its `forward` makes of a whole sum, feature by feature, it makes of a
         range. A class with a `forward` of its own says anew what it gives.
-    regions : pair of Partition or None
-        Which cells of the input and of the output each tile has, in a segment of layers that computes some twice.
-    activation : Activation or None
-        Applied to what `forward` returns, unless it does that itself with `ctx.activate`.
-    saves_input : bool
-        False: `backward` needs nothing of the view, whose memory others may then use.
-    saves_output : bool
-        False: it needs nothing of the memory that `forward` returned.
-    gathers, scatters : GlobalArray or None
-        Layers whose gradients of outputs are fetched before `input_gradient`, and layers whose windows slide over the
-        output: what `forward` returns goes to those tiles that own the cells, and is added there.
     """
 
-    has_dist_twin = True
-    distributed = False
+    scheme: ExchangePolicy | None
     window: Window | None = None
     #: whether it has no use for a vector, which has no neighbours; what has a window of its own has none either
     needs_image = False
@@ -124,21 +103,6 @@ class Layer(Node):
     no_recompute = ""
     #: whether it sums over the whole image; such a layer takes its sums over `counted` cells
     sums_image = False
-    regions: tuple[Partition | None, Partition | None] = (None, None)
-    activation: Activation | None = None
-    saves_input = True
-    saves_output = True
-    gathers: GlobalArray | None = None
-    scatters: GlobalArray | None = None
-
-    def __init__(self, *, scheme: ExchangePolicy | str | None = None, name: str | None = None) -> None:
-        self.name = name
-        self.scheme = None if scheme is None else as_scheme(scheme)
-        self.params: dict[str, Any] = {}
-        self.grads: Any = {}
-        self.state: dict[str, Any] = {}
-
-    # What a subclass may say of itself: functions of the global input shape alone.
 
     def window_for(self, input_shape: Shape) -> Window | None:
         """Return the window for inputs of this shape."""
@@ -189,6 +153,50 @@ class Layer(Node):
     def state_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return the arrays that are kept but not trained, by name."""
         return {}
+
+
+class Layer(LayerDescription):
+    """Base of all layers. A layer of your own needs `forward` and `backward`, and a `window` if it sees neighbours.
+
+    Attributes
+    ----------
+    input_shape, output_shape : tuple of int
+        Global, without the batch; known after the model's build.
+    ifmshape, ofmshape : tuple of int
+        The same for this rank's tile.
+    params, grads, state : dict of name to array
+        Trained arrays, their gradients (summed over all ranks after model.bprop), and arrays that are kept but not
+        trained.
+    input : PaddedArray or GlobalArray
+        Makes views, and offers `total`, `own`, `need` and `extent`.
+    regions : pair of Partition or None
+        Which cells of the input and of the output each tile has, in a segment of layers that computes some twice.
+    activation : Activation or None
+        Applied to what `forward` returns, unless it does that itself with `ctx.activate`.
+    saves_input : bool
+        False: `backward` needs nothing of the view, whose memory others may then use.
+    saves_output : bool
+        False: it needs nothing of the memory that `forward` returned.
+    gathers, scatters : GlobalArray or None
+        Layers whose gradients of outputs are fetched before `input_gradient`, and layers whose windows slide over the
+        output: what `forward` returns goes to those tiles that own the cells, and is added there.
+    """
+
+    has_dist_twin = True
+    distributed = False
+    regions: tuple[Partition | None, Partition | None] = (None, None)
+    activation: Activation | None = None
+    saves_input = True
+    saves_output = True
+    gathers: GlobalArray | None = None
+    scatters: GlobalArray | None = None
+
+    def __init__(self, *, scheme: ExchangePolicy | str | None = None, name: str | None = None) -> None:
+        self.name = name
+        self.scheme = None if scheme is None else as_scheme(scheme)
+        self.params: dict[str, Any] = {}
+        self.grads: Any = {}
+        self.state: dict[str, Any] = {}
 
     # What a subclass computes.
 
