@@ -7,20 +7,23 @@ import faulthandler
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 from .. import threads
 from ..comm import Transport
-from ..errors import LaunchError
+from ..errors import LaunchError, RemoteError, UserError
 from ..job import Job, detect
 from ..train import Watchdog
 from . import pinning, restarts
 from .cleanup import restore_tmpdir
 from .launch import launch, ready, refuse_crowd
 from .parent_watch import end_with_parent
-from .report import Prepared, run_reported
+from .report import show
 
+Prepared = TypeVar("Prepared")
 STALL_TIMEOUT = 600.0
 PATIENCE = 24 * 3600.0
 """seconds that a virtual rank waits for a message of another, which may have a core's work before it"""
@@ -46,7 +49,7 @@ def on_ranks(
     """
 
     def body(world: Transport) -> int:
-        return run_reported(world, lambda: prepare(world, world.size), lambda prepared: work(world, prepared))
+        return _reported(world, lambda: prepare(world, world.size), lambda prepared: work(world, prepared))
 
     restarts.settle(arguments, detect(os.environ))
     if getattr(arguments, "virtual", None) is not None:
@@ -75,6 +78,40 @@ def on_ranks(
     with _patient(job, arguments.watchdog, "the end of MPI"):
         mpi.finish()
     return code
+
+
+def _reported(world: Transport, prepare: Callable[[], Prepared], work: Callable[[Prepared], int]) -> int:
+    """Prepare, whose mistakes all ranks find alike, then work; return its exit code, or that of an error.
+
+    An error of one rank ends all of them, and one tells.
+    """
+    from ..comm import end_job
+
+    agreed = True
+    try:
+        prepared = prepare()
+        agreed = False
+        return work(prepared)
+    except RemoteError:  # the rank that failed says why
+        return 1
+    except UserError as error:
+        if agreed or error.agreed:
+            if world.rank == 0:
+                show(error)
+            return 2
+        if world.rank:
+            time.sleep(1)  # if rank 0 has it too, that one tells
+        show(error)
+        if world.size > 1:
+            world.abort(2)
+        return 2
+    except BaseException as error:
+        if agreed or world.size == 1:
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            world.abort(130)
+        end_job(world, error)
+        return 1
 
 
 def job_of(arguments: argparse.Namespace) -> Job | None:

@@ -1,6 +1,6 @@
 """Training sessions: the loop, what joins it, and what it writes.
 
-experiment: everything together, as a YAML file names it. session: from there to the files of a run. loop: steps,
+experiment: everything together, as a YAML file names it, and from there to the files of a run. loop: steps,
 epochs, evaluation; pretrain: the same for autoencoders. state: what callbacks look at. callbacks: what joins a run.
 validate, describe, consistency: before a run. apply: after it.
 """
@@ -13,10 +13,9 @@ from .callbacks.stage_pictures import StagePictures
 from .callbacks.stopping import StopOnSignal, TimeLimit
 from .callbacks.watchdog import Watchdog
 from .describe import describe
-from .experiment import FitExperiment
+from .experiment import FitExperiment, RunResult
 from .loop import evaluate, fit
 from .pretrain import pretrain
-from .session import RunResult
 from .state import Record, Stop, TrainState
 
 __all__ = [
