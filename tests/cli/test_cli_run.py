@@ -4,13 +4,16 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from cli_runs import EXPERIMENT, call, losses, mpirun_env, needs_mpirun, neondist, own, start, under_mpirun
 from processes import alive
 
+from neondist.cli import main
 from neondist.cli.doctor import probe_mpi
 from neondist.config import dump, load_experiment
 from neondist.safe_path import command
@@ -141,3 +144,24 @@ def test_a_run_goes_on_where_its_output_finds_no_room(folder):
     with open("/dev/full", "w") as full:
         done = subprocess.run(neondist("run", "toy.yaml"), cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_dozen_files_lie_between_the_command_and_a_kernel(folder, monkeypatch):
+    """What somebody reads who follows a run: the stack of the first convolution, but for the check of arguments."""
+    found, package = [], f"{Path(import_module('neondist').__file__).parent}/"
+
+    def follow(frame, event, argument):
+        if event == "call" and frame.f_code.co_name == "conv_into" and not found:
+            while frame is not None:
+                found.append(frame.f_code.co_filename)
+                frame = frame.f_back
+
+    monkeypatch.chdir(folder)
+    sys.setprofile(follow)
+    try:
+        assert main(["run", "toy.yaml", "--output", "out"]) == 0
+    finally:
+        sys.setprofile(None)
+    files = [name.removeprefix(package) for name in dict.fromkeys(found[::-1]) if name.startswith(package)]
+    assert (files[0], files[-1]) == ("cli/__init__.py", "backends/kernels.py")
+    assert len(set(files) - {"registry/arguments.py"}) <= 12
