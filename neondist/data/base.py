@@ -159,7 +159,7 @@ class Dataset(Registered, ABC):
     validation: Split | None
     test: Split | None
 
-    def __init__(self, *, validation: float | int | None = None) -> None:
+    def __init__(self, validation: float | int | None = None) -> None:
         whole = isinstance(validation, Integral) and not isinstance(validation, bool)
         if validation is not None and not (validation > 0 if whole else _is_fraction(validation)):
             raise ConfigError(

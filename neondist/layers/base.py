@@ -191,7 +191,7 @@ class Layer(LayerDescription):
     gathers: GlobalArray | None = None
     scatters: GlobalArray | None = None
 
-    def __init__(self, *, scheme: ExchangePolicy | str | None = None, name: str | None = None) -> None:
+    def __init__(self, name: str | None = None, *, scheme: ExchangePolicy | str | None = None) -> None:
         self.name = name
         self.scheme = None if scheme is None else as_scheme(scheme)
         self.params: dict[str, Any] = {}

@@ -31,8 +31,8 @@ class PadLayer(Layer):
     def __init__(
         self,
         padding: int | Sequence[Any],
-        *,
         mode: str = "zeros",
+        *,
         fill: float = 0.0,
         scheme: ExchangePolicy | str | None = None,
         name: str | None = None,
