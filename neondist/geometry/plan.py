@@ -174,8 +174,7 @@ class _Axis:
     def __init__(self, partition: Partition, window: Window, axis: int, outputs: Partition) -> None:
         self.partition, self.axis, self.mode = partition, axis, window.mode
         self.n, self.parts = partition.extent[axis], partition.parts[axis]
-        self.alone, ranges = window.along(axis), [outputs.range(axis, part) for part in range(self.parts)]
-        self.needs = [next(self.alone.needs(Box((lo,), (hi,))).axes()) for lo, hi in ranges]
+        self.needs = needs_along(outputs, window, axis)
 
     def sources(self, part: int) -> tuple[int, int]:
         """Return the range of cells, inside the image or (wrap) modulo it, that the part needs from owners."""
@@ -207,6 +206,12 @@ class _Axis:
 
 
 _axis = lru_cache(maxsize=64)(_Axis)  # the plans of all tiles share them
+
+
+def needs_along(outputs: Partition, window: Window, axis: int) -> list[tuple[int, int]]:
+    """Return the cells of an axis, those outside of the image too, that the windows of each part's outputs see."""
+    alone, ranges = window.along(axis), (outputs.range(axis, part) for part in range(outputs.parts[axis]))
+    return [next(alone.needs(Box((lo,), (hi,))).axes()) for lo, hi in ranges]
 
 
 def sources_within(lo: int, hi: int, n: int, mode: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .box import Box
-from .plan import sources_within
+from .plan import needs_along, sources_within
 from .split import Partition
 from .window import Window
 
@@ -40,11 +40,8 @@ class Overlapping(Partition):
 
 def looked_at(outputs: Partition, window: Window, extent: tuple[int, ...]) -> Overlapping:
     """Return the cells of an image that the windows of each part's outputs see, those outside of it too."""
-    ranges = []
-    for axis, parts in enumerate(outputs.parts):
-        cells, alone = (outputs.range(axis, part) for part in range(parts)), window.along(axis)
-        ranges.append(tuple(next(alone.needs(Box((lo,), (hi,))).axes()) for lo, hi in cells))
-    return Overlapping(extent, outputs.parts, outputs.copies, tuple(ranges))
+    ranges = tuple(tuple(needs_along(outputs, window, axis)) for axis in range(len(extent)))
+    return Overlapping(extent, outputs.parts, outputs.copies, ranges)
 
 
 def sources(

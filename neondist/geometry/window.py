@@ -115,8 +115,8 @@ class Window:
 
     def along(self, axis: int) -> Window:
         """Return the window of one axis."""
-        fields = self.kernel[axis], self.stride[axis], (self.padding[axis],)
-        return Window(*fields, dilation=self.dilation[axis], fill=self.fill, mode=self.mode, ndim=1)
+        fields = self.kernel[axis], self.stride[axis], (self.padding[axis],), self.dilation[axis]
+        return Window(*fields, fill=self.fill, mode=self.mode, ndim=1)
 
     def check(self, extent: Sequence[int]) -> None:
         """Raise ShapeError or ConfigError if the window cannot slide over an image of this extent."""

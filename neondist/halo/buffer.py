@@ -119,11 +119,13 @@ class HaloBuffer:
 
     def _exchange(self, halo: HaloExchange) -> None:
         policy, direction = self.owner.policy, halo.direction
-        alone = not (halo.sends or halo.receives)
-        before = 0 if alone else self._started(direction)
-        (policy.forward if direction == "forward" else policy.backward)(halo)
-        if not alone:
-            policy.check_exchanges(self._started(direction) - before, direction)
+        run = policy.forward if direction == "forward" else policy.backward
+        if not (halo.sends or halo.receives):
+            run(halo)
+            return
+        before = self._started(direction)
+        run(halo)
+        policy.check_exchanges(self._started(direction) - before, direction)
 
     def _started(self, direction: str) -> int:
         """Return how many exchanges of the array have been started so far; buffers may share them, as memory."""

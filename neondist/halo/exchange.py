@@ -107,7 +107,7 @@ class HaloExchange(OldHaloNames):
 
         'zeros' means the window's fill value; where that is infinite (max pooling), the nearest own cell.
         """
-        (return_locally if self.adds else fill_locally)(self.array, self.buffer.plan, mode)
+        (return_locally if self.adds else fill_locally)(self.array, self.buffer.plan, self.buffer.index, mode)
 
     def outgoing(self) -> list[Any]:
         """Return the cells (n, *cells, C) that others wait for, one array for each message; not copies."""

@@ -6,12 +6,15 @@ that are in the buffer already (HaloPlan asks for them).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isinf
 from typing import Any
 
 from ..geometry import Box, HaloPlan, fold
 from ..namespace import namespace
+
+Index = Callable[[Box], tuple[slice, ...]]
+"""Where a box of the image lies in an array of the buffer."""
 
 
 def fold_in(buffer: Any, plan: HaloPlan) -> None:
@@ -37,7 +40,7 @@ def _pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
             yield (*before, cell - start), (*before, fold(cell, n, plan.window.mode) - start)
 
 
-def fill_locally(buffer: Any, plan: HaloPlan, mode: str) -> None:
+def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
     """Fill cells of other tiles as if the image ended with the own one, which has nothing but zeros if it is empty.
 
     Modes are 'zeros', 'reflect' and 'replicate'. 'zeros' is the window's fill value; where that is infinite (max
@@ -46,23 +49,23 @@ def fill_locally(buffer: Any, plan: HaloPlan, mode: str) -> None:
     """
     own, constant = plan.own, plan.window.fill
     for piece in plan.receives:
-        target = _index(piece.target, plan)
+        target = index(piece.target)
         if own.empty or (mode == "zeros" and not isinf(constant)):
             buffer[target] = 0 if isinf(constant) else constant
             continue
-        cells = buffer[_index(own, plan)]
+        cells = buffer[index(own)]
         for axis, sources in enumerate(_sources(piece.target, own, mode), start=1):
             cells = cells.take(sources, axis=axis)
         buffer[target] = cells
 
 
-def return_locally(gradient: Any, plan: HaloPlan, mode: str) -> None:
+def return_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> None:
     """Add the gradients of those cells to the own cells that they were copied from."""
     own = plan.own
     if own.empty or (mode == "zeros" and not isinf(plan.window.fill)):
         return
     for piece in plan.receives:
-        cells = gradient[_index(piece.target, plan)]
+        cells = gradient[index(piece.target)]
         for axis, sources in enumerate(_sources(piece.target, own, mode), start=1):
             before, shape = (slice(None),) * axis, list(cells.shape)
             shape[axis] = own.shape[axis - 1]
@@ -70,11 +73,7 @@ def return_locally(gradient: Any, plan: HaloPlan, mode: str) -> None:
             for at, source in enumerate(sources):
                 folded[(*before, source)] += cells[(*before, at)]
             cells = folded
-        gradient[_index(own, plan)] += cells
-
-
-def _index(box: Box, plan: HaloPlan) -> tuple[slice, ...]:
-    return (slice(None), *box.relative_to(plan.buffer).slices)
+        gradient[index(own)] += cells
 
 
 def _sources(target: Box, own: Box, mode: str) -> list[list[int]]:

@@ -49,7 +49,7 @@ def on_ranks(
     """
 
     def body(world: Transport) -> int:
-        return _reported(world, lambda: prepare(world, world.size), lambda prepared: work(world, prepared))
+        return _reported(world, prepare, work)
 
     restarts.settle(arguments, detect(os.environ))
     if getattr(arguments, "virtual", None) is not None:
@@ -80,7 +80,9 @@ def on_ranks(
     return code
 
 
-def _reported(world: Transport, prepare: Callable[[], Prepared], work: Callable[[Prepared], int]) -> int:
+def _reported(
+    world: Transport, prepare: Callable[[Transport, int], Prepared], work: Callable[[Transport, Prepared], int]
+) -> int:
     """Prepare, whose mistakes all ranks find alike, then work; return its exit code, or that of an error.
 
     An error of one rank ends all of them, and one tells.
@@ -89,9 +91,9 @@ def _reported(world: Transport, prepare: Callable[[], Prepared], work: Callable[
 
     agreed = True
     try:
-        prepared = prepare()
+        prepared = prepare(world, world.size)
         agreed = False
-        return work(prepared)
+        return work(world, prepared)
     except RemoteError:  # the rank that failed says why
         return 1
     except UserError as error:

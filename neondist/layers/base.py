@@ -101,7 +101,7 @@ class LayerDescription(Node):
     layout: type[Replicate] = Replicate
     #: why the layer cannot compute cells of other tiles, if it cannot
     no_recompute = ""
-    #: whether it sums over the whole image; such a layer takes its sums over `counted` cells
+    #: whether it sums over the whole image; such a layer takes its sums over `ctx.owned` cells
     sums_image = False
 
     def window_for(self, input_shape: Shape) -> Window | None:

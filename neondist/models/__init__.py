@@ -1,8 +1,8 @@
 """Models: layers, a cost and an optimiser.
 
 model: the chain. train_step: a step of training. trainable: what the loop asks for. passes: a pass as users have it.
-dist: the distributed models. distribute: from one to the other. gb,
-autoencoder, reconstruction: the sparse autoencoder.
+dist: the distributed models. distribute: from one to the other. gb, autoencoder, reconstruction: the sparse
+autoencoder. stimulus: the input that a unit answers to most. targets: those of a rank's outputs.
 """
 
 from .autoencoder import Autoencoder

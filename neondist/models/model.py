@@ -211,12 +211,12 @@ class Model(Registered):
             planned.check_arrays(planned.layer.arrays, self.grid.tile)
         self.last_pass = None
         self.input = GlobalArray(
-            self.grid, (batch_size, *self.input_shape), None, dtype=str(self.dtype), backend=context.backend
+            self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype), backend=context.backend
         )
         if plan.wide_tiles is not None:
             self.input.cut(plan.wide_tiles, plan.wide_tiles)
         self.output = GlobalArray(
-            self.grid, (batch_size, *self.output_shape), None, dtype=str(self.dtype), backend=context.backend
+            self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
         )
         self.parameters = self.trained = Parameters(self.leaves, context, self._sync)
         self.sync = self.parameters.sync

@@ -84,6 +84,6 @@ def whole_input_gradient(images: GlobalArray, dx: Any) -> Any:
     """
     if not images.tiles.overlaps:
         return dx
-    shared = GlobalArray(images.grid, images.global_shape, None, dtype=str(images.dtype), backend=images.backend)
+    shared = GlobalArray(images.grid, images.global_shape, dtype=str(images.dtype), backend=images.backend)
     shared.cut(outputs=images.tiles)
     return shared.get_fprop_view(shared.get_bprop_view(dx))  # training needs none of this
