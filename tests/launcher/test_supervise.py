@@ -20,6 +20,12 @@ def start(*command, **more):
     return subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True, **more)
 
 
+def trapping(**what):
+    """Return a command that waits, and does for each signal what is told; a shell may lose one between two commands."""
+    lines = ["import os, signal", *(f"signal.signal(signal.SIG{name}, lambda *_: {do})" for name, do in what.items())]
+    return sys.executable, "-c", "\n".join([*lines, "print('ready', flush=True)", "while True: signal.pause()"])
+
+
 def gone(pid, seconds=60.0):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -39,15 +45,14 @@ def test_exit_code(text, code):
 )
 def test_signals_are_forwarded(number, code):
     """The child tells which signal it got: USR1 and HUP (as TERM) by its own code."""
-    text = "trap 'exit 3' USR1; trap 'exit 4' TERM; trap 'exit 5' INT; echo ready; while :; do sleep 0.05; done"
-    process = start("sh", "-c", text)
+    process = start(*trapping(USR1="os._exit(3)", TERM="os._exit(4)", INT="os._exit(5)"))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     assert process.wait(60) == code
 
 
 def test_a_job_that_ends_well_in_spite_of_a_signal_is_done():
-    process = start("sh", "-c", "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done")
+    process = start(*trapping(TERM="os._exit(0)"))
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
@@ -55,8 +60,8 @@ def test_a_job_that_ends_well_in_spite_of_a_signal_is_done():
 
 def test_asked_gently():
     """Every SIGTERM arrives as SIGUSR1; 75 is the command's own. Others arrive as they are."""
-    text = "trap 'echo gently' USR1; trap 'exit 4' TERM; trap 'exit 75' USR2; echo ready; while :; do sleep 0.05; done"
-    process = start("sh", "-c", text, env={**os.environ, "GENTLY": "1"})
+    command = trapping(USR1="print('gently', flush=True)", TERM="os._exit(4)", USR2="os._exit(75)")
+    process = start(*command, env={**os.environ, "GENTLY": "1"})
     process.stdout.readline()
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
