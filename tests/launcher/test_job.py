@@ -2,7 +2,7 @@
 
 import pytest
 
-from neondist.job import Job, detect
+from neondist.job import Job, detect, torchrun_ranks
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -39,3 +39,10 @@ def test_detect(env, job):
 def test_one_rank_prints():
     assert [Job(4, rank, 4).first for rank in range(3)] == [True, False, False]
     assert Job(None, None, None).first
+
+
+def test_ranks_of_torchrun_are_no_mpi_job():
+    env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert torchrun_ranks(env) == 0  # anybody may set these
+    assert torchrun_ranks({**env, "TORCHELASTIC_RUN_ID": "none"}) == 4
+    assert detect({**env, "TORCHELASTIC_RUN_ID": "none"}) is None

@@ -1,0 +1,311 @@
+"""The transport over torch.distributed, for jobs that torchrun starts: they need no MPI."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..comm.transport import Done, Exchange, Message, ReduceOp, Request, Transport, closed_error
+from ..errors import LaunchError, RemoteError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells its ranks."""
+FIRST_TAG = 1 << 16
+"""Lower tags are for the caller's own messages over the same process group."""
+KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
+"""each with a tag of its own: those of exchanges; those of collectives; the second half of sums under way"""
+REDUCED = ("float32", "float64", "int32", "int64")
+"""What gloo's own allreduce is used for; it does not know all dtypes."""
+
+Letter = tuple[int, torch.Tensor]
+"""the rank at the other end, and bytes"""
+
+
+def world() -> TorchTransport:
+    """Return the transport over torch.distributed's default process group; collective.
+
+    If nobody has initialised that, it is, over gloo, from the variables that torchrun sets.
+
+    Raises
+    ------
+    LaunchError
+        If there is neither a default process group nor torchrun's environment, or gloo cannot start or is missing.
+    """
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise LaunchError("this PyTorch comes without torch.distributed or its gloo: install another, or run over MPI")
+    if not dist.is_initialized():
+        missing = [name for name in VARIABLES if name not in os.environ]
+        if missing:
+            raise LaunchError(
+                f"torch.distributed is not initialised, and {', '.join(missing)} missing in the environment: start"
+                " with `torchrun --nproc-per-node N SCRIPT`, or call torch.distributed.init_process_group first"
+            )
+        try:
+            dist.init_process_group("gloo")
+        except (RuntimeError, ValueError) as error:
+            told = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
+            raise LaunchError(
+                f"torch.distributed does not start with {told}: {error}; if the machines' network has another name"
+                " than gloo thinks, set GLOO_SOCKET_IFNAME"
+            ) from error
+    return TorchTransport()
+
+
+@dataclass
+class _Groups:
+    """The number of the last group of ranks that this process made out of a process group."""
+
+    last: int = 0
+
+
+class _Part(NamedTuple):
+    """Some ranks of a process group, in an order of their own, and the number of their group."""
+
+    ranks: list[int]
+    number: int
+    groups: _Groups
+
+
+class TorchTransport(Transport):
+    """The ranks of a process group of torch.distributed, which stays the caller's.
+
+    Parts of it are no process groups: torch makes those on all ranks together, a connection for each pair, and frees
+    them at the end only. The messages of a part have tags of their own, and it ends with its last user.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, optional
+        One that sends arrays of the host with gloo. Default: the default process group.
+
+    Raises
+    ------
+    LaunchError
+        If the group has another backend for the host, such as nccl alone.
+
+    Attributes
+    ----------
+    peers : list of int
+        All ranks but this one.
+    """
+
+    def __init__(self, group: Any = None, part: _Part | None = None) -> None:
+        self._group = dist.group.WORLD if group is None else group
+        backends = dist.get_backend_config(self._group)
+        if "cpu:gloo" not in backends:
+            raise LaunchError(
+                f"group: expected a process group that has gloo for arrays of the host, got one with {backends};"
+                " make one with torch.distributed.new_group(backend='gloo'), or initialise with 'cpu:gloo,cuda:nccl'"
+            )
+        everybody = dist.get_process_group_ranks(self._group)
+        # ranks are numbered as in the default process group
+        self._ranks, number, self._groups = part or _Part(everybody, 0, _Groups())
+        self._tags = [FIRST_TAG + number * len(KINDS) + kind for kind in KINDS]
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self.peers = [peer for peer in range(self.size) if peer != self.rank]
+        self._whole = self.size == len(everybody)
+
+    @property
+    def group(self) -> Any:
+        """The process group, until this is closed."""
+        if self.closed:
+            raise closed_error()
+        return self._group
+
+    def split(self, color: int, key: int) -> TorchTransport:
+        """Return the group of the ranks that gave the same colour, ordered by key."""
+        given = self.allgather((color, key))
+        places = sorted((key, place) for place, (other, key) in enumerate(given) if other == color)
+        return self._part([place for _, place in places], self._next_number())
+
+    def cut(self, tiles: int) -> tuple[Transport, Transport]:
+        """Return the groups of tiles and of replicas, which need not ask each other who is in them."""
+        replica, tile = divmod(self.rank, tiles)
+        number, places = self._next_number(), range(self.size)
+        # one number for both: they have no two ranks in common
+        return self._part(places[replica * tiles :][:tiles], number), self._part(places[tile::tiles], number)
+
+    def _next_number(self) -> int:
+        """Return a number of which no two of these ranks have met in a group; collective."""
+        last = np.array([self._groups.last])
+        self.allreduce(last, "max")
+        self._groups.last = int(last[0]) + 1
+        return self._groups.last
+
+    def _part(self, places: Sequence[int], number: int) -> TorchTransport:
+        return TorchTransport(self.group, _Part([self._ranks[place] for place in places], number, self._groups))
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """Return an exchange straight from and into the arrays, or through buffers for boxes with gaps in memory."""
+        return _TorchExchange(self, sends, receives)
+
+    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
+        """Replace a contiguous array by its sum, or maximum, over all ranks."""
+        self._reduction(array, op, COLLECTIVES).wait()
+
+    def iallreduce(self, array: np.ndarray) -> Request:
+        """Begin to replace a contiguous array by its sum over all ranks."""
+        return self._reduction(array, "sum", SUMS)
+
+    def _reduction(self, array: np.ndarray, op: ReduceOp, kind: int) -> Request:
+        if self.size == 1 or not array.size:
+            return Done()
+        if not array.flags.forc:
+            raise ValueError(f"array: expected a contiguous one, got strides {array.strides} of shape {array.shape}")
+        flat = array.ravel("K")  # a view
+        if not (self._whole and array.dtype.name in REDUCED):
+            return _Reduction(self, flat, op, kind)
+        combine = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        with self.remote_errors():
+            return _Works(self, [dist.all_reduce(torch.from_numpy(flat), combine, self.group, async_op=True)])
+
+    def allgather_array(self, array: np.ndarray) -> np.ndarray:
+        """Return every rank's array, one above the other."""
+        gathered = np.empty((self.size, *array.shape), array.dtype)
+        gathered[self.rank] = array
+        rows = [as_bytes(gathered[rank : rank + 1]) for rank in range(self.size)]
+        self.swap([(peer, rows[self.rank]) for peer in self.peers], [(peer, rows[peer]) for peer in self.peers])
+        return gathered
+
+    def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """Send an array to every rank, and return what every rank sent to this one, without pickling."""
+        received = [np.empty(shape, sends[0].dtype) for shape in receive_shapes]
+        received[self.rank][...] = sends[self.rank]
+        leaving = [(peer, as_bytes(np.require(sends[peer], requirements=["C", "W"]))) for peer in self.peers]
+        self.swap(leaving, [(peer, as_bytes(received[peer])) for peer in self.peers])
+        return received
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return copies of every rank's value, in rank order."""
+        mine = pickled(value)
+        sizes = self.allgather_array(np.array(mine.size))
+        parts = self.all_to_all([mine] * self.size, [(size,) for size in sizes])
+        return [pickle.loads(part.tobytes()) for part in parts]
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return a copy of the value of rank `root`."""
+        mine = pickled(value if self.rank == root else None)
+        size = np.array(mine.size)
+        self._spread(size, root)
+        data: np.ndarray = mine if self.rank == root else np.empty(size, np.uint8)
+        self._spread(data, root)
+        return pickle.loads(data.tobytes())
+
+    def _spread(self, array: np.ndarray, root: int) -> None:
+        """Replace the array by that of rank `root`."""
+        data = as_bytes(array)
+        if self.rank == root:
+            self.swap([(peer, data) for peer in self.peers], [])
+        else:
+            self.swap([], [(root, data)])
+
+    def abort(self, code: int) -> None:
+        """End this rank with this exit code; torchrun then ends the others, whose connections to this one are cut."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def post(self, sends: Iterable[Letter], receives: Iterable[Letter], kind: int) -> Request:
+        """Begin to send and to receive; messages of a kind between two ranks match in the order listed."""
+        group, tag = self.group, self._tags[kind]
+        with self.remote_errors():
+            # receives first, so that no message arrives unexpected
+            works = [dist.irecv(data, self._ranks[peer], group, tag) for peer, data in receives if data.numel()]
+            works += [dist.isend(data, self._ranks[peer], group, tag) for peer, data in sends if data.numel()]
+        return _Works(self, works)
+
+    def swap(self, sends: Iterable[Letter], receives: Iterable[Letter]) -> None:
+        """Send and receive what a collective needs."""
+        self.post(sends, receives, COLLECTIVES).wait()
+
+    @contextmanager
+    def remote_errors(self) -> Iterator[None]:
+        """Turn gloo's errors into one that says what has happened."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RemoteError(f"rank {self.rank} of {self.size}: another rank has ended, or does not answer") from error
+
+
+class _Works(Request):
+    """What torch.distributed has under way."""
+
+    def __init__(self, transport: TorchTransport, works: Sequence[Any]) -> None:
+        self.transport, self.works = transport, works
+
+    def wait(self) -> None:
+        with self.transport.remote_errors():
+            for work in self.works:
+                work.wait()
+
+
+class _Reduction(Request):
+    """A sum or maximum under way: each rank reduces a part of all arrays, in rank order, and sends it to the others."""
+
+    def __init__(self, transport: TorchTransport, flat: np.ndarray, op: ReduceOp, kind: int) -> None:
+        ends = [flat.size * place // transport.size for place in range(transport.size + 1)]
+        self.transport, self.kind = transport, kind
+        self.combine = {"sum": np.add, "max": np.maximum}[op]
+        self.parts = [flat[start:end] for start, end in pairwise(ends)]
+        self.mine = self.parts[transport.rank]
+        self.rows = [np.empty_like(self.mine) for _ in self.parts]
+        self.rows[transport.rank][...] = self.mine
+        self.first = self._post(self.parts, self.rows, COLLECTIVES)
+
+    def wait(self) -> None:
+        self.first.wait()
+        self.mine[...] = reduce(self.combine, self.rows)
+        self._post([self.mine] * len(self.parts), self.parts, self.kind).wait()
+
+    def _post(self, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray], kind: int) -> Request:
+        here = self.transport
+        leaving, arriving = ([(peer, as_bytes(ends[peer])) for peer in here.peers] for ends in (sends, receives))
+        return here.post(leaving, arriving, kind)
+
+
+class _TorchExchange(Exchange):
+    transport: TorchTransport
+
+    def __init__(self, transport: TorchTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        super().__init__(transport, sends, receives)
+        self.leaving, self.arriving = ([_packed(m.cells) for m in messages] for messages in (self.sends, self.receives))
+        self.outgoing = [(m.peer, as_bytes(data)) for m, (_, data) in zip(self.sends, self.leaving, strict=True)]
+        self.incoming = [(m.peer, as_bytes(data)) for m, (_, data) in zip(self.receives, self.arriving, strict=True)]
+
+    def _start(self) -> None:
+        for cells, data in self.leaving:
+            if data is not cells:
+                data[...] = cells
+        self.request = self.transport.post(self.outgoing, self.incoming, MESSAGES)
+
+    def _finish(self) -> None:
+        self.request.wait()
+        for cells, data in self.arriving:
+            if data is not cells:
+                cells[...] = data
+
+
+def _packed(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return cells and the contiguous array that travels: the same, or a buffer for their copies."""
+    fit = cells.flags.c_contiguous and cells.flags.writeable  # PyTorch warns of arrays that are not
+    return cells, cells if fit else np.empty(cells.shape, cells.dtype)
+
+
+def as_bytes(array: np.ndarray) -> torch.Tensor:
+    """Return the bytes of a contiguous array of any dtype; not a copy."""
+    return torch.from_numpy(array.reshape(-1).view(np.uint8))
+
+
+def pickled(value: Any) -> np.ndarray:
+    """Return a value as bytes, for pickle.loads."""
+    return np.frombuffer(bytearray(pickle.dumps(value)), np.uint8)

@@ -1,0 +1,21 @@
+"""Trains a small network on four ranks, two replicas of two tiles: `small_training.py mpi|torch FOLDER`.
+
+Each rank saves what it has computed.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from invariance import train
+
+import neondist as nd
+
+transport, folder = sys.argv[1:]
+if transport == "mpi":
+    from neondist.comm.mpi import world
+else:
+    from neondist.torch.transport import world
+
+with nd.ProcessGrid(world(), replicas=2) as grid:
+    np.savez(Path(folder, f"{grid.rank}.npz"), **train("fully convolutional", grid))

@@ -1,0 +1,70 @@
+"""Ranks of torch.distributed, as torchrun starts them: `torch_ranks.py RANKS SCRIPT.py`, or `RANKS PYTEST-ARGUMENTS`.
+
+PyTorch, which takes seconds to import, is imported once: the ranks are forked. RANKS may be several numbers, 1,2,3: one
+job after the other.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import traceback
+
+
+def main(ranks, arguments):
+    """Return the exit code of the first rank that fails, after which the others are ended; else 0."""
+    import pytest
+    import torch.distributed
+
+    import neondist.torch.transport  # noqa: F401
+
+    ports, tell = os.pipe()
+    running = set()
+    for rank in range(ranks):
+        pid = os.fork()
+        if not pid:
+            port = os.read(ports, 8).decode().strip()
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_RUN_ID="tests",
+            )  # fmt: skip
+            end(script if arguments[0].endswith(".py") else pytest.main, arguments)
+        running.add(pid)
+    # as torchrun's agent does: a free port, which nobody can take in between
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(tell, b"%8d" % store.port * ranks)
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        code = os.waitstatus_to_exitcode(status)
+        if code:
+            for other in running:
+                os.kill(other, signal.SIGTERM)
+            return code if code > 0 else 128 - code
+    return 0
+
+
+def script(arguments):
+    """Run a script as Python does."""
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+def end(work, arguments):
+    """End this process with what `work(arguments)` returns."""
+    code = 1
+    try:
+        code = int(work(arguments))
+    except SystemExit as asked:
+        code = asked.code or 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(next(filter(None, (main(int(ranks), sys.argv[2:]) for ranks in sys.argv[1].split(","))), 0))
