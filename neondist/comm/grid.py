@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -89,6 +89,10 @@ class ProcessGrid:
         """Close the grid; with an error that other ranks may not have, leave that to who catches it, or end the job."""
         if error is None or getattr(error, "agreed", False) or self.size == 1:
             self.close()
+
+    def on_close(self, work: Callable[[], object]) -> None:
+        """Do something when the grid is closed, before its communicators are."""
+        self._closing.callback(work)
 
     def group(self, name: str) -> Transport:
         """Return the ranks of one of GROUPS."""

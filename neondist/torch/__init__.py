@@ -1,1 +1,14 @@
-"""neondist for PyTorch: `import neondist.torch as ndt`; `import neondist` never imports it."""
+"""Bring your PyTorch model: `ndt.distribute(module, example_shape, grid)`, exact on any grid, or refused by name.
+
+layout: how a tensor lies on the ranks. transfer: which indices travel. capture: from a module to a graph of
+operators. lower: from the graph to a plan, by the rules of rules/. plan, run: the plan, and what runs it. wires,
+functions: tensors over a transport, and autograd through it. module: what users have. transport: torch.distributed.
+"""
+
+from . import rules
+from .errors import UnsupportedOperator
+from .module import DistributedModule, distribute
+from .registry import rule
+from .transport import TorchTransport, world
+
+__all__ = ["DistributedModule", "TorchTransport", "UnsupportedOperator", "distribute", "rule", "rules", "world"]

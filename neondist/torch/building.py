@@ -1,0 +1,415 @@
+"""Steps of a plan, in terms of which rules are written: views, sums and local work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedOperator
+from .layout import (
+    Atom,
+    Dim,
+    Layout,
+    Mesh,
+    Shape,
+    Unaligned,
+    axes_of,
+    local_shape,
+    reshaped,
+    shape_of,
+    whole,
+)
+from .plan import Pads, Step, Value, axes_of_values
+from .transfer import Range, Transfer, Want
+
+Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
+"""For a dimension: an axis of the mesh, and for each of its parts the ranges that it wants to see."""
+
+
+class Builder:
+    """A plan in the making.
+
+    Attributes
+    ----------
+    mesh : Mesh
+    place : tuple of int
+        Of the rank that will run the plan.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self.mesh, self.rank, self.place = mesh, rank, mesh.place(rank)
+        self.steps: list[Step] = []
+        self.values: list[Value] = []
+        self.where = Where("", "", "")
+        self._spread: dict[tuple[int, frozenset[int]], Value] = {}
+
+    # What rules are written with.
+
+    def view(
+        self,
+        value: Value,
+        wants: Ranges,
+        context: Iterable[int] | None = None,
+        pads: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+        fill: float = 0.0,
+    ) -> Value:
+        """Return what each rank wants to see of a value; gradients of what several saw are added.
+
+        Parameters
+        ----------
+        wants : dict of dimension to (axis, ranges)
+            Each part of the axis wants these ranges of the dimension; axis None: all want ranges[0]. Dimensions left
+            out stay as they are.
+        context : axes
+            Those that cut what is computed from the view; default: the value's and those of `wants`.
+        pads : dict of dimension to (before, after) for each part
+            Indices of value `fill` around what is seen.
+        """
+        wanted = tuple(
+            Want(dim, self.atom(value, dim), axis, tuple(tuple(r) for r in ranges))
+            for dim, (axis, ranges) in sorted(wants.items())
+        )
+        around = {dim for dim, parts in (pads or {}).items() if any(any(pad) for pad in parts)}
+        wanted = tuple(want for want in wanted if not want.own or want.dim in around)
+        asked = frozenset(want.axis for want in wanted if want.axis is not None)
+        inside = (value.axes | asked) if context is None else frozenset(context)
+        here: Pads = tuple(
+            (dim, *parts[0 if wants[dim][0] is None else self.place[wants[dim][0]]])  # type: ignore[index]
+            for dim, parts in sorted((pads or {}).items())
+        )
+        here = tuple(pad for pad in here if pad[1] or pad[2])
+        source = self.enter(value, inside)
+        if not wanted:
+            return source
+        transfer = Transfer(self.mesh, wanted)
+        shape = list(transfer.shape(source.local, self.rank))
+        for dim, before, after in here:
+            shape[dim] += before + after
+        found = self._value(tuple(shape), inside, value.dtype, source.kind)
+        self._step("view", [source], [found], transfer=transfer, pads=here, fill=fill)
+        return found
+
+    def local(
+        self,
+        run: Callable[..., torch.Tensor],
+        args: Sequence[Value],
+        layout: Layout,
+        dtype: torch.dtype | None = None,
+        context: Iterable[int] = (),
+    ) -> Value:
+        """Return what each rank computes alone from its parts.
+
+        Parameters
+        ----------
+        run : callable
+            From the parts' tensors to that of the result.
+        args : sequence of Value
+        layout : Layout
+            Of the result.
+        context : axes
+            Further axes along which ranks compute parts of their own.
+        """
+        inside = axes_of_values(args) | axes_of(layout) | frozenset(context)
+        (found,) = self._locals(run, args, [layout], [dtype or args[0].dtype], inside)
+        return found
+
+    def locals(
+        self,
+        run: Callable[..., Sequence[torch.Tensor]],
+        args: Sequence[Value],
+        outs: Sequence[Any],
+        layouts: Any = None,
+    ) -> tuple[Value, ...]:
+        """The same for several results, of the shapes and dtypes of fake tensors; default: whole on every rank."""
+        layouts = [whole(out.shape) for out in outs] if layouts is None else layouts
+        inside = axes_of_values(args)
+        for layout in layouts:
+            inside |= axes_of(layout)
+        return tuple(self._locals(run, args, layouts, [out.dtype for out in outs], inside, several=True))
+
+    def reduced(
+        self,
+        run: Callable[..., torch.Tensor],
+        args: Sequence[Value],
+        axes: Iterable[int],
+        layout: Layout,
+        dtype: torch.dtype | None = None,
+        op: str = "sum",
+    ) -> Value:
+        """Return the sum over axes of what each rank computes alone; `op` 'max': the maximum, which has no gradient."""
+        axes = frozenset(axes)
+        context = axes_of_values(args) | axes | axes_of(layout)
+        (part,) = self._locals(run, args, [layout], [dtype or args[0].dtype], context)
+        part.axes = context
+        if not axes:
+            return part
+        kind = part.kind if op == "sum" else "constant"
+        found = self._value(part.local, context - axes, part.dtype, kind, layout)
+        self._step(op, [part], [found], axes=axes)
+        return found
+
+    def enter(self, value: Value, context: Iterable[int]) -> Value:
+        """Return a value for what is cut by the axes of `context`: its gradient will be added up where it has to be."""
+        context = frozenset(context)
+        missing = (self.mesh.axes - context) if value.kind == "parameter" else (context - value.axes)
+        if value.kind == "constant" or not missing or not value.dtype.is_floating_point:
+            return value
+        key = value.id, missing
+        if key not in self._spread:
+            same = self._value(value.local, value.axes | context, value.dtype, value.kind, value.layout_or_none)
+            if value.kind == "parameter":
+                counts = all(self.place[axis] == 0 for axis in missing)
+                self._step("counted", [value], [same], counts=counts)
+                same.kind = "value"
+            else:
+                self._step("spread", [value], [same], axes=missing)
+            self._spread[key] = same
+        return self._spread[key]
+
+    def gathered(self, value: Value) -> Value:
+        """Return a value whole on every rank, for what all of them compute alike."""
+        if not value.axes:
+            return value
+        shape, expanded = value.shape, self._atoms(value)
+        wants = tuple(
+            Want(dim, atom, None, (((0, atom.extent),),))
+            for dim, (atom,) in enumerate(expanded.layout)
+            if atom.axis is not None
+        )
+        found = self._value(shape_of(expanded.layout), frozenset(), value.dtype, value.kind, whole(expanded.shape))
+        self._step("gather", [expanded], [found], transfer=Transfer(self.mesh, wants))
+        return self.shaped(found, whole(shape))
+
+    def recut(self, value: Value, layout: Layout) -> Value:
+        """Return a value cut as `layout`, which has the same atoms but for where they are cut, and by which axis."""
+        if value.layout == layout:
+            return value
+        expanded = self._atoms(value)
+        target = [atom for dim in layout for atom in dim]
+        target = _alike([dim[0] for dim in expanded.layout], target)
+        wants = {
+            dim: (new.axis, _bounds(new))
+            for dim, (new, (old,)) in enumerate(zip(target, expanded.layout, strict=True))
+            if new != old
+        }
+        context = value.axes | axes_of(layout)
+        seen = self.view(expanded, wants, context)
+        shape = local_shape(layout, self.place)
+        if seen.local == shape and seen.layout_or_none == layout:
+            return seen
+        return self.local(lambda x: x.reshape(shape), [seen], layout)
+
+    def shaped(self, value: Value, layout: Layout) -> Value:
+        """Return a value whose part has the shape that `layout` says; nothing moves."""
+        shape = local_shape(layout, self.place)
+        if value.layout_or_none == layout:
+            return value
+        return self.local(lambda x: x.reshape(shape), [value], layout)
+
+    def reshape(self, value: Value, shape: Sequence[int]) -> Value:
+        """Return a value of another global shape; where a cut would not fit, it is moved before."""
+        if prod(shape) == 0:
+            self.refuse("a tensor without elements is reshaped")
+        for _ in range(2 * len(value.layout) + 2):
+            try:
+                return self.shaped(value, reshaped(value.layout, shape))
+            except Unaligned as problem:
+                if not problem.multiple:
+                    break
+                value = self.recut(value, tuple(_aligned(dim, problem, self.mesh) for dim in value.layout))
+        return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} takes a cut dimension apart")
+
+    def aligned(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
+        """Return a value for a pointwise operation with results cut as `target`; dimensions of one index broadcast."""
+        context = frozenset(context)
+        offset = len(target) - len(value.layout)
+        if value.layout_or_none is None:
+            return value
+        wanted = [dim if shape_of((dim,)) == (1,) else target[offset + at] for at, dim in enumerate(value.layout)]
+        atoms: list[Atom] = []
+        for dim, new in zip(value.layout, wanted, strict=True):
+            if dim == new:
+                atoms += dim
+            elif all(atom.axis is None for atom in dim):
+                atoms += [Atom(atom.extent) for atom in new]
+            elif [a.extent for a in dim] == [a.extent for a in new]:
+                atoms += dim
+            else:
+                self.refuse(f"dimensions of {value.shape} and {shape_of(target)} are cut in different ways")
+        if all(dim == new for dim, new in zip(value.layout, wanted, strict=True)):
+            return self.enter(value, context)
+        expanded = self._as_atoms(value, atoms)
+        flat = [atom for dim in wanted for atom in dim]
+        wants = {
+            dim: (new.axis, _bounds(new)) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new
+        }
+        seen = self.view(expanded, wants, context)
+        shape = local_shape(tuple(wanted), self.place)
+        if seen.local == shape:
+            return seen
+        return self._raw(lambda x: x.reshape(shape), seen, shape)
+
+    def seen_whole(self, value: Value, dims: Iterable[int], context: Iterable[int]) -> Value:
+        """Return a value with these dimensions whole, for what is cut by the axes of `context`."""
+        dims = set(dims)
+        layout = tuple((Atom(shape_of((dim,))[0]),) if at in dims else dim for at, dim in enumerate(value.layout))
+        if layout == value.layout:
+            return self.enter(value, context)
+        expanded, wants, at = self._atoms(value), {}, 0
+        for index, dim in enumerate(value.layout):
+            for atom in dim:
+                if index in dims and atom.axis is not None:
+                    wants[at] = (None, (((0, atom.extent),),))
+                at += 1
+        seen = self.view(expanded, wants, context)
+        shape = local_shape(layout, self.place)
+        return seen if seen.local == shape else self._raw(lambda x: x.reshape(shape), seen, shape)
+
+    def refuse(self, why: str = "") -> Any:
+        """Raise UnsupportedOperator for the operator at hand."""
+        raise UnsupportedOperator(self.where, why)
+
+    def atom(self, value: Value, dim: int) -> Atom:
+        """Return how a dimension is cut, which must be one atom."""
+        found = value.layout[dim]
+        if len(found) != 1:
+            self.refuse(f"dimension {dim} of {value.shape} is made of several that are cut")
+        return found[0]
+
+    def cut(self, value: Value, dim: int) -> int | None:
+        """Return the axis that cuts a dimension of one atom; None: it is whole."""
+        return self.atom(value, dim).axis
+
+    def is_whole(self, value: Value, dim: int) -> bool:
+        """Tell whether every rank has all indices of a dimension."""
+        return all(atom.axis is None for atom in value.layout[dim])
+
+    def common(self, values: Sequence[Value]) -> Layout:
+        """Return how a pointwise result of values is cut: as the first that is, in each dimension."""
+        rank = max(len(value.layout) for value in values)
+        found: list[Dim] = []
+        used: set[int] = set()
+        for at in range(-rank, 0):
+            dims = [value.layout[at] for value in values if len(value.layout) >= -at]
+            extent = max((shape_of((dim,))[0] for dim in dims), default=1)
+            if any(shape_of((dim,))[0] == 0 for dim in dims):
+                extent = 0
+            full = [dim for dim in dims if shape_of((dim,))[0] == extent]
+            cut = [dim for dim in full if axes_of((dim,))]
+            cut.sort(key=lambda dim: dim != tuple(self.mesh.atom(a.extent, a.axis) for a in dim))
+            chosen = next((dim for dim in cut if not axes_of((dim,)) & used), None)
+            if chosen is None:
+                chosen = (Atom(extent),)
+            used |= axes_of((chosen,))
+            found.append(chosen)
+        return tuple(found)
+
+    def constant(self, tensor: torch.Tensor) -> Value:
+        """Return the value of a tensor that is known now."""
+        value = self._value(tuple(tensor.shape), frozenset(), tensor.dtype, "constant", whole(tensor.shape))
+        self._step("local", [], [value], run=lambda: (tensor,))
+        return value
+
+    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
+        """Return a new value that is given from outside."""
+        return self._value(local_shape(layout, self.place), axes_of(layout), dtype, kind, layout)
+
+    # Inner.
+
+    def _locals(
+        self,
+        run: Callable[..., Any],
+        args: Sequence[Value],
+        layouts: Sequence[Layout],
+        dtypes: Sequence[torch.dtype],
+        context: frozenset[int],
+        several: bool = False,
+    ) -> list[Value]:
+        entered = [self.enter(value, context) for value in args]
+        constant = all(value.kind == "constant" for value in entered)
+        found = [
+            self._value(
+                local_shape(layout, self.place),
+                axes_of(layout),
+                dtype,
+                "constant" if constant or not (dtype.is_floating_point or dtype.is_complex) else "value",
+                layout,
+            )
+            for layout, dtype in zip(layouts, dtypes, strict=True)
+        ]
+        key = tuple(value.local for value in found) if any(not prod(value.local) for value in found) else None
+        self._step("local", entered, found, run=run if several else (lambda *tensors: (run(*tensors),)), key=key)
+        return found
+
+    def _raw(self, run: Callable[..., torch.Tensor], value: Value, shape: Shape) -> Value:
+        found = self._value(shape, value.axes, value.dtype, value.kind)
+        self._step("local", [value], [found], run=lambda x: (run(x),))
+        return found
+
+    def _atoms(self, value: Value) -> Value:
+        return self._as_atoms(value, [atom for dim in value.layout for atom in dim])
+
+    def _as_atoms(self, value: Value, atoms: Sequence[Atom]) -> Value:
+        return self.shaped(value, tuple((atom,) for atom in atoms))
+
+    def _value(
+        self, local: Shape, axes: frozenset[int], dtype: torch.dtype, kind: str, layout: Layout | None = None
+    ) -> Value:
+        self.values.append(Value(len(self.values), local, axes, dtype, kind, layout))
+        return self.values[-1]
+
+    def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **more: Any) -> None:
+        ids = tuple(value.id for value in inputs), tuple(value.id for value in outputs)
+        self.steps.append(Step(kind, self.where.name, *ids, **more))
+
+
+class Where:
+    """Where in the user's program an operator stands.
+
+    Attributes
+    ----------
+    operator : str
+    module : str
+        The path of the module that it is in.
+    source : str
+        The user's file and line.
+    """
+
+    def __init__(self, operator: str, module: str, source: str) -> None:
+        self.operator, self.module, self.source = operator, module, source
+
+    @property
+    def name(self) -> str:
+        """The module's path and the operator."""
+        return f"{self.module}:{self.operator}" if self.module else self.operator
+
+
+def _bounds(atom: Atom) -> tuple[tuple[Range, ...], ...]:
+    if atom.bounds is None:
+        return (((0, atom.extent),),)
+    return tuple(((lo, hi),) for lo, hi in pairwise(atom.bounds))
+
+
+def _aligned(dim: Dim, problem: Unaligned, mesh: Mesh) -> Dim:
+    """Return the dimension with the atom of a problem cut at multiples of so many."""
+    found = []
+    for atom in dim:
+        if atom == problem.atom:
+            major = mesh.atom(atom.extent // problem.multiple, atom.axis)
+            atom = major.scaled(problem.multiple)
+        found.append(atom)
+    return tuple(found)
+
+
+def _alike(old: Sequence[Atom], new: Sequence[Atom]) -> list[Atom]:
+    """Return the new atoms, those of one index that the old ones have included."""
+    if len(old) == len(new):
+        return list(new)
+    found, rest = [], list(new)
+    for atom in old:
+        found.append(rest.pop(0) if rest and rest[0].extent == atom.extent else Atom(1))
+    return found

@@ -1,0 +1,235 @@
+"""A module as a graph of ATen operators at the global shape; fake tensors, so that no memory is needed."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from ..errors import ConfigError
+from .building import Where
+from .layout import Layout, Mesh, axes_of, whole
+from .lower import Lowering
+from .plan import TorchPlan, Value
+from .registry import TRACING
+
+_TORCH = os.path.dirname(torch.__file__)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
+
+
+def captured(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> Any:
+    """Return the exported program of a module, in functional form, composite operators kept.
+
+    Raises
+    ------
+    ConfigError
+        If its control flow depends on the values of tensors, or if it cannot be traced for another reason.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = tuple(torch.empty(tuple(shape), dtype=dtype) for shape, dtype in shapes)
+    with TRACING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return torch.export.export(module, inputs, strict=False).run_decompositions({})
+        except Exception as error:
+            raise ConfigError(_explained(module, shapes, error)) from error
+
+
+def _explained(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtype]], error: Exception) -> str:
+    given = ", ".join(str(tuple(shape)) for shape, _ in shapes)
+    frames = _user_frames("".join(_traceback(error)))
+    source = f"{frames[-1]}: " if frames else ""
+    first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+    return (
+        f"{source}{type(module).__name__} cannot be captured for inputs of shape {given}: {type(error).__name__}:"
+        f" {first};"
+        " what it computes may depend on the shapes of tensors, not on their values"
+    )
+
+
+def _traceback(error: BaseException) -> list[str]:
+    import traceback
+
+    return traceback.format_exception(error)
+
+
+def _user_frames(text: str) -> list[str]:
+    """Return 'file:line' of the frames that are not PyTorch's nor ours, the innermost last."""
+    here = os.path.dirname(__file__)
+    found = ((file, line) for file, line in _FRAME.findall(text) if not file.startswith((_TORCH, here, "<")))
+    return [f"{file}:{line}" for file, line in found]
+
+
+def where(node: Any) -> Where:
+    """Return where in the user's program a node stands."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    frames = _user_frames(node.meta.get("stack_trace") or "")
+    linecache.checkcache()
+    return Where(str(node.target), path, frames[-1] if frames else "")
+
+
+def lowered(
+    program: Any,
+    mesh: Mesh,
+    rank: int,
+    layouts: Sequence[Layout],
+    gather_at: Sequence[str] = (),
+    image: Callable[[Value], Layout | None] | None = None,
+) -> tuple[TorchPlan, Any]:
+    """Return the plan of a program for one rank, and the tree of its outputs.
+
+    Parameters
+    ----------
+    layouts : sequence of Layout
+        How each of the user's inputs is cut.
+    gather_at : sequence of str
+        Paths of modules that every rank computes whole.
+    image : callable, optional
+        How a value that comes from there is cut again; None: it stays whole.
+    """
+    lowering, signature = Lowering(mesh, rank), program.graph_signature
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    parameters: dict[str, int] = {}
+    buffers: dict[str, int] = {}
+    inputs: list[int] = []
+    env: dict[Any, Any] = {}
+    waiting = list(layouts)[::-1]
+    gathering = _Gathering(lowering, gather_at, image)
+    outputs: Sequence[Any] = ()
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = _given(lowering, node, specs[node.name], program, waiting, parameters, buffers, inputs)
+        elif node.op == "output":
+            outputs = pytree.tree_map(
+                lambda a: gathering.outside(env[a]) if isinstance(a, torch.fx.Node) else a, node.args[0]
+            )
+        else:
+            lowering.where, lowering.out = where(node), node.meta.get("val")
+            pick = gathering.inside if gathering.at(node) else gathering.outside
+
+            def value(arg: Any, pick: Callable[[Any], Any] = pick) -> Any:
+                return pick(env[arg]) if isinstance(arg, torch.fx.Node) else arg
+
+            args, kwargs = pytree.tree_map(value, (node.args, dict(node.kwargs)))
+            env[node] = lowering.call(node.target, args, kwargs)
+            if gathering.at(node):
+                gathering.note(env[node])
+    mutated: dict[str, int] = {}
+    results: list[Any] = []
+    for spec, out in zip(signature.output_specs, outputs, strict=True):
+        if spec.kind == OutputKind.USER_OUTPUT:
+            results.append(out)
+        elif spec.kind == OutputKind.BUFFER_MUTATION:
+            mutated[spec.target] = lowering.gathered(out).id
+        else:
+            lowering.refuse("an input, or a parameter, is changed in place")
+    ids = [out.id if isinstance(out, Value) else _Plain(out) for out in results]
+    plan = TorchPlan(
+        mesh,
+        rank,
+        lowering.steps,
+        lowering.values,
+        parameters,
+        buffers,
+        {},
+        inputs,
+        ids,
+        mutated,
+        None if lowering.key is None else lowering.key.id,
+    ).finish()
+    return plan, program.call_spec.out_spec
+
+
+class _Plain:
+    """An output that is no tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _given(
+    lowering: Lowering,
+    node: Any,
+    spec: Any,
+    program: Any,
+    waiting: list[Layout],
+    parameters: dict[str, int],
+    buffers: dict[str, int],
+    inputs: list[int],
+) -> Any:
+    fake = node.meta["val"]
+    if spec.kind == InputKind.CONSTANT_TENSOR:
+        return lowering.constant(program.constants[spec.target])
+    if not isinstance(fake, torch.Tensor):
+        return fake
+    layout = waiting.pop() if spec.kind == InputKind.USER_INPUT else whole(fake.shape)
+    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "constant"}
+    value = lowering.input(layout, fake.dtype, kinds.get(spec.kind, "value"))
+    if spec.kind == InputKind.PARAMETER:
+        parameters[spec.target] = value.id
+    elif spec.kind == InputKind.BUFFER:
+        buffers[spec.target] = value.id
+    elif spec.kind == InputKind.USER_INPUT:
+        inputs.append(value.id)
+    else:
+        raise ConfigError(f"an input of kind {spec.kind} cannot be distributed")
+    return value
+
+
+class _Gathering:
+    """The modules that every rank computes whole."""
+
+    def __init__(
+        self, lowering: Lowering, paths: Sequence[str], image: Callable[[Value], Layout | None] | None
+    ) -> None:
+        self.lowering, self.paths, self.image = lowering, tuple(paths), image
+        self.made: set[int] = set()
+        self.moved: dict[tuple[int, bool], Value] = {}
+
+    def at(self, node: Any) -> bool:
+        """Tell whether a node is computed whole."""
+        stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        return any(path in self.paths for path in [*stack, *([""] if "" in self.paths else [])])
+
+    def note(self, made: Any) -> None:
+        """Take note of the values that were computed whole."""
+        self.made.update(value.id for value in pytree.tree_leaves(made) if isinstance(value, Value))
+
+    def inside(self, value: Any) -> Any:
+        """Return a value as a module that is computed whole has it."""
+        return self._moved(value, True)
+
+    def outside(self, value: Any) -> Any:
+        """Return a value as others have it."""
+        return self._moved(value, False)
+
+    def _moved(self, value: Any, whole: bool) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._moved(each, whole) for each in value)
+        if not isinstance(value, Value) or value.kind == "parameter":
+            return value
+        if whole == (value.id in self.made) or (whole and not axes_of(value.layout)):
+            return value
+        key = value.id, whole
+        if key not in self.moved:
+            if whole:
+                self.moved[key] = self.lowering.gathered(value)
+            else:
+                layout = self.image(value) if self.image is not None else None
+                self.moved[key] = value if layout is None else self.lowering.recut(value, layout)
+        return self.moved[key]
+
+
+def unsupported(report: Mapping[str, int]) -> str:
+    """Return how often each operator occurs, one a line."""
+    return "\n".join(f"{count:5d}  {name}" for name, count in sorted(report.items()))

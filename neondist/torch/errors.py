@@ -1,0 +1,34 @@
+"""What `distribute` refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UserError
+
+
+class UnsupportedOperator(UserError):
+    """An operator of the module has no rule that would give the numbers of one process.
+
+    Attributes
+    ----------
+    operator : str
+    module : str
+        Path of the module that calls it.
+    source : str
+        The user's file and line.
+    """
+
+    def __init__(self, where: Any, why: str = "") -> None:
+        self.operator, self.module, self.source = where.operator, where.module, where.source
+        remedy = (
+            f"gather_at=[{self.module!r}] computes that module whole on every rank"
+            if self.module
+            else "gather_at=[''] computes the module whole on every rank"
+        )
+        super().__init__(
+            f"{self.source or 'unknown place'}: {self.operator}"
+            + (f" in module '{self.module}'" if self.module else "")
+            + f" cannot be distributed{': ' + why if why else ', it has no rule'}; {remedy},"
+            " or give it a rule with neondist.torch.rule"
+        )

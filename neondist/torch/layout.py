@@ -1,0 +1,204 @@
+"""How a tensor lies on the ranks: which of its dimensions are cut, by which axis of the grid, and where.
+
+Pure integers. A dimension is a product of *atoms*, the first changing slowest: flattening (N, C, H, W) to (N, C·H·W)
+makes one dimension of three atoms, of which H and W stay cut. So that reshaping costs no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from ..geometry import split
+
+Shape = tuple[int, ...]
+
+
+class Atom(NamedTuple):
+    """A range of indices, whole on every rank, or cut: part p of `axis` has those of [bounds[p], bounds[p + 1])."""
+
+    extent: int
+    axis: int | None = None
+    bounds: tuple[int, ...] | None = None
+
+    def range(self, place: Sequence[int]) -> tuple[int, int]:
+        """Return the half-open range that the rank at a place of the mesh has."""
+        if self.axis is None or self.bounds is None:
+            return 0, self.extent
+        return self.bounds[place[self.axis]], self.bounds[place[self.axis] + 1]
+
+    def scaled(self, factor: int) -> Atom:
+        """Return the atom whose every index has become `factor` of them, one after the other."""
+        bounds = None if self.bounds is None else tuple(b * factor for b in self.bounds)
+        return Atom(self.extent * factor, self.axis, bounds)
+
+
+Dim = tuple[Atom, ...]
+Layout = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks as replicas x parts of each spatial axis, numbered row-major; axis 0 cuts the batch.
+
+    Attributes
+    ----------
+    parts : tuple of int
+        Number of parts along each axis, replicas first.
+    """
+
+    parts: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(self.parts)
+
+    @property
+    def spatial(self) -> int:
+        """Number of spatial axes."""
+        return len(self.parts) - 1
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """The axes that cut anything."""
+        return frozenset(axis for axis, parts in enumerate(self.parts) if parts > 1)
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Return a rank's coordinates."""
+        found = []
+        for parts in reversed(self.parts):
+            rank, at = divmod(rank, parts)
+            found.append(at)
+        return tuple(reversed(found))
+
+    def rank(self, place: Sequence[int]) -> int:
+        """Return the rank at a place."""
+        rank = 0
+        for parts, at in zip(self.parts, place, strict=True):
+            rank = rank * parts + at
+        return rank
+
+    def atom(self, extent: int, axis: int | None) -> Atom:
+        """Return a range of indices cut evenly by an axis: the first extent % parts parts have one more."""
+        if axis is None or self.parts[axis] == 1:
+            return Atom(extent)
+        parts = self.parts[axis]
+        return Atom(extent, axis, (*(split(extent, parts, part)[0] for part in range(parts)), extent))
+
+    def image(self, shape: Sequence[int], channels: bool = True) -> Layout:
+        """Return the layout of a batch of images (N, C, *spatial), or (N, *spatial): all but C are cut."""
+        first = 2 if channels else 1
+        axes = [0, None][:first] + list(range(1, len(shape) - first + 1))
+        return tuple((self.atom(n, axis),) for n, axis in zip(shape, axes, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Layout:
+    """Return the layout of a tensor that every rank has whole."""
+    return tuple((Atom(n),) for n in shape)
+
+
+def axes_of(layout: Iterable[Dim]) -> frozenset[int]:
+    """Return the axes that cut a tensor."""
+    return frozenset(atom.axis for dim in layout for atom in dim if atom.axis is not None)
+
+
+def shape_of(layout: Layout) -> Shape:
+    """Return the global shape."""
+    return tuple(prod(atom.extent for atom in dim) for dim in layout)
+
+
+def local_shape(layout: Layout, place: Sequence[int]) -> Shape:
+    """Return the shape of the part of the rank at a place."""
+    return tuple(prod(local_atoms(dim, place)) for dim in layout)
+
+
+def local_atoms(dim: Dim, place: Sequence[int]) -> Shape:
+    """Return how many indices of each atom the rank at a place has."""
+    return tuple(hi - lo for lo, hi in (atom.range(place) for atom in dim))
+
+
+def merged(dim: Iterable[Atom]) -> Dim:
+    """Return the dimension in the fewest atoms: what is whole joins what stands before it."""
+    found: list[Atom] = []
+    for atom in dim:
+        if atom.extent == 1 and atom.axis is None:
+            continue
+        if found and atom.axis is None:
+            found[-1] = found[-1].scaled(atom.extent)
+        else:
+            found.append(atom)
+    return tuple(found) or (Atom(1),)
+
+
+class Unaligned(Exception):
+    """A cut does not fall between the indices that a reshaping splits apart.
+
+    Attributes
+    ----------
+    multiple : int
+        What every bound of the atom has to be a multiple of; 0: no cut would do.
+    atom : Atom
+    """
+
+    def __init__(self, atom: Atom, multiple: int = 0) -> None:
+        super().__init__(atom, multiple)
+        self.atom, self.multiple = atom, multiple
+
+
+def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
+    """Return the layout after a reshaping to a global shape, with nothing moved.
+
+    Raises
+    ------
+    Unaligned
+        If a cut would have to be elsewhere.
+    """
+    atoms = [atom for dim in layout for atom in dim if atom.extent != 1 or atom.axis is not None]
+    atoms.reverse()  # the next one is the last
+    found = []
+    for size in shape:
+        dim: list[Atom] = []
+        rest = size
+        while rest > 1:
+            atom = atoms.pop()
+            if rest % atom.extent == 0:
+                dim.append(atom)
+                rest //= atom.extent
+                continue
+            if atom.extent % rest == 0:
+                major, minor = split_atom(atom, rest)
+                dim.append(major)
+                atoms.append(minor)
+                rest = 1
+                continue
+            if atom.axis is None and atoms and atoms[-1].axis is None:  # (2, 3) becomes (3, 2)
+                atoms[-1] = Atom(atom.extent * atoms[-1].extent)
+                continue
+            common = _common(atom.extent, rest)
+            if common == 1:
+                raise Unaligned(atom)
+            major, minor = split_atom(atom, common)
+            dim.append(major)
+            atoms.append(minor)
+            rest //= common
+        found.append(merged(dim))
+    return tuple(found)
+
+
+def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:
+    """Return an atom as `major` groups of neighbours, and the place in a group."""
+    minor = atom.extent // major
+    if atom.bounds is None:
+        return Atom(major), Atom(minor)
+    if any(bound % minor for bound in atom.bounds):
+        raise Unaligned(atom, minor)
+    return Atom(major, atom.axis, tuple(bound // minor for bound in atom.bounds)), Atom(minor)
+
+
+def _common(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a

@@ -1,0 +1,158 @@
+"""From a captured graph to a plan: each operator by its rule, in terms of views, sums and local work."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .building import Builder
+from .layout import (
+    Mesh,
+    axes_of,
+    whole,
+)
+from .plan import Value, axes_of_values
+from .registry import POINTWISE, RULES, decomposed
+from .transfer import Range
+
+Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
+"""For a dimension: an axis of the mesh, and for each of its parts the ranges that it wants to see."""
+
+
+class Lowering(Builder):
+    """What rules are given: a plan in the making, and the operator at hand.
+
+    Attributes
+    ----------
+    target : the operator
+    out : its results, as fake tensors of the global shape
+    """
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        super().__init__(mesh, rank)
+        self.out: Any = None
+        self.target: Any = None
+        self.key: Value | None = None
+        self._call: Any = None
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the values that an operator gives."""
+        if target is operator.getitem:
+            return args[0][args[1]]
+        if not isinstance(target, torch._ops.OpOverload):
+            self.refuse("is no ATen operator")
+        bound = _bound(target, args, kwargs)
+        values = [v for v in pytree.tree_leaves(bound) if isinstance(v, Value)]
+        name = str(target)
+        self.target, self._call = target, (target, args, kwargs, values)
+        found = RULES.get(name)
+        always = found is not None and found.always
+        if not always and not axes_of_values(values):
+            return self._alike(target, args, kwargs, values)
+        if found is not None:
+            return found.function(self, **bound)
+        if torch.Tag.pointwise in target.tags or name in POINTWISE:
+            return self.pointwise(target, args, kwargs)
+        inner = self.apart()
+        return self.refuse() if inner is None else inner
+
+    def alike(self) -> Any:
+        """Return what the operator at hand gives, which every rank computes from all of its arguments."""
+        return self._alike(*self._call)
+
+    def apart(self) -> Any:
+        """Return what the operator at hand gives, taken apart into simpler ones; None: it is as simple as can be."""
+        target, args, kwargs, _ = self._call
+        graph = decomposed(target, args, kwargs, self.fake)
+        if graph is None:
+            return None
+        return self.inline(graph, [v for v in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(v, Value)])
+
+    def random_key(self) -> Value:
+        """Return the value of a number that is drawn anew for each pass, the same on every rank."""
+        if self.key is None:
+            self.key = self._value((), frozenset(), torch.int64, "constant", ())
+        return self.key
+
+    def inline(self, graph: torch.fx.GraphModule, inputs: Sequence[Value]) -> Any:
+        """Lower another graph at this place."""
+        env: dict[torch.fx.Node, Any] = {}
+        waiting, outer = list(inputs)[::-1], self.out
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = waiting.pop()
+            elif node.op == "get_attr":
+                env[node] = self.constant(getattr(graph, node.target))
+            elif node.op == "output":
+                self.out = outer
+                return pytree.tree_map(lambda a: env[a] if isinstance(a, torch.fx.Node) else a, node.args[0])
+            else:
+                args, kwargs = pytree.tree_map(
+                    lambda a: env[a] if isinstance(a, torch.fx.Node) else a, (node.args, dict(node.kwargs))
+                )
+                self.out = node.meta.get("val")
+                env[node] = self.call(node.target, args, kwargs)
+        return None
+
+    def pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operation gives that looks at one index of each argument for each of its results."""
+        leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Value)]
+        values = [leaves[i] for i in at]
+        layout = self.common(values)
+        context = axes_of(layout)
+        aligned = [self.aligned(value, layout, context) for value in values]
+        out = self.out
+
+        def run(*tensors: torch.Tensor) -> Any:
+            filled = list(leaves)
+            for i, tensor in zip(at, tensors, strict=True):
+                filled[i] = tensor
+            given, named = pytree.tree_unflatten(filled, spec)
+            return target(*given, **named)
+
+        if isinstance(out, (tuple, list)):
+            return self.locals(run, aligned, out, [layout for _ in out])
+        return self.local(run, aligned, layout, out.dtype)
+
+    def fake(self, value: Value) -> Any:
+        """Return a tensor without memory, of a value's global shape."""
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    def _alike(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Value]) -> Any:
+        """Every rank has all of the arguments, and computes all of the results."""
+        leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Value)]
+
+        def run(*tensors: torch.Tensor) -> Any:
+            filled = list(leaves)
+            for i, tensor in zip(at, tensors, strict=True):
+                filled[i] = tensor
+            given, named = pytree.tree_unflatten(filled, spec)
+            return target(*given, **named)
+
+        out = self.out
+        if isinstance(out, (tuple, list)):
+            return self.locals(run, values, out)
+        if not isinstance(out, torch.Tensor):
+            self.refuse("depends on the values of a tensor")
+        (found,) = self._locals(run, values, [whole(out.shape)], [out.dtype], frozenset())
+        return found
+
+
+def _bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name, defaults included; the first tensor is `x`."""
+    found = {}
+    for at, argument in enumerate(target._schema.arguments):
+        name = "x" if argument.name in ("self", "input") else argument.name
+        if at < len(args):
+            found[name] = args[at]
+        elif argument.name in kwargs:
+            found[name] = kwargs[argument.name]
+        else:
+            found[name] = argument.default_value if argument.has_default_value() else None
+    return found

@@ -1,0 +1,307 @@
+"""Operators that move cells: padding, slices, concatenation, flips, rolls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..layout import Atom
+from ..registry import rule
+from .window import parts_of
+
+
+def remapped(lowering: Any, x: Any, dim: int, extent: int, source: Callable[[int], int]) -> Any:
+    """Return x with another extent of one dimension, whose index i is index source(i) of x.
+
+    Cells between the first and the last that a part looks at travel.
+    """
+    axis = lowering.cut(x, dim)
+    out = lowering.mesh.atom(extent, axis)
+    ranges = []
+    for lo, hi in parts_of(out):
+        cells = [source(i) for i in range(lo, hi)]
+        ranges.append(((min(cells), max(cells) + 1) if cells else (0, 0),))
+    view = lowering.view(x, {dim: (axis, ranges)})
+    layout = (*x.layout[:dim], (out,), *x.layout[dim + 1 :])
+    lo, hi = out.range(lowering.place)
+    first = ranges[0 if axis is None else lowering.place[axis]][0][0]
+    picks = [source(i) - first for i in range(lo, hi)]
+    if picks == list(range(view.local[dim])):
+        return lowering.local(lambda a: a, [view], layout)
+    index = torch.tensor(picks, dtype=torch.int64)
+    return lowering.local(lambda a: a.index_select(dim, index.to(a.device)), [view], layout)
+
+
+def ranged(
+    lowering: Any, x: Any, dim: int, extent: int, ranges_of: Callable[[int, int], Sequence[tuple[int, int]]]
+) -> Any:
+    """Return x with another extent of one dimension, of which [lo, hi) are ranges of x, one after the other."""
+    axis = lowering.cut(x, dim)
+    out = lowering.mesh.atom(extent, axis)
+    ranges = [tuple(ranges_of(lo, hi)) if lo < hi else ((0, 0),) for lo, hi in parts_of(out)]
+    view = lowering.view(x, {dim: (axis, ranges)})
+    return lowering.local(lambda a: a, [view], (*x.layout[:dim], (out,), *x.layout[dim + 1 :]))
+
+
+@rule("aten.slice.Tensor")
+def slices(lowering: Any, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """Cells of a slice, cut anew."""
+    dim %= len(x.shape)
+    picked = range(x.shape[dim])[slice(start, end, step)]
+    if len(picked) == x.shape[dim]:
+        return x
+    if lowering.is_whole(x, dim):
+        layout = (*x.layout[:dim], (Atom(len(picked)),), *x.layout[dim + 1 :])
+        return lowering.local(lambda a: a[(slice(None),) * dim + (slice(start, end, step),)], [x], layout)
+    if not picked:
+        lowering.refuse("a slice without cells")
+    return remapped(lowering, x, dim, len(picked), lambda i: picked[i])
+
+
+@rule("aten.select.int")
+def select(lowering: Any, x: Any, dim: int, index: int) -> Any:
+    """One index of a dimension; of a cut one, every rank gets it."""
+    dim %= len(x.shape)
+    layout = (*x.layout[:dim], *x.layout[dim + 1 :])
+    if lowering.is_whole(x, dim):
+        return lowering.local(lambda a: a.select(dim, index), [x], layout)
+    lowering.refuse("one index of a cut dimension")
+
+
+@rule("aten.narrow.default")
+def narrow(lowering: Any, x: Any, dim: int, start: int, length: int) -> Any:
+    """Cells of a slice, cut anew."""
+    return slices(lowering, x, dim, start, start + length)
+
+
+@rule("aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default", "aten.chunk.default",
+      "aten.split_with_sizes_copy.default")  # fmt: skip
+def split(
+    lowering: Any, x: Any, split_size: Any = None, split_sizes: Any = None, dim: int = 0, chunks: Any = None
+) -> Any:
+    """Slices, one after the other."""
+    found, at = [], 0
+    for out in lowering.out:
+        n = out.shape[dim % len(x.shape)]
+        found.append(slices(lowering, x, dim, at, at + n))
+        at += n
+    return tuple(found)
+
+
+@rule("aten.unbind.int")
+def unbind(lowering: Any, x: Any, dim: int = 0) -> Any:
+    """Each index of a dimension."""
+    return tuple(select(lowering, x, dim, at) for at in range(x.shape[dim]))
+
+
+@rule("aten.slice_scatter.default")
+def slice_scatter(
+    lowering: Any, x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
+    """A slice has new values."""
+    dim %= len(x.shape)
+    picked = range(x.shape[dim])[slice(start, end, step)]
+    if len(picked) == x.shape[dim]:
+        return (
+            lowering.aligned(src, x.layout, x.axes | src.axes)
+            if x.layout == src.layout
+            else _replaced(lowering, x, src)
+        )
+    layout = lowering.common([x, src]) if lowering.is_whole(x, dim) else x.layout
+    context = x.axes | src.axes
+    x = lowering.recut(x, (*layout[:dim], x.layout[dim], *layout[dim + 1 :]))
+    if lowering.is_whole(x, dim) and lowering.is_whole(src, dim):
+        target = (*x.layout[:dim], src.layout[dim], *x.layout[dim + 1 :])
+        there = lowering.aligned(src, target, context)
+        return lowering.local(lambda a, b: torch.slice_scatter(a, b, dim, start, end, step), [x, there], x.layout)
+    axis = lowering.cut(x, dim)
+    out = x.layout[dim][0]
+    where = {cell: at for at, cell in enumerate(picked)}
+    ranges = []
+    for lo, hi in parts_of(out):
+        cells = [where[i] for i in range(lo, hi) if i in where]
+        ranges.append(((min(cells), max(cells) + 1) if cells else (0, 0),))
+    view = lowering.view(src, {dim: (axis, ranges)}, context)
+    lo, hi = out.range(lowering.place)
+    places = torch.tensor([i - lo for i in range(lo, hi) if i in where], dtype=torch.int64)
+    return lowering.local(lambda a, b: a.index_copy(dim, places.to(a.device), b), [x, view], x.layout)
+
+
+def _replaced(lowering: Any, x: Any, src: Any) -> Any:
+    return lowering.recut(src, x.layout) if x.axes else src
+
+
+@rule("aten.flip.default")
+def flip(lowering: Any, x: Any, dims: Sequence[int]) -> Any:
+    """Cells in the opposite order."""
+    for dim in (d % len(x.shape) for d in dims):
+        n = x.shape[dim]
+        if lowering.is_whole(x, dim):
+            x = lowering.local(partial(torch.flip, dims=(dim,)), [x], x.layout)
+        else:
+            x = remapped(lowering, x, dim, n, partial(operator.sub, n - 1))
+    return x
+
+
+@rule("aten.roll.default")
+def roll(lowering: Any, x: Any, shifts: Sequence[int], dims: Sequence[int]) -> Any:
+    """Cells moved around the end."""
+    if not dims:
+        lowering.refuse("rolls all dimensions as one")
+    for shift, dim in zip(shifts, (d % len(x.shape) for d in dims), strict=True):
+        n = x.shape[dim]
+        if lowering.is_whole(x, dim):
+            x = lowering.local(partial(torch.roll, shifts=shift, dims=dim), [x], x.layout)
+        else:
+            x = ranged(lowering, x, dim, n, partial(_rolled, shift, n))
+    return x
+
+
+def _rolled(shift: int, n: int, lo: int, hi: int) -> list[tuple[int, int]]:
+    return around(lo - shift, hi - shift, n)
+
+
+def around(lo: int, hi: int, n: int) -> list[tuple[int, int]]:
+    """Return the cells [lo, hi) modulo n, as ranges."""
+    found = []
+    while lo < hi:
+        turn = lo // n * n
+        end = min(hi, turn + n)
+        found.append((lo - turn, end - turn))
+        lo = end
+    return found
+
+
+@rule("aten.pad.default", "aten.constant_pad_nd.default", "aten.reflection_pad1d.default",
+      "aten.reflection_pad2d.default", "aten.reflection_pad3d.default", "aten.replication_pad1d.default",
+      "aten.replication_pad2d.default", "aten.replication_pad3d.default", "aten._pad_circular.default")  # fmt: skip
+def pad(lowering: Any, x: Any, pad: Any = None, mode: str | None = None, value: Any = None, padding: Any = None) -> Any:
+    """Cells around the image, of every mode; negative ones take cells away."""
+    name = str(lowering.target)
+    mode = mode or next(
+        (
+            m
+            for m, n in (("reflect", "reflection"), ("replicate", "replication"), ("circular", "circular"))
+            if n in name
+        ),
+        "constant",
+    )
+    amounts = list(pad if pad is not None else padding)
+    for at in range(len(amounts) // 2):
+        dim, before, after = len(x.shape) - 1 - at, amounts[2 * at], amounts[2 * at + 1]
+        if before or after:
+            x = _padded(lowering, x, dim, before, after, mode, float(value or 0.0))
+    return x
+
+
+def _padded(lowering: Any, x: Any, dim: int, before: int, after: int, mode: str, value: float) -> Any:
+    n = x.shape[dim]
+    extent = n + before + after
+    if lowering.is_whole(x, dim):
+        layout = (*x.layout[:dim], (Atom(extent),), *x.layout[dim + 1 :])
+        if mode == "constant":
+            around_it = [0, 0] * (len(x.shape) - 1 - dim) + [before, after]
+            return lowering.local(lambda a: F.pad(a, around_it, value=value), [x], layout)
+        index = torch.tensor([folded(i - before, n, mode) for i in range(extent)])
+        return lowering.local(lambda a: a.index_select(dim, index.to(a.device)), [x], layout)
+    if mode == "circular":
+        return ranged(lowering, x, dim, extent, lambda lo, hi: around(lo - before, hi - before, n))
+    if mode != "constant":
+        return remapped(lowering, x, dim, extent, lambda i: folded(i - before, n, mode))
+    axis = lowering.cut(x, dim)
+    out = lowering.mesh.atom(extent, axis)
+    ranges, pads = [], []
+    for lo, hi in parts_of(out):
+        a, b = max(lo - before, 0), min(hi - before, n)
+        inside = a < b
+        ranges.append(((a, b) if inside else (0, 0),))
+        pads.append((a - (lo - before), hi - before - b) if inside else (hi - lo, 0))
+    view = lowering.view(x, {dim: (axis, ranges)}, None, {dim: pads}, value)
+    return lowering.local(lambda a: a, [view], (*x.layout[:dim], (out,), *x.layout[dim + 1 :]))
+
+
+def folded(i: int, n: int, mode: str) -> int:
+    """Return the cell of [0, n) that cell i shows."""
+    if mode == "circular":
+        return i % n
+    if mode == "replicate":
+        return min(max(i, 0), n - 1)
+    return -i if i < 0 else (2 * (n - 1) - i if i >= n else i)
+
+
+@rule("aten.cat.default")
+def cat(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    """One after the other; along a cut dimension, cut anew."""
+    tensors = [t for t in tensors if not (len(t.shape) == 1 and t.shape[0] == 0)]
+    dim %= len(tensors[0].shape)
+    rest = lowering.common([_without(lowering, t, dim) for t in tensors])
+    context = frozenset().union(*(t.axes for t in tensors))
+    extent = sum(t.shape[dim] for t in tensors)
+    dtype = lowering.out.dtype
+    if all(lowering.is_whole(t, dim) for t in tensors):
+        target = (*rest[:dim], (Atom(extent),), *rest[dim + 1 :])
+        aligned = [
+            lowering.aligned(t, (*rest[:dim], (Atom(t.shape[dim]),), *rest[dim + 1 :]), context) for t in tensors
+        ]
+        return lowering.local(lambda *ts: torch.cat(ts, dim), aligned, target, dtype)
+    axis = next(lowering.cut(t, dim) for t in tensors if not lowering.is_whole(t, dim))
+    out = lowering.mesh.atom(extent, axis)
+    seen, at = [], 0
+    for t in tensors:
+        n = t.shape[dim]
+        ranges = []
+        for lo, hi in parts_of(out):
+            a, b = max(lo - at, 0), min(hi - at, n)
+            ranges.append(((a, b) if a < b else (0, 0),))
+        there = lowering.recut(t, (*rest[:dim], t.layout[dim], *rest[dim + 1 :]))
+        seen.append(lowering.view(there, {dim: (axis, ranges)}, context))
+        at += n
+    return lowering.local(lambda *ts: torch.cat(ts, dim), seen, (*rest[:dim], (out,), *rest[dim + 1 :]), dtype)
+
+
+def _without(lowering: Any, value: Any, dim: int) -> Any:
+    """Return something that has the layout of a value with one index of a dimension."""
+
+    class Shape:
+        layout = (*value.layout[:dim], (Atom(1),), *value.layout[dim + 1 :])
+
+    return Shape
+
+
+@rule("aten.stack.default")
+def stack(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    """One after the other, in a new dimension."""
+    dim %= len(tensors[0].shape) + 1
+    shape = (*tensors[0].shape[:dim], 1, *tensors[0].shape[dim:])
+    return cat(lowering, [lowering.reshape(t, shape) for t in tensors], dim)
+
+
+@rule("aten.index.Tensor")
+def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
+    """By tensors that every rank has, along whole dimensions."""
+    given = [(dim, value) for dim, value in enumerate(indices) if value is not None]
+    if any(value.axes for _, value in given) or any(not lowering.is_whole(x, dim) for dim, _ in given):
+        lowering.refuse("an index, or the dimension it counts, is cut")
+    dims = [dim for dim, _ in given]
+    if dims != list(range(dims[0], dims[-1] + 1)):
+        lowering.refuse("indices of dimensions that are not neighbours")
+    new = lowering.out.shape[dims[0] : len(lowering.out.shape) - (len(x.shape) - dims[-1] - 1)]
+    layout = (*x.layout[: dims[0]], *((Atom(n),) for n in new), *x.layout[dims[-1] + 1 :])
+
+    def run(a: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
+        return a[(slice(None),) * dims[0] + at]
+
+    return lowering.local(run, [x, *(value for _, value in given)], layout)
+
+
+@rule("aten.fill.Tensor", "aten.fill.Scalar")
+def fill(lowering: Any, x: Any, value: Any) -> Any:
+    """One number everywhere."""
+    if hasattr(value, "axes"):
+        return lowering.local(lambda a, v: v.expand_as(a).clone(), [x, value], x.layout)
+    return lowering.local(lambda a: torch.full_like(a, value), [x], x.layout)

@@ -1,0 +1,119 @@
+"""Costs: means and sums over cells of the whole images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..layout import axes_of
+from ..registry import rule
+
+
+def _total(lowering: Any, each: Any, weights: Any, reduction: int) -> Any:
+    """Return numbers as they are (0), their mean, which may be weighted (1), or their sum (2)."""
+    if reduction == 0:
+        return each
+    axes = axes_of(each.layout)
+    total = lowering.reduced(lambda a: a.sum(), [each], axes, ())
+    if reduction == 2:
+        return total
+    if weights is None:
+        count = 1
+        for n in each.shape:
+            count *= n
+        return lowering.local(lambda a: a / count, [total], ())
+    whole = lowering.reduced(lambda a: a.sum(), [weights], axes_of(weights.layout), (), weights.dtype)
+    return lowering.local(lambda a, w: a / w, [total, whole], ())
+
+
+@rule("aten.cross_entropy_loss.default")
+def cross_entropy(
+    lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """Reduction: sums over cells, and the number of them (or of their weights)."""
+    channel = 1 if len(x.shape) > 1 else 0
+    if not lowering.is_whole(x, channel):
+        lowering.refuse("the classes are cut")
+    classes = x.layout[channel]
+    layout = (*x.layout[:channel], *x.layout[channel + 1 :])
+    context = x.axes
+    probabilities = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
+    there = lowering.aligned(target, x.layout if probabilities else layout, context)
+    more = [] if weight is None else [weight]
+
+    def each(a: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
+        return F.cross_entropy(a, t, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
+
+    losses = lowering.local(each, [x, there, *more], layout, lowering.out.dtype)
+    if probabilities:
+        number = 1
+        for n in losses.shape:
+            number *= n
+        return _total(lowering, losses, None, reduction)
+
+    def counted(t: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
+        kept = t != ignore_index
+        if w is None:
+            return kept.to(losses.dtype)
+        return torch.where(kept, w[t.clamp(min=0)], 0).to(losses.dtype)
+
+    weights = lowering.local(counted, [there, *more], layout, losses.dtype)
+    del classes
+    return _total(lowering, losses, weights, reduction)
+
+
+@rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")
+def nll(lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
+    """Reduction: sums over cells, and the number of them (or of their weights)."""
+    layout = (*x.layout[:1], *x.layout[2:])
+    there = lowering.aligned(target, layout, x.axes)
+    more = [] if weight is None else [weight]
+    losses = lowering.local(
+        lambda a, t, w=None: F.nll_loss(a, t, w, ignore_index=ignore_index, reduction="none"),
+        [x, there, *more], layout, x.dtype,
+    )  # fmt: skip
+
+    def counted(t: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
+        kept = t != ignore_index
+        return kept.to(losses.dtype) if w is None else torch.where(kept, w[t.clamp(min=0)], 0).to(losses.dtype)
+
+    return _total(lowering, losses, lowering.local(counted, [there, *more], layout, losses.dtype), reduction)
+
+
+def _pairwise(function: Any) -> Any:
+    def rule_of(lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int = 1, **more: Any) -> Any:
+        """Reduction: sums over cells."""
+        values = [x, target, *([] if weight is None else [weight])]
+        named = {name: value for name, value in more.items() if hasattr(value, "layout_or_none")}
+        values += named.values()
+        layout = lowering.common(values)
+        context = axes_of(layout)
+        aligned = [lowering.aligned(value, layout, context) for value in values]
+        static = {name: value for name, value in more.items() if name not in named and value is not None}
+
+        def run(a: torch.Tensor, t: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            given = list(rest)
+            if weight is not None:
+                static["weight"] = given.pop(0)
+            return function(a, t, reduction="none", **static, **dict(zip(named, given, strict=True)))
+
+        each = lowering.local(run, aligned, layout, lowering.out.dtype)
+        return _total(lowering, each, None, reduction)
+
+    return rule_of
+
+
+for _name, _function in {
+    "aten.mse_loss.default": F.mse_loss,
+    "aten.l1_loss.default": F.l1_loss,
+    "aten.smooth_l1_loss.default": F.smooth_l1_loss,
+    "aten.huber_loss.default": F.huber_loss,
+    "aten.binary_cross_entropy.default": F.binary_cross_entropy,
+    "aten.binary_cross_entropy_with_logits.default": F.binary_cross_entropy_with_logits,
+    "aten.kl_div.default": F.kl_div,
+    "aten.soft_margin_loss.default": F.soft_margin_loss,
+}.items():
+    rule(_name)(_pairwise(_function))

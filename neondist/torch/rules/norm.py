@@ -1,0 +1,145 @@
+"""Normalisations: statistics of the whole image (and batch), the mean first, then the variance about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..layout import Atom
+from ..registry import rule
+from .reduce import moments
+
+
+def normalised(lowering: Any, x: Any, dims: Sequence[int], eps: float) -> tuple[Any, Any, Any]:
+    """Return x of mean 0 and variance 1 over dimensions, the mean, and the sum of squares about it."""
+    mean, squares, apart = moments(lowering, x, dims)
+    number = prod(x.shape[d] for d in dims)
+    scale = lowering.local(lambda s: torch.rsqrt(s / number + eps), [squares], squares.layout)
+    return lowering.local(torch.mul, [apart, scale], x.layout), mean, squares
+
+
+def scaled(lowering: Any, x: Any, weight: Any, bias: Any, dims: Sequence[int]) -> Any:
+    """Return x times a weight, plus a bias, which have these dimensions of x."""
+    shape = [n if at in dims else 1 for at, n in enumerate(x.shape)]
+    context = x.axes
+    for value, run in ((weight, torch.mul), (bias, torch.add)):
+        if value is not None:
+            there = lowering.aligned(lowering.reshape(lowering.enter(value, context), shape), x.layout, context)
+            x = lowering.local(run, [x, there], x.layout)
+    return x
+
+
+@rule("aten._native_batch_norm_legit_functional.default")
+def batch_norm(
+    lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
+    momentum: float, eps: float,
+) -> Any:  # fmt: skip
+    """Reduction: moments of each channel, over all tiles and replicas."""
+    if not training:
+        y, *_ = fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
+        return y, None, None, running_mean, running_var
+    dims = [dim for dim in range(len(x.shape)) if dim != 1]
+    number = prod(x.shape[d] for d in dims)
+    y, mean, squares = normalised(lowering, x, dims, eps)
+    channels = ((Atom(x.shape[1]),),)
+    mean, squares = lowering.shaped(mean, channels), lowering.shaped(squares, channels)
+
+    def moved(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return ((1 - momentum) * old + momentum * new.detach()).to(old.dtype)
+
+    new_mean = lowering.local(moved, [running_mean, mean], channels, running_mean.dtype)
+    new_var = lowering.local(
+        lambda old, s: moved(old, s / max(1, number - 1)), [running_var, squares], channels, running_var.dtype
+    )
+    return scaled(lowering, y, weight, bias, [1]), mean, None, new_mean, new_var
+
+
+@rule("aten._native_batch_norm_legit_no_training.default")
+def fixed(
+    lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> Any:
+    """Local: the statistics are known."""
+    present = [value is not None for value in (weight, bias)]
+    args = [x, running_mean, running_var, *(value for value in (weight, bias) if value is not None)]
+
+    def run(a: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        given = list(rest)
+        w = given.pop(0) if present[0] else None
+        b = given.pop(0) if present[1] else None
+        return F.batch_norm(a, mean, var, w, b, False, 0.0, eps)
+
+    return lowering.local(run, args, x.layout), None, None
+
+
+@rule("aten.instance_norm.default")
+def instance_norm(
+    lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
+    momentum: float, eps: float, cudnn_enabled: bool,
+) -> Any:  # fmt: skip
+    """Reduction: moments of each channel of each sample."""
+    if not use_input_stats:
+        return fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)[0]
+    if running_mean is not None:
+        lowering.refuse("running statistics of instances")
+    y, *_ = normalised(lowering, x, list(range(2, len(x.shape))), eps)
+    return scaled(lowering, y, weight, bias, [1])
+
+
+@rule("aten.group_norm.default")
+def group_norm(lowering: Any, x: Any, num_groups: int, weight: Any, bias: Any, eps: float, cudnn_enabled: bool) -> Any:
+    """Reduction: moments of each group of channels of each sample."""
+    n, c, *cells = x.shape
+    groups = lowering.reshape(x, [n, num_groups, c // num_groups, *cells])
+    y, *_ = normalised(lowering, groups, list(range(2, len(cells) + 3)), eps)
+    return scaled(lowering, lowering.reshape(y, x.shape), weight, bias, [1])
+
+
+@rule("aten.native_group_norm.default")
+def native_group_norm(
+    lowering: Any, x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+) -> Any:
+    """Reduction: moments of each group of channels of each sample."""
+    return group_norm(lowering, x, group, weight, bias, eps, False), None, None
+
+
+@rule("aten.layer_norm.default")
+def layer_norm(
+    lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, cudnn_enable: bool
+) -> Any:
+    """Reduction: moments over the last dimensions; local where those are whole."""
+    rank = len(x.shape)
+    dims = list(range(rank - len(normalized_shape), rank))
+    if all(lowering.is_whole(x, dim) for dim in dims):
+        given = [value is not None for value in (weight, bias)]
+
+        def run(a: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            more = list(rest)
+            w = more.pop(0) if given[0] else None
+            b = more.pop(0) if given[1] else None
+            return F.layer_norm(a, tuple(normalized_shape), w, b, eps)
+
+        return lowering.local(run, [x, *(v for v in (weight, bias) if v is not None)], x.layout)
+    y, *_ = normalised(lowering, x, dims, eps)
+    return scaled(lowering, y, weight, bias, dims)
+
+
+@rule("aten.native_layer_norm.default")
+def native_layer_norm(
+    lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> Any:
+    """Reduction: moments over the last dimensions."""
+    return layer_norm(lowering, x, normalized_shape, weight, bias, eps, False), None, None
+
+
+@rule("aten.rms_norm.default")
+def rms_norm(lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> Any:
+    """Local, over whole dimensions."""
+    rank = len(x.shape)
+    if not all(lowering.is_whole(x, dim) for dim in range(rank - len(normalized_shape), rank)):
+        lowering.refuse("the dimensions are cut")
+    args = [x, *([] if weight is None else [weight])]
+    return lowering.local(lambda a, w=None: F.rms_norm(a, tuple(normalized_shape), w, eps), args, x.layout)

@@ -1,0 +1,39 @@
+"""Operators whose results depend on one index of each argument; most say so by a tag of PyTorch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..registry import pointwise, rule
+
+pointwise(
+    "aten.clone.default", "aten._to_copy.default", "aten.detach.default", "aten.alias.default",
+    "aten.contiguous.default",
+    "aten.lift_fresh_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default",
+    "aten.masked_fill.Scalar", "aten.masked_fill.Tensor", "aten.where.self", "aten.where.ScalarSelf",
+    "aten.where.ScalarOther", "aten.prelu.default", "aten.dropout.default", "aten.rsub.Scalar", "aten.rsub.Tensor",
+    "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default", "aten.relu6.default",
+    "aten.broadcast_tensors.default", "aten.conj.default", "aten.real.default", "aten.imag.default",
+)  # fmt: skip
+
+
+@rule("aten.prelu.default")
+def prelu(lowering: Any, x: Any, weight: Any) -> Any:
+    """Pointwise; the slope is that of the channel."""
+    shape = [1] * len(x.shape)
+    if len(shape) > 1:
+        shape[1] = weight.shape[0]
+    slope = lowering.reshape(lowering.enter(weight, x.axes), shape)
+    layout = x.layout
+    return lowering.local(
+        lambda a, w: a.clamp(min=0) + w * a.clamp(max=0), [x, lowering.aligned(slope, layout, x.axes)], layout
+    )
+
+
+@rule("aten.copy.default", always=True)
+def copy(lowering: Any, x: Any, src: Any, non_blocking: bool = False) -> Any:
+    """The values of the second argument, in the shape and dtype of the first."""
+    context = x.axes
+    there = lowering.aligned(src, x.layout, context)
+    shape, dtype = x.local, x.dtype
+    return lowering.local(lambda a: a.to(dtype).expand(shape).clone(), [there], x.layout, dtype, context)

@@ -1,0 +1,115 @@
+"""Matrix products and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..layout import Atom, axes_of
+from ..registry import rule
+
+
+@rule("aten.linear.default")
+def linear(lowering: Any, x: Any, weight: Any, bias: Any = None) -> Any:
+    """Local; over a cut dimension, each rank has the columns of its cells, and their sums are added."""
+    layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
+    dtype = lowering.out.dtype
+    if lowering.is_whole(x, -1):
+        args = [x, weight, *([] if bias is None else [bias])]
+        return lowering.local(lambda a, w, b=None: F.linear(a, w, b), args, layout, dtype)
+    columns = lowering.aligned(weight, ((Atom(weight.shape[0]),), x.layout[-1]), x.axes)
+    found = lowering.reduced(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
+    return found if bias is None else lowering.local(torch.add, [found, bias], layout, dtype)
+
+
+@rule("aten.addmm.default")
+def addmm(lowering: Any, x: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+    """A product and a sum."""
+    product = matmul(lowering, mat1, mat2)
+    context = product.axes
+    there = lowering.aligned(x, product.layout, context)
+    return lowering.local(lambda p, a: beta * a + alpha * p, [product, there], product.layout, lowering.out.dtype)
+
+
+@rule("aten.matmul.default", "aten.bmm.default", "aten.mm.default")
+def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None) -> Any:
+    """Local; over a dimension that is cut alike in both, sums are added; else the second is seen whole along it."""
+    a, b = x, other if other is not None else mat2
+    if len(a.shape) < 2 or len(b.shape) < 2:
+        if axes_of(a.layout) | axes_of(b.layout):
+            lowering.refuse("a product with a vector")
+        return lowering.alike()
+    batch = (
+        lowering.common([_Shape(a.layout[:-2]), _Shape(b.layout[:-2])]) if max(len(a.shape), len(b.shape)) > 2 else ()
+    )
+    rows, columns = a.layout[-2], b.layout[-1]
+    busy = axes_of(batch) | axes_of([rows])
+    context = axes_of(a.layout) | axes_of(b.layout)
+    if axes_of([columns]) & busy:
+        columns = (Atom(b.shape[-1]),)
+    inner = lowering.common([_Shape([a.layout[-1]]), _Shape([b.layout[-2]])])[0]
+    if axes_of([inner]) & (busy | axes_of([columns])):
+        inner = (Atom(a.shape[-1]),)
+    left = _as(lowering, a, (*batch, rows, inner), context)
+    right = _as(lowering, b, (*batch, inner, columns), context)
+    layout = (*batch, rows, columns)
+    return lowering.reduced(torch.matmul, [left, right], axes_of([inner]), layout, a.dtype)
+
+
+class _Shape:
+    def __init__(self, layout: Any) -> None:
+        self.layout = tuple(layout)
+
+
+def _as(lowering: Any, value: Any, target: Any, context: Any) -> Any:
+    """Return a value aligned to a layout, dimensions that are whole there seen whole."""
+    offset = len(target) - len(value.layout)
+    dims = [
+        at
+        for at, dim in enumerate(value.layout)
+        if axes_of([dim]) and not axes_of([target[offset + at]]) and value.shape[at] != 1
+    ]
+    if not dims:
+        return lowering.aligned(value, target, context)
+    wanted = tuple((Atom(value.shape[at]),) if at in dims else dim for at, dim in enumerate(value.layout))
+    if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(wanted)):
+        value = lowering.recut(
+            value,
+            tuple(
+                dim if at in dims or value.shape[at] == 1 else target[offset + at]
+                for at, dim in enumerate(value.layout)
+            ),
+        )
+    return lowering.seen_whole(value, dims, context)
+
+
+@rule("aten.scaled_dot_product_attention.default")
+def attention(
+    lowering: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Redistribution: every rank sees all keys and values, for the queries of its own cells."""
+    if dropout_p:
+        lowering.refuse("dropout inside of attention")
+    if is_causal and axes_of([query.layout[-2]]):
+        lowering.refuse("causal attention over cells")
+    if not all(lowering.is_whole(t, -1) for t in (query, key, value)):
+        lowering.refuse("the features are cut")
+    context = query.axes | key.axes | value.axes
+    batch = lowering.common([_Shape(t.layout[:-2]) for t in (query, key, value)])
+    every = (Atom(key.shape[-2]),)
+    args = [
+        _as(lowering, query, (*batch, query.layout[-2], query.layout[-1]), context),
+        _as(lowering, key, (*batch, every, key.layout[-1]), context),
+        _as(lowering, value, (*batch, every, value.layout[-1]), context),
+    ]
+    if attn_mask is not None:
+        args.append(_as(lowering, attn_mask, (*batch, query.layout[-2], every), context))
+    layout = (*batch, query.layout[-2], value.layout[-1])
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    return lowering.local(run, args, layout, lowering.out.dtype)

@@ -1,0 +1,185 @@
+"""Operators that sum up, or compare, what lies along dimensions; along cut ones, a few numbers cross."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from ..layout import Atom, Layout, axes_of
+from ..registry import rule
+
+
+def dims_of(x: Any, dim: Any) -> list[int]:
+    """Return dimensions as numbers from 0, all of them for None or none."""
+    rank = len(x.shape)
+    if dim is None or dim == []:
+        return list(range(rank))
+    return sorted(d % rank for d in (dim if isinstance(dim, (list, tuple)) else [dim])) if rank else []
+
+
+def without(x: Any, dims: Sequence[int], keepdim: bool) -> Layout:
+    """Return the layout of what is left once dimensions have been summed up."""
+    kept = ((Atom(1),) if at in dims else dim for at, dim in enumerate(x.layout))
+    return tuple(dim for at, dim in enumerate(kept) if keepdim or at not in dims)
+
+
+def axes_along(x: Any, dims: Iterable[int]) -> frozenset[int]:
+    """Return the axes that cut these dimensions."""
+    return axes_of(x.layout[dim] for dim in dims)
+
+
+def total(
+    lowering: Any, run: Callable[..., Any], args: Sequence[Any], dims: Sequence[int], keepdim: bool = True
+) -> Any:
+    """Return the sum of what `run` gives, over dimensions of its first argument; run(*tensors, dims, keepdim)."""
+    x = args[0]
+    return lowering.reduced(
+        lambda *t: run(*t, list(dims), keepdim), args, axes_along(x, dims), without(x, dims, keepdim)
+    )
+
+
+def _summed(a: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    return a.sum(dims, keepdim) if dims else a
+
+
+@rule("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default", "aten.nansum.default")
+def sums(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """Reduction: sums of tiles are added."""
+    name = str(lowering.target)
+    if "nansum" in name:
+        lowering.refuse()
+    dims = dims_of(x, dim)
+    number = prod(x.shape[d] for d in dims) if "mean" in name else 1
+    if dtype is not None or not (x.dtype.is_floating_point or x.dtype.is_complex):
+        wanted = lowering.out.dtype
+        x = lowering.local(lambda a: a.to(wanted), [x], x.layout, wanted)
+    found = total(lowering, _summed, [x], dims, keepdim)
+    return found if number == 1 else lowering.local(lambda a: a / number, [found], found.layout)
+
+
+@rule("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.var.dim", "aten.std.dim",
+      "aten.var_mean.dim", "aten.var.default", "aten.std.default", "aten.std_mean.correction")  # fmt: skip
+def variance(
+    lowering: Any, x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False, unbiased: bool = True
+) -> Any:
+    """Reduction: the mean first, then squares of the differences from it."""
+    name = str(lowering.target)
+    dims = dims_of(x, dim)
+    less = float(correction) if correction is not None else float(unbiased)
+    mean, squares, _ = moments(lowering, x, dims)
+    number = prod(x.shape[d] for d in dims)
+    found = lowering.local(
+        lambda s: s / max(0.0, number - less) if number > less else s * torch.nan, [squares], squares.layout
+    )
+    if "std" in name:
+        found = lowering.local(torch.sqrt, [found], found.layout)
+    layout = without(x, dims, keepdim)
+    found, mean = lowering.shaped(found, layout), lowering.shaped(mean, layout)
+    return (found, mean) if "_mean" in name else found
+
+
+def moments(lowering: Any, x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Return the mean over dimensions, the sum of squared differences from it, and the differences."""
+    number = prod(x.shape[d] for d in dims)
+    summed = total(lowering, _summed, [x], dims)
+    mean = lowering.local(lambda s: s / number, [summed], summed.layout)
+    context = x.axes
+    apart = lowering.local(torch.sub, [x, lowering.enter(mean, context)], x.layout)
+    squares = total(lowering, lambda a, d, k: (a * a).sum(d, k), [apart], dims)
+    return mean, squares, apart
+
+
+@rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
+def extreme(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Reduction: the greatest of all tiles; those that are equal share the gradient."""
+    dims = dims_of(x, dim)
+    low = "min" in str(lowering.target)
+    axes, layout = axes_along(x, dims), without(x, dims, True)
+    if not x.dtype.is_floating_point:
+        lowering.refuse("the extreme of whole numbers over cut dimensions")
+
+    def most(a: torch.Tensor) -> torch.Tensor:
+        a = -a if low else a
+        if a.numel():
+            return a.detach().amax(dims, True)
+        return a.new_full([1 if d in dims else n for d, n in enumerate(a.shape)], -torch.inf)
+
+    greatest = lowering.reduced(most, [x], axes, layout, op="max")
+    context = x.axes
+    here = lowering.enter(greatest, context)
+    mask = lowering.local(lambda a, m: ((-a if low else a) == m).to(a.dtype), [x, here], x.layout)
+    mask.kind = "constant"
+    count = total(lowering, _summed, [mask], dims)
+    picked = total(lowering, lambda a, m, d, k: torch.where(m > 0, a, 0).sum(d, k), [x, mask], dims)
+
+    def shared(p: torch.Tensor, c: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        p = p / c
+        return (-m if low else m) + (p - p.detach()).nan_to_num()
+
+    found = lowering.local(shared, [picked, count, greatest], picked.layout)
+    return lowering.shaped(found, without(x, dims, keepdim))
+
+
+@rule("aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten._log_softmax.default")
+def softmax(lowering: Any, x: Any, dim: int, dtype: Any = None, half_to_float: bool = False) -> Any:
+    """Reduction: the maximum and the sum along the dimension, where it is cut."""
+    dims, logarithm = dims_of(x, dim), "log" in str(lowering.target)
+    if dtype is not None and dtype != x.dtype:
+        x = lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
+    if not axes_along(x, dims):
+        run = torch.log_softmax if logarithm else torch.softmax
+        return lowering.local(lambda a: run(a, dims[0]), [x], x.layout)
+
+    def most(a: torch.Tensor) -> torch.Tensor:
+        if a.numel():
+            return a.detach().amax(dims, True)
+        return a.new_full([1 if d in dims else n for d, n in enumerate(a.shape)], -torch.inf)
+
+    axes, layout = axes_along(x, dims), without(x, dims, True)
+    greatest = lowering.reduced(most, [x], axes, layout, op="max")
+    less = lowering.local(torch.sub, [x, greatest], x.layout)
+    summed = total(lowering, lambda a, d, k: a.exp().sum(d, k), [less], dims)
+    if logarithm:
+        return lowering.local(lambda a, s: a - s.log(), [less, summed], x.layout)
+    return lowering.local(lambda a, s: a.exp() / s, [less, summed], x.layout)
+
+
+@rule("aten.cumsum.default", "aten.cumprod.default", "aten.argmax.default", "aten.argmin.default", "aten.topk.default",
+      "aten.sort.default", "aten.max.dim", "aten.min.dim", "aten.glu.default", "aten.index_select.default",
+      "aten.gather.default", "aten.linalg_vector_norm.default", "aten.prod.dim_int", "aten.any.dim", "aten.all.dim",
+      "aten.logsumexp.default", "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default",
+      "aten.cosine_similarity.default", "aten.normalize.default")  # fmt: skip
+def along(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Any:
+    """Local, along dimensions that are whole."""
+    target, outs = lowering.target, lowering.out
+    dims = dims_of(x, dim)
+    if any(not lowering.is_whole(x, d) for d in dims):
+        inner = lowering.apart()
+        if inner is not None:
+            return inner
+        lowering.refuse("the dimension is cut")
+    several = isinstance(outs, (tuple, list))
+    layouts = []
+    for out in outs if several else [outs]:
+        if len(out.shape) == len(x.shape):
+            layouts.append(tuple((Atom(out.shape[at]),) if at in dims else cut for at, cut in enumerate(x.layout)))
+        else:
+            layouts.append(without(x, dims, False))
+    names = [a.name for a in target._schema.arguments]
+    given = {name: more[name] for name in names if name in more}
+    if any(hasattr(value, "layout_or_none") for value in more.values()):
+        lowering.refuse("an index is a tensor")
+    given |= {"dim": dim} if "dim" in names else {}
+    given |= {"keepdim": keepdim} if "keepdim" in names else {}
+    keyword = {a.name for a in target._schema.arguments if a.kwarg_only}
+    first = [n for n in names[1:] if n not in keyword]
+
+    def run(a: torch.Tensor) -> Any:
+        return target(a, *(given[n] for n in first), **{n: given[n] for n in keyword})
+
+    if several:
+        return lowering.locals(run, [x], outs, layouts)
+    return lowering.local(run, [x], layouts[0], outs.dtype)

@@ -1,0 +1,240 @@
+"""Values between cells: interpolation and adaptive pooling, one axis after the other."""
+
+from __future__ import annotations
+
+from math import ceil, floor
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..layout import Atom
+from ..registry import rule
+from .window import parts_of
+
+
+class Taps(NamedTuple):
+    """For each result: the cells that it is made of, and their weights."""
+
+    cells: list[list[int]]
+    weights: list[list[float]] | None
+
+
+def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int, int], axes: dict[int, Any]) -> Any:
+    """Return x resampled along dimensions; those of `axes` are cut in the results."""
+    wants, starts, atoms = {}, {}, {}
+    for dim, tap in taps.items():
+        out = atoms[dim] = lowering.mesh.atom(extents[dim], axes[dim])
+        ranges = []
+        for lo, hi in parts_of(out):
+            used = [cell for i in range(lo, hi) for cell in tap.cells[i]]
+            ranges.append(((min(used), max(used) + 1) if used else (0, 0),))
+        starts[dim] = ranges[0 if out.axis is None else lowering.place[out.axis]][0][0]
+        wants[dim] = out.axis, ranges
+    context = x.axes | {atom.axis for atom in atoms.values() if atom.axis is not None}
+    found = lowering.view(x, wants, context)
+    plans = []
+    for dim, tap in taps.items():
+        lo, hi = atoms[dim].range(lowering.place)
+        index = torch.tensor([[c - starts[dim] for c in cells] for cells in tap.cells[lo:hi]], dtype=torch.int64)
+        weights = None if tap.weights is None else torch.tensor(tap.weights[lo:hi], dtype=torch.float64)
+        plans.append((dim, index, weights))
+
+    def run(a: torch.Tensor) -> torch.Tensor:
+        for dim, index, weights in plans:
+            if weights is None:
+                a = a.index_select(dim, index[:, 0].to(a.device))
+                continue
+            shape = [-1 if d == dim else 1 for d in range(a.dim())]
+            total: Any = 0
+            for k in range(index.shape[1]):
+                weight = weights[:, k].to(a.device, a.dtype).view(shape)
+                total = total + a.index_select(dim, index[:, k].to(a.device)) * weight
+            a = total
+        return a
+
+    layout = tuple((atoms[dim],) if dim in atoms else cut for dim, cut in enumerate(x.layout))
+    return lowering.local(run, [found], layout, lowering.out.dtype)
+
+
+def spatial(lowering: Any, x: Any, n: int) -> tuple[list[int], dict[int, Any]]:
+    """Return the last n dimensions, and the axes that shall cut the results along them.
+
+    What is whole becomes cut, if the mesh has as many axes: a few cells grow to an image here.
+    """
+    dims = list(range(len(x.shape) - n, len(x.shape)))
+    axes = {dim: lowering.cut(x, dim) for dim in dims}
+    if n == lowering.mesh.spatial and not any(axis is not None for axis in axes.values()):
+        axes = {dim: at for at, dim in enumerate(dims, start=1)}
+    return dims, axes
+
+
+def _scale(n: int, m: int, factor: float | None, align: bool) -> float:
+    if align:
+        return (n - 1) / (m - 1) if m > 1 else 0.0
+    return 1.0 / factor if factor is not None and factor > 0 else n / m
+
+
+def _source(i: int, scale: float, align: bool) -> float:
+    return scale * i if align else max(0.0, scale * (i + 0.5) - 0.5)
+
+
+def linear(n: int, m: int, factor: float | None, align: bool) -> Taps:
+    """Return the taps of linear interpolation from n cells to m; as ATen's UpSample.h reckons them."""
+    scale, cells, weights = _scale(n, m, factor, align), [], []
+    for i in range(m):
+        at = _source(i, scale, align)
+        first = min(int(at), n - 1)
+        second = first + (1 if first < n - 1 else 0)
+        share = min(max(at - first, 0.0), 1.0)
+        cells.append([first, second])
+        weights.append([1.0 - share, share])
+    return Taps(cells, weights)
+
+
+def cubic(n: int, m: int, factor: float | None, align: bool) -> Taps:
+    """Return the taps of cubic interpolation (A = -0.75); as ATen's UpSample.h reckons them."""
+    scale, cells, weights, a = _scale(n, m, factor, align), [], [], -0.75
+
+    def near(x: float) -> float:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+
+    def far(x: float) -> float:
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+    for i in range(m):
+        at = scale * i if align else scale * (i + 0.5) - 0.5
+        first = floor(at)
+        t = at - first
+        cells.append([min(max(first + k, 0), n - 1) for k in (-1, 0, 1, 2)])
+        weights.append([far(t + 1), near(t), near(1 - t), far(2 - t)])
+    return Taps(cells, weights)
+
+
+def nearest(n: int, m: int, factor: float | None, exact: bool) -> Taps:
+    """Return the cells of nearest interpolation; reckoned in float32, as PyTorch does."""
+    scale = (
+        torch.tensor(1.0 / factor if factor else n / m, dtype=torch.float32)
+        if factor
+        else (torch.tensor(float(n)) / torch.tensor(float(m)))
+    )
+    at = torch.arange(m, dtype=torch.float32)
+    found = ((at + 0.5) * scale if exact else at * scale).floor().to(torch.int64).clamp(max=n - 1)
+    return Taps([[int(i)] for i in found], None)
+
+
+_RANK = {"1d": 1, "2d": 2, "3d": 3}
+
+
+@rule("aten.upsample_nearest1d.vec", "aten.upsample_nearest2d.vec", "aten.upsample_nearest3d.vec",
+      "aten.upsample_linear1d.vec", "aten.upsample_bilinear2d.vec", "aten.upsample_trilinear3d.vec",
+      "aten.upsample_bicubic2d.vec", "aten._upsample_nearest_exact1d.vec", "aten._upsample_nearest_exact2d.vec",
+      "aten._upsample_nearest_exact3d.vec", "aten.upsample_nearest1d.default", "aten.upsample_nearest2d.default",
+      "aten.upsample_nearest3d.default", "aten.upsample_linear1d.default", "aten.upsample_bilinear2d.default",
+      "aten.upsample_trilinear3d.default", "aten.upsample_bicubic2d.default", always=True)  # fmt: skip
+def upsample(
+    lowering: Any, x: Any, output_size: Any = None, align_corners: bool = False, scale_factors: Any = None,
+    scales: Any = None, scales_d: Any = None, scales_h: Any = None, scales_w: Any = None,
+) -> Any:  # fmt: skip
+    """Window, whose place depends on the result: cells around each result's place in the image."""
+    if not lowering.mesh.axes:
+        return lowering.alike()
+    name = str(lowering.target)
+    n = next(rank for text, rank in _RANK.items() if text in name)
+    dims, axes = spatial(lowering, x, n)
+    if not x.axes and sum(lowering.out.shape[-n:]) <= sum(x.shape[-n:]):
+        return lowering.alike()
+    given = scale_factors or list((scales_d, scales_h, scales_w)[3 - n :])
+    if scales is not None:
+        given = [scales]
+    factors = list(given) if given else [None] * n
+    taps, extents = {}, {}
+    for dim, m, factor in zip(dims, lowering.out.shape[-n:], factors, strict=True):
+        extents[dim] = m
+        if "nearest" in name:
+            taps[dim] = nearest(x.shape[dim], m, factor, "exact" in name)
+        else:
+            kind = cubic if "cubic" in name else linear
+            taps[dim] = kind(x.shape[dim], m, factor, align_corners)
+    return interpolate(lowering, x, taps, extents, axes)
+
+
+@rule("aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default", "aten.adaptive_avg_pool3d.default",
+      "aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")  # fmt: skip
+def adaptive_avg_pool(lowering: Any, x: Any, output_size: Any) -> Any:
+    """Reduction: each tile's part of the sums; the results are whole on every rank, or cut where there are many."""
+    n = next(rank for text, rank in _RANK.items() if text in str(lowering.target))
+    dims = list(range(len(x.shape) - n, len(x.shape)))
+    for dim, m in zip(dims, lowering.out.shape[-n:], strict=True):
+        x = _averaged(lowering, x, dim, m)
+    return x
+
+
+def _bins(n: int, m: int) -> list[tuple[int, int]]:
+    return [(floor(i * n / m), ceil((i + 1) * n / m)) for i in range(m)]
+
+
+def _averaged(lowering: Any, x: Any, dim: int, m: int) -> Any:
+    atom = lowering.atom(x, dim)
+    n, axis, bins = atom.extent, atom.axis, _bins(atom.extent, m)
+    many = axis is not None and m >= 2 * lowering.mesh.parts[axis] and m * 2 >= n
+    if many:
+        out = lowering.mesh.atom(m, axis)
+        ranges = [((bins[lo][0], bins[hi - 1][1]),) for lo, hi in parts_of(out)]
+        view = lowering.view(x, {dim: (axis, ranges)})
+        assert out.bounds is not None
+        lo, hi = out.range(lowering.place)
+        first, last = bins[lo][0], bins[hi - 1][1]
+        layout = (*x.layout[:dim], (out,), *x.layout[dim + 1 :])
+        matrix = _matrix(bins[lo:hi], first, last)
+        return lowering.local(lambda a: _applied(a, matrix, dim), [view], layout)
+    lo, hi = atom.range(lowering.place)
+    matrix = _matrix(bins, lo, hi)
+    layout = (*x.layout[:dim], (Atom(m),), *x.layout[dim + 1 :])
+    return lowering.reduced(lambda a: _applied(a, matrix, dim), [x], [axis] if axis is not None else [], layout)
+
+
+def _matrix(bins: list[tuple[int, int]], first: int, last: int) -> torch.Tensor:
+    """Return the weights (results, cells) of the cells [first, last)."""
+    found = torch.zeros(len(bins), max(0, last - first), dtype=torch.float64)
+    for i, (lo, hi) in enumerate(bins):
+        a, b = max(lo, first), min(hi, last)
+        if a < b:
+            found[i, a - first : b - first] = 1.0 / (hi - lo)
+    return found
+
+
+def _applied(a: torch.Tensor, matrix: torch.Tensor, dim: int) -> torch.Tensor:
+    weights = matrix.to(a.device, a.dtype)
+    return torch.tensordot(a, weights, ([dim], [1])).movedim(-1, dim)
+
+
+@rule("aten.adaptive_max_pool1d.default", "aten.adaptive_max_pool2d.default", "aten.adaptive_max_pool3d.default")
+def adaptive_max_pool(lowering: Any, x: Any, output_size: Any) -> Any:
+    """Window, whose place depends on the result; the indices cannot be had."""
+    n = next(rank for text, rank in _RANK.items() if text in str(lowering.target))
+    values, _ = lowering.out
+    dims = list(range(len(x.shape) - n, len(x.shape)))
+    wants, atoms, mine = {}, {}, []
+    for dim, m in zip(dims, values.shape[-n:], strict=True):
+        axis, bins = lowering.cut(x, dim), _bins(x.shape[dim], m)
+        out = atoms[dim] = lowering.mesh.atom(m, axis)
+        ranges = [((bins[lo][0], bins[hi - 1][1]) if lo < hi else (0, 0),) for lo, hi in parts_of(out)]
+        wants[dim] = axis, ranges
+        lo, hi = out.range(lowering.place)
+        mine.append([(a - bins[lo][0], b - bins[lo][0]) for a, b in bins[lo:hi]])
+    view = lowering.view(x, wants)
+    pool = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}[n]
+
+    def run(a: torch.Tensor) -> torch.Tensor:
+        def along(part: torch.Tensor, level: int) -> torch.Tensor:
+            if level == n:
+                return pool(part, 1)
+            return torch.cat(
+                [along(part.narrow(dims[level], lo, hi - lo), level + 1) for lo, hi in mine[level]], dims[level]
+            )
+
+        return along(a, 0)
+
+    layout = tuple((atoms[dim],) if dim in atoms else cut for dim, cut in enumerate(x.layout))
+    return lowering.local(run, [view], layout, values.dtype), None

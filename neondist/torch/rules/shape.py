@@ -1,0 +1,107 @@
+"""Operators that regroup dimensions; nothing moves, unless a cut has to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..layout import Atom, local_shape
+from ..registry import rule
+
+
+@rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.view_copy.default",
+      "aten._reshape_copy.default")  # fmt: skip
+def view(lowering: Any, x: Any, size: Any = None, shape: Any = None) -> Any:
+    """Regroups dimensions; cut ones stay cut, wherever their bounds allow it."""
+    return lowering.reshape(x, lowering.out.shape)
+
+
+@rule("aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default", "aten.squeeze.default",
+      "aten.squeeze.dim", "aten.squeeze.dims")  # fmt: skip
+def regrouped(lowering: Any, x: Any, **_: Any) -> Any:
+    """Regroups dimensions."""
+    return lowering.reshape(x, lowering.out.shape)
+
+
+@rule("aten.permute.default", "aten.permute_copy.default")
+def permute(lowering: Any, x: Any, dims: Sequence[int]) -> Any:
+    """Dimensions in another order, with their cuts."""
+    order = [dim % len(x.shape) for dim in dims]
+    return lowering.local(lambda a: a.permute(order), [x], tuple(x.layout[dim] for dim in order))
+
+
+@rule("aten.transpose.int")
+def transpose(lowering: Any, x: Any, dim0: int, dim1: int) -> Any:
+    """Two dimensions change places."""
+    order = list(range(len(x.shape)))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return permute(lowering, x, order)
+
+
+@rule("aten.t.default", "aten.numpy_T.default", "aten.adjoint.default", "aten.mT.default")
+def transposed(lowering: Any, x: Any) -> Any:
+    """The last two dimensions change places."""
+    return transpose(lowering, x, -2, -1) if len(x.shape) > 1 else x
+
+
+@rule("aten.movedim.int", "aten.movedim.intlist")
+def movedim(lowering: Any, x: Any, source: Any, destination: Any) -> Any:
+    """Dimensions in another order."""
+    rank = len(x.shape)
+    source = [d % rank for d in (source if isinstance(source, (list, tuple)) else [source])]
+    destination = [d % rank for d in (destination if isinstance(destination, (list, tuple)) else [destination])]
+    rest = iter(d for d in range(rank) if d not in source)
+    placed = dict(zip(destination, source, strict=True))
+    return permute(lowering, x, [placed[d] if d in placed else next(rest) for d in range(rank)])
+
+
+@rule("aten.expand.default", "aten.expand_copy.default")
+def expand(lowering: Any, x: Any, size: Any, implicit: bool = False) -> Any:
+    """Dimensions of one index are repeated; those stay whole."""
+    shape = lowering.out.shape
+    old = ((Atom(1),),) * (len(shape) - len(x.shape)) + x.layout
+    layout = tuple(
+        (Atom(n),) if tuple(a.extent for a in dim) == (1,) else dim for dim, n in zip(old, shape, strict=True)
+    )
+    local = local_shape(layout, lowering.place)
+    return lowering.local(lambda a: a.expand(local), [x], layout)
+
+
+@rule("aten.repeat.default")
+def repeat(lowering: Any, x: Any, repeats: Sequence[int]) -> Any:
+    """Whole dimensions are repeated."""
+    old = ((Atom(1),),) * (len(repeats) - len(x.shape)) + x.layout
+    shape = lowering.out.shape
+    for dim, times in zip(old, repeats, strict=True):
+        if times != 1 and any(atom.axis is not None for atom in dim):
+            lowering.refuse("a cut dimension is repeated")
+    layout = tuple(dim if times == 1 else (Atom(n),) for dim, times, n in zip(old, repeats, shape, strict=True))
+    return lowering.local(lambda a: a.repeat(*repeats), [x], layout)
+
+
+@rule("aten.pixel_shuffle.default")
+def pixel_shuffle(lowering: Any, x: Any, upscale_factor: int) -> Any:
+    """Channels become cells: dimensions regrouped."""
+    r, (*batch, c, h, w) = upscale_factor, x.shape
+    k = len(batch)
+    split = lowering.reshape(x, [*batch, c // r**2, r, r, h, w])
+    order = [*range(k), k, k + 3, k + 1, k + 4, k + 2]
+    return lowering.reshape(permute(lowering, split, order), [*batch, c // r**2, h * r, w * r])
+
+
+@rule("aten.pixel_unshuffle.default")
+def pixel_unshuffle(lowering: Any, x: Any, downscale_factor: int) -> Any:
+    """Cells become channels: dimensions regrouped, cut between groups of cells."""
+    r, (*batch, c, h, w) = downscale_factor, x.shape
+    k = len(batch)
+    split = lowering.reshape(x, [*batch, c, h // r, r, w // r, r])
+    order = [*range(k), k, k + 2, k + 4, k + 1, k + 3]
+    return lowering.reshape(permute(lowering, split, order), [*batch, c * r**2, h // r, w // r])
+
+
+@rule("aten.channel_shuffle.default")
+def channel_shuffle(lowering: Any, x: Any, groups: int) -> Any:
+    """Channels in another order."""
+    n, c, *cells = x.shape
+    split = lowering.reshape(x, [n, groups, c // groups, *cells])
+    return lowering.reshape(transpose(lowering, split, 1, 2), x.shape)

@@ -1,0 +1,275 @@
+"""Operators that see a bounded neighbourhood: convolution, pooling, unfolding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..layout import Atom, Layout
+from ..registry import rule
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+
+class Sliding(NamedTuple):
+    """How a window slides along one dimension."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    def sees(self, lo: int, hi: int) -> tuple[int, int]:
+        """Return the cells, those outside of the image too, that the results [lo, hi) look at."""
+        first = lo * self.stride - self.padding
+        return first, first + (hi - lo - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
+
+
+def spread_out(value: Any, n: int) -> list[int]:
+    """Return a number of each spatial axis."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * n if len(values) == 1 else values
+
+
+def parts_of(atom: Atom) -> list[tuple[int, int]]:
+    """Return the range of each part."""
+    return [(0, atom.extent)] if atom.bounds is None else list(pairwise(atom.bounds))
+
+
+def windows_of(
+    lowering: Any, x: Any, sliding: Sequence[Sliding], extents: Sequence[int], fill: float = 0.0, every: bool = False
+) -> tuple[Any, list[int], list[Atom]]:
+    """Return the view of windows that slide along the last dimensions, the padding left to do, and the results' atoms.
+
+    Parameters
+    ----------
+    sliding : for each of the last dimensions
+    extents : of the results
+    fill : float
+        Of cells outside of the image.
+    every : bool
+        Whether dimensions that are not cut are padded, too.
+    """
+    first = len(x.shape) - len(sliding)
+    wants, pads, left, atoms = {}, {}, [], []
+    for dim, (slide, extent) in enumerate(zip(sliding, extents, strict=True), start=first):
+        axis, n = lowering.cut(x, dim), x.shape[dim]
+        out = lowering.mesh.atom(extent, axis)
+        atoms.append(out)
+        if axis is None and not every:
+            left.append(slide.padding)
+            continue
+        left.append(0)
+        ranges, around = [], []
+        for lo, hi in parts_of(out):
+            a, b = slide.sees(lo, hi) if hi > lo else (0, 0)
+            inside = min(max(a, 0), n), max(min(b, n), 0)
+            ranges.append((inside if inside[0] < inside[1] else (0, 0),))
+            empty = inside[0] >= inside[1]
+            around.append((0, b - a) if empty else (max(0, -a), max(0, b - n)))
+        wants[dim], pads[dim] = (axis, ranges), around
+    return lowering.view(x, wants, None, pads, fill), left, atoms
+
+
+def images(x: Any, channels: int, atoms: Sequence[Atom]) -> Layout:
+    """Return the layout of results: samples as x, all channels, these spatial atoms."""
+    batch = x.layout[: len(x.layout) - len(atoms) - 1]
+    return (*batch, (Atom(channels),), *((atom,) for atom in atoms))
+
+
+def _whole_channels(lowering: Any, x: Any, n: int) -> None:
+    if not lowering.is_whole(x, len(x.shape) - n - 1):
+        lowering.refuse("the channels are cut")
+
+
+@rule("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
+      "aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding")  # fmt: skip
+def conv(lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
+    """Window; kernels of any size, stride, dilation, padding and groups."""
+    n = len(weight.shape) - 2
+    kernel, stride, dilation = weight.shape[2:], spread_out(stride, n), spread_out(dilation, n)
+    extents = lowering.out.shape[-n:]
+    _whole_channels(lowering, x, n)
+    if isinstance(padding, str):
+        total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+        before, even = [t // 2 for t in total], all(t % 2 == 0 for t in total)
+    else:
+        before, even = spread_out(padding, n), True
+    slides = [Sliding(*of) for of in zip(kernel, stride, before, dilation, strict=True)]
+    view, left, atoms = windows_of(lowering, x, slides, extents, every=not even)
+    run = _CONV[n]
+    how = stride, left, dilation, groups
+    args = [view, weight, *([] if bias is None else [bias])]
+    layout = images(x, weight.shape[0], atoms)
+    return lowering.local(lambda a, w, b=None: run(a, w, b, *how), args, layout, lowering.out.dtype)
+
+
+@rule("aten.convolution.default")
+def convolution(
+    lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int,
+) -> Any:  # fmt: skip
+    """Window; as conv, or conv_transpose."""
+    if transposed:
+        return conv_transpose(lowering, x, weight, bias, stride, padding, output_padding, groups, dilation)
+    return conv(lowering, x, weight, bias, stride, padding, dilation, groups)
+
+
+@rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")
+def conv_transpose(
+    lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int,
+    dilation: Any,
+) -> Any:  # fmt: skip
+    """Window; each rank computes the results of its own cells from all inputs that reach them."""
+    n = len(weight.shape) - 2
+    first = len(x.shape) - n
+    _whole_channels(lowering, x, n)
+    strides, paddings, extras, dilations = (spread_out(v, n) for v in (stride, padding, output_padding, dilation))
+    wants, atoms, native, crops = {}, [], [], []
+    for at, extent in enumerate(lowering.out.shape[-n:]):
+        dim, s, p, d, k = first + at, strides[at], paddings[at], dilations[at], weight.shape[2 + at]
+        axis, cells = lowering.cut(x, dim), x.shape[first + at]
+        out = lowering.mesh.atom(extent, axis)
+        atoms.append(out)
+        if axis is None:
+            native.append((p, extras[at]))
+            continue
+        native.append((0, 0))
+        ranges = []
+        for lo, hi in parts_of(out):
+            a = max(0, -(-(lo + p - d * (k - 1)) // s))
+            b = min(cells, (hi - 1 + p) // s + 1)
+            ranges.append(((a, b) if a < b and lo < hi else (0, 0),))
+        wants[dim] = axis, ranges
+        (here,) = ranges[lowering.place[axis]]
+        lo, hi = out.range(lowering.place)
+        crops.append((at - n, lo - (here[0] * s - p), hi - lo, here[0] < here[1]))
+    view = lowering.view(x, wants)
+    run = _TRANSPOSED[n]
+    pads, extra = [p for p, _ in native], [e for _, e in native]
+
+    def transposed(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        if all(full for *_, full in crops):
+            y = run(a, w, None, strides, pads, extra, groups, dilations)
+        else:  # nothing reaches here: the result is the bias
+            shape = [1 if dim >= 2 else m for dim, m in enumerate(a.shape)]
+            shape[-n - 1] = w.shape[1] * groups
+            y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(local)
+            return y if b is None else y + b.view(-1, *[1] * n)
+        for dim, start, length, _ in crops:
+            before, after = max(0, -start), max(0, start + length - y.shape[dim])
+            if before or after:
+                y = F.pad(y, [0, 0] * (-dim - 1) + [before, after])
+            y = y.narrow(dim, start + before, length)
+        return y if b is None else y + b.view(-1, *[1] * n)
+
+    layout = images(x, weight.shape[1] * groups, atoms)
+    from ..layout import local_shape
+
+    local = local_shape(layout, lowering.place)
+    return lowering.local(transposed, [view, weight, *([] if bias is None else [bias])], layout, lowering.out.dtype)
+
+
+@rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
+def max_pool(lowering: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
+    """Window; cells outside of the image lose against any other."""
+    return _max_pool(lowering, x, kernel_size, stride, padding, dilation, ceil_mode, lowering.out)
+
+
+@rule("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default")
+def max_pool_with_indices(
+    lowering: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> Any:
+    """Window; the indices cannot be had, since they count in the whole image."""
+    values, _ = lowering.out
+    return _max_pool(lowering, x, kernel_size, stride, padding, dilation, ceil_mode, values), None
+
+
+def _max_pool(
+    lowering: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, out: Any
+) -> Any:
+    n = len(kernel_size) if len(kernel_size) > 1 else len(x.shape) - 2
+    kernel, steps = spread_out(kernel_size, n), spread_out(stride or kernel_size, n)
+    pads, dilated = spread_out(padding, n), spread_out(dilation, n)
+    slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
+    view, left, atoms = windows_of(lowering, x, slides, out.shape[-n:], fill=-torch.inf)
+    run = _MAX[n]
+    layout = (*x.layout[:-n], *((atom,) for atom in atoms))
+    return lowering.local(lambda a: run(a, kernel, steps, left, dilated, ceil_mode), [view], layout, out.dtype)
+
+
+@rule("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default")
+def avg_pool(
+    lowering: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
+    divisor_override: int | None = None,
+) -> Any:  # fmt: skip
+    """Window; sums of cells, divided by how many there are in the whole image."""
+    n = len(kernel_size) if len(kernel_size) > 1 else len(x.shape) - 2
+    kernel, steps, pads = spread_out(kernel_size, n), spread_out(stride or kernel_size, n), spread_out(padding, n)
+    slides = [Sliding(*of, 1) for of in zip(kernel, steps, pads, strict=True)]
+    view, _, atoms = windows_of(lowering, x, slides, lowering.out.shape[-n:], every=True)
+    counts = []
+    for at, (slide, atom) in enumerate(zip(slides, atoms, strict=True)):
+        cells = x.shape[len(x.shape) - n + at]
+        lo, hi = atom.range(lowering.place)
+        each = []
+        for i in range(lo, hi):
+            a = i * slide.stride - slide.padding
+            b = min(a + slide.kernel, cells + slide.padding)
+            each.append(b - a if count_include_pad else min(b, cells) - max(a, 0))
+        counts.append(each)
+    even = all(len(set(each)) <= 1 for each in counts)
+    divisor: Any = divisor_override
+    if divisor is None and even:
+        divisor = 1
+        for each in counts:
+            divisor *= each[0] if each else 1
+    elif divisor is None:
+        divisor = torch.ones(())
+        for each in counts:
+            divisor = divisor.unsqueeze(-1) * torch.tensor(each, dtype=torch.float64)
+
+    def run(a: torch.Tensor) -> torch.Tensor:
+        if n == 1:
+            y = F.avg_pool2d(a.unsqueeze(-2), [1, *kernel], [1, *steps], divisor_override=1).squeeze(-2)
+        else:
+            y = (F.avg_pool2d if n == 2 else F.avg_pool3d)(a, kernel, steps, divisor_override=1)
+        return y / (divisor if isinstance(divisor, int) else divisor.to(y.device, y.dtype))
+
+    layout = (*x.layout[:-n], *((atom,) for atom in atoms))
+    return lowering.local(run, [view], layout, lowering.out.dtype)
+
+
+@rule("aten.im2col.default")
+def im2col(lowering: Any, x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    """Window; the results' last dimension is made of rows and columns."""
+    kernel, dilated, pads, steps = (spread_out(v, 2) for v in (kernel_size, dilation, padding, stride))
+    _whole_channels(lowering, x, 2)
+    slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
+    extents = [
+        (x.shape[dim - 2] + 2 * s.padding - s.dilation * (s.kernel - 1) - 1) // s.stride + 1
+        for dim, s in enumerate(slides)
+    ]
+    view, left, atoms = windows_of(lowering, x, slides, extents)
+    how = [tuple(each) for each in (kernel, dilated, left, steps)]
+    layout = (*x.layout[:-3], (Atom(lowering.out.shape[-2]),), tuple(atoms))
+    return lowering.local(lambda a: F.unfold(a, *how), [view], layout, lowering.out.dtype)
+
+
+@rule("aten.unfold.default")
+def unfold(lowering: Any, x: Any, dimension: int, size: int, step: int) -> Any:
+    """Window; of one dimension, the cells of each window in a new last one."""
+    dim = dimension % len(x.shape)
+    axis = lowering.cut(x, dim)
+    out = lowering.mesh.atom(lowering.out.shape[dim], axis)
+    slide = Sliding(size, step, 0, 1)
+    ranges = [((lo, hi) if b > a else (0, 0),) for a, b in parts_of(out) for lo, hi in [slide.sees(a, b)]]
+    view = lowering.view(x, {dim: (axis, ranges)} if axis is not None else {})
+    layout = (*x.layout[:dim], (out,), *x.layout[dim + 1 :], (Atom(size),))
+    return lowering.local(lambda a: a.unfold(dim, size, step).clone(), [view], layout)

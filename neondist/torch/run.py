@@ -1,0 +1,90 @@
+"""Runs a plan's steps under ordinary autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .functions import Counted, Gather, Nothing, Parameters, Spread, Sum, View
+from .plan import Step, TorchPlan
+from .wires import Channel, Wires
+
+
+class Runner:
+    """Runs one plan on this rank; keeps the plan's channels and nothing of a pass."""
+
+    def __init__(self, wires: Wires, plan: TorchPlan) -> None:
+        self.wires, self.plan = wires, plan
+        self.channels = {
+            id(step): Channel(wires, step.name, step.transfer) for step in plan.steps if step.transfer is not None
+        }
+
+    def __call__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> list[Any]:
+        """Return the outputs of a pass; buffers that it changes are changed."""
+        plan = self.plan
+        env: dict[int, torch.Tensor] = dict(zip(plan.inputs, inputs, strict=True))
+        for name, value in plan.buffers.items():  # backward may need what a buffer was before
+            env[value] = buffers[name].clone() if name in plan.mutated else buffers[name]
+        env.update(self._entered(parameters))
+        if plan.key is not None:
+            env[plan.key] = self._drawn()
+        for step in plan.steps:
+            found = self._run(step, [env[value] for value in step.inputs])
+            for value, tensor in zip(step.outputs, found, strict=True):
+                env[value] = tensor
+            for value in step.free:
+                del env[value]
+        with torch.no_grad():
+            for name, value in plan.mutated.items():
+                buffers[name].copy_(env[value])
+        return [env[out] if isinstance(out, int) else out.value for out in plan.outputs]
+
+    def _drawn(self) -> torch.Tensor:
+        """Return a number of PyTorch's generator on rank 0; what is run again by a checkpoint finds it again."""
+        return torch.tensor(self.wires.grid.world.bcast(int(torch.randint(2**62, ()))))
+
+    def _entered(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        ids = self.plan.parameters
+        found = {value: parameters[name] for name, value in ids.items()}
+        trained = [name for name in ids if parameters[name].requires_grad]
+        if self.wires.mesh.axes and trained and torch.is_grad_enabled():
+            tensors = Parameters.apply(self.wires, *(parameters[name] for name in trained))
+            found.update({ids[name]: tensor for name, tensor in zip(trained, tensors, strict=True)})
+        return found
+
+    def _run(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if step.kind == "local":
+            assert step.run is not None
+            return step.run(*tensors) if step.key is None else self._empty(step, tensors)
+        (tensor,) = tensors
+        if step.kind == "view":
+            return (View.apply(tensor, self.channels[id(step)], step.pads, step.fill),)
+        if step.kind == "gather":
+            return (Gather.apply(tensor, self.channels[id(step)]),)
+        if step.kind == "sum":
+            return (Sum.apply(tensor, self.wires, step.name, step.axes),)
+        if step.kind == "max":
+            return (self.wires.reduce(step.name, "forward", tensor.detach(), step.axes, "max"),)
+        if step.kind == "spread":
+            return (Spread.apply(tensor, self.wires, step.name, step.axes) if tensor.requires_grad else tensor,)
+        return (Counted.apply(tensor, step.counts) if tensor.requires_grad else tensor,)
+
+    def _empty(self, step: Step, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the results of a step of which this rank has no index."""
+        values = self.plan.values
+        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        found = []
+        for shape, value in zip(step.key, step.outputs, strict=True):
+            kind = values[value]
+            if floating and kind.kind == "value":
+                found.append(Nothing.apply(shape, *floating).to(kind.dtype))
+            else:
+                found.append(torch.zeros(shape, dtype=kind.dtype))
+        return found

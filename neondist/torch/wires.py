@@ -1,0 +1,221 @@
+"""Tensors over a Transport: what crosses ranks in a step of a plan, counted, and its adjoint for autograd."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..comm import Message, ProcessGrid, Transport
+from .layout import Mesh
+from .transfer import Piece, Transfer
+
+_AS_INTEGERS = {torch.bfloat16: torch.int16}  # what NumPy has no type for travels as bits
+_AS_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # and is added up in a wider type
+
+
+class Wires:
+    """The communicators of a grid, by the axes of its mesh, and a record of what has crossed them.
+
+    Attributes
+    ----------
+    mesh : Mesh
+    place : tuple of int
+        This rank's.
+    sent : Counter of (step, direction)
+        Bytes that this rank has sent in messages, or given into reductions.
+    """
+
+    def __init__(self, grid: ProcessGrid, spatial: int) -> None:
+        self.grid = grid
+        self.mesh = Mesh((grid.replicas, *grid.shape.parts(spatial)))
+        self.place = self.mesh.place(grid.rank)
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self._groups: dict[frozenset[int], list[Transport]] = {}
+
+    def groups(self, axes: frozenset[int]) -> list[Transport]:
+        """Return the groups to reduce over, one after the other, for sums over axes; the first call is collective."""
+        found = self._groups.get(axes)
+        if found is None:
+            found = self._groups[axes] = self._made(axes)
+        return found
+
+    def _made(self, axes: frozenset[int]) -> list[Transport]:
+        every, grid = self.mesh.axes, self.grid
+        if axes == every:
+            return [grid.world]
+        if axes == every - {0}:
+            return [grid.tile_comm]
+        if axes == {0}:
+            return [grid.replica_comm]
+        if len(axes) > 1:
+            return [group for axis in sorted(axes) for group in self.groups(frozenset({axis}))]
+        (axis,) = axes
+        key = [at for other, at in enumerate(self.place) if other != axis]
+        others = Mesh(tuple(parts for other, parts in enumerate(self.mesh.parts) if other != axis))
+        made = grid.world.split(others.rank(key), self.place[axis])
+        grid.on_close(made.close)
+        return [made]
+
+    def reduce(self, step: str, direction: str, tensor: torch.Tensor, axes: frozenset[int], op: Any = "sum") -> Any:
+        """Return the sum, or maximum, over axes, as a new tensor; collective over them."""
+        groups = [group for group in self.groups(axes) if group.size > 1]
+        if not groups or not tensor.numel():
+            return tensor.clone()
+        wide = tensor.detach().to("cpu", _AS_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
+        wide = wide.contiguous()
+        host = wide.numpy()
+        if host.dtype == np.bool_:
+            host = host.view(np.uint8)
+        for group in groups:
+            self.sent[step, direction] += host.nbytes
+            with self.grid.observers.during("reduce", step, direction):
+                group.allreduce(host, op)
+        return wide.to(tensor.device, tensor.dtype)
+
+
+class Channel:
+    """The messages of one transfer, planned once; they go through flat buffers of this rank.
+
+    Parameters
+    ----------
+    name : str
+        Of the step.
+    """
+
+    def __init__(self, wires: Wires, name: str, transfer: Transfer) -> None:
+        self.wires, self.name, self.transfer = wires, name, transfer
+        rank = wires.grid.rank
+        pieces = transfer.receives(rank)
+        self.own = [piece for piece in pieces if piece.peer == rank]
+        self.arriving = _by_peer(piece for piece in pieces if piece.peer != rank)
+        self.leaving = _by_peer(transfer.sends(rank))
+        self.silent = transfer.silent
+        self._planned: dict[Any, Any] = {}
+
+    def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
+        """Return what this rank wants to see of a tensor, given its part.
+
+        Parameters
+        ----------
+        pads : sequence of (dimension, before, after)
+            So many indices, of value `fill`, are added around.
+        """
+        shape = list(self.transfer.shape(tuple(tensor.shape), self.wires.grid.rank))
+        offset = dict.fromkeys(range(len(shape)), 0)
+        for dim, before, after in pads:
+            shape[dim] += before + after
+            offset[dim] = before
+        formatted = _memory_format(tensor)
+        view = torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=formatted)
+        for dim, before, after in pads:
+            for start, length in ((0, before), (shape[dim] - after, after)):
+                if length:
+                    view.narrow(dim, start, length).fill_(fill)
+        self._send("forward", tensor, self.leaving, "source", self.arriving)
+        for piece in self.own:
+            self._at(view, piece, "target", offset).copy_(self._at(tensor, piece, "source"))
+        for piece, cells in self._received(tensor, self.arriving, "target"):
+            self._at(view, piece, "target", offset).copy_(cells)
+        return view
+
+    def adjoint(
+        self, gradient: torch.Tensor, shape: Sequence[int], pads: Sequence[tuple[int, int, int]] = ()
+    ) -> torch.Tensor:
+        """Return the gradient of this rank's part, given that of what it saw; ranks that saw the same are added."""
+        for dim, before, after in pads:
+            gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
+        found = torch.zeros(tuple(shape), dtype=gradient.dtype, device=gradient.device).contiguous(
+            memory_format=_memory_format(gradient)
+        )
+        self._send("backward", gradient, self.arriving, "target", self.leaving)
+        for piece in self.own:
+            self._at(found, piece, "source").add_(self._at(gradient, piece, "target"))
+        for piece, cells in self._received(gradient, self.leaving, "source"):
+            self._at(found, piece, "source").add_(cells)
+        return found
+
+    def _at(self, tensor: torch.Tensor, piece: Piece, end: str, offset: dict[int, int] | None = None) -> torch.Tensor:
+        for want, (lo, hi) in zip(self.transfer.wants, getattr(piece, end), strict=True):
+            tensor = tensor.narrow(want.dim, lo + (offset[want.dim] if offset else 0), hi - lo)
+        return tensor
+
+    def _send(self, direction: str, tensor: torch.Tensor, out: _Pieces, end: str, back: _Pieces) -> None:
+        if self.silent:
+            return
+        other = "target" if end == "source" else "source"
+        sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in {w.dim for w in self.transfer.wants})
+        key = direction, tensor.dtype, sizes
+        plan = self._planned.get(key)
+        if plan is None:
+            self._planned.clear()  # of another batch
+            numbers = int(np.prod(sizes, dtype=np.int64))
+            plan = self._planned[key] = _Buffers(self.wires, tensor.dtype, out, back, numbers)
+        self._current = plan, other
+        for peer, pieces in out.items():
+            flat, at = plan.leaving[peer], 0
+            for piece in pieces:
+                cells = self._at(tensor, piece, end)
+                flat[at : at + cells.numel()].view(cells.shape).copy_(cells)
+                at += cells.numel()
+        self.wires.sent[self.name, direction] += plan.exchange.bytes_sent
+        with self.wires.grid.observers.during("exchange", self.name, direction):
+            plan.exchange.run()
+
+    def _received(self, tensor: torch.Tensor, pieces: _Pieces, end: str) -> Any:
+        if self.silent:
+            return
+        plan, _ = self._current
+        for peer, parts in pieces.items():
+            flat, at = plan.arriving[peer], 0
+            for piece in parts:
+                shape = list(tensor.shape)
+                for want, (lo, hi) in zip(self.transfer.wants, getattr(piece, end), strict=True):
+                    shape[want.dim] = hi - lo
+                number = int(np.prod(shape, dtype=np.int64))
+                yield piece, flat[at : at + number].view(shape)
+                at += number
+
+
+_Pieces = dict[int, list[Piece]]
+
+
+class _Buffers:
+    """Flat buffers for the messages of one direction, and their exchange."""
+
+    def __init__(self, wires: Wires, dtype: torch.dtype, out: _Pieces, back: _Pieces, numbers: int) -> None:
+        def flat(pieces: _Pieces) -> dict[int, torch.Tensor]:
+            sizes = {peer: sum(piece.cells() for piece in parts) * numbers for peer, parts in pieces.items()}
+            return {peer: torch.empty(size, dtype=dtype) for peer, size in sizes.items()}
+
+        self.leaving, self.arriving = flat(out), flat(back)
+        self.exchange = wires.grid.world.exchange(_messages(self.leaving), _messages(self.arriving))
+        self.exchange.observers = wires.grid.observers
+
+
+def _messages(buffers: dict[int, torch.Tensor]) -> list[Message]:
+    found = []
+    for peer, flat in buffers.items():
+        array = flat.view(_AS_INTEGERS.get(flat.dtype, flat.dtype)).numpy()
+        found.append(
+            Message(peer, array.view(np.uint8) if array.dtype == np.bool_ else array, (slice(0, flat.numel()),))
+        )
+    return found
+
+
+def _by_peer(pieces: Iterable[Piece]) -> _Pieces:
+    found: _Pieces = {}
+    for piece in sorted(pieces, key=lambda p: p.peer):
+        found.setdefault(piece.peer, []).append(piece)
+    return found
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """Return channels-last for a tensor that is so and not contiguous, else contiguous."""
+    for rank, kind in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == rank and tensor.is_contiguous(memory_format=kind) and not tensor.is_contiguous():
+            return kind
+    return torch.contiguous_format

@@ -1,0 +1,135 @@
+"""Modules of PyTorch on grids of virtual ranks, compared with one process."""
+
+import copy
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from neondist import ProcessGrid
+from neondist.comm import loopback
+from neondist.torch import module as capturing
+
+GRIDS = ((1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2), (2, 1, 2), (2, 1, 1))
+"""(replicas, rows, cols)"""
+
+
+def serial(module, inputs, gradients=None):
+    """Return the outputs, the gradients of inputs and parameters, and the buffers, of one process."""
+    module = copy.deepcopy(module)
+    inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    found = module(*inputs)
+    outputs = [y for y in torch.utils._pytree.tree_leaves(found) if isinstance(y, torch.Tensor)]
+    gradients = gradients or drawn_like(outputs)
+    torch.autograd.backward(*differentiable(outputs, gradients))
+    return {
+        "outputs": [y.detach() for y in outputs],
+        "gradients": gradients,
+        "inputs": [x.grad for x in inputs],
+        "parameters": {name: p.grad for name, p in module.named_parameters()},
+        "buffers": {name: b.clone() for name, b in module.named_buffers()},
+    }
+
+
+def drawn_like(outputs):
+    """Return a random gradient for each output."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in outputs]
+
+
+def differentiable(outputs, gradients):
+    """Return the outputs that have a gradient, and the gradients for them."""
+    pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
+    return [y for y, _ in pairs], [g for _, g in pairs]
+
+
+def distributed(module, inputs, gradients, grid, **more):
+    """Return the same as `serial` does, from virtual ranks."""
+    import neondist.torch as ndt
+
+    replicas, rows, cols = grid
+    planes = more.pop("planes", 1)
+
+    def body(world):
+        with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols, planes=planes) as ranks:
+            mine = copy.deepcopy(module)
+            shapes = [tuple(x.shape) for x in inputs]
+            model = ndt.distribute(mine, shapes if len(shapes) > 1 else shapes[0], ranks, dtype=inputs[0].dtype, **more)
+            tiles = [model.scatter(x, at).requires_grad_(x.is_floating_point()) for at, x in enumerate(inputs)]
+            outputs = torch.utils._pytree.tree_leaves(model(*tiles))
+            layouts = [lay for lay in model._runner()[2] if lay is not None]
+            parts = [model._part(g, lay) for g, lay in zip(gradients, layouts, strict=True)]
+            torch.autograd.backward(*differentiable(outputs, parts))
+            return {
+                "outputs": [model._gathered(y, lay) for y, lay in zip(outputs, layouts, strict=True)],
+                "inputs": [
+                    None if x.grad is None else model._gathered(x.grad, lay)
+                    for x, lay in zip(tiles, model.layouts, strict=True)
+                ],
+                "parameters": {name: p.grad for name, p in mine.named_parameters()},
+                "buffers": {name: b.clone() for name, b in mine.named_buffers()},
+            }
+
+    return loopback.run(replicas * rows * cols * planes, body)
+
+
+def difference(found, expected):
+    """Return the largest difference, relative to the largest number of the tensor, and where it is."""
+    worst, where = 0.0, ""
+    for kind in ("outputs", "inputs", "parameters", "buffers"):
+        have, want = found[kind], expected[kind]
+        keys = list(want) if isinstance(want, dict) else range(len(want))
+        sizes = [
+            want[key].double().abs().nan_to_num(posinf=0.0).max().item()
+            for key in keys
+            if want[key] is not None and want[key].numel()
+        ]
+        least = 1e-3 * max(sizes, default=1.0)  # what is zero but for rounding, such as a bias before batch norm
+        for key in keys:
+            a, b = have[key], want[key]
+            if a is None and b is None:
+                continue
+            if a is None or b is None:  # nothing depends on it
+                a, b = (torch.zeros_like(x if x is not None else y) if x is None else x for x, y in ((a, b), (b, a)))
+            assert a.shape == b.shape, (kind, key, a.shape, b.shape)
+            a, b = a.double(), b.double()
+            same = torch.where(torch.isfinite(b), torch.zeros_like(b), (a != b).double() * 1e9)
+            off = torch.where(torch.isfinite(b), (a - b).abs(), same).max().item() if b.numel() else 0.0
+            finite = b[torch.isfinite(b)]
+            off /= max(1e-9, least, finite.abs().max().item() if finite.numel() else 1.0)
+            if not off <= worst:
+                worst, where = off, f"{kind} {key}"
+    return worst, where
+
+
+@contextmanager
+def captured_once():
+    """Let virtual ranks share what torch.export finds: their modules are copies of one."""
+    real, programs = capturing.captured, {}
+
+    def captured(module, shapes):
+        mode = tuple(m.training for m in module.modules())
+        key = type(module), tuple((tuple(shape), dtype) for shape, dtype in shapes), mode
+        with lock:
+            if key not in programs:
+                programs[key] = real(module, shapes)
+        return programs[key]
+
+    lock = threading.Lock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capturing, "captured", captured)
+        yield
+
+
+def check(module, *shapes, grids=GRIDS, tolerance=1e-9, **more):
+    """Assert that a module gives the numbers of one process on all of the grids, in float64."""
+    torch.manual_seed(3)
+    module = module.double()
+    inputs = [torch.randn(shape, dtype=torch.float64) if isinstance(shape, tuple) else shape for shape in shapes]
+    expected = serial(module, inputs)
+    with captured_once():
+        for grid in grids:
+            for rank, found in enumerate(distributed(module, inputs, expected["gradients"], grid, **dict(more))):
+                worst, where = difference(found, expected)
+                assert worst <= tolerance, f"grid {grid}, rank {rank}: {where} is off by {worst:.1e}"

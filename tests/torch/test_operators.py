@@ -1,0 +1,94 @@
+"""Each kind of operator on virtual ranks, against one process, in float64."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_runs import check  # noqa: E402
+
+IMAGES = (2, 3, 13, 11)
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+def tokens(x):
+    return x.flatten(2).transpose(1, 2)
+
+
+MODULES = {
+    "conv": lambda: nn.Conv2d(3, 4, 3, padding=1),
+    "conv, even, strided": lambda: nn.Conv2d(3, 4, (4, 3), stride=(2, 3), padding=(2, 1)),
+    "conv, dilated, grouped": lambda: nn.Conv2d(3, 6, 3, padding=2, dilation=2, groups=3),
+    "conv, same": lambda: nn.Conv2d(3, 4, 4, padding="same"),
+    "conv, reflect": lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
+    "conv, circular": lambda: nn.Conv2d(3, 4, 5, padding=2, padding_mode="circular"),
+    "conv transposed": lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1),
+    "conv transposed, gaps": lambda: nn.ConvTranspose2d(3, 4, 2, stride=3),
+    "batch norm": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+    "instance norm": lambda: nn.InstanceNorm2d(3, affine=True),
+    "group norm": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)),
+    "layer norm": lambda: nn.LayerNorm([3, 13, 11]),
+    "max pool": lambda: nn.MaxPool2d(3, 2, 1),
+    "max pool, ceil": lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+    "avg pool": lambda: nn.AvgPool2d(3, 2, 1),
+    "avg pool, ceil, inside": lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False),
+    "lp pool": lambda: nn.LPPool2d(2, 3, 2),
+    "adaptive avg, few": lambda: nn.AdaptiveAvgPool2d((3, 2)),
+    "adaptive avg, many": lambda: nn.AdaptiveAvgPool2d((9, 8)),
+    "adaptive max": lambda: nn.AdaptiveMaxPool2d((5, 3)),
+    "global pool, linear": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+    ),
+    "flatten, linear": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 11 * 9, 5)),
+    "mean": lambda: Function(lambda x: x.mean((2, 3))),
+    "mean of rows": lambda: Function(lambda x: x - x.mean(3, keepdim=True)),
+    "nearest": lambda: nn.Upsample(scale_factor=2),
+    "bilinear": lambda: nn.Upsample(scale_factor=2.3, mode="bilinear"),
+    "bicubic": lambda: Function(lambda x: F.interpolate(x, size=(17, 23), mode="bicubic", align_corners=True)),
+    "bilinear, smaller": lambda: Function(lambda x: F.interpolate(x, size=(7, 5), mode="bilinear")),
+    "pixel shuffle": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.PixelShuffle(2), nn.Conv2d(2, 2, 3)),
+    "pixel unshuffle": lambda: nn.Sequential(nn.ConstantPad2d((0, 1, 0, 1), 0.0), nn.PixelUnshuffle(2)),
+    "flip": lambda: Function(lambda x: x.flip(2)),
+    "roll": lambda: Function(lambda x: x.roll((3, -2), (2, 3))),
+    "slice": lambda: Function(lambda x: x[:, :, 1:-2:2, 3:]),
+    "cat of cells": lambda: Function(lambda x: torch.cat([x, x.flip(2)], 2)),
+    "cat of channels": lambda: Function(lambda x: torch.cat([x, x * 2], 1)),
+    "plus transposed": lambda: Function(lambda x: x[..., :11, :11] + x[..., :11, :11].transpose(2, 3)),
+    "amax": lambda: Function(lambda x: x.amax((2, 3))),
+    "var": lambda: Function(lambda x: x.var((2, 3))),
+    "softmax of cells": lambda: Function(lambda x: x.flatten(2).softmax(-1)),
+    "attention": lambda: Function(lambda x: F.scaled_dot_product_attention(tokens(x), tokens(x), tokens(x))),
+    "attention by hand": lambda: Function(lambda x: (tokens(x) @ x.flatten(2)).softmax(-1) @ tokens(x)),
+    "channel attention": lambda: Function(lambda x: (x.flatten(2) @ tokens(x)).softmax(-1) @ x.flatten(2)),
+    "einsum": lambda: Function(lambda x: torch.einsum("nchw,ndhw->ncd", x, x)),
+    "unfold": lambda: nn.Unfold(3, padding=1, stride=2),
+    "windows of a dimension": lambda: Function(lambda x: x.unfold(2, 3, 2)),
+    "in place": lambda: Function(lambda x: F.silu(x * 2, inplace=True).add_(1)),
+    "written slice": lambda: Function(lambda x: written(x * 1.0)),
+    "prelu": lambda: nn.PReLU(3),
+    "pad and crop": lambda: Function(lambda x: F.pad(x, (-1, 2, 3, -2), value=1.5)),
+    "pad, replicate": lambda: Function(lambda x: F.pad(x, (4, 2, 3, 5), mode="replicate")),
+    "squeeze-excite": lambda: Function(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
+}
+
+
+def written(x):
+    x[:, :, 1:-1, 2:] += 1
+    return x
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_operator_gives_the_numbers_of_one_process(name):
+    torch.manual_seed(0)
+    check(MODULES[name](), IMAGES)
