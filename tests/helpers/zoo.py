@@ -203,7 +203,7 @@ ZOO = (
     _entry("timm.resnetv2_50x1_bit", _timm, (2, 3, 65, 49), "resnetv2_50x1_bit"),
     _entry("timm.repvgg_a0", _timm, (2, 3, 65, 49), "repvgg_a0"),
     _entry("timm.dla34", _timm, (2, 3, 96, 64), "dla34"),
-    _entry("timm.mobilenetv4_conv_small", _timm, (2, 3, 65, 49), "mobilenetv4_conv_small"),
+    _entry("timm.mobilenetv4_conv_small", _timm, (4, 3, 65, 49), "mobilenetv4_conv_small"),
     _entry("timm.hrnet_w18_small", _timm, (2, 3, 64, 96), "hrnet_w18_small"),
     _entry("smp.Unet", _smp, (2, 3, 96, 64), "Unet"),
     _entry("smp.UnetPlusPlus", _smp, (2, 3, 56, 40), "UnetPlusPlus", encoder_depth=3, decoder_channels=(32, 24, 16)),
