@@ -341,7 +341,9 @@ class Builder:
             )
             for layout, dtype in zip(layouts, dtypes, strict=True)
         ]
-        key = tuple(value.local for value in found) if any(not prod(value.local) for value in found) else None
+        # an operator may give results without elements, such as the moments of batch norm in evaluation
+        none_here = any(not prod(value.local) and prod(value.shape) for value in found)
+        key = tuple(value.local for value in found) if none_here else None
         self._step("local", entered, found, run=run if several else (lambda *tensors: (run(*tensors),)), key=key)
         return found
 

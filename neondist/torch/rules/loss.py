@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import axes_of
+from ..layout import Atom, axes_of
 from ..registry import rule
 
 
@@ -63,6 +63,14 @@ def cross_entropy(
     weights = lowering.local(counted, [there, *more], layout, losses.dtype)
     del classes
     return _total(lowering, losses, weights, reduction)
+
+
+@rule("aten.one_hot.default")
+def one_hot(lowering: Any, x: Any, num_classes: int = -1) -> Any:
+    """Local: each class is a new last dimension."""
+    if num_classes < 0:
+        lowering.refuse("the number of classes follows from the values; say num_classes")
+    return lowering.local(lambda a: F.one_hot(a, num_classes), [x], (*x.layout, (Atom(num_classes),)), torch.int64)
 
 
 @rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")
