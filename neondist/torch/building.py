@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .errors import UnsupportedOperator
+from .functions import Moments
 from .layout import (
     Atom,
     Dim,
@@ -151,6 +152,19 @@ class Builder:
         found = self._value(part.local, context - axes, part.dtype, kind, layout)
         self._step(op, [part], [found], axes=axes)
         return found
+
+    def normalise(
+        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+    ) -> tuple[Value, Value, Value]:
+        """Return x (N, C, ...) with mean 0 and variance 1 in each group, scaled; mean and variance of each."""
+        context = x.axes
+        given = [None if value is None else self.enter(value, context) for value in (weight, bias)]
+        y = self._value(x.local, x.axes, x.dtype, x.kind, x.layout)
+        shape, left = local_shape(groups, self.place), context - moments.axes
+        mean, variance = (self._value(shape, left, x.dtype, "constant", groups) for _ in range(2))
+        inputs = [x, *(value for value in given if value is not None)]
+        self._step("norm", inputs, [y, mean, variance], key=(moments, *(value is not None for value in given)))
+        return y, mean, variance
 
     def enter(self, value: Value, context: Iterable[int]) -> Value:
         """Return a value for what is cut by the axes of `context`: its gradient will be added up where it has to be."""

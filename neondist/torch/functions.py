@@ -9,9 +9,10 @@ and all parts are added up once, at the end of the backward pass (`Parameters`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .wires import Channel, Wires
 
@@ -78,6 +79,108 @@ class Spread(torch.autograd.Function):
         """Return the sum of the gradients."""
         wires, name, axes = ctx.how
         return wires.reduce(name, "backward", gradients[0], axes), None, None, None
+
+
+class Moments(NamedTuple):
+    """Over what a normalisation takes its statistics.
+
+    Attributes
+    ----------
+    groups : int or None
+        Statistics of so many groups of channels for each sample; None: of each channel, over all samples.
+    number : int
+        How many numbers of the whole images one mean is taken over.
+    eps : float
+    axes : the axes of the mesh along which there are more of them
+    """
+
+    groups: int | None
+    number: int
+    eps: float
+    axes: frozenset[int]
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x (N, C, ...) such that dimension 1 has a row for each channel that has statistics of its own."""
+        return x if self.groups is None else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+    def of_groups(self, rows: torch.Tensor, channels: int) -> torch.Tensor:
+        """Return sums over the rows of each group."""
+        return rows if self.groups is None else rows.view(-1, channels // self.groups).sum(1)
+
+    def of_rows(self, groups: torch.Tensor, channels: int) -> torch.Tensor:
+        """Return for each row what its group has."""
+        return groups if self.groups is None else groups.repeat_interleave(channels // self.groups)
+
+
+class Normalise(torch.autograd.Function):
+    """Batch, group and instance normalisation with statistics of the whole images, in one pass over memory each.
+
+    Ranks merge their means and sums of squares about them: nothing cancels (Chan, Golub and LeVeque 1983).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, wires: Wires, name: str, moments: Moments
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return x (N, C, ...) normalised, and the mean and variance of each group."""
+        samples, channels = x.shape[:2]
+        rows = moments.rows(x)
+        mean, squares = _local_moments(rows, moments, samples)
+        here = x.numel() // max(1, mean.numel())
+        whole = wires.reduce(name, "forward", mean * here, moments.axes) / moments.number
+        squares = wires.reduce(name, "forward", squares + here * (mean - whole) ** 2, moments.axes)
+        variance = squares / moments.number
+        center, spread = (moments.of_rows(values, channels) for values in (whole, variance))
+        scale = None if weight is None else _repeated(weight, center)
+        shift = None if bias is None else _repeated(bias, center)
+        y = F.batch_norm(rows, center, spread, scale, shift, eps=moments.eps) if x.numel() else x.clone()
+        ctx.save_for_backward(x, weight, whole, variance)
+        ctx.how = wires, name, moments
+        ctx.mark_non_differentiable(whole, variance)
+        return y.view(x.shape), whole, variance
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients of x, and of the weight and the bias, in so far as this rank has a part in them."""
+        (x, weight, mean, variance), (wires, name, moments) = ctx.saved_tensors, ctx.how
+        channels = x.shape[1]
+        rows, dy = moments.rows(x), moments.rows(gradients[0].contiguous(memory_format=_format_of(x)))
+        each, var = moments.of_rows(mean, channels), moments.of_rows(variance, channels)
+        scale = torch.ones_like(each) if weight is None else _repeated(weight, each)
+        if x.numel():
+            dx, dscale, dshift = torch.ops.aten.native_batch_norm_backward(
+                dy, rows, scale, each, var, None, None, False, moments.eps, [True, True, True]
+            )
+        else:
+            dx, dscale, dshift = torch.zeros_like(rows), torch.zeros_like(each), torch.zeros_like(each)
+        sums = [moments.of_groups(scale * part, channels) for part in (dshift, dscale)]
+        sums = wires.reduce(name, "backward", torch.stack(sums), moments.axes) / -moments.number
+        std = torch.rsqrt(var + moments.eps)
+        first, second = (moments.of_rows(part, channels) * std for part in sums)
+        slope = (second * std).to(x.dtype)
+        shape = [1, -1, *[1] * (rows.dim() - 2)]
+        dx.addcmul_(rows, slope.view(shape)).add_((first - each * slope).to(x.dtype).view(shape))
+        dscale, dshift = dscale.view(-1, channels).sum(0), dshift.view(-1, channels).sum(0)
+        asked = ctx.needs_input_grad
+        return dx.view(x.shape), dscale if asked[1] else None, dshift if asked[2] else None, None, None, None
+
+
+def _local_moments(rows: torch.Tensor, moments: Moments, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean of each group of this rank's numbers, and the sum of squares about it."""
+    grouped = rows if moments.groups is None else rows.reshape(1, samples * moments.groups, -1)
+    if not rows.numel():
+        return grouped.new_zeros(grouped.shape[1]), grouped.new_zeros(grouped.shape[1])
+    mean, variance = torch.ops.aten.batch_norm_update_stats(grouped, None, None, 0.0)
+    return mean, variance * (grouped.numel() // grouped.shape[1])
+
+
+def _repeated(channels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return channels.repeat(len(rows) // len(channels))
+
+
+def _format_of(tensor: torch.Tensor) -> torch.memory_format:
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last and not tensor.is_contiguous() else torch.contiguous_format
 
 
 class Counted(torch.autograd.Function):

@@ -138,6 +138,8 @@ class TorchPlan:
         value = self.values[step.inputs[0]] if step.inputs else None
         if value is None or step.kind in ("local", "spread", "counted"):
             return 0
+        if step.kind == "norm":
+            return 2 * prod(self.values[step.outputs[1]].local) * value.dtype.itemsize
         if step.transfer is None:
             return prod(value.local) * value.dtype.itemsize
         moved = {want.dim for want in step.transfer.wants}

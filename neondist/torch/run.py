@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .functions import Counted, Gather, Nothing, Parameters, Spread, Sum, View
+from .functions import Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
 from .plan import Step, TorchPlan
 from .wires import Channel, Wires
 
@@ -63,6 +63,11 @@ class Runner:
         if step.kind == "local":
             assert step.run is not None
             return step.run(*tensors) if step.key is None else self._empty(step, tensors)
+        if step.kind == "norm":
+            moments, *given = step.key
+            tensor, *rest = tensors
+            scaling = [rest.pop(0) if there else None for there in given]
+            return Normalise.apply(tensor, *scaling, self.wires, step.name, moments)
         (tensor,) = tensors
         if step.kind == "view":
             return (View.apply(tensor, self.channels[id(step)], step.pads, step.fill),)

@@ -9,17 +9,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom
+from ..functions import Moments
+from ..layout import Atom, axes_of
 from ..registry import rule
 from .reduce import moments
 
 
-def normalised(lowering: Any, x: Any, dims: Sequence[int], eps: float) -> tuple[Any, Any, Any]:
-    """Return x of mean 0 and variance 1 over dimensions, the mean, and the sum of squares about it."""
-    mean, squares, apart = moments(lowering, x, dims)
-    number = prod(x.shape[d] for d in dims)
-    scale = lowering.local(lambda s: torch.rsqrt(s / number + eps), [squares], squares.layout)
-    return lowering.local(torch.mul, [apart, scale], x.layout), mean, squares
+def normalised(
+    lowering: Any, x: Any, groups: int | None, weight: Any, bias: Any, eps: float
+) -> tuple[Any, Any, Any, int]:
+    """Return x (N, C, ...) normalised and scaled, mean and variance of each group, and how many numbers one has.
+
+    Parameters
+    ----------
+    groups : int or None
+        Of channels, for each sample; None: each channel, over all samples.
+    """
+    if not lowering.is_whole(x, 1):
+        lowering.refuse("the channels are cut")
+    dims = [dim for dim in range(len(x.shape)) if dim != 1 and (dim or groups is None)]
+    number = prod(x.shape[d] for d in dims) * (1 if groups is None else x.shape[1] // groups)
+    batch = (Atom(x.shape[1]),) if groups is None else (*x.layout[0], Atom(groups))
+    moments = Moments(groups, number, eps, axes_of(x.layout[dim] for dim in dims))
+    return *lowering.normalise(x, weight, bias, moments, (batch,)), number
 
 
 def scaled(lowering: Any, x: Any, weight: Any, bias: Any, dims: Sequence[int]) -> Any:
@@ -42,20 +54,20 @@ def batch_norm(
     if not training:
         y, *_ = fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
         return y, None, None, running_mean, running_var
-    dims = [dim for dim in range(len(x.shape)) if dim != 1]
-    number = prod(x.shape[d] for d in dims)
-    y, mean, squares = normalised(lowering, x, dims, eps)
-    channels = ((Atom(x.shape[1]),),)
-    mean, squares = lowering.shaped(mean, channels), lowering.shaped(squares, channels)
+    y, mean, variance, number = normalised(lowering, x, None, weight, bias, eps)
+    channels = mean.layout
 
     def moved(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return ((1 - momentum) * old + momentum * new.detach()).to(old.dtype)
 
     new_mean = lowering.local(moved, [running_mean, mean], channels, running_mean.dtype)
     new_var = lowering.local(
-        lambda old, s: moved(old, s / max(1, number - 1)), [running_var, squares], channels, running_var.dtype
+        lambda old, v: moved(old, v * (number / max(1, number - 1))),
+        [running_var, variance],
+        channels,
+        running_var.dtype,
     )
-    return scaled(lowering, y, weight, bias, [1]), mean, None, new_mean, new_var
+    return y, mean, None, new_mean, new_var
 
 
 @rule("aten._native_batch_norm_legit_no_training.default")
@@ -85,17 +97,13 @@ def instance_norm(
         return fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)[0]
     if running_mean is not None:
         lowering.refuse("running statistics of instances")
-    y, *_ = normalised(lowering, x, list(range(2, len(x.shape))), eps)
-    return scaled(lowering, y, weight, bias, [1])
+    return normalised(lowering, x, x.shape[1], weight, bias, eps)[0]
 
 
 @rule("aten.group_norm.default")
 def group_norm(lowering: Any, x: Any, num_groups: int, weight: Any, bias: Any, eps: float, cudnn_enabled: bool) -> Any:
     """Reduction: moments of each group of channels of each sample."""
-    n, c, *cells = x.shape
-    groups = lowering.reshape(x, [n, num_groups, c // num_groups, *cells])
-    y, *_ = normalised(lowering, groups, list(range(2, len(cells) + 3)), eps)
-    return scaled(lowering, lowering.reshape(y, x.shape), weight, bias, [1])
+    return normalised(lowering, x, num_groups, weight, bias, eps)[0]
 
 
 @rule("aten.native_group_norm.default")
@@ -123,7 +131,10 @@ def layer_norm(
             return F.layer_norm(a, tuple(normalized_shape), w, b, eps)
 
         return lowering.local(run, [x, *(v for v in (weight, bias) if v is not None)], x.layout)
-    y, *_ = normalised(lowering, x, dims, eps)
+    number = prod(x.shape[d] for d in dims)
+    _, squares, apart = moments(lowering, x, dims)
+    scale = lowering.local(lambda s: torch.rsqrt(s / number + eps), [squares], squares.layout)
+    y = lowering.local(torch.mul, [apart, scale], x.layout)
     return scaled(lowering, y, weight, bias, dims)
 
 
