@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -64,6 +65,10 @@ class Step:
     inputs, outputs : values, by id
     run : callable
         For 'local': from the inputs' tensors to the outputs'.
+    fresh : bool
+        Whether the first output is in memory of its own that backward does not need.
+    in_place : callable, optional
+        What to run instead, if the input is fresh and nobody else reads it.
     """
 
     kind: str
@@ -78,6 +83,8 @@ class Step:
     counts: bool = True
     key: Any = None
     free: tuple[int, ...] = field(default=())
+    fresh: bool = False
+    in_place: Callable[..., Any] | None = None
 
 
 @dataclass(eq=False)
@@ -123,7 +130,18 @@ class TorchPlan:
             last = [value for value in (*step.inputs, *step.outputs) if value not in seen]
             step.free = tuple(dict.fromkeys(last))
             seen.update(last)
+        self._save_memory()
         return self
+
+    def _save_memory(self) -> None:
+        """Let steps write over what nobody else reads."""
+        readers = Counter(value for step in self.steps for value in step.inputs)
+        fresh = {step.outputs[0] for step in self.steps if step.fresh}
+        for step in self.steps:
+            if step.in_place is not None and step.key is None:
+                (value,) = step.inputs
+                if value in fresh and readers[value] == 1 and value in step.free:
+                    step.run = step.in_place
 
     def sent(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank sends in each step forward, or gives into a sum; steps of one name together."""
