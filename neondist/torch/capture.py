@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +73,6 @@ def where(node: Any) -> Where:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
     frames = _user_frames(node.meta.get("stack_trace") or "")
-    linecache.checkcache()
     return Where(str(node.target), path, frames[-1] if frames else "")
 
 
@@ -228,8 +226,3 @@ class _Gathering:
                 layout = self.image(value) if self.image is not None else None
                 self.moved[key] = value if layout is None else self.lowering.recut(value, layout)
         return self.moved[key]
-
-
-def unsupported(report: Mapping[str, int]) -> str:
-    """Return how often each operator occurs, one a line."""
-    return "\n".join(f"{count:5d}  {name}" for name, count in sorted(report.items()))

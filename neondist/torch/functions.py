@@ -137,7 +137,8 @@ class Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, weight, whole, variance)
         ctx.how = wires, name, moments
         ctx.mark_non_differentiable(whole, variance)
-        return y.view(x.shape), whole, variance
+        y = y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)  # no view: a ReLU may write over it
+        return y, whole, variance
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -79,6 +79,11 @@ class DistributedModule(nn.Module):
         """What runs, in the mode that the module is in."""
         return self._runner()[0].plan
 
+    @property
+    def output_shapes(self) -> list[tuple[int, ...]]:
+        """The global shapes of the outputs that are tensors."""
+        return [shape_of(layout) for layout in self._runner()[2] if layout is not None]
+
     # Between images and tiles.
 
     def scatter(self, image: torch.Tensor, index: int = 0) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""Public PyTorch models, unmodified: the numbers of one process on every grid, or refused by name.
+
+`make zoo` runs all of them on all grids; the suite some, each on two.
+"""
+
+import copy
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch_runs import captured_once, check  # noqa: E402
+from zoo import ZOO  # noqa: E402
+from zoo_reference import deterministic, drawn_like, example, loss_of, sgd, state_after, tensors_of  # noqa: E402
+
+import neondist.torch as ndt  # noqa: E402
+from neondist import ProcessGrid  # noqa: E402
+from neondist.comm import loopback  # noqa: E402
+
+EVERY = "NEONDIST_ZOO" in os.environ
+SOME = (
+    "torchvision.squeezenet1_1",
+    "torchvision.mnasnet0_5",
+    "torchvision.shufflenet_v2_x0_5",
+    "torchvision.regnet_y_400mf",
+    "torchvision.swin",
+    "timm.convnext_atto",
+    "timm.efficientnet_lite0",
+    "smp.PSPNet",
+    "smp.UnetPlusPlus",
+    "monai.BasicUNet",
+    "monai.DynUNet",
+    "monai.SegResNet",
+    "monai.AttentionUnet",
+    "diffusers.vae_encoder_with_attention",
+    "diffusers.vae_decoder_with_attention",
+    "diffusers.vae_decoder",
+)
+NAMES = [entry.name for entry in ZOO if EVERY or entry.name in SOME]
+GRIDS = ((1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2))
+"""(replicas, rows, cols) of 1, 2, 3, 4, 6 ranks"""
+REFUSED = {"smp.MAnet": "it takes (N, H*W, C) for (N, C, H, W), which mixes cells with channels"}
+TRAINED = ("torchvision.squeezenet1_1", "monai.UNet", "diffusers.vae_decoder_with_attention")
+
+
+def entry_of(name):
+    return next(entry for entry in ZOO if entry.name == name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_model_gives_the_numbers_of_one_process(name):
+    entry, at = entry_of(name), NAMES.index(name)
+    module = deterministic(entry)
+    grids = GRIDS if EVERY else (GRIDS[1 + at % 4], GRIDS[1 + (at + 2) % 4])
+    if entry.example_shape[0] > 1:
+        grids = (*grids, (2, 1, 1), (2, 1, 2)) if EVERY else (*grids[:1], (2, 1, 2))
+    if name in REFUSED:
+        with pytest.raises(ndt.UnsupportedOperator, match="the channels are cut"):
+            check(module, entry.example_shape, grids=grids[-1:])
+        return
+    check(module, entry.example_shape, grids=grids, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if EVERY or name != "monai.UNet"])
+def test_five_steps_of_an_optimiser(name):
+    entry = entry_of(name)
+    expected, build = state_after(entry), deterministic(entry)
+
+    def body(world):
+        with ProcessGrid(world) as grid:
+            module = copy.deepcopy(build)
+            model = ndt.distribute(module, entry.example_shape, grid)
+            optimizer = sgd(model)
+            for step in range(5):
+                optimizer.zero_grad()
+                outputs = tensors_of(model(model.scatter(example(entry, "float64", step))))
+                whole = [torch.empty(shape, dtype=torch.float64) for shape in model.output_shapes]
+                targets = [model.scatter_target(t) for t in drawn_like(whole, step + 1)]
+                model.loss(loss_of, outputs, targets).backward()
+                optimizer.step()
+            return module.state_dict()
+
+    with captured_once():
+        for found in loopback.run(4, body):
+            for key, values in expected.items():
+                scale = values.double().abs().max().clamp(min=1e-3)
+                assert ((found[key] - values).double().abs().max() / scale).item() <= 1e-8, key
