@@ -130,10 +130,10 @@ class Normalise(torch.autograd.Function):
         whole = wires.reduce(name, "forward", mean * here, moments.axes) / moments.number
         squares = wires.reduce(name, "forward", squares + here * (mean - whole) ** 2, moments.axes)
         variance = squares / moments.number
-        center, spread = (moments.of_rows(values, channels) for values in (whole, variance))
-        scale = None if weight is None else _repeated(weight, center)
-        shift = None if bias is None else _repeated(bias, center)
-        y = F.batch_norm(rows, center, spread, scale, shift, eps=moments.eps) if x.numel() else x.clone()
+        means, variances = (moments.of_rows(values, channels) for values in (whole, variance))
+        scale = None if weight is None else _repeated(weight, means)
+        shift = None if bias is None else _repeated(bias, means)
+        y = F.batch_norm(rows, means, variances, scale, shift, eps=moments.eps) if x.numel() else x.clone()
         ctx.save_for_backward(x, weight, whole, variance)
         ctx.how = wires, name, moments
         ctx.mark_non_differentiable(whole, variance)

@@ -16,7 +16,7 @@ from .layout import (
     whole,
 )
 from .plan import Value, axes_of_values
-from .registry import FRESH, IN_PLACE, POINTWISE, RULES, decomposed
+from .registry import POINTWISE, RULES, decomposed
 from .transfer import Range
 
 Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
@@ -48,14 +48,10 @@ class Lowering(Builder):
         return found
 
     def _note(self, name: str, found: Any) -> None:
-        """Take note of whether the step that gave a result has made memory for it, or need not."""
+        """Take note of the operator whose result the last step gave."""
         first = found[0] if isinstance(found, tuple) and found else found
         if self.steps and isinstance(first, Value) and first.id == self.steps[-1].outputs[0]:
-            step = self.steps[-1]
-            step.fresh = step.fresh or (name in FRESH and step.kind in ("local", "norm"))
-            if name in IN_PLACE and step.kind == "local":
-                run = IN_PLACE[name]
-                step.in_place = lambda tensor: (run(tensor),)
+            self.steps[-1].op = name
 
     def _called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(target, torch._ops.OpOverload):

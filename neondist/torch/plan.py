@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,6 +13,16 @@ import torch
 
 from .layout import Layout, Mesh, Shape, axes_of, local_shape, shape_of
 from .transfer import Transfer
+
+FRESH = {
+    "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.add.Tensor", "aten.sub.Tensor",
+    "aten.linear.default", "aten._native_batch_norm_legit_functional.default", "aten.group_norm.default",
+    "aten._native_batch_norm_legit_no_training.default", "aten.instance_norm.default", "aten.cat.default",
+    "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
+}  # fmt: skip
+"""Operators that need not their results to go back, and give them in memory of their own."""
+IN_PLACE: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
+"""Operators that may write their results over what they were given, if nobody else needs that."""
 
 Pads = tuple[tuple[int, int, int], ...]
 
@@ -65,10 +75,8 @@ class Step:
     inputs, outputs : values, by id
     run : callable
         For 'local': from the inputs' tensors to the outputs'.
-    fresh : bool
-        Whether the first output is in memory of its own that backward does not need.
-    in_place : callable, optional
-        What to run instead, if the input is fresh and nobody else reads it.
+    op : str
+        The operator whose result the first output is, if there is one.
     """
 
     kind: str
@@ -83,8 +91,7 @@ class Step:
     counts: bool = True
     key: Any = None
     free: tuple[int, ...] = field(default=())
-    fresh: bool = False
-    in_place: Callable[..., Any] | None = None
+    op: str = ""
 
 
 @dataclass(eq=False)
@@ -136,12 +143,12 @@ class TorchPlan:
     def _save_memory(self) -> None:
         """Let steps write over what nobody else reads."""
         readers = Counter(value for step in self.steps for value in step.inputs)
-        fresh = {step.outputs[0] for step in self.steps if step.fresh}
-        for step in self.steps:
-            if step.in_place is not None and step.key is None:
+        fresh = {step.outputs[0] for step in self.steps if step.op in FRESH and step.kind in ("local", "norm")}
+        for at, step in enumerate(self.steps):
+            if step.op in IN_PLACE and step.kind == "local" and step.key is None:
                 (value,) = step.inputs
                 if value in fresh and readers[value] == 1 and value in step.free:
-                    step.run = step.in_place
+                    self.steps[at] = replace(step, run=IN_PLACE[step.op])
 
     def sent(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank sends in each step forward, or gives into a sum; steps of one name together."""

@@ -31,15 +31,6 @@ TRACING = threading.Lock()
 """Held while PyTorch traces, since it replaces functions of its modules meanwhile: virtual ranks take turns."""
 RULES: dict[str, Rule] = {}
 POINTWISE: set[str] = set()
-FRESH = {
-    "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.add.Tensor", "aten.sub.Tensor",
-    "aten.linear.default", "aten._native_batch_norm_legit_functional.default", "aten.group_norm.default",
-    "aten._native_batch_norm_legit_no_training.default", "aten.instance_norm.default", "aten.cat.default",
-    "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
-}  # fmt: skip
-"""Operators that need not their results to go back, and give them in memory of their own."""
-IN_PLACE: dict[str, Callable[..., Any]] = {"aten.relu.default": torch.relu_}
-"""Operators that may write their results over what they were given, if nobody else needs that."""
 
 
 def rule(*names: str, always: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
