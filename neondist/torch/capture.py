@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,31 +26,47 @@ _TORCH = os.path.dirname(torch.__file__)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
-def captured(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> Any:
+def captured(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtype]], what: str = "") -> Any:
     """Return the exported program of a module, in functional form, composite operators kept.
+
+    Neither no_grad, inference_mode nor autocast around the call are part of it: they hold for what runs.
+
+    Parameters
+    ----------
+    what : str
+        What errors call the module; default: its class.
 
     Raises
     ------
     ConfigError
         If its control flow depends on the values of tensors, or if it cannot be traced for another reason.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = tuple(torch.empty(tuple(shape), dtype=dtype) for shape, dtype in shapes)
-    with TRACING, warnings.catch_warnings():
+    with TRACING, warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
         warnings.simplefilter("ignore")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            inputs = tuple(torch.empty(tuple(shape), dtype=dtype) for shape, dtype in shapes)
         try:
             return torch.export.export(module, inputs, strict=False).run_decompositions({})
         except Exception as error:
-            raise ConfigError(_explained(module, shapes, error)) from error
+            raise ConfigError(_explained(what or type(module).__name__, shapes, error)) from error
 
 
-def _explained(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtype]], error: Exception) -> str:
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _explained(what: str, shapes: Sequence[tuple[Sequence[int], torch.dtype]], error: Exception) -> str:
     given = ", ".join(str(tuple(shape)) for shape, _ in shapes)
     frames = _user_frames("".join(_traceback(error)))
     source = f"{frames[-1]}: " if frames else ""
     first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
     return (
-        f"{source}{type(module).__name__} cannot be captured for inputs of shape {given}: {type(error).__name__}:"
+        f"{source}{what} cannot be captured for inputs of shape {given}: {type(error).__name__}:"
         f" {first};"
         " what it computes may depend on the shapes of tensors, not on their values"
     )

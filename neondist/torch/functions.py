@@ -133,6 +133,7 @@ class Normalise(torch.autograd.Function):
         means, variances = (moments.of_rows(values, channels) for values in (whole, variance))
         scale = None if weight is None else _repeated(weight, means)
         shift = None if bias is None else _repeated(bias, means)
+        scale, shift = (None if v is None else v.to(means.dtype) for v in (scale, shift))
         y = F.batch_norm(rows, means, variances, scale, shift, eps=moments.eps) if x.numel() else x.clone()
         ctx.save_for_backward(x, weight, whole, variance)
         ctx.how = wires, name, moments
@@ -147,7 +148,7 @@ class Normalise(torch.autograd.Function):
         channels = x.shape[1]
         rows, dy = moments.rows(x), moments.rows(gradients[0].contiguous(memory_format=_format_of(x)))
         each, var = moments.of_rows(mean, channels), moments.of_rows(variance, channels)
-        scale = torch.ones_like(each) if weight is None else _repeated(weight, each)
+        scale = torch.ones_like(each) if weight is None else _repeated(weight, each).to(each.dtype)
         if x.numel():
             dx, dscale, dshift = torch.ops.aten.native_batch_norm_backward(
                 dy, rows, scale, each, var, None, None, False, moments.eps, [True, True, True]
@@ -169,6 +170,8 @@ class Normalise(torch.autograd.Function):
 def _local_moments(rows: torch.Tensor, moments: Moments, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean of each group of this rank's numbers, and the sum of squares about it."""
     grouped = rows if moments.groups is None else rows.reshape(1, samples * moments.groups, -1)
+    if grouped.dtype in (torch.bfloat16, torch.float16):  # as PyTorch's own: statistics have more digits
+        grouped = grouped.float()
     if not rows.numel():
         return grouped.new_zeros(grouped.shape[1]), grouped.new_zeros(grouped.shape[1])
     mean, variance = torch.ops.aten.batch_norm_update_stats(grouped, None, None, 0.0)

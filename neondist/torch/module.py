@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import ProcessGrid
-from ..errors import ConfigError, ShapeError
+from ..comm.agree import all_or_none
+from ..errors import ConfigError, ShapeError, UserError
+from .alike import Watch, check_alike, digest_of, versions
 from .capture import captured, lowered
+from .checks import check_gather_at, check_parameters, check_tensor, gradients_of
+from .criteria import CriterionModule, check_number, identity
 from .layout import Layout, axes_of, local_shape, shape_of, whole
 from .plan import TorchPlan, Value
 from .run import Runner
 from .transport import world
 from .wires import Wires
+
+CRITERIA = 16
+"""So many criteria of `loss` are remembered."""
+
+
+class _Prepared(NamedTuple):
+    """What runs for one state of a module."""
+
+    runner: Runner
+    tree: Any
+    layouts: list[Layout | None]
+    digest: str
 
 
 class DistributedModule(nn.Module):
@@ -31,7 +48,8 @@ class DistributedModule(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[torch.dtype | None],
         grid: ProcessGrid,
         gather_at: Sequence[str],
     ) -> None:
@@ -40,25 +58,48 @@ class DistributedModule(nn.Module):
         # the module's own dictionaries: names, hooks of optimisers and `to` find what they would find there
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
-        self.grid, self.shapes, self.gather_at = grid, list(shapes), tuple(gather_at)
-        self.wires = Wires(grid, len(shapes[0][0]) - 2)
-        self.layouts = [self._layout(shape) for shape, _ in shapes]
-        self._runners: dict[Any, tuple[Runner, Any, list[Layout | None]]] = {}
-        self._losses: dict[Any, tuple[Any, Runner]] = {}
-        unknown = [path for path in gather_at if path not in dict(module.named_modules())]
-        if unknown:
-            raise ConfigError(f"gather_at: the module has no {unknown[0]!r}; its modules are those of named_modules()")
-        self._runner()
-        self._check_alike()
+        self.grid, self.gather_at = grid, tuple(gather_at)
+        self._shapes, self._dtypes = list(shapes), list(dtypes)
+        self._runners: dict[Any, _Prepared] = {}
+        self._losses: dict[Hashable, tuple[Any, Watch, dict[Any, tuple[Runner, str]]]] = {}
+        self._tiles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # how tensors that went out of here are cut
+        self._versions: tuple[int, ...] = ()
+        self._watch = Watch(module)
+        with all_or_none(grid.world):
+            check_gather_at(module, gather_at)
+            self.wires = Wires(grid, len(shapes[0]) - 2)
+            self.layouts = [self._layout(shape) for shape in self._shapes]
+            self._runner()
+        self._check_weights({"the module's steps": self._runner().digest, "example_shape": self._shapes})
 
     # As the user knows it.
 
     def forward(self, *tiles: torch.Tensor) -> Any:
-        """Return this rank's tiles of the outputs, given those of the inputs."""
-        runner, tree, _ = self._runner()
-        self._check_tiles(tiles)
-        found = runner(tiles, dict(self.module.named_parameters(remove_duplicate=False)), self._named_buffers())
-        return pytree.tree_unflatten(found, tree)
+        """Return this rank's tiles of the outputs, given those of the inputs; collective."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        error, facts = None, {"the call": "forward"}
+        try:
+            prepared = self._runner()
+            self._check_tiles(tiles)
+            check_parameters(prepared.runner.plan, parameters, buffers)
+            facts |= self._facts(tiles, prepared, parameters)
+        except UserError as problem:
+            error = problem
+        moved = versions(list(parameters.values()))
+        if len(self._versions) == len(moved):
+            moved = tuple(now - before for now, before in zip(moved, self._versions, strict=True))
+        if not check_alike(self.grid.world, facts, error, moved):
+            self._check_weights({})
+        found = prepared.runner(tiles, parameters, buffers)
+        if torch.is_grad_enabled():
+            # torch.utils.checkpoint runs a forward again until it has found all tensors that were kept: the last of
+            # them has to come after all messages, or ranks could stop before different ones
+            torch.zeros((), requires_grad=True).exp()
+        for tensor, layout in zip(found, prepared.layouts, strict=True):
+            if layout is not None:
+                self._tiles[tensor] = layout
+        return pytree.tree_unflatten(found, prepared.tree)
 
     def train(self, mode: bool = True) -> DistributedModule:
         """Set the module's mode."""
@@ -71,13 +112,20 @@ class DistributedModule(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load it into the module."""
+        """Load it into the module; on every rank the same."""
         return self.module.load_state_dict(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: the ranks' communicators are no part of a copy."""
+        raise ConfigError(
+            "a distributed module cannot be copied or pickled; save model.state_dict(), and copy the module that it"
+            " was made of: distribute(copy.deepcopy(model.module), ...)"
+        )
 
     @property
     def plan(self) -> TorchPlan:
         """What runs, in the mode that the module is in."""
-        return self._runner()[0].plan
+        return self._runner().runner.plan
 
     @property
     def output_shapes(self) -> list[tuple[int, ...]]:
@@ -96,19 +144,26 @@ class DistributedModule(nn.Module):
         index : int
             Which of the inputs it is.
         """
+        check_tensor("image", image)
         return self._part(image, self.layouts[index])
 
-    def scatter_target(self, target: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole target, the same on every rank.
+    def scatter_target(self, target: Any) -> Any:
+        """Return this rank's part of a whole target, the same on every rank; of a dictionary or list, of each in it.
 
         A target that has the spatial extents of an output, (N, *spatial) or (N, C, *spatial), is cut as that is; of
-        others only the batch is cut, over replicas.
+        others, (N,) or (N, C), only the batch is cut, over replicas.
         """
-        return self._part(target, self._target_layout(tuple(target.shape)))
+        for tensor in pytree.tree_leaves(target):
+            check_tensor("target", tensor)
+        return pytree.tree_map(lambda each: self._part(each, self._target_layout(tuple(each.shape))), target)
 
     def gather(self, tile: Any) -> Any:
         """Return the whole of this rank's tile of an output, or of an input or its gradient; collective."""
-        return pytree.tree_map_only(torch.Tensor, self._gathered, tile)
+        tensors, tree = pytree.tree_flatten(tile)
+        layouts = self._layouts_of([each for each in tensors if isinstance(each, torch.Tensor)])
+        waiting = iter(layouts)
+        found = [self._gathered(t, next(waiting)) if isinstance(t, torch.Tensor) else t for t in tensors]
+        return pytree.tree_unflatten(found, tree)
 
     def loss(self, criterion: Callable[..., torch.Tensor], output: Any, target: Any) -> torch.Tensor:
         """Return the loss of the whole images, the same on every rank; collective.
@@ -117,19 +172,23 @@ class DistributedModule(nn.Module):
         ----------
         criterion : callable
             Of (output, target): a module such as torch.nn.CrossEntropyLoss(), or a function; a mean over cells or
-            samples becomes that of the whole images.
+            samples becomes that of the whole images. It is captured as the module is, once for each criterion.
         output, target
-            This rank's tiles, as the model and `scatter_target` give them.
+            This rank's tiles, as the model and `scatter_target` give them; or lists or dictionaries of them.
         """
-        tensors, layouts, spec = [], [], pytree.tree_structure((output, target))
-        for at, tree in enumerate((output, target)):
-            for tensor in pytree.tree_leaves(tree):
-                tensors.append(tensor)
-                layouts.append(self._layout_of(tensor, target=bool(at)))
-        key = id(criterion), spec, tuple((layout, t.dtype) for layout, t in zip(layouts, tensors, strict=True))
-        if key not in self._losses:
-            self._losses[key] = criterion, self._loss_runner(criterion, spec, layouts, tensors)
-        inner = self._losses[key][1]
+        leaves, spec = pytree.tree_flatten((output, target))
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaves[i] for i in at]
+        outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
+        layouts = self._layouts_of(tensors, outputs)
+        error, digest = None, ""
+        try:
+            inner, digest = self._loss_runner(criterion, leaves, at, spec, layouts)
+        except UserError as problem:
+            error = problem
+        facts = {"the call": "loss", "the criterion": digest, "torch.is_grad_enabled()": torch.is_grad_enabled()}
+        check_alike(self.grid.world, facts | gradients_of("tensor", tensors), error)
+        # not before: virtual ranks share the criterion, whose tensors are others while PyTorch traces it
         owner = criterion if isinstance(criterion, nn.Module) else nn.Module()
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
@@ -137,24 +196,48 @@ class DistributedModule(nn.Module):
 
     # Inner.
 
-    def _loss_runner(self, criterion: Any, spec: Any, layouts: Sequence[Layout], tensors: Sequence[Any]) -> Runner:
-        shapes = [(shape_of(layout), tensor.dtype) for layout, tensor in zip(layouts, tensors, strict=True)]
-        program = captured(_Criterion(criterion, spec), shapes)
-        plan, _ = lowered(program, self.wires.mesh, self.grid.rank, layouts)
-        if any(axes_of(plan.values[out].layout) for out in plan.outputs if isinstance(out, int)):
-            raise ConfigError("criterion: gives a number for each cell or sample; it has to return one number")
-        return Runner(self.wires, plan)
+    def _loss_runner(
+        self, criterion: Any, leaves: Sequence[Any], at: Sequence[int], spec: Any, layouts: Sequence[Layout]
+    ) -> tuple[Runner, str]:
+        which = identity(criterion)
+        if which not in self._losses:
+            if len(self._losses) >= CRITERIA:
+                del self._losses[next(iter(self._losses))]
+            owner = criterion if isinstance(criterion, nn.Module) else nn.Module()
+            self._losses[which] = criterion, Watch(owner), {}
+        criterion, watch, runners = self._losses[which]
+        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in at)
+        dtypes = [leaves[i].dtype for i in at]
+        inputs = spec, others, tuple(layouts), tuple(dtypes)
+        before = watch.key()
+        if (before, inputs) not in runners:
+            shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+            program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion")
+            plan, tree = lowered(program, self.wires.mesh, self.grid.rank, layouts)
+            check_number(plan, tree)
+            runners[watch.settled(before), inputs] = Runner(self.wires, plan), digest_of(plan, program)
+        return runners[watch.key(), inputs]
 
-    def _runner(self) -> tuple[Runner, Any, list[Layout | None]]:
-        key = tuple(module.training for module in self.module.modules())
-        if key not in self._runners:
-            program = captured(self.module, self.shapes)
+    def _runner(self) -> _Prepared:
+        dtypes = self._input_dtypes()
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        more = tuple(dtypes), tuple(tensor.dtype for tensor in tensors)
+        before = self._watch.key()
+        if (before, more) not in self._runners:
+            program = captured(self.module, list(zip(self._shapes, dtypes, strict=True)))
             plan, tree = lowered(
                 program, self.wires.mesh, self.grid.rank, self.layouts, self.gather_at, self._image_layout
             )
             layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
-            self._runners[key] = Runner(self.wires, plan), tree, layouts
-        return self._runners[key]
+            prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest_of(plan, program))
+            before = self._watch.settled(before)
+            self._runners[before, more] = prepared
+        return self._runners[before, more]
+
+    def _input_dtypes(self) -> list[torch.dtype]:
+        floating = (p.dtype for p in self.module.parameters() if p.dtype.is_floating_point)
+        default = next(floating, torch.get_default_dtype())
+        return [default if dtype is None else dtype for dtype in self._dtypes]
 
     def _layout(self, shape: Sequence[int]) -> Layout:
         mesh = self.wires.mesh
@@ -166,67 +249,121 @@ class DistributedModule(nn.Module):
         """Return how a value that was computed whole is cut again: as an image, where it is one."""
         return self._layout(value.shape) if len(value.shape) == self.wires.mesh.spatial + 2 else None
 
-    def _check_tiles(self, tiles: Sequence[torch.Tensor]) -> None:
+    def _check_tiles(self, tiles: Sequence[Any]) -> None:
         if len(tiles) != len(self.layouts):
-            raise ShapeError(f"the module takes {len(self.layouts)} inputs, got {len(tiles)}")
-        for tile, layout in zip(tiles, self.layouts, strict=True):
+            raise ShapeError(
+                f"the module takes {len(self.layouts)} input{'s'[: len(self.layouts) != 1]}, as example_shape says,"
+                f" got {len(tiles)}"
+            )
+        for at, (tile, layout, dtype) in enumerate(zip(tiles, self.layouts, self._input_dtypes(), strict=True)):
+            check_tensor(f"input {at}", tile)
             expected = local_shape(layout, self.wires.place)
             if tuple(tile.shape) != expected:
                 raise ShapeError(
-                    f"rank {self.grid.rank}: the tile has shape {tuple(tile.shape)}, but this rank's tile of"
+                    f"rank {self.grid.rank}: input {at} has shape {tuple(tile.shape)}, but this rank's tile of"
                     f" {shape_of(layout)} is {expected}; cut the image with model.scatter(image)"
                 )
+            if tile.dtype != dtype and not torch.is_autocast_enabled(tile.device.type):
+                raise ShapeError(
+                    f"rank {self.grid.rank}: input {at} has dtype {tile.dtype}, but the module takes {dtype}; convert"
+                    " it with .to, or say distribute(..., dtype=...)"
+                )
+
+    def _facts(
+        self, tiles: Sequence[torch.Tensor], prepared: _Prepared, parameters: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """Return on what it depends which messages there are, forward and backward."""
+        trained = [name for name, p in parameters.items() if p.requires_grad]
+        return {
+            "the mode": "train()" if self.training else "eval()",
+            "what the module computes": prepared.digest,
+            "torch.is_grad_enabled()": torch.is_grad_enabled(),
+            "autocast": torch.is_autocast_enabled("cpu"),
+            "the dtype of the inputs": [tile.dtype for tile in tiles],
+            "the list of parameters that require gradients": trained,
+        } | gradients_of("input", tiles)
 
     def _part(self, image: torch.Tensor, layout: Layout) -> torch.Tensor:
         if tuple(image.shape) != shape_of(layout):
-            raise ShapeError(f"expected a whole tensor of shape {shape_of(layout)}, got {tuple(image.shape)}")
+            raise ShapeError(
+                f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got"
+                f" {tuple(image.shape)}; a model takes images of its example_shape alone"
+            )
+        shape = local_shape(layout, self.wires.place)
         atoms = [atom for dim in layout for atom in dim]
         if len(atoms) != len(layout):
             image = image.reshape([atom.extent for atom in atoms])
         for dim, atom in enumerate(atoms):
             lo, hi = atom.range(self.wires.place)
             image = image.narrow(dim, lo, hi - lo)
-        return image.clone(memory_format=torch.preserve_format).reshape(local_shape(layout, self.wires.place))
+        found = image.clone(memory_format=torch.preserve_format).reshape(shape)
+        self._tiles[found] = layout
+        return found
 
-    def _target_layout(self, shape: Sequence[int]) -> Layout:
-        mesh = self.wires.mesh
-        for layout in self._output_layouts():
-            spatial, extents = layout[2:], shape_of(layout[2:])
-            if len(layout) == mesh.spatial + 2 and tuple(shape[-mesh.spatial :]) == extents:
-                if len(shape) == len(layout):
-                    return (layout[0], *whole(shape[1:2]), *spatial)
-                if len(shape) == len(layout) - 1:
-                    return (layout[0], *spatial)
-            if tuple(shape) == shape_of(layout):
+    def _target_layout(self, shape: tuple[int, ...]) -> Layout:
+        mesh, outputs = self.wires.mesh, list(self._output_layouts())
+        for layout in outputs:
+            if shape == shape_of(layout):
                 return layout
-        return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if len(shape) else ()
+            if len(layout) == mesh.spatial + 2 and shape[-mesh.spatial :] == shape_of(layout[2:]):
+                if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout):
+                    return (layout[0], *whole(shape[1:2]), *layout[2:])
+                if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout) - 1:
+                    return (layout[0], *layout[2:])
+        batches = {shape_of(layout[:1]) for layout in outputs if layout}
+        if shape and (len(shape) > mesh.spatial or shape[:1] not in batches):
+            shapes = sorted({shape_of(layout) for layout in outputs if layout})
+            raise ShapeError(
+                f"a target of shape {shape} fits none of the outputs {', '.join(map(str, shapes))}; it has to have the"
+                " batch and spatial extents of one, or be (N,) or (N, C)"
+            )
+        return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
 
     def _output_layouts(self) -> Iterator[Layout]:
-        yield from (layout for layout in self._runner()[2] if layout is not None)
-        yield from self.layouts
+        yield from (layout for layout in self._runner().layouts if layout is not None)
+        yield from self.layouts  # a criterion may resize an output to the extents of the image
 
-    def _layout_of(self, tensor: torch.Tensor, target: bool = False) -> Layout:
-        """Return the layout of a tensor that has the shape of this rank's part."""
-        place, mesh = self.wires.place, self.wires.mesh
-        candidates = list(self._output_layouts())
-        if target:
-            images = [lay for lay in candidates if len(lay) == mesh.spatial + 2]
-            candidates = (
-                [lay[:1] + lay[2:] for lay in images]
-                + [(lay[0], *whole(tensor.shape[1:2]), *lay[2:]) for lay in images if tensor.dim() == len(lay)]
-                + [lay[:1] for lay in candidates]
-                + candidates
-            )
-        for layout in candidates:
-            if local_shape(layout, place) == tuple(tensor.shape):
-                return layout
-        raise ShapeError(
-            f"rank {self.grid.rank}: no tensor of this model has a part of shape {tuple(tensor.shape)} on this rank;"
-            " give model.loss and model.gather what the model, scatter or scatter_target returned"
+    def _layouts_of(self, tensors: Sequence[torch.Tensor], outputs: int | None = None) -> list[Layout]:
+        """Return the layouts of parts of outputs, the first so many, and of targets.
+
+        What has gone through the user's hands, such as y.squeeze(1), is known by the shapes that all ranks have of it.
+        """
+        found = [self._tiles.get(tensor) for tensor in tensors]
+        place, world = self.wires.place, self.grid.world
+        asked = [at for at, layout in enumerate(found) if layout is None]
+        candidates = {
+            at: self._candidates(tensors[at], outputs is not None and at >= outputs) for at in asked
+        }  # the same on all ranks
+        fit = [
+            [i for i, layout in enumerate(candidates[at]) if local_shape(layout, place) == tuple(tensors[at].shape)]
+            for at in asked
+        ]
+        every = world.allgather(fit) if asked and world.size > 1 else [fit]
+        for k, at in enumerate(asked):
+            common = set.intersection(*(set(other[k]) for other in every))
+            if not common:
+                error = ShapeError(
+                    f"rank {self.grid.rank}: no tensor of this model has a part of shape {tuple(tensors[at].shape)} on"
+                    " this rank; give model.loss and model.gather what the model, scatter or scatter_target returned"
+                )
+                error.agreed = True
+                raise error
+            found[at] = candidates[at][min(common)]
+        return [layout for layout in found if layout is not None]
+
+    def _candidates(self, tensor: torch.Tensor, target: bool) -> list[Layout]:
+        mesh = self.wires.mesh
+        known = list(self._output_layouts())
+        images = [layout for layout in known if len(layout) == mesh.spatial + 2]
+        cells = [layout[:1] + layout[2:] for layout in images]
+        channels = [(lay[0], *whole(tensor.shape[1:2]), *lay[2:]) for lay in images if tensor.dim() == len(lay)]
+        batch = [layout[:1] for layout in known]
+        vectors = [(lay[0], *whole(tensor.shape[1:])) for lay in known if lay and 1 < tensor.dim() <= mesh.spatial]
+        return (
+            [*cells, *channels, *batch, *known, *vectors] if target else [*known, *channels, *cells, *batch, *vectors]
         )
 
-    def _gathered(self, tile: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
-        layout = self._layout_of(tile) if layout is None else layout
+    def _gathered(self, tile: torch.Tensor, layout: Layout) -> torch.Tensor:
         if not axes_of(layout):
             return tile.detach().clone()
         from .building import Builder, Where
@@ -241,37 +378,30 @@ class DistributedModule(nn.Module):
         with torch.no_grad():
             return Runner(self.wires, plan)([tile.detach()], {}, {})[0]
 
-    def _named_buffers(self) -> dict[str, torch.Tensor]:
-        return dict(self.module.named_buffers(remove_duplicate=False))
-
-    def _check_alike(self) -> None:
-        """Raise ConfigError on all ranks unless all have the same plan and the same weights."""
-        world = self.grid.world
-        if world.size == 1:
+    def _check_weights(self, facts: Mapping[str, Any]) -> None:
+        """Raise ConfigError on all ranks unless all say the same facts and have the same weights."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        self._versions = versions(list(parameters.values()))
+        if self.grid.world.size == 1:
             return
-        mine = {"": self.plan.digest}
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+        mine = {name: str(value) for name, value in facts.items()}
+        names = list(mine)
+        for name, tensor in (*parameters.items(), *self.module.named_buffers()):
             data = tensor.detach().cpu().contiguous().view(-1)
-            mine[name] = str(zlib.crc32(data.view(torch.uint8).numpy().tobytes() if data.numel() else b""))
-        every = world.allgather(mine)
+            checksum = zlib.crc32(data.view(torch.uint8).numpy().tobytes()) if data.numel() else 0
+            mine[name] = f"{tuple(tensor.shape)} {checksum}"
+        every = self.grid.world.allgather(mine)
         for rank, other in enumerate(every):
-            if other == every[0]:
-                continue
-            names = [name for name in (*every[0], *other) if every[0].get(name) != other.get(name)]
-            what = f"its {names[-1]!r} differs" if names[-1] else "it would run other steps"
-            raise ConfigError(
-                f"rank {rank} has another module than rank 0: {what}; build it from the same seed on every rank, or"
-                " load the same state_dict"
-            )
-
-
-class _Criterion(nn.Module):
-    def __init__(self, criterion: Any, spec: Any) -> None:
-        super().__init__()
-        self.criterion, self.spec = criterion, spec
-
-    def forward(self, *tensors: Any) -> Any:
-        return self.criterion(*pytree.tree_unflatten(tensors, self.spec))
+            differ = [name for name in (*every[0], *other) if every[0].get(name) != other.get(name)]
+            if differ:
+                others = [name for name in differ if name not in names]
+                what = f"its {others[0]!r} differs" if others else f"{differ[0]} differ{'s' * (differ[0][-1] != 's')}"
+                error = ConfigError(
+                    f"rank {rank} has another module than rank 0: {what}; build it from the same seed on every rank,"
+                    " or load the same state_dict"
+                )
+                error.agreed = True
+                raise error
 
 
 def distribute(
@@ -280,7 +410,7 @@ def distribute(
     grid: ProcessGrid | None = None,
     *,
     gather_at: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Sequence[torch.dtype] | None = None,
     transport: str = "mpi",
 ) -> DistributedModule:
     """Return a PyTorch module whose images are cut into tiles, one per rank, with the numbers of one process.
@@ -300,8 +430,8 @@ def distribute(
         Default: all ranks.
     gather_at : sequence of str
         Paths of modules that every rank computes whole, since an operator in them cannot be distributed.
-    dtype : torch.dtype, optional
-        Of the input; default: that of the module's first floating-point parameter.
+    dtype : torch.dtype, or one for each input, optional
+        Of the inputs; default: that of the module's first floating-point parameter.
     transport : 'mpi' or 'torch'
         Without a grid: what carries messages, mpi4py or torch.distributed (for `torchrun`).
 
@@ -322,12 +452,12 @@ def distribute(
     if transport not in ("mpi", "torch"):
         raise ConfigError(f"transport: {transport!r}; choose 'mpi' or 'torch'")
     shapes = _shapes(example_shape)
+    dtypes: list[Any] = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(shapes)
+    if len(dtypes) != len(shapes) or not all(each is None or isinstance(each, torch.dtype) for each in dtypes):
+        raise ConfigError(f"dtype: expected a torch.dtype, or one for each of {len(shapes)} inputs, got {dtype!r}")
     if grid is None:
         grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
-    if dtype is None:
-        floating = (p.dtype for p in module.parameters() if p.dtype.is_floating_point)
-        dtype = next(floating, torch.get_default_dtype())
-    return DistributedModule(module, [(shape, dtype) for shape in shapes], grid, gather_at)
+    return DistributedModule(module, shapes, dtypes, grid, gather_at)
 
 
 def _shapes(example_shape: Any) -> list[tuple[int, ...]]:

@@ -108,12 +108,13 @@ def captured_once():
     """Let virtual ranks share what torch.export finds: their modules are copies of one."""
     real, programs = capturing.captured, {}
 
-    def captured(module, shapes):
+    def captured(module, shapes, *what):
         mode = tuple(m.training for m in module.modules())
-        key = type(module), tuple((tuple(shape), dtype) for shape, dtype in shapes), mode
+        given = tuple((tuple(shape), dtype) for shape, dtype in shapes)
+        key = type(module), getattr(module, "criterion", None), given, mode
         with lock:
             if key not in programs:
-                programs[key] = real(module, shapes)
+                programs[key] = real(module, shapes, *what)
         return programs[key]
 
     lock = threading.Lock()
