@@ -128,12 +128,14 @@ class Channel:
         """Return the gradient of this rank's part, given that of what it saw; ranks that saw the same are added."""
         for dim, before, after in pads:
             gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
-        found = torch.zeros(tuple(shape), dtype=gradient.dtype, device=gradient.device).contiguous(
-            memory_format=_memory_format(gradient)
-        )
         self._send("backward", gradient, self.arriving, "target", self.leaving)
-        for piece in self.own:
-            self._at(found, piece, "source").add_(self._at(gradient, piece, "target"))
+        own = [self._at(gradient, piece, "target") for piece in self.own]
+        if len(own) == 1 and own[0].shape == tuple(shape):  # all that this rank has, once
+            found = own[0].clone(memory_format=_memory_format(gradient))
+        else:
+            found = torch.zeros(tuple(shape), dtype=gradient.dtype, device=gradient.device)
+            for piece, cells in zip(self.own, own, strict=True):
+                self._at(found, piece, "source").add_(cells)
         for piece, cells in self._received(gradient, self.leaving, "source"):
             self._at(found, piece, "source").add_(cells)
         return found
