@@ -56,6 +56,10 @@ class LaunchError(UserError):
     """The job cannot be started: no MPI, no mpirun, or two MPIs that do not know each other."""
 
 
+class MissingPackageError(LaunchError, ImportError):
+    """An optional package is not installed; the message says how to."""
+
+
 class HaloError(UserError):
     """A layer, scheme or exchange treats cells wrongly that are not its own; found by `--debug-halo`."""
 

@@ -5,6 +5,15 @@ operators. lower: from the graph to a plan, by the rules of rules/. plan, run: t
 functions: tensors over a transport, and autograd through it. module: what users have. transport: torch.distributed.
 """
 
+from ..errors import MissingPackageError
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise MissingPackageError("neondist.torch needs PyTorch: pip install 'neondist[torch]'") from error
+
 from . import rules
 from .errors import UnsupportedOperator
 from .module import DistributedModule, distribute

@@ -64,12 +64,15 @@ def _explained(what: str, shapes: Sequence[tuple[Sequence[int], torch.dtype]], e
     given = ", ".join(str(tuple(shape)) for shape, _ in shapes)
     frames = _user_frames("".join(_traceback(error)))
     source = f"{frames[-1]}: " if frames else ""
-    first = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
-    return (
-        f"{source}{what} cannot be captured for inputs of shape {given}: {type(error).__name__}:"
-        f" {first};"
-        " what it computes may depend on the shapes of tensors, not on their values"
-    )
+    name = type(error).__name__
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    why = f"{name}: {first}"
+    if "DataDependent" in name:
+        why = (
+            "an if, a float() or an .item() needs the value of a tensor; what a module computes may depend on the"
+            " shapes of tensors, not on their values: torch.where chooses without"
+        )
+    return f"{source}{what} cannot be captured for inputs of shape {given}: {why}"
 
 
 def _traceback(error: BaseException) -> list[str]:
@@ -130,6 +133,7 @@ def lowered(
             )
         else:
             lowering.where, lowering.out = where(node), node.meta.get("val")
+            _check_static(lowering)
             pick = gathering.inside if gathering.at(node) else gathering.outside
 
             def value(arg: Any, pick: Callable[[Any], Any] = pick) -> Any:
@@ -163,6 +167,24 @@ def lowered(
         None if lowering.key is None else lowering.key.id,
     ).finish()
     return plan, program.call_spec.out_spec
+
+
+def _check_static(lowering: Lowering) -> None:
+    for out in pytree.tree_leaves(lowering.out):
+        if isinstance(out, torch.SymInt) or (isinstance(out, torch.Tensor) and not _is_static(out)):
+            here = lowering.where
+            raise ConfigError(
+                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)}: the shape of its result depends on"
+                " the values of tensors; what a module computes may depend on their shapes, not on their values"
+            )
+
+
+def _is_static(tensor: torch.Tensor) -> bool:
+    return all(isinstance(n, int) for n in tensor.shape)
+
+
+def _inside(here: Where) -> str:
+    return f" in module '{here.module}'" if here.module else ""
 
 
 class _Plain:

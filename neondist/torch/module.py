@@ -455,6 +455,8 @@ def distribute(
     dtypes: list[Any] = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(shapes)
     if len(dtypes) != len(shapes) or not all(each is None or isinstance(each, torch.dtype) for each in dtypes):
         raise ConfigError(f"dtype: expected a torch.dtype, or one for each of {len(shapes)} inputs, got {dtype!r}")
+    if not (grid is None or isinstance(grid, ProcessGrid)):
+        raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
     if grid is None:
         grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
     return DistributedModule(module, shapes, dtypes, grid, gather_at)
