@@ -70,14 +70,16 @@ class Builder:
         pads : dict of dimension to (before, after) for each part
             Indices of value `fill` around what is seen.
         """
+        asked = frozenset(axis for axis, _ in wants.values() if axis is not None)
+        inside = (value.axes | asked) if context is None else frozenset(context)
+        lost = axes_of(value.layout) - inside  # along which all compute alike from now on
+        value = self.gathered(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
         wanted = tuple(
             Want(dim, self.atom(value, dim), axis, tuple(tuple(r) for r in ranges))
             for dim, (axis, ranges) in sorted(wants.items())
         )
         around = {dim for dim, parts in (pads or {}).items() if any(any(pad) for pad in parts)}
         wanted = tuple(want for want in wanted if not want.own or want.dim in around)
-        asked = frozenset(want.axis for want in wanted if want.axis is not None)
-        inside = (value.axes | asked) if context is None else frozenset(context)
         here: Pads = tuple(
             (dim, *parts[0 if wants[dim][0] is None else self.place[wants[dim][0]]])  # type: ignore[index]
             for dim, parts in sorted((pads or {}).items())
@@ -144,7 +146,7 @@ class Builder:
         """Return the sum over axes of what each rank computes alone; `op` 'max': the maximum, which has no gradient."""
         axes = frozenset(axes)
         context = axes_of_values(args) | axes | axes_of(layout)
-        (part,) = self._locals(run, args, [layout], [dtype or args[0].dtype], context)
+        (part,) = self._locals(run, args, [layout], [dtype or args[0].dtype], context, partial=True)
         part.axes = context
         if not axes:
             return part
@@ -184,19 +186,24 @@ class Builder:
             self._spread[key] = same
         return self._spread[key]
 
-    def gathered(self, value: Value) -> Value:
-        """Return a value whole on every rank, for what all of them compute alike."""
-        if not value.axes:
+    def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Value:
+        """Return a value of which every rank has all indices (of these dimensions), for what they compute alike."""
+        rank = len(value.layout)
+        chosen = set(range(rank)) if dims is None else {dim % rank for dim in dims}
+        axes = axes_of(value.layout[dim] for dim in chosen)
+        if not axes:
             return value
-        shape, expanded = value.shape, self._atoms(value)
+        expanded = self._atoms(value)
         wants = tuple(
-            Want(dim, atom, None, (((0, atom.extent),),))
-            for dim, (atom,) in enumerate(expanded.layout)
-            if atom.axis is not None
+            Want(at, atom, None, (((0, atom.extent),),))
+            for at, (atom,) in enumerate(expanded.layout)
+            if atom.axis in axes
         )
-        found = self._value(shape_of(expanded.layout), frozenset(), value.dtype, value.kind, whole(expanded.shape))
+        rest = tuple((Atom(dim[0].extent),) if dim[0].axis in axes else dim for dim in expanded.layout)
+        found = self._value(local_shape(rest, self.place), value.axes - axes, value.dtype, value.kind, rest)
         self._step("gather", [expanded], [found], transfer=Transfer(self.mesh, wants))
-        return self.shaped(found, whole(shape))
+        layout = tuple((Atom(shape_of((dim,))[0]),) if at in chosen else dim for at, dim in enumerate(value.layout))
+        return self.shaped(found, layout)
 
     def recut(self, value: Value, layout: Layout) -> Value:
         """Return a value cut as `layout`, which has the same atoms but for where they are cut, and by which axis."""
@@ -210,8 +217,7 @@ class Builder:
             for dim, (new, (old,)) in enumerate(zip(target, expanded.layout, strict=True))
             if new != old
         }
-        context = value.axes | axes_of(layout)
-        seen = self.view(expanded, wants, context)
+        seen = self.view(expanded, wants, axes_of(layout))
         shape = local_shape(layout, self.place)
         if seen.local == shape and seen.layout_or_none == layout:
             return seen
@@ -232,28 +238,34 @@ class Builder:
             try:
                 return self.shaped(value, reshaped(value.layout, shape))
             except Unaligned as problem:
-                if not problem.multiple:
-                    break
-                value = self.recut(value, tuple(_aligned(dim, problem, self.mesh) for dim in value.layout))
+                if problem.multiple:
+                    value = self.recut(value, tuple(_aligned(dim, problem, self.mesh) for dim in value.layout))
+                else:  # no cut would do: every rank sees it whole
+                    dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
+                    value = self.gathered(value, dims if axes_of(value.layout[d] for d in dims) else None)
         return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} takes a cut dimension apart")
 
     def aligned(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
         """Return a value for a pointwise operation with results cut as `target`; dimensions of one index broadcast."""
         context = frozenset(context)
-        offset = len(target) - len(value.layout)
         if value.layout_or_none is None:
             return value
-        wanted = [dim if shape_of((dim,)) == (1,) else target[offset + at] for at, dim in enumerate(value.layout)]
+        offset = len(target) - len(value.layout)
+        value = self.gathered(
+            value, [at for at, dim in enumerate(value.layout) if not _alike_cut(dim, target[offset + at])]
+        )
+        wanted = [
+            dim if shape_of((dim,)) == (1,) != shape_of((target[offset + at],)) else target[offset + at]
+            for at, dim in enumerate(value.layout)
+        ]
         atoms: list[Atom] = []
         for dim, new in zip(value.layout, wanted, strict=True):
             if dim == new:
                 atoms += dim
             elif all(atom.axis is None for atom in dim):
                 atoms += [Atom(atom.extent) for atom in new]
-            elif [a.extent for a in dim] == [a.extent for a in new]:
-                atoms += dim
             else:
-                self.refuse(f"dimensions of {value.shape} and {shape_of(target)} are cut in different ways")
+                atoms += dim
         if all(dim == new for dim, new in zip(value.layout, wanted, strict=True)):
             return self.enter(value, context)
         expanded = self._as_atoms(value, atoms)
@@ -266,6 +278,11 @@ class Builder:
         if seen.local == shape:
             return seen
         return self._raw(lambda x: x.reshape(shape), seen, shape)
+
+    def cut_as(self, value: Value, layout: Layout) -> Value:
+        """Return a value cut as `layout`, whatever it is made of."""
+        seen = self.aligned(value, layout, axes_of(layout))
+        return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
 
     def seen_whole(self, value: Value, dims: Iterable[int], context: Iterable[int]) -> Value:
         """Return a value with these dimensions whole, for what is cut by the axes of `context`."""
@@ -297,6 +314,10 @@ class Builder:
     def cut(self, value: Value, dim: int) -> int | None:
         """Return the axis that cuts a dimension of one atom; None: it is whole."""
         return self.atom(value, dim).axis
+
+    def single(self, value: Value, dim: int) -> Value:
+        """Return the value, with a dimension that is made of several atoms, some of them cut, whole."""
+        return value if len(value.layout[dim]) == 1 else self.gathered(value, [dim])
 
     def is_whole(self, value: Value, dim: int) -> bool:
         """Tell whether every rank has all indices of a dimension."""
@@ -342,9 +363,12 @@ class Builder:
         dtypes: Sequence[torch.dtype],
         context: frozenset[int],
         several: bool = False,
+        partial: bool = False,
     ) -> list[Value]:
         entered = [self.enter(value, context) for value in args]
         constant = all(value.kind == "constant" for value in entered)
+        if not (partial or constant) and any(context - axes_of(layout) for layout in layouts):
+            self.refuse("ranks would compute alike what each of them sees a part of")  # gradients would add up
         found = [
             self._value(
                 local_shape(layout, self.place),
@@ -375,6 +399,9 @@ class Builder:
     def _value(
         self, local: Shape, axes: frozenset[int], dtype: torch.dtype, kind: str, layout: Layout | None = None
     ) -> Value:
+        cuts = [atom.axis for dim in layout or () for atom in dim if atom.axis is not None]
+        if len(cuts) != len(set(cuts)):  # ranks would have but the blocks of a diagonal
+            self.refuse("two dimensions would be cut by the same axis of the grid")
         self.values.append(Value(len(self.values), local, axes, dtype, kind, layout))
         return self.values[-1]
 
@@ -408,6 +435,13 @@ def _bounds(atom: Atom) -> tuple[tuple[Range, ...], ...]:
     if atom.bounds is None:
         return (((0, atom.extent),),)
     return tuple(((lo, hi),) for lo, hi in pairwise(atom.bounds))
+
+
+def _alike_cut(dim: Dim, target: Dim) -> bool:
+    """Tell whether a dimension, if it is cut at all, is made of the same atoms as another, and does not broadcast."""
+    if not axes_of((dim,)) or dim == target:
+        return True
+    return shape_of((dim,)) != (1,) and [a.extent for a in dim] == [a.extent for a in target]
 
 
 def _aligned(dim: Dim, problem: Unaligned, mesh: Mesh) -> Dim:

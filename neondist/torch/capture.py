@@ -46,7 +46,9 @@ def captured(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtyp
         with FakeTensorMode(allow_non_fake_inputs=True):
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype) for shape, dtype in shapes)
         try:
-            return torch.export.export(module, inputs, strict=False).run_decompositions({})
+            program = torch.export.export(module, inputs, strict=False)
+            _detach(program.graph_module)
+            return program.run_decompositions({})
         except Exception as error:
             raise ConfigError(_explained(what or type(module).__name__, shapes, error)) from error
 
@@ -58,6 +60,18 @@ def _no_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def _detach(graph: torch.fx.GraphModule) -> None:
+    """Let what is computed under `torch.no_grad()` have no gradient: decompositions forget that it was."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            for got in list(node.users):
+                with graph.graph.inserting_after(got):
+                    detached = graph.graph.call_function(torch.ops.aten.detach.default, (got,))
+                detached.meta = dict(got.meta)
+                got.replace_all_uses_with(detached, lambda user, keep=detached: user is not keep)
+    graph.recompile()
 
 
 def _explained(what: str, shapes: Sequence[tuple[Sequence[int], torch.dtype]], error: Exception) -> str:

@@ -167,13 +167,18 @@ class Normalise(torch.autograd.Function):
         return dx.view(x.shape), dscale if asked[1] else None, dshift if asked[2] else None, None, None, None
 
 
+_NARROW = (torch.bfloat16, torch.float16)
+
+
 def _local_moments(rows: torch.Tensor, moments: Moments, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean of each group of this rank's numbers, and the sum of squares about it."""
-    grouped = rows if moments.groups is None else rows.reshape(1, samples * moments.groups, -1)
-    if grouped.dtype in (torch.bfloat16, torch.float16):  # as PyTorch's own: statistics have more digits
-        grouped = grouped.float()
     if not rows.numel():
-        return grouped.new_zeros(grouped.shape[1]), grouped.new_zeros(grouped.shape[1])
+        number = rows.shape[1] if moments.groups is None else samples * moments.groups
+        dtype = torch.float32 if rows.dtype in _NARROW else rows.dtype
+        return rows.new_zeros(number, dtype=dtype), rows.new_zeros(number, dtype=dtype)
+    grouped = rows if moments.groups is None else rows.reshape(1, samples * moments.groups, -1)
+    if grouped.dtype in _NARROW:  # as PyTorch's own: statistics have more digits
+        grouped = grouped.float()
     mean, variance = torch.ops.aten.batch_norm_update_stats(grouped, None, None, 0.0)
     return mean, variance * (grouped.numel() // grouped.shape[1])
 

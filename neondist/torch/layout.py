@@ -156,12 +156,16 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
     Unaligned
         If a cut would have to be elsewhere.
     """
-    atoms = [atom for dim in layout for atom in dim if atom.extent != 1 or atom.axis is not None]
+    atoms = [atom for dim in layout for atom in dim]
     atoms.reverse()  # the next one is the last
     found = []
-    for size in shape:
+    for at, size in enumerate(shape):
         dim: list[Atom] = []
         rest = size
+        if size == 1:
+            _drop_ones(atoms, shape[at:])
+            if atoms and atoms[-1].extent == 1:
+                dim.append(atoms.pop())
         while rest > 1:
             atom = atoms.pop()
             if rest % atom.extent == 0:
@@ -185,7 +189,29 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
             atoms.append(minor)
             rest //= common
         found.append(merged(dim))
-    return tuple(found)
+    left = [atom for atom in atoms[::-1] if atom.axis is not None]  # of one index, which one part has
+    if left and not found:
+        raise Unaligned(left[0])
+    return (*found[:-1], merged((*found[-1], *left))) if found else ()
+
+
+def _drop_ones(atoms: list[Atom], shape: Sequence[int]) -> None:
+    """Drop whole atoms of one index from the end, until there are as many of one index as dimensions to come."""
+    ones = next((at for at, size in enumerate(shape) if size != 1), len(shape))
+    run = next((at for at, atom in enumerate(atoms[::-1]) if atom.extent != 1), len(atoms))
+    for at in range(len(atoms) - 1, len(atoms) - 1 - run, -1):
+        if run > ones and atoms[at].axis is None:
+            del atoms[at]
+            run -= 1
+
+
+def indices(dim: Dim, place: Sequence[int]) -> list[int]:
+    """Return the global indices along a dimension that the rank at a place has."""
+    found = [0]
+    for atom in dim:
+        lo, hi = atom.range(place)
+        found = [index * atom.extent + at for index in found for at in range(lo, hi)]
+    return found
 
 
 def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from .building import Builder
@@ -38,6 +39,7 @@ class Lowering(Builder):
         self.target: Any = None
         self.key: Value | None = None
         self._call: Any = None
+        self._faking = FakeTensorMode(allow_non_fake_inputs=True)
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the values that an operator gives."""
@@ -132,7 +134,8 @@ class Lowering(Builder):
 
     def fake(self, value: Value) -> Any:
         """Return a tensor without memory, of a value's global shape."""
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        with self._faking:
+            return torch.empty(value.shape, dtype=value.dtype)
 
     def _alike(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Value]) -> Any:
         """Every rank has all of the arguments, and computes all of the results."""

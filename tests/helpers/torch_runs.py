@@ -49,7 +49,7 @@ def distributed(module, inputs, gradients, grid, **more):
     import neondist.torch as ndt
 
     replicas, rows, cols = grid
-    planes = more.pop("planes", 1)
+    planes, running = more.pop("planes", 1), {key: more.pop(key) for key in ("timeout", "at_once") if key in more}
 
     def body(world):
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols, planes=planes) as ranks:
@@ -71,7 +71,7 @@ def distributed(module, inputs, gradients, grid, **more):
                 "buffers": {name: b.clone() for name, b in mine.named_buffers()},
             }
 
-    return loopback.run(replicas * rows * cols * planes, body)
+    return loopback.run(replicas * rows * cols * planes, body, **running)
 
 
 def difference(found, expected):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom
+from ..layout import Atom, axes_of
 from ..registry import rule
 from .window import parts_of
 
@@ -20,6 +20,7 @@ def remapped(lowering: Any, x: Any, dim: int, extent: int, source: Callable[[int
 
     Cells between the first and the last that a part looks at travel.
     """
+    x = lowering.single(x, dim)
     axis = lowering.cut(x, dim)
     out = lowering.mesh.atom(extent, axis)
     ranges = []
@@ -41,6 +42,7 @@ def ranged(
     lowering: Any, x: Any, dim: int, extent: int, ranges_of: Callable[[int, int], Sequence[tuple[int, int]]]
 ) -> Any:
     """Return x with another extent of one dimension, of which [lo, hi) are ranges of x, one after the other."""
+    x = lowering.single(x, dim)
     axis = lowering.cut(x, dim)
     out = lowering.mesh.atom(extent, axis)
     ranges = [tuple(ranges_of(lo, hi)) if lo < hi else ((0, 0),) for lo, hi in parts_of(out)]
@@ -65,12 +67,21 @@ def slices(lowering: Any, x: Any, dim: int = 0, start: Any = None, end: Any = No
 
 @rule("aten.select.int")
 def select(lowering: Any, x: Any, dim: int, index: int) -> Any:
-    """One index of a dimension; of a cut one, every rank gets it."""
+    """Reduction: one index of a dimension; of a cut one, every rank gets it from the one that has it."""
     dim %= len(x.shape)
+    x = lowering.single(x, dim)
     layout = (*x.layout[:dim], *x.layout[dim + 1 :])
     if lowering.is_whole(x, dim):
         return lowering.local(lambda a: a.select(dim, index), [x], layout)
-    lowering.refuse("one index of a cut dimension")
+    axis = lowering.cut(x, dim)
+    lo, hi = x.layout[dim][0].range(lowering.place)
+    at = index % x.shape[dim] - lo
+    mine = (at, 1) if 0 <= at < hi - lo else (0, 0)
+
+    def run(a: torch.Tensor) -> torch.Tensor:  # of no index: zeros, which hang together with a all the same
+        return a.narrow(dim, *mine).sum(dim).to(a.dtype)
+
+    return lowering.reduced(run, [x], [axis], layout)
 
 
 @rule("aten.narrow.default")
@@ -107,18 +118,14 @@ def slice_scatter(
     dim %= len(x.shape)
     picked = range(x.shape[dim])[slice(start, end, step)]
     if len(picked) == x.shape[dim]:
-        return (
-            lowering.aligned(src, x.layout, x.axes | src.axes)
-            if x.layout == src.layout
-            else _replaced(lowering, x, src)
-        )
-    layout = lowering.common([x, src]) if lowering.is_whole(x, dim) else x.layout
-    context = x.axes | src.axes
-    x = lowering.recut(x, (*layout[:dim], x.layout[dim], *layout[dim + 1 :]))
-    if lowering.is_whole(x, dim) and lowering.is_whole(src, dim):
-        target = (*x.layout[:dim], src.layout[dim], *x.layout[dim + 1 :])
-        there = lowering.aligned(src, target, context)
-        return lowering.local(lambda a, b: torch.slice_scatter(a, b, dim, start, end, step), [x, there], x.layout)
+        return src
+    rest = lowering.common([_without(lowering, x, dim), _without(lowering, src, dim)])
+    x, src = (_clear(lowering, value, dim, rest) for value in (x, src))
+    if lowering.is_whole(x, dim):
+        src = lowering.gathered(src, [dim])
+    x, src = (lowering.cut_as(v, (*rest[:dim], v.layout[dim], *rest[dim + 1 :])) for v in (x, src))
+    if lowering.is_whole(x, dim):
+        return lowering.local(lambda a, b: torch.slice_scatter(a, b, dim, start, end, step), [x, src], x.layout)
     axis = lowering.cut(x, dim)
     out = x.layout[dim][0]
     where = {cell: at for at, cell in enumerate(picked)}
@@ -126,14 +133,10 @@ def slice_scatter(
     for lo, hi in parts_of(out):
         cells = [where[i] for i in range(lo, hi) if i in where]
         ranges.append(((min(cells), max(cells) + 1) if cells else (0, 0),))
-    view = lowering.view(src, {dim: (axis, ranges)}, context)
+    view = lowering.view(src, {dim: (axis, ranges)}, x.axes | src.axes)
     lo, hi = out.range(lowering.place)
     places = torch.tensor([i - lo for i in range(lo, hi) if i in where], dtype=torch.int64)
     return lowering.local(lambda a, b: a.index_copy(dim, places.to(a.device), b), [x, view], x.layout)
-
-
-def _replaced(lowering: Any, x: Any, src: Any) -> Any:
-    return lowering.recut(src, x.layout) if x.axes else src
 
 
 @rule("aten.flip.default")
@@ -209,6 +212,7 @@ def _padded(lowering: Any, x: Any, dim: int, before: int, after: int, mode: str,
             return lowering.local(lambda a: F.pad(a, around_it, value=value), [x], layout)
         index = torch.tensor([folded(i - before, n, mode) for i in range(extent)])
         return lowering.local(lambda a: a.index_select(dim, index.to(a.device)), [x], layout)
+    x = lowering.single(x, dim)
     if mode == "circular":
         return ranged(lowering, x, dim, extent, lambda lo, hi: around(lo - before, hi - before, n))
     if mode != "constant":
@@ -240,16 +244,16 @@ def cat(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     tensors = [t for t in tensors if not (len(t.shape) == 1 and t.shape[0] == 0)]
     dim %= len(tensors[0].shape)
     rest = lowering.common([_without(lowering, t, dim) for t in tensors])
-    context = frozenset().union(*(t.axes for t in tensors))
     extent = sum(t.shape[dim] for t in tensors)
     dtype = lowering.out.dtype
     if all(lowering.is_whole(t, dim) for t in tensors):
         target = (*rest[:dim], (Atom(extent),), *rest[dim + 1 :])
         aligned = [
-            lowering.aligned(t, (*rest[:dim], (Atom(t.shape[dim]),), *rest[dim + 1 :]), context) for t in tensors
+            lowering.aligned(t, (*rest[:dim], (Atom(t.shape[dim]),), *rest[dim + 1 :]), axes_of(rest)) for t in tensors
         ]
         return lowering.local(lambda *ts: torch.cat(ts, dim), aligned, target, dtype)
-    axis = next(lowering.cut(t, dim) for t in tensors if not lowering.is_whole(t, dim))
+    tensors = [_clear(lowering, t, dim, rest) for t in tensors]
+    axis = next((lowering.cut(t, dim) for t in tensors if not lowering.is_whole(t, dim)), None)
     out = lowering.mesh.atom(extent, axis)
     seen, at = [], 0
     for t in tensors:
@@ -258,10 +262,16 @@ def cat(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
         for lo, hi in parts_of(out):
             a, b = max(lo - at, 0), min(hi - at, n)
             ranges.append(((a, b) if a < b else (0, 0),))
-        there = lowering.recut(t, (*rest[:dim], t.layout[dim], *rest[dim + 1 :]))
-        seen.append(lowering.view(there, {dim: (axis, ranges)}, context))
+        there = lowering.cut_as(t, (*rest[:dim], t.layout[dim], *rest[dim + 1 :]))
+        seen.append(lowering.view(there, {dim: (axis, ranges)}, axes_of((*rest, (out,)))))
         at += n
     return lowering.local(lambda *ts: torch.cat(ts, dim), seen, (*rest[:dim], (out,), *rest[dim + 1 :]), dtype)
+
+
+def _clear(lowering: Any, value: Any, dim: int, rest: Sequence[Any]) -> Any:
+    """Return a value of which no axis that cuts other dimensions cuts this one, which is of one atom."""
+    cut = value.layout[dim]
+    return lowering.gathered(value, [dim] if len(cut) > 1 or axes_of([cut]) & axes_of(rest) else [])
 
 
 def _without(lowering: Any, value: Any, dim: int) -> Any:
@@ -281,13 +291,31 @@ def stack(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     return cat(lowering, [lowering.reshape(t, shape) for t in tensors], dim)
 
 
+@rule("aten.select_scatter.default")
+def select_scatter(lowering: Any, x: Any, src: Any, dim: int, index: int) -> Any:
+    """One index of a dimension has new values."""
+    dim, index = dim % len(x.shape), index % x.shape[dim]
+    there = lowering.reshape(src, (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+    return slice_scatter(lowering, x, there, dim, index, index + 1)
+
+
+@rule("aten.index_select.default")
+def index_select(lowering: Any, x: Any, dim: int, index: Any) -> Any:
+    """By a tensor that every rank has; the dimension is seen whole."""
+    dim %= len(x.shape)
+    x, index = lowering.gathered(x, [dim]), lowering.gathered(index)
+    layout = (*x.layout[:dim], (Atom(lowering.out.shape[dim]),), *x.layout[dim + 1 :])
+    return lowering.local(lambda a, i: a.index_select(dim, i), [x, index], layout)
+
+
 @rule("aten.index.Tensor")
 def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
-    """By tensors that every rank has, along whole dimensions."""
-    given = [(dim, value) for dim, value in enumerate(indices) if value is not None]
-    if any(value.axes for _, value in given) or any(not lowering.is_whole(x, dim) for dim, _ in given):
-        lowering.refuse("an index, or the dimension it counts, is cut")
+    """By tensors that every rank has; the dimensions that they count are seen whole."""
+    given = [(dim, lowering.gathered(value)) for dim, value in enumerate(indices) if value is not None]
+    if any(value.dtype == torch.bool for _, value in given):
+        lowering.refuse("the shape of what a mask picks depends on values")
     dims = [dim for dim, _ in given]
+    x = lowering.gathered(x, dims)
     if dims != list(range(dims[0], dims[-1] + 1)):
         lowering.refuse("indices of dimensions that are not neighbours")
     new = lowering.out.shape[dims[0] : len(lowering.out.shape) - (len(x.shape) - dims[-1] - 1)]
@@ -302,6 +330,7 @@ def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
 @rule("aten.fill.Tensor", "aten.fill.Scalar")
 def fill(lowering: Any, x: Any, value: Any) -> Any:
     """One number everywhere."""
+    shape, dtype = x.local, x.dtype
     if hasattr(value, "axes"):
-        return lowering.local(lambda a, v: v.expand_as(a).clone(), [x, value], x.layout)
-    return lowering.local(lambda a: torch.full_like(a, value), [x], x.layout)
+        return lowering.local(lambda v: v.to(dtype).expand(shape).clone(), [value], x.layout, dtype, x.axes)
+    return lowering.local(lambda: torch.full(shape, value, dtype=dtype), [], x.layout, dtype)

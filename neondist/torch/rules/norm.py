@@ -40,7 +40,7 @@ def scaled(lowering: Any, x: Any, weight: Any, bias: Any, dims: Sequence[int]) -
     context = x.axes
     for value, run in ((weight, torch.mul), (bias, torch.add)):
         if value is not None:
-            there = lowering.aligned(lowering.reshape(lowering.enter(value, context), shape), x.layout, context)
+            there = lowering.aligned(lowering.reshape(value, shape), x.layout, context)
             x = lowering.local(run, [x, there], x.layout)
     return x
 

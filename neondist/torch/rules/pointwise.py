@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..registry import pointwise, rule
 
 pointwise(
-    "aten.clone.default", "aten._to_copy.default", "aten.detach.default", "aten.alias.default",
+    "aten.clone.default", "aten._to_copy.default", "aten.alias.default",
     "aten.contiguous.default",
     "aten.lift_fresh_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default",
     "aten.masked_fill.Scalar", "aten.masked_fill.Tensor", "aten.where.self", "aten.where.ScalarSelf",
@@ -23,11 +25,19 @@ def prelu(lowering: Any, x: Any, weight: Any) -> Any:
     shape = [1] * len(x.shape)
     if len(shape) > 1:
         shape[1] = weight.shape[0]
-    slope = lowering.reshape(lowering.enter(weight, x.axes), shape)
+    slope = lowering.reshape(weight, shape)
     layout = x.layout
     return lowering.local(
         lambda a, w: a.clamp(min=0) + w * a.clamp(max=0), [x, lowering.aligned(slope, layout, x.axes)], layout
     )
+
+
+@rule("aten.detach.default", always=True)
+def detach(lowering: Any, x: Any) -> Any:
+    """Pointwise; without a gradient, on ranks that have no index of it, too."""
+    found = lowering.local(torch.Tensor.detach, [x], x.layout)
+    found.kind = "constant"
+    return found
 
 
 @rule("aten.copy.default", always=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, axes_of
+from ..layout import Atom, axes_of, indices
 from ..registry import rule
 
 
@@ -22,6 +22,16 @@ def linear(lowering: Any, x: Any, weight: Any, bias: Any = None) -> Any:
     columns = lowering.aligned(weight, ((Atom(weight.shape[0]),), x.layout[-1]), x.axes)
     found = lowering.reduced(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
     return found if bias is None else lowering.local(torch.add, [found, bias], layout, dtype)
+
+
+@rule("aten.bilinear.default")
+def bilinear(lowering: Any, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+    """Local, along whole features."""
+    one, two = (lowering.gathered(value, [-1]) for value in (input1, input2))
+    rest = lowering.common([_Shape(one.layout[:-1]), _Shape(two.layout[:-1])])
+    args = [lowering.cut_as(value, (*rest, value.layout[-1])) for value in (one, two)]
+    layout = (*rest, (Atom(weight.shape[0]),))
+    return lowering.local(F.bilinear, [*args, weight, *([] if bias is None else [bias])], layout, lowering.out.dtype)
 
 
 @rule("aten.addmm.default")
@@ -46,12 +56,12 @@ def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None) -> Any:
     )
     rows, columns = a.layout[-2], b.layout[-1]
     busy = axes_of(batch) | axes_of([rows])
-    context = axes_of(a.layout) | axes_of(b.layout)
     if axes_of([columns]) & busy:
         columns = (Atom(b.shape[-1]),)
     inner = lowering.common([_Shape([a.layout[-1]]), _Shape([b.layout[-2]])])[0]
     if axes_of([inner]) & (busy | axes_of([columns])):
         inner = (Atom(a.shape[-1]),)
+    context = axes_of((*batch, rows, inner, columns))
     left = _as(lowering, a, (*batch, rows, inner), context)
     right = _as(lowering, b, (*batch, inner, columns), context)
     layout = (*batch, rows, columns)
@@ -93,13 +103,11 @@ def attention(
     """Redistribution: every rank sees all keys and values, for the queries of its own cells."""
     if dropout_p:
         lowering.refuse("dropout inside of attention")
-    if is_causal and axes_of([query.layout[-2]]):
-        lowering.refuse("causal attention over cells")
-    if not all(lowering.is_whole(t, -1) for t in (query, key, value)):
-        lowering.refuse("the features are cut")
-    context = query.axes | key.axes | value.axes
+    query, key, value = (lowering.gathered(t, [-1]) for t in (query, key, value))
+    rows = indices(query.layout[-2], lowering.place)
     batch = lowering.common([_Shape(t.layout[:-2]) for t in (query, key, value)])
     every = (Atom(key.shape[-2]),)
+    context = axes_of((*batch, query.layout[-2]))
     args = [
         _as(lowering, query, (*batch, query.layout[-2], query.layout[-1]), context),
         _as(lowering, key, (*batch, every, key.layout[-1]), context),
@@ -109,7 +117,12 @@ def attention(
         args.append(_as(lowering, attn_mask, (*batch, query.layout[-2], every), context))
     layout = (*batch, query.layout[-2], value.layout[-1])
 
+    cut = bool(axes_of([query.layout[-2]]))
+
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if is_causal and cut:  # PyTorch would take this rank's first query for that of the image
+            here = torch.tensor(rows, device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
+            return F.scaled_dot_product_attention(q, k, v, here, 0.0, scale=scale, enable_gqa=enable_gqa)
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     return lowering.local(run, args, layout, lowering.out.dtype)

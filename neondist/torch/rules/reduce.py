@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 
-from ..layout import Atom, Layout, axes_of
+from ..errors import UnsupportedOperator
+from ..layout import Atom, Layout, axes_of, shape_of
 from ..registry import rule
 
 
@@ -75,10 +77,15 @@ def variance(
         lambda s: s / max(0.0, number - less) if number > less else s * torch.nan, [squares], squares.layout
     )
     if "std" in name:
-        found = lowering.local(torch.sqrt, [found], found.layout)
+        found = lowering.local(_root, [found], found.layout)
     layout = without(x, dims, keepdim)
     found, mean = lowering.shaped(found, layout), lowering.shaped(mean, layout)
     return (found, mean) if "_mean" in name else found
+
+
+def _root(v: torch.Tensor) -> torch.Tensor:
+    """Return the square root, whose derivative at 0 is taken to be 0, as PyTorch does for standard deviations."""
+    return v.where(v != 0, 1).sqrt().where(v != 0, 0)
 
 
 def moments(lowering: Any, x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
@@ -147,20 +154,45 @@ def softmax(lowering: Any, x: Any, dim: int, dtype: Any = None, half_to_float: b
     return lowering.local(lambda a, s: a.exp() / s, [less, summed], x.layout)
 
 
-@rule("aten.cumsum.default", "aten.cumprod.default", "aten.argmax.default", "aten.argmin.default", "aten.topk.default",
-      "aten.sort.default", "aten.max.dim", "aten.min.dim", "aten.glu.default", "aten.index_select.default",
-      "aten.gather.default", "aten.linalg_vector_norm.default", "aten.prod.dim_int", "aten.any.dim", "aten.all.dim",
+@rule("aten.cumsum.default")
+def cumsum(lowering: Any, x: Any, dim: int, dtype: Any = None) -> Any:
+    """Reduction: what all tiles before this one sum up to."""
+    dim, wanted = dim % len(x.shape) if x.shape else 0, lowering.out.dtype
+    if lowering.is_whole(x, dim):
+        return lowering.local(lambda a: a.cumsum(dim, dtype=dtype), [x], x.layout, wanted)
+    if len(x.layout[dim]) > 1:
+        return along(lowering, x, dim, dtype=dtype)
+    axis = lowering.cut(x, dim)
+    at, parts = lowering.place[axis], lowering.mesh.parts[axis]
+
+    def later(a: torch.Tensor) -> torch.Tensor:
+        """Return this part's sum, for each of the parts that come after it."""
+        there = torch.arange(parts, device=a.device) > at
+        return a.sum(dim, dtype=dtype).unsqueeze(-1) * there
+
+    before = lowering.reduced(later, [x], [axis], (*x.layout[:dim], *x.layout[dim + 1 :], (Atom(parts),)), wanted)
+
+    def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.cumsum(dim, dtype=dtype) + b.select(-1, at).unsqueeze(dim)
+
+    return lowering.local(run, [x, before], x.layout, wanted)
+
+
+@rule("aten.cumprod.default", "aten.logcumsumexp.default", "aten.argmax.default", "aten.argmin.default",
+      "aten.topk.default", "aten.sort.default", "aten.max.dim", "aten.min.dim", "aten.glu.default",
+      "aten.linalg_vector_norm.default", "aten.prod.dim_int", "aten.any.dim", "aten.all.dim",
       "aten.logsumexp.default", "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default",
-      "aten.cosine_similarity.default", "aten.normalize.default")  # fmt: skip
+      "aten.normalize.default")  # fmt: skip
 def along(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Any:
-    """Local, along dimensions that are whole."""
-    target, outs = lowering.target, lowering.out
+    """Local, along dimensions that are whole; others are taken apart into simpler operators, or seen whole."""
+    target, outs, was = lowering.target, lowering.out, None
     dims = dims_of(x, dim)
     if any(not lowering.is_whole(x, d) for d in dims):
-        inner = lowering.apart()
-        if inner is not None:
-            return inner
-        lowering.refuse("the dimension is cut")
+        with contextlib.suppress(UnsupportedOperator):
+            inner = lowering.apart()
+            if inner is not None:
+                return inner
+        was, x = x.layout, lowering.gathered(x, dims)
     several = isinstance(outs, (tuple, list))
     layouts = []
     for out in outs if several else [outs]:
@@ -182,4 +214,5 @@ def along(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, **more:
 
     if several:
         return lowering.locals(run, [x], outs, layouts)
-    return lowering.local(run, [x], layouts[0], outs.dtype)
+    found = lowering.local(run, [x], layouts[0], outs.dtype)
+    return found if was is None or found.shape != shape_of(was) else lowering.cut_as(found, was)

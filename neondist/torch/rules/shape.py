@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
-from ..layout import Atom, local_shape
+from ..layout import Atom, axes_of, local_shape
 from ..registry import rule
+from .index import around, ranged, remapped
 
 
 @rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.view_copy.default",
@@ -59,9 +62,12 @@ def movedim(lowering: Any, x: Any, source: Any, destination: Any) -> Any:
 def expand(lowering: Any, x: Any, size: Any, implicit: bool = False) -> Any:
     """Dimensions of one index are repeated; those stay whole."""
     shape = lowering.out.shape
-    old = ((Atom(1),),) * (len(shape) - len(x.shape)) + x.layout
+    new = len(shape) - len(x.shape)
+    grown = [dim for dim, n in enumerate(x.shape) if n != shape[new + dim]]
+    x = lowering.gathered(x, grown)
+    old = ((Atom(1),),) * new + x.layout
     layout = tuple(
-        (Atom(n),) if tuple(a.extent for a in dim) == (1,) else dim for dim, n in zip(old, shape, strict=True)
+        (Atom(n),) if at - new in grown or at < new else dim for at, (dim, n) in enumerate(zip(old, shape, strict=True))
     )
     local = local_shape(layout, lowering.place)
     return lowering.local(lambda a: a.expand(local), [x], layout)
@@ -69,14 +75,25 @@ def expand(lowering: Any, x: Any, size: Any, implicit: bool = False) -> Any:
 
 @rule("aten.repeat.default")
 def repeat(lowering: Any, x: Any, repeats: Sequence[int]) -> Any:
-    """Whole dimensions are repeated."""
+    """Cells again and again; along a cut dimension, cut anew."""
     old = ((Atom(1),),) * (len(repeats) - len(x.shape)) + x.layout
     shape = lowering.out.shape
-    for dim, times in zip(old, repeats, strict=True):
-        if times != 1 and any(atom.axis is not None for atom in dim):
-            lowering.refuse("a cut dimension is repeated")
-    layout = tuple(dim if times == 1 else (Atom(n),) for dim, times, n in zip(old, repeats, shape, strict=True))
-    return lowering.local(lambda a: a.repeat(*repeats), [x], layout)
+    here = [times if whole else 1 for times, whole in zip(repeats, (not axes_of([dim]) for dim in old), strict=True)]
+    layout = tuple(dim if times == 1 else (Atom(n),) for dim, times, n in zip(old, here, shape, strict=True))
+    x = lowering.local(lambda a: a.repeat(*here), [x], layout)
+    for dim, n in enumerate(shape):
+        if x.shape[dim] != n:
+            x = ranged(lowering, x, dim, n, partial(around, n=x.shape[dim]))
+    return x
+
+
+@rule("aten.repeat_interleave.self_int")
+def repeat_interleave(lowering: Any, x: Any, repeats: int, dim: int | None = None, output_size: Any = None) -> Any:
+    """Each index several times."""
+    if dim is None:
+        x, dim = lowering.reshape(x, (prod(x.shape),)), 0
+    dim %= len(x.shape)
+    return remapped(lowering, x, dim, x.shape[dim] * repeats, lambda i: i // repeats)
 
 
 @rule("aten.pixel_shuffle.default")

@@ -1,0 +1,573 @@
+"""The steps that random modules are made of: each writes an expression of PyTorch, or returns None if none fits.
+
+`step(pen, name, tensor)` is given the name and the value of a tensor. A statement is told by `@`, the name of what it
+makes: '@ = x.clone(); @[0] = 1'. Whatever fails is drawn again, so that a step need not look at all conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+STEPS: dict[str, tuple[float, Callable[[Any, str, Any], str | None]]] = {}
+
+
+def step(weight: float = 1.0):
+    """Return a decorator that adds a step, which is drawn so often."""
+
+    def add(function):
+        STEPS[function.__name__] = weight, function
+        return function
+
+    return add
+
+
+def image(function):
+    """Make a step one of images (N, C, *spatial)."""
+
+    def checked(pen, x, t):
+        return function(pen, x, t, pen.spatial) if t.dim() == pen.spatial + 2 else None
+
+    checked.__name__ = function.__name__
+    return checked
+
+
+def each(n, draw):
+    return tuple(draw() for _ in range(n))
+
+
+def divisor(pen, n):
+    return pen.one(*[k for k in range(1, n + 1) if n % k == 0])
+
+
+def dims(pen, t):
+    """Return one or several dimensions of a tensor, or one of the usual sets."""
+    rank, kind = t.dim(), pen.int(0, 5)
+    if kind == 0:
+        return pen.int(-rank, rank - 1)
+    if kind == 1 and rank > 2:
+        return tuple(range(2, rank))
+    if kind == 2:
+        return tuple(range(rank))
+    if kind == 3:
+        return pen.int(1, rank - 1) if rank > 1 else 0
+    return tuple(sorted(pen.rng.sample(range(rank), pen.int(1, rank))))
+
+
+# Windows.
+
+
+@step(5)
+@image
+def conv(pen, x, t, n):
+    groups = divisor(pen, t.shape[1]) if pen.chance(0.3) else 1
+    out = groups * pen.int(1, 4)
+    same = pen.chance(0.15)
+    stride = 1 if same or pen.chance() else each(n, lambda: pen.int(1, 3))
+    mode = pen.one("zeros", "zeros", "zeros", "reflect", "replicate", "circular")
+    padding = repr("same") if same else each(n, lambda: pen.int(0, 3))
+    kernel = each(n, lambda: pen.int(1, 4)) if pen.chance() else 3
+    layer = pen.made(
+        f"nn.Conv{n}d({t.shape[1]}, {out}, {kernel}, {stride}, {padding}, {each(n, lambda: pen.int(1, 2))}, {groups},"
+        f" {pen.chance()}, {mode!r})"
+    )
+    return f"{layer}({x})"
+
+
+@step(1)
+@image
+def conv_function(pen, x, t, n):
+    weight = pen.parameter((t.shape[1], 1, *each(n, lambda: pen.int(1, 4))))
+    pads = [pen.int(0, 3) for _ in range(2 * n)]
+    return f"F.conv{n}d(F.pad({x}, {pads}), {weight}, stride={pen.int(1, 2)}, groups={t.shape[1]})"
+
+
+@step(2)
+@image
+def conv_transpose(pen, x, t, n):
+    groups = divisor(pen, t.shape[1]) if pen.chance(0.3) else 1
+    stride, dilation = each(n, lambda: pen.int(1, 3)), each(n, lambda: pen.int(1, 2))
+    extra = tuple(pen.int(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True))
+    padding = each(n, lambda: pen.int(0, 2))
+    layer = pen.made(
+        f"nn.ConvTranspose{n}d({t.shape[1]}, {groups * pen.int(1, 3)}, {each(n, lambda: pen.int(1, 4))}, {stride},"
+        f" {padding}, {extra}, {groups}, {pen.chance()}, {dilation})"
+    )
+    return f"{layer}({x})"
+
+
+@step(2)
+@image
+def max_pool(pen, x, t, n):
+    kernel = each(n, lambda: pen.int(1, 4))
+    padding = tuple(pen.int(0, k // 2) for k in kernel)
+    stride = None if pen.chance(0.3) else each(n, lambda: pen.int(1, 3))
+    dilation = 1 if pen.chance(0.7) else each(n, lambda: pen.int(1, 2))
+    return f"F.max_pool{n}d({x}, {kernel}, {stride}, {padding}, {dilation}, {pen.chance()})"
+
+
+@step(2)
+@image
+def avg_pool(pen, x, t, n):
+    kernel = each(n, lambda: pen.int(1, 4))
+    padding = tuple(pen.int(0, k // 2) for k in kernel)
+    stride = None if pen.chance(0.3) else each(n, lambda: pen.int(1, 3))
+    more = f", {pen.int(1, 5)}" if n > 1 and pen.chance(0.2) else ""
+    return f"F.avg_pool{n}d({x}, {kernel}, {stride}, {padding}, {pen.chance()}, {pen.chance()}{more})"
+
+
+@step(0.5)
+@image
+def lp_pool(pen, x, t, n):
+    return f"F.lp_pool{n}d({x}.abs() + 0.1, {pen.int(1, 3)}, {pen.int(1, 3)}, {pen.int(1, 3)}, {pen.chance()})"
+
+
+@step(2)
+@image
+def adaptive_pool(pen, x, t, n):
+    size = pen.one(1, pen.int(1, 6), each(n, lambda: pen.one(None, pen.int(1, 9))))
+    return f"F.adaptive_{pen.one('avg', 'avg', 'max')}_pool{n}d({x}, {size})"
+
+
+@step(0.5)
+@image
+def unfold_image(pen, x, t, n):
+    if n != 2:
+        return None
+    return f"F.unfold({x}, {pen.int(1, 3)}, {pen.int(1, 2)}, {pen.int(0, 1)}, {pen.int(1, 2)})"
+
+
+@step(0.7)
+def unfold_tensor(pen, x, t):
+    if not t.dim():
+        return None
+    return f"{x}.unfold({pen.int(0, t.dim() - 1)}, {pen.int(1, 4)}, {pen.int(1, 3)})"
+
+
+# Resampling and padding.
+
+
+@step(2.5)
+@image
+def pad(pen, x, t, n):
+    mode = pen.one("constant", "constant", "reflect", "replicate", "circular")
+    low = -2 if pen.chance(0.4) and mode == "constant" else 0
+    axes = pen.int(1, n + (mode == "constant")) if mode == "constant" else n
+    amounts = [pen.int(low, 4) for _ in range(2 * axes)]
+    value = f", value={pen.one(0.0, 1.5)}" if mode == "constant" else ""
+    return f"F.pad({x}, {amounts}, mode={mode!r}{value})"
+
+
+@step(3)
+@image
+def interpolate(pen, x, t, n):
+    smooth = {1: ["linear"], 2: ["bilinear", "bicubic"], 3: ["trilinear"]}[n]
+    mode = pen.one("nearest", "nearest-exact", "area", *smooth, *smooth)
+    how = f", mode={mode!r}"
+    if mode in smooth:
+        how += f", align_corners={pen.chance()}"
+    if pen.chance():
+        return f"F.interpolate({x}, size={each(n, lambda: pen.int(1, 14 if n < 3 else 6))}{how})"
+    factor = pen.one(2, 2.0, 3, 0.5, 1.7, 2.3, 0.6, each(n, lambda: pen.one(1.0, 1.5, 2.0, 0.7)))
+    more = f", recompute_scale_factor={pen.one(True, None)}"
+    return f"F.interpolate({x}, scale_factor={factor}{how}{more})"
+
+
+@step(1)
+@image
+def pixels(pen, x, t, n):
+    r = pen.int(2, 3)
+    return f"F.{pen.one('pixel_shuffle', 'pixel_unshuffle')}({x}, {r})" if n == 2 else None
+
+
+@step(0.5)
+@image
+def channel_shuffle(pen, x, t, n):
+    return f"F.channel_shuffle({x}, {divisor(pen, t.shape[1])})"
+
+
+# Cells moved.
+
+
+@step(3)
+def slices(pen, x, t):
+    index = []
+    for _ in range(t.dim()):
+        start, end, stride = pen.one(None, None, 0, 1, 2, -3), pen.one(None, None, None, -1, -2, 5), pen.one(1, 1, 2, 3)
+        index.append(
+            ":" if pen.chance(0.4) else f"{'' if start is None else start}:{'' if end is None else end}:{stride}"
+        )
+    return f"{x}[{', '.join(index)}]" if index else None
+
+
+@step(0.7)
+def one_index(pen, x, t):
+    if not t.dim():
+        return None
+    return f"{x}.select({pen.int(0, t.dim() - 1)}, {pen.one(0, -1)})"
+
+
+@step(1)
+def flip(pen, x, t):
+    return f"{x}.flip({[d for d in range(t.dim()) if pen.chance()]})"
+
+
+@step(1.2)
+def roll(pen, x, t):
+    if not t.dim():
+        return None
+    chosen = pen.rng.sample(range(-t.dim(), 0), pen.int(1, t.dim()))
+    return f"{x}.roll({tuple(pen.int(-17, 17) for _ in chosen)}, {tuple(chosen)})"
+
+
+@step(2)
+def cat(pen, x, t):
+    if not t.dim():
+        return None
+    d = pen.int(-t.dim(), t.dim() - 1)
+    return f"torch.{pen.one('cat', 'cat', 'cat', 'stack')}([{x}, {pen.like(t) or x + '.sin()'}], {d})"
+
+
+@step(1)
+def parts(pen, x, t):
+    if not t.dim():
+        return None
+    d = pen.int(-t.dim(), t.dim() - 1)
+    n, at = t.shape[d], pen.int(0, 1)
+    cut = pen.int(1, max(1, n - 1))
+    return pen.one(
+        f"{x}.split({pen.int(1, 4)}, {d})[{at}]",
+        f"{x}.split([{cut}, {n - cut}], {d})[{at}]",
+        f"{x}.chunk({pen.int(1, 4)}, {d})[{at}]",
+        f"{x}.narrow({d}, {n // 3}, {max(1, n // 2)})",
+        f"{x}.unbind({d})[{at}]",
+        f"torch.cat({x}.chunk(2, {d})[::-1], {d})",
+        f"torch.tensor_split({x}, 2, {d})[{at}]",
+    )
+
+
+@step(1)
+def picked(pen, x, t):
+    if not t.dim():
+        return None
+    d = pen.int(0, t.dim() - 1)
+    index = [pen.int(0, t.shape[d] - 1) for _ in range(pen.int(1, 5))]
+    return pen.one(
+        f"{x}.index_select({d}, torch.tensor({index}))",
+        f"{x}[{':, ' * d}torch.tensor({index})]",
+        f"{x}.repeat_interleave({pen.int(1, 3)}, {d})",
+        f"{x}[{':, ' * d}{index}]",
+    )
+
+
+# Dimensions regrouped.
+
+
+@step(1.5)
+def permuted(pen, x, t):
+    n = t.dim()
+    if n < 2:
+        return None
+    order = pen.rng.sample(range(n), n)
+    a, b = order[:2]
+    return pen.one(
+        f"{x}.permute({order})",
+        f"{x}.transpose({a}, {b - n})",
+        f"{x}.movedim({a}, {b})",
+        f"{x}.mT",
+        f"{x}.swapaxes({a}, {b})",
+    )
+
+
+@step(2)
+def reshaped(pen, x, t):
+    n, shape = t.dim(), list(t.shape)
+    if not n:
+        return None
+    a = pen.int(0, n - 1)
+    b = pen.int(a, n - 1)
+    k = divisor(pen, shape[a])
+    split = [*shape[:a], k, shape[a] // k, *shape[a + 1 :]]
+    joined = [*shape[:a], -1, *shape[b + 1 :]]
+    return pen.one(
+        f"{x}.flatten({a}, {b})",
+        f"{x}.unflatten({a}, ({k}, {shape[a] // k}))",
+        f"{x}.reshape({split})",
+        f"{x}.reshape({joined})",
+        f"{x}.unsqueeze({a})",
+        f"{x}.squeeze()",
+        f"{x}.contiguous().view({joined})",
+        f"{x}.reshape({[*shape[::-1]]})",
+    )
+
+
+@step(1)
+def repeated(pen, x, t):
+    n = t.dim()
+    if not n:
+        return None
+    return pen.one(
+        f"{x}.repeat({[pen.one(1, 1, 1, 2) for _ in range(n)]})",
+        f"{x}.expand({pen.int(1, 2)}, {', '.join(['-1'] * n)})",
+        f"{x}[:, :1].expand({', '.join(['-1'] * n)})",
+        f"{x}[:, :1].expand_as({x})",
+        f"torch.tile({x}, ({', '.join(str(pen.one(1, 2)) for _ in range(2))}))",
+    )
+
+
+# A few numbers of many.
+
+
+@step(3)
+def reduced(pen, x, t):
+    if not t.dim():
+        return None
+    d, keep = dims(pen, t), pen.chance()
+    name = pen.one("mean", "mean", "sum", "var", "std", "amax", "amin", "logsumexp", "norm")
+    if name == "norm":
+        return f"({x} + 0.01).norm(dim={d}, keepdim={keep})"
+    more = f", correction={pen.int(0, 1)}" if name in ("var", "std") else ""
+    return f"{x}.{name}({d}{more}, keepdim={keep})"
+
+
+@step(1)
+def of_all(pen, x, t):
+    return pen.one(f"{x} * {x}.mean()", f"{x} - {x}.max()", f"{x}.sum()", f"{x} / (1 + {x}.var())", f"{x} + {x}.min()")
+
+
+@step(2)
+def along_one(pen, x, t):
+    if not t.dim():
+        return None
+    d = pen.int(-t.dim(), t.dim() - 1)
+    return pen.one(
+        f"{x}.softmax({d})", f"{x}.log_softmax({d})", f"{x}.cumsum({d})", f"{x}.max({d})[0]",
+        f"{x}.min({d}, keepdim=True)[0]",
+        f"{x} * ({x}.argmax({d}, keepdim=True) + 1)", f"F.normalize({x}, dim={d})", f"F.glu({x}, {d})",
+        f"{x} * {x}.argmax({d}).double().mean()", f"{x}.sort({d})[0]", f"{x}.topk(1, {d})[0]", f"{x}.prod({d})",
+        f"F.cosine_similarity({x}, {x}.flip({d}), {d})", f"{x} - {x}.mean({d}, keepdim=True)",
+    )  # fmt: skip
+
+
+# Normalisation.
+
+
+@step(3)
+@image
+def normalised(pen, x, t, n):
+    c, cells = t.shape[1], list(t.shape[2:])
+    affine = pen.chance(0.7)
+    return (
+        pen.made(
+            pen.one(
+                f"nn.BatchNorm{n}d({c}, affine={affine}, track_running_stats={pen.chance(0.8)},"
+                f" momentum={pen.one(0.1, 0.3)})",
+                f"nn.BatchNorm{n}d({c})",
+                f"nn.InstanceNorm{n}d({c}, affine={affine}, track_running_stats={pen.chance(0.2)})",
+                f"nn.GroupNorm({divisor(pen, c)}, {c}, affine={affine})",
+                f"nn.LayerNorm({[c, *cells]}, elementwise_affine={affine})",
+                f"nn.LayerNorm({cells}, elementwise_affine={affine})",
+                f"nn.LayerNorm({cells[-1:]}, bias={pen.chance()})",
+                f"nn.RMSNorm({pen.one([c, *cells], cells[-1:])})",
+                "nn.LocalResponseNorm(2)",
+            )
+        )
+        + f"({x})"
+    )
+
+
+@step(1)
+def layer_norm(pen, x, t):
+    return f"F.layer_norm({x}, {list(t.shape[pen.int(1, t.dim() - 1) :])})" if t.dim() > 1 else None
+
+
+# Products and attention.
+
+
+@step(1)
+@image
+def channel_linear(pen, x, t, n):
+    layer = pen.made(f"nn.Linear({t.shape[1]}, {pen.int(1, 5)}, bias={pen.chance()})")
+    return f"{layer}({x}.movedim(1, -1)).movedim(-1, 1)"
+
+
+@step(1)
+def last_linear(pen, x, t):
+    if not t.dim():
+        return None
+    layer = pen.made(f"nn.Linear({t.shape[-1]}, {pen.int(1, 5)}, bias={pen.chance()})")
+    return f"{layer}({x})"
+
+
+@step(1)
+def flat_linear(pen, x, t):
+    if t.dim() < 2:
+        return None
+    layer = pen.made(f"nn.Linear({t[0].numel()}, {pen.int(1, 5)})")
+    return f"{layer}({x}.flatten(1))"
+
+
+@step(1.5)
+def products(pen, x, t):
+    if t.dim() < 2:
+        return None
+    weight = pen.parameter((t.shape[-1], pen.int(1, 4)))
+    flat = f"{x}.flatten(2)" if t.dim() > 2 else x
+    letters = "ncdefgh"[: t.dim()]
+    return pen.one(
+        f"{x} @ {weight}", f"{x} @ {x}.transpose(-1, -2)", f"{x}.mT @ {x}", f"{flat} @ {flat}.mT / 5",
+        f"{flat}.mT @ {flat} / 5",
+        f"({flat}.mT @ {flat} / 5).softmax(-1) @ {flat}.mT",
+        f"torch.einsum('{letters},{letters}->{letters[:2]}', {x}, {x})",
+        f"torch.einsum('{letters},{letters[1]}k->{letters.replace('c', 'k')}', {x}, {pen.parameter((t.shape[1], 3))})",
+        f"torch.bmm({flat}, {flat}.transpose(1, 2)) / 9",
+        f"{x} @ {pen.parameter((t.shape[-1],))}", f"torch.outer({x}.flatten()[:5], {x}.mean((0,)).flatten()[:4])",
+        f"F.bilinear({x}, {x}, {pen.parameter((2, t.shape[-1], t.shape[-1]))})",
+    )  # fmt: skip
+
+
+@step(2)
+@image
+def attention(pen, x, t, n):
+    c = t.shape[1]
+    heads = divisor(pen, c)
+    tokens = f"{x}.flatten(2).transpose(1, 2)"
+    back = f".transpose(1, 2).reshape({list(t.shape)})"
+    several = f"{x}.flatten(2).unflatten(1, ({heads}, {c // heads})).transpose(2, 3)"
+    qkv = f"{pen.made(f'nn.Linear({c}, {3 * c})')}({tokens})"
+    qkv += f".reshape({t.shape[0]}, -1, 3, {heads}, {c // heads}).permute(2, 0, 3, 1, 4)"
+    many = pen.made(f"nn.MultiheadAttention({c}, {heads}, batch_first=True)")
+    layer = pen.made(
+        f"nn.TransformerEncoderLayer({c}, {heads}, 5, dropout=0.0, batch_first=True, norm_first={pen.chance()})"
+    )
+    return pen.one(
+        f"F.scaled_dot_product_attention({tokens}, {tokens}, {tokens}){back}",
+        f"F.scaled_dot_product_attention({several}, {several}, {several}).transpose(2, 3).reshape({list(t.shape)})",
+        f"F.scaled_dot_product_attention(*{qkv}.unbind(0)).transpose(1, 2).flatten(2){back}",
+        f"{many}(*[{tokens}] * 3){pen.one('[0]' + back, '[1]', '[0]')}",
+        f"{layer}({tokens}){pen.one(back, '')}",
+        f"F.scaled_dot_product_attention({tokens}, {tokens}, {tokens}, is_causal=True){back}",
+        f"({tokens} + {pen.parameter((1, t[0, 0].numel(), c))}){back}",
+        f"torch.cat([{pen.parameter((1, 1, c))}.expand({t.shape[0]}, -1, -1), {tokens}], 1)",
+    )
+
+
+@step(1.5)
+@image
+def windowed(pen, x, t, n):
+    """Attention in windows, as views."""
+    if n != 2:
+        return None
+    b, c, h, w = t.shape
+    i, j = divisor(pen, h), divisor(pen, w)
+    windows = f"{x}.reshape({b}, {c}, {h // i}, {i}, {w // j}, {j}).permute(0, 2, 4, 3, 5, 1).reshape(-1, {i * j}, {c})"
+    mix = pen.one(f"F.scaled_dot_product_attention(*[{windows}] * 3)", f"{windows}.softmax(1)", f"{windows}.cumsum(1)")
+    return (
+        f"{mix}.reshape({b}, {h // i}, {w // j}, {i}, {j}, {c}).permute(0, 5, 1, 3, 2, 4).reshape({b}, {c}, {h}, {w})"
+    )
+
+
+# One index each, and broadcasting.
+
+
+@step(4)
+def pointwise(pen, x, t):
+    return pen.one(
+        f"F.relu({x})", f"F.gelu({x})", f"{x}.sigmoid()", f"F.silu({x})", f"F.leaky_relu({x}, 0.2)", f"F.elu({x})",
+        f"F.hardswish({x})", f"{x}.tanh().exp()", f"{x}.clamp(-1, 0.7)", f"1 - {x} * 2", f"{x} / 3 + 1",
+        f"{x}.clamp(min=0.1)",
+        f"{x}.masked_fill({x} > 0.5, 0.1)", f"torch.where({x} > 0, {x}, 0.1 * {x})", f"({x} > 0).to({x}.dtype) * {x}",
+        f"{x}.masked_fill({x}.sum(-1, keepdim=True) > 0.5, 0.1)" if t.dim() else None, f"{x}.abs().sqrt()",
+        f"F.dropout({x}, 0.0, True)", f"{x} * ({x} * 3).long()", f"torch.zeros_like({x}) + {x}.square()",
+        f"{pen.made('nn.PReLU()')}({x})", f"torch.full_like({x}, 2.0) * {x}", f"F.softplus({x})",
+        f"{x}.double().type_as({x})",
+        f"{x}.new_zeros({list(t.shape)}) + {x}", f"{x}.new_ones(1) * {x}", f"torch.lerp({x}, {x}.sin(), 0.3)",
+    )  # fmt: skip
+
+
+@step(3)
+def combined(pen, x, t):
+    y = pen.like(t)
+    if y is None:
+        return None
+    return pen.one(
+        f"{x} + {y}", f"{x} * {y}", f"torch.maximum({x}, {y})", f"torch.where({x} > {y}, {x}, 0.5)", f"{x} - 0.5 * {y}",
+        f"torch.add({x}, {y}, alpha=2)", f"torch.addcmul({x}, {y}, {y}, value=0.5)", f"F.mse_loss({x}, {y})",
+        f"({x} > {y}) * {x}", f"{x}.clamp(max={y})", f"F.l1_loss({x}, {y}, reduction='none')",
+    )  # fmt: skip
+
+
+@step(3)
+def broadcast(pen, x, t):
+    kind = pen.int(0, 4)
+    if kind == 0:
+        shape = tuple(t.shape[pen.int(0, t.dim()) :])
+    elif kind == 1 and t.dim() > 1:
+        shape = (1, *t.shape[1:])
+    elif kind == 2 and t.dim() > 2:
+        shape = (t.shape[1], *[1] * (t.dim() - 2))
+    else:
+        shape = tuple(n if pen.chance() else 1 for n in t.shape)
+    weight = pen.parameter(shape)
+    return pen.one(
+        f"{x} + {weight}", f"{x} * {weight}", f"{weight} - {x}", f"torch.where({x} > {weight}, {x}, {weight})",
+        f"{weight}.expand_as({x}) * {x}", f"{x} * {weight} + {weight}.sum()",
+        f"{x} + {weight}.relu().sum(0)" if shape else None,
+        f"torch.cat([{x}, {weight}.expand_as({x})], 0)" if shape else None,
+    )  # fmt: skip
+
+
+@step(1.5)
+def small_broadcast(pen, x, t):
+    """With a smaller tensor of the same module."""
+    names = [name for name, other in pen.tensors.items() if other.dim() < t.dim() or other.numel() < t.numel()]
+    return f"{x} {pen.one('+', '*')} {pen.one(*names)}" if names else None
+
+
+@step(1.5)
+@image
+def gates(pen, x, t, n):
+    cells, c = tuple(range(2, n + 2)), t.shape[1]
+    a, b = pen.made(f"nn.Linear({c}, 2)"), pen.made(f"nn.Linear(2, {c})")
+    spatial = pen.made(f"nn.Conv{n}d(2, 1, 3, padding=1)")
+    channel = pen.made(f"nn.Conv{n}d({c}, {c}, 1)")
+    return pen.one(
+        f"{x} * {b}({a}({x}.mean({cells})).relu()).sigmoid()[(...,) + (None,) * {n}]",
+        f"{x} * {spatial}(torch.cat([{x}.mean(1, keepdim=True), {x}.amax(1, keepdim=True)], 1)).sigmoid()",
+        f"{x} * {channel}(F.adaptive_avg_pool{n}d({x}, 1)).sigmoid()",
+        f"{x} + {channel}({x}).relu()",
+        f"{channel}({channel}({x}))",
+    )
+
+
+@step(1.5)
+@image
+def coordinates(pen, x, t, n):
+    batch, _, *cells = t.shape
+    axes = ", ".join(f"torch.{pen.one(f'arange({m})', f'linspace(-1, 1, {m})', f'ones({m})')}" for m in cells)
+    grid = f"torch.stack([g.double() for g in torch.meshgrid({axes}, indexing='ij')])"
+    return pen.one(
+        f"torch.cat([{x}, {grid}[None].expand({batch}, {', '.join(['-1'] * (n + 1))})], 1)",
+        f"{x} + {grid}.sum(0)",
+        f"{x} * torch.linspace(0, 1, {cells[-1]})",
+        f"{x} * (torch.arange({cells[0]}) % 2)[(...,) + (None,) * {n - 1}]",
+        f"F.grid_sample({x}, torch.zeros({batch}, 3, 3, 2).double(), align_corners=False)"
+        if n == 2 and pen.chance(0.1)
+        else None,
+        f"torch.cat([{x}, torch.zeros({batch}, 1, {', '.join(map(str, cells))})], 1)",
+    )
+
+
+@step(2)
+def in_place(pen, x, t):
+    d = t.dim()
+    if not d:
+        return None
+    index = [pen.one(":", ":", "1:", ":-1", "::2", "1::2", ":2", "-1:") for _ in range(d)]
+    at = f"[{', '.join(index)}]"
+    return pen.one(
+        f"@ = {x}.clone(); @{at} += 1", f"@ = {x} * 1.0; @{at} = 0.5", f"@ = {x} * 2; @.add_(1).relu_()",
+        f"@ = {x} + 0; @{at} *= {x}{at}", f"@ = {x} * 1; @[0] = 1.5", f"@ = {x} * 1; @{at} = {x}{at}.flip(-1)",
+        f"@ = torch.zeros_like({x}); @{at} = {x}{at}", f"@ = F.relu({x} * 2, inplace=True); @.mul_({x})",
+        f"@ = {x} * 1; @.clamp_(-1, 1); @[..., 0] += 2",
+    )  # fmt: skip

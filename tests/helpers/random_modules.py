@@ -1,0 +1,324 @@
+"""Random small PyTorch modules: drawn from a seed as programs, and tried on grids of virtual ranks.
+
+drawn = draw(seed, number)
+print(drawn.program())
+attempt(drawn)                  # 'exact', 'refused: ...' or 'wrong: ...' for each grid
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from module_steps import STEPS
+from torch import nn
+from torch_runs import captured_once, difference, distributed, serial
+
+from neondist.errors import UserError
+from neondist.torch import capture, layout
+
+GRIDS = {
+    1: ((1, 1, 1, 2), (1, 1, 1, 3), (2, 1, 1, 2), (1, 1, 1, 5), (3, 1, 1, 1)),
+    2: ((1, 1, 2, 1), (1, 1, 1, 3), (1, 1, 2, 2), (2, 1, 1, 2), (1, 1, 5, 1), (3, 1, 2, 1), (1, 1, 2, 3)),
+    3: ((1, 2, 1, 1), (1, 1, 2, 2), (1, 2, 2, 1), (2, 1, 1, 2), (1, 3, 1, 2), (1, 1, 1, 4)),
+}
+"""(replicas, planes, rows, cols), by the number of spatial axes; (1, 1, 1, 1) besides."""
+EXTENTS = {1: 20, 2: 12, 3: 6}
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A module as a program.
+
+    Attributes
+    ----------
+    shapes : of the inputs x0, x1, ...
+    setup : statements of `__init__`
+    steps : statements of `forward`, each of which makes one tensor
+    returns : expression
+    training : bool
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    setup: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    returns: str = "x0"
+    training: bool = True
+    label: str = field(default="", compare=False)
+
+    def program(self) -> str:
+        """Return the program of the module."""
+        given = ", ".join(f"x{at}" for at in range(len(self.shapes)))
+        lines = ["class Module(nn.Module):", "    def __init__(self):", "        super().__init__()"]
+        lines += [f"        {line}" for line in self.setup]
+        lines += ["", f"    def forward(self, {given}):", *(f"        {line}" for line in self.steps)]
+        return "\n".join([*lines, f"        return {self.returns}", ""])
+
+    def module(self) -> nn.Module:
+        """Return the module, in float64, the same at every call."""
+        names = {"nn": nn, "torch": torch, "F": F}
+        exec(self.program(), names)
+        torch.manual_seed(7)
+        module = names["Module"]().double()
+        with torch.no_grad():
+            for parameter in module.parameters():  # biases of 0 and weights of 1 hide mistakes
+                parameter.add_(torch.randn(parameter.shape, dtype=torch.float64), alpha=0.1)
+        return module.train(self.training)
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Return inputs."""
+        torch.manual_seed(11)
+        return [torch.randn(shape, dtype=torch.float64) for shape in self.shapes]
+
+    @property
+    def spatial(self) -> int:
+        """Number of spatial axes."""
+        return len(self.shapes[0]) - 2
+
+    def grids(self) -> tuple:
+        """Return the grids to try it on."""
+        rng = random.Random(repr(self.shapes) + self.label)
+        return tuple(rng.sample(GRIDS[self.spatial], 2)) + (((1, 1, 1, 1),) if rng.random() < 0.1 else ())
+
+
+class Pen:
+    """What steps draw with: numbers, and the module that is being written."""
+
+    def __init__(self, rng: random.Random, spatial: int) -> None:
+        self.rng, self.spatial = rng, spatial
+        self.setup: list[str] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def int(self, low: int, high: int) -> int:
+        """Return one of [low, high]."""
+        return self.rng.randint(low, high)
+
+    def one(self, *of: object) -> object:
+        """Return one of the arguments."""
+        return self.rng.choice(of)
+
+    def chance(self, share: float = 0.5) -> bool:
+        """Return True so often."""
+        return self.rng.random() < share
+
+    def made(self, expression: str) -> str:
+        """Return the name of an attribute of the module that is that."""
+        name = f"self.m{len(self.setup)}"
+        self.setup.append(f"{name} = {expression}")
+        return name
+
+    def parameter(self, shape: object) -> str:
+        """Return the name of a parameter, or sometimes of a buffer, or of a parameter that is not trained."""
+        value, kind = f"torch.randn({tuple(shape)})", self.int(0, 9)
+        if kind == 0:
+            return self.made(f"nn.Parameter({value}, requires_grad=False)")
+        if kind < 3:
+            name = f"m{len(self.setup)}"
+            self.setup.append(f"self.register_buffer('{name}', {value}.double())")
+            return f"self.{name}"
+        return self.made(f"nn.Parameter({value})")
+
+    def like(self, t: torch.Tensor) -> str | None:
+        """Return the name of another tensor of that shape."""
+        names = [name for name, other in self.tensors.items() if other.shape == t.shape and other is not t]
+        return self.rng.choice(names) if names else None
+
+
+class Useless(Exception):
+    """A module that says nothing: it fails, or its numbers hang by a hair."""
+
+
+def draw(seed: int, number: int) -> Drawn:
+    """Return a random module, which works in one process."""
+    for again in range(100):
+        rng = random.Random(f"{seed} {number} {again}")
+        try:
+            found = _drawn(rng, f"{seed} {number}")
+            reference(found)
+            return found
+        except Useless:
+            continue
+    raise AssertionError("no module that works")
+
+
+def _drawn(rng: random.Random, label: str) -> Drawn:
+    spatial = rng.choice([1, 2, 2, 2, 2, 3])
+    cells = tuple(rng.randint(*((1, 3) if rng.random() < 0.08 else (4, EXTENTS[spatial]))) for _ in range(spatial))
+    if rng.random() < 0.3:
+        cells = tuple(8 if spatial < 3 else 4 for _ in cells)
+    first = (rng.choice([1, 2, 2, 3]), rng.choice([1, 2, 3, 4, 4, 6, 8]), *cells)
+    shapes = [first]
+    if rng.random() < 0.15:
+        shapes.append(rng.choice([first, (first[0], first[1]), (first[0], 5), (first[0], 1, *cells)]))
+    pen = Pen(rng, spatial)
+    training = rng.random() < 0.7
+    drawn = Drawn(tuple(shapes), training=training, label=label)
+    pen.tensors.update({f"x{at}": t for at, t in enumerate(drawn.inputs())})
+    steps: list[str] = []
+    names = list(STEPS)
+    weights = [STEPS[name][0] for name in names]
+    for _ in range(rng.randint(2, 7)):
+        for _ in range(30):
+            name = rng.choice(list(pen.tensors)) if rng.random() < 0.3 else list(pen.tensors)[-1]
+            step, kept = STEPS[rng.choices(names, weights)[0]][1], len(pen.setup)
+            text = step(pen, name, pen.tensors[name])
+            if text is None:
+                del pen.setup[kept:]
+                continue
+            target = f"y{len(steps)}"
+            line = f"{target} = {text}" if "@" not in text.split(" = ")[0] else text.replace("@", target)
+            found = _tried(drawn, pen, line, target)
+            if found is None:
+                del pen.setup[kept:]
+                continue
+            steps.append(line)
+            pen.tensors[target] = found
+            break
+    last = list(pen.tensors)[-1]
+    other = rng.choice(list(pen.tensors))
+    returns = rng.choices([last, f"{last}, {other}", f"{{'a': {last}, 'b': {other}}}", f"{last}.mean()"], [6, 1, 1, 1])[
+        0
+    ]
+    return _tidy(replace(drawn, setup=tuple(pen.setup), steps=tuple(steps), returns=returns))
+
+
+def _tried(drawn: Drawn, pen: Pen, line: str, target: str) -> torch.Tensor | None:
+    """Return what a statement gives, or None if it is of no use."""
+    names = {"nn": nn, "torch": torch, "F": F, **{name: t.clone() for name, t in pen.tensors.items()}}
+    one = replace(drawn, setup=tuple(pen.setup), steps=(), returns="x0")
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            names["self"] = one.module()
+            exec(line, names)
+    except Exception:
+        return None
+    found = names[target]
+    good = isinstance(found, torch.Tensor) and found.dtype == torch.float64 and 0 < found.numel() <= 6000
+    return found if good and found.isfinite().all() and found.abs().max() < 1e4 and found.dim() < 7 else None
+
+
+def reference(drawn: Drawn) -> dict:
+    """Return what one process finds.
+
+    Raises
+    ------
+    Useless
+        If it fails, or if its numbers jump when the inputs change by nothing.
+    """
+    module, inputs = drawn.module(), drawn.inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = serial(module, inputs)
+            torch.manual_seed(13)
+            near = [x * (1 + 1e-13 * torch.randn_like(x)) for x in inputs]
+            again = serial(module, near, found["gradients"])
+        except Exception as error:
+            raise Useless(str(error)) from error
+    numbers = [*found["outputs"], *found["inputs"], *found["parameters"].values()]
+    if not all(t.isfinite().all() for t in numbers if t is not None):
+        raise Useless("not finite")
+    if difference(again, found)[0] > TOLERANCE / 10:
+        raise Useless("chaotic")
+    return found
+
+
+def attempt(drawn: Drawn, grids: tuple | None = None) -> list[tuple[tuple, str]]:
+    """Return for each grid what comes of it there: 'exact', 'refused: WHY' or 'wrong: WHAT'."""
+    expected = reference(drawn)
+    with captured_once(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [(grid, _outcome(drawn, grid, expected)) for grid in grids or drawn.grids()]
+
+
+def _outcome(drawn: Drawn, grid: tuple, expected: dict) -> str:
+    replicas, planes, rows, cols = grid
+    try:
+        every = distributed(
+            drawn.module(), drawn.inputs(), expected["gradients"], (replicas, rows, cols), planes=planes,
+            timeout=30.0, at_once=1,
+        )  # fmt: skip
+    except UserError as error:
+        return _refused(drawn, grid, error)
+    except Exception as error:
+        return f"wrong: {type(error).__name__}: {error}"
+    for rank, found in enumerate(every):
+        worst, where = difference(found, expected)
+        if not worst <= TOLERANCE:
+            return f"wrong: rank {rank}: {where} is off by {worst:.1e}"
+    return "exact"
+
+
+def _refused(drawn: Drawn, grid: tuple, error: UserError) -> str:
+    """Return that all ranks refuse a module, or what is wrong."""
+    replicas, planes, rows, cols = grid
+    parts = {1: (planes * rows * cols,), 2: (planes * rows, cols), 3: (planes, rows, cols)}[drawn.spatial]
+    mesh = layout.Mesh((replicas, *parts))
+    try:
+        program = capture.captured(drawn.module(), [(shape, torch.float64) for shape in drawn.shapes])
+    except UserError as cause:
+        return f"refused: {cause}"
+    layouts = [
+        mesh.image(s) if len(s) == drawn.spatial + 2 else ((mesh.atom(s[0], 0),), *layout.whole(s[1:]))
+        for s in drawn.shapes
+    ]
+    for rank in range(mesh.size):
+        try:
+            capture.lowered(program, mesh, rank, layouts)
+        except UserError:
+            continue
+        return f"wrong: rank {rank} does not refuse it, others do: {error}"
+    return f"refused: {error}"
+
+
+def shrink(drawn: Drawn, grid: tuple) -> Drawn:
+    """Return a module of fewer steps that fails in the same way."""
+
+    def fails(case: Drawn) -> bool:
+        try:
+            return attempt(case, (grid,))[0][1].startswith("wrong")
+        except Useless:
+            return False
+
+    return _shrunk(drawn, fails)
+
+
+def _shrunk(drawn: Drawn, fails: Callable[[Drawn], bool]) -> Drawn:
+    changed = True
+    while changed:
+        changed = False
+        for smaller in _smaller(drawn):
+            if fails(smaller):
+                drawn, changed = smaller, True
+                break
+    smaller = _tidy(drawn)
+    return smaller if fails(smaller) else drawn
+
+
+def _tidy(drawn: Drawn) -> Drawn:
+    """Return it without what is made and not used."""
+    used = set(re.findall(r"self\.m\d+", " ".join(drawn.steps)))
+    return replace(drawn, setup=tuple(line for line in drawn.setup if _name(line) in used))
+
+
+def _name(line: str) -> str:
+    return "self." + line.split("'")[1] if "register_buffer" in line else line.split(" = ")[0]
+
+
+def _smaller(drawn: Drawn):
+    if not drawn.returns.isidentifier():
+        yield from (replace(drawn, returns=f"y{at}") for at in range(len(drawn.steps)))
+    for at in reversed(range(len(drawn.steps))):
+        if drawn.steps[at].startswith("#"):
+            continue
+        target = drawn.steps[at].split(" = ")[0]
+        for name in [f"x{k}" for k in range(len(drawn.shapes))] + [f"y{k}" for k in range(at)]:
+            if drawn.steps[at] != f"{target} = {name}":
+                yield replace(drawn, steps=(*drawn.steps[:at], f"{target} = {name}", *drawn.steps[at + 1 :]))

@@ -1,0 +1,161 @@
+"""What random modules have found, and cases thought out by hand: on virtual ranks, against one process, in float64."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from test_operators import Function, tokens  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_runs import check  # noqa: E402
+
+IMAGES, MANY = (2, 4, 8, 6), ((1, 2, 2), (1, 1, 3), (2, 1, 2), (1, 5, 1))
+
+
+def assigned(x, *index):
+    x = x * 1.0
+    x[index] = 0.5
+    return x * 2
+
+
+def stopped(x):
+    with torch.no_grad():
+        mean = x.mean((2, 3), keepdim=True)
+        more = (x + 1).relu()
+    return x * mean + more * x
+
+
+FUNCTIONS = {
+    "one index of a cut dimension": lambda x: x[:, :, 3] + x[:, :, -1],
+    "all indices of a cut dimension": lambda x: torch.stack(x.unbind(2)[::-1], 2) * x,
+    "picked rows": lambda x: x[:, :, torch.tensor([1, 1, 7, 0])],
+    "index_select": lambda x: x.index_select(3, torch.tensor([1, 5, 1])),
+    "an extent of one": lambda x: x[:, :, 2:3] * x[:, :, :, 1:2],
+    "a cut extent of one, reshaped": lambda x: x[:, :, 2:3].reshape(2, 4, 6).reshape(2, 2, 1, 2, 1, 6),
+    "a cut extent of one, squeezed": lambda x: F.max_pool2d(x, (8, 1)).squeeze() + 1,
+    "a cut extent of one, flattened": lambda x: F.max_pool2d(x, (8, 6)).flatten(1),
+    "a cut extent of one, expanded": lambda x: F.conv2d(x, torch.ones(4, 1, 8, 1).to(x), groups=4).expand(2, 4, 3, 6),
+    "repeated cells": lambda x: x.repeat(1, 1, 2, 3).repeat_interleave(2, 3),
+    "a running sum": lambda x: x.cumsum(2) + x.cumsum(3),
+    "sorted rows": lambda x: x.sort(2)[0] * x.argmax(3, keepdim=True),
+    "a reshaping that takes cells apart": lambda x: x.reshape(2, 6, 8, 4) * 2,
+    "a causal attention": lambda x: F.scaled_dot_product_attention(tokens(x), tokens(x), tokens(x), is_causal=True),
+    "a transposed sum": lambda x: x[:, :, :6] + x[:, :, :6].transpose(2, 3),
+    "a transposed stack": lambda x: torch.cat([x[:, :, :6], x[:, :, :6].transpose(2, 3)], 2),
+    "a deviation of nothing": lambda x: x.std((2, 3), correction=0) + (x * 0).std(1, correction=0).sum(),
+    "a written slice": lambda x: assigned(x, slice(None), slice(0, 2), slice(None), slice(1, None, 2)),
+    "a written index": lambda x: assigned(x, 0) + assigned(x, ..., -1),
+    "a gradient stopped by no_grad": stopped,
+    "a gradient stopped by detach": lambda x: x * x.detach()[:, :, :1],
+    "tokens cut and rolled": lambda x: x.flatten(2).roll(7, -1)[..., 5:40].flip(-1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function(name):
+    check(Function(FUNCTIONS[name]), IMAGES, grids=MANY)
+
+
+class NoGrad(nn.Module):
+    """Statistics that are taken without a gradient, and kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 1, 1))
+        self.register_buffer("mean", torch.zeros(1, 4, 1, 1))
+
+    def forward(self, x):
+        y = x * self.weight
+        with torch.no_grad():
+            self.mean.add_(y.mean((0, 2, 3), keepdim=True))
+        return y - self.mean
+
+
+class Twice(nn.Module):
+    """A parameter for tiles, and for whole values."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        whole = F.linear(x.mean((2, 3)), self.weight).relu()
+        return F.conv2d(x, self.weight[..., None, None]) * whole[
+            ..., None, None
+        ] + self.weight.sum(), whole @ self.weight
+
+
+class Inner(nn.Module):
+    """What is computed whole stands between what is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.inner = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, x):
+        y = self.first(x)
+        z = self.inner(y * self.scale)
+        return self.last(z + y) + self.inner(y).mean((2, 3), keepdim=True)[:, :2], z.amax((1, 2, 3))
+
+
+class Transformer(nn.Module):
+    """Images to tokens, through layers, and back to images."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.back = nn.Conv2d(4, 8, 2, 2), nn.ConvTranspose2d(8, 3, 2, 2)
+        self.place = nn.Parameter(torch.randn(1, 12, 8))
+        self.layer = nn.TransformerEncoderLayer(8, 2, 6, dropout=0.0, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        y = self.patches(x)
+        found = self.norm(self.layer(tokens(y) + self.place))
+        return self.back(found.transpose(1, 2).reshape(y.shape)), found[:, 0]
+
+
+MODULES = {
+    "buffers changed without a gradient": (NoGrad, {}),
+    "a parameter used on tiles and on whole values": (Twice, {}),
+    "an inner module that is computed whole": (Inner, {"gather_at": ["inner"]}),
+    "a part of an inner module that is computed whole": (Inner, {"gather_at": ["inner.1", "last"]}),
+    "all of it computed whole": (Inner, {"gather_at": [""]}),
+    "tokens": (Transformer, {}),
+    "tokens, a layer of which is computed whole": (Transformer, {"gather_at": ["layer.self_attn"]}),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module(name):
+    torch.manual_seed(1)
+    module, given = MODULES[name]
+    check(module(), IMAGES, grids=MANY, **given)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_a_batch_over_three_replicas(batch):
+    torch.manual_seed(1)
+    module = nn.Sequential(
+        nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1)
+    )
+    check(nn.Sequential(module, nn.Flatten(), nn.Linear(4, 3)), (batch, 4, 5, 6), grids=((3, 1, 1), (3, 2, 1)))
+    check(nn.Sequential(nn.InstanceNorm2d(4), nn.LayerNorm([4, 5, 6])), (batch, 4, 5, 6), grids=((3, 1, 2),))
+
+
+def test_volumes_on_planes():
+    torch.manual_seed(1)
+    module = nn.Sequential(
+        nn.Conv3d(2, 4, 3, padding=1), nn.BatchNorm3d(4), nn.MaxPool3d(2), nn.Upsample(scale_factor=2, mode="trilinear")
+    )
+    for planes in (2, 3):
+        check(module, (1, 2, 6, 5, 4), grids=((1, 1, 2), (1, 2, 1)), planes=planes)
+
+
+def test_signals():
+    torch.manual_seed(1)
+    module = nn.Sequential(
+        nn.Conv1d(3, 6, 5, 2, 2), nn.GroupNorm(3, 6), nn.GLU(1), nn.Upsample(scale_factor=3), nn.Conv1d(3, 1, 4)
+    )
+    check(module, (2, 3, 17), grids=((1, 1, 3), (2, 1, 2), (1, 5, 1)))
