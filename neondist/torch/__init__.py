@@ -2,7 +2,8 @@
 
 layout: how a tensor lies on the ranks. transfer: which indices travel. capture: from a module to a graph of
 operators. lower: from the graph to a plan, by the rules of rules/. plan, run: the plan, and what runs it. wires,
-functions: tensors over a transport, and autograd through it. module: what users have. transport: torch.distributed.
+functions: tensors over a transport, and autograd through it. module: what users have. by_hand: views and sums for code
+of one's own. transport: torch.distributed.
 """
 
 from ..errors import MissingPackageError
@@ -15,9 +16,20 @@ except ModuleNotFoundError as error:
     raise MissingPackageError("neondist.torch needs PyTorch: pip install 'neondist[torch]'") from error
 
 from . import rules
+from .by_hand import halo, reduce
 from .errors import UnsupportedOperator
 from .module import DistributedModule, distribute
 from .registry import rule
 from .transport import TorchTransport, world
 
-__all__ = ["DistributedModule", "TorchTransport", "UnsupportedOperator", "distribute", "rule", "rules", "world"]
+__all__ = [
+    "DistributedModule",
+    "TorchTransport",
+    "UnsupportedOperator",
+    "distribute",
+    "halo",
+    "reduce",
+    "rule",
+    "rules",
+    "world",
+]

@@ -1,0 +1,183 @@
+"""Views and sums for code of one's own: those of GlobalArray and of one process, and their adjoints."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch_training import drawn  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+from neondist.comm import loopback  # noqa: E402
+
+GRIDS = (1, 1, 1), (1, 2, 2), (1, 3, 2), (2, 1, 3)
+WINDOWS = {
+    "3": nd.Window(3, padding=1),
+    "even, strided": nd.Window((4, 3), stride=(2, 3), padding=((2, 1), (0, 2))),
+    "dilated": nd.Window(3, padding=2, dilation=2, fill=1.5),
+    "wide": nd.Window(9, padding=4),
+    "reflect": nd.Window(5, padding=2, mode="reflect"),
+    "replicate": nd.Window((3, 5), stride=2, padding=(1, 4), mode="replicate"),
+    "wrap": nd.Window(5, padding=2, mode="wrap"),
+    "none": nd.Window(1, padding=0),
+    "crop": nd.Window(1, padding=((-2, -1), (0, -3))),
+    "valid": nd.Window(4, padding=0, stride=3),
+}
+IMAGE = (4, 2, 11, 9)
+
+
+def on(grid, body):
+    replicas, rows, cols = grid
+
+    def rank(world):
+        with nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
+            return body(ranks)
+
+    return loopback.run(replicas * rows * cols, rank, timeout=20.0)
+
+
+def tile_of(image, grid):
+    lo, hi = grid.sample_range(len(image))
+    return image[(slice(lo, hi), slice(None), *grid.tile_box(image.shape[2:]).slices)].clone()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_view_and_its_adjoint_are_those_of_a_global_array(name, grid):
+    window, image = WINDOWS[name], drawn(*IMAGE)
+
+    def body(ranks):
+        n, c, *extent = IMAGE
+        array = nd.GlobalArray(ranks, (n, *extent, c), window, dtype="float64")
+        x = tile_of(image, ranks).requires_grad_()
+        view = ndt.halo(x, window, ranks)
+        expected = array.get_fprop_view(x.detach().movedim(1, -1).numpy())
+        np.testing.assert_array_equal(view.detach().movedim(1, -1).numpy(), expected)
+        gradient = drawn(*view.shape, step=ranks.rank)
+        view.backward(gradient)
+        expected = array.get_bprop_view(gradient.movedim(1, -1).numpy())
+        np.testing.assert_allclose(x.grad.movedim(1, -1).numpy(), expected, rtol=0, atol=1e-13)
+        linear = view.detach() - ndt.halo(torch.zeros_like(x), window, ranks, global_shape=IMAGE).detach()
+        products = np.array([(linear * gradient).sum().item(), (x * x.grad).sum().item()])
+        ranks.world.allreduce(products)
+        return products
+
+    for forward, backward in on(grid, body):
+        assert abs(forward - backward) <= 1e-12 * max(1, abs(forward))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 17), (1, 2, 5, 6, 7)], ids=["1-D", "3-D"])
+def test_a_convolution_by_hand_in_other_dimensions(shape):
+    ndim = len(shape) - 2
+    convolve = {1: F.conv1d, 3: F.conv3d}[ndim]
+    image, weights = drawn(*shape), drawn(4, shape[1], *[3] * ndim, step=1)
+    whole = image.clone().requires_grad_()
+    expected = convolve(whole, weights, padding=1)
+    expected.square().sum().backward()
+
+    def body(world):
+        with nd.ProcessGrid(world, planes=2 if ndim == 3 else 1) as grid:
+            x = tile_of(image, grid).requires_grad_()
+            y = convolve(ndt.halo(x, nd.Window(3, padding=1, ndim=ndim), grid), weights)
+            y.square().sum().backward()
+            torch.testing.assert_close(y, tile_of(expected.detach(), grid))
+            torch.testing.assert_close(x.grad, tile_of(whole.grad, grid))
+
+    loopback.run(4, body, timeout=20.0)
+
+
+def test_a_step_by_hand_is_that_of_one_process():
+    """A convolution, a normalisation by hand with the mean of the image, and a part of a loss on each rank."""
+    image, start = drawn(*IMAGE), drawn(3, 2, 3, 3, step=1)
+
+    def one_process():
+        x, weights = image.clone().requires_grad_(), start.clone().requires_grad_()
+        y = F.conv2d(x, weights, padding=1)
+        y = y - y.mean((2, 3), keepdim=True)
+        loss = (y / y.abs().amax((2, 3), keepdim=True)).exp().mean()
+        loss.backward()
+        return loss.detach(), x.grad, weights.grad
+
+    loss, dx, dweights = one_process()
+
+    def body(grid):
+        x, weights = tile_of(image, grid).requires_grad_(), start.clone().requires_grad_()
+        y = F.conv2d(ndt.halo(x, nd.Window(3, padding=1), grid), weights)
+        cells = IMAGE[2] * IMAGE[3]
+        y = y - ndt.reduce(y.sum((2, 3), keepdim=True), "sum", grid) / cells
+        y = y / ndt.reduce(y.abs().amax((2, 3), keepdim=True), "max", grid)
+        mine = y.exp().sum() / (IMAGE[0] * 3 * cells)
+        mine.backward()
+        torch.testing.assert_close(ndt.reduce(mine.detach(), "sum", grid, group="world"), loss)
+        torch.testing.assert_close(x.grad, tile_of(dx, grid))
+        torch.testing.assert_close(ndt.reduce(weights.grad, "sum", grid, group="world"), dweights)
+
+    for grid in GRIDS[1:]:
+        on(grid, body)
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_the_adjoint_of_a_reduction(op):
+    def body(grid):
+        x = drawn(3, 4, step=grid.rank).requires_grad_()
+        y = ndt.reduce(x, op, grid)
+        gradient = drawn(3, 4, step=10 + grid.rank)
+        y.backward(gradient)
+        products = np.array([(y * gradient).sum().item(), (x * x.grad).sum().item()])
+        grid.world.allreduce(products)
+        return products
+
+    for forward, backward in on((1, 2, 2), body):
+        assert abs(forward - backward) <= 1e-12 * abs(forward)
+
+
+def test_an_image_of_another_size_whose_tiles_look_alike_on_one_rank():
+    window = nd.Window(3, padding=1)
+
+    def body(grid):
+        for extent in (5, 6, 5, 6):
+            image = drawn(1, 1, extent, 4)
+            view = ndt.halo(tile_of(image, grid), window, grid)
+            whole = F.pad(image, (1, 1, 1, 1))
+            lo, hi = nd.split(extent, 2, grid.row)
+            torch.testing.assert_close(view, whole[:, :, lo : hi + 2])
+
+    on((1, 2, 1), body)
+
+
+def refused(body):
+    def rank(grid):
+        try:
+            body(grid)
+        except nd.UserError as error:
+            return str(error)
+        return ""
+
+    return on((1, 2, 1), rank)
+
+
+def test_bad_input_by_hand():
+    window, x = nd.Window(3, padding=1), torch.zeros(1, 1, 3, 3)
+    cases = (
+        (lambda grid: ndt.halo(x[:, :, grid.rank :], window, grid), ["", ""]),
+        (lambda grid: ndt.halo(x[:, :, 1 - grid.rank :], window, grid), ["a tile of (5, 3) cells has"] * 2),
+        (lambda grid: ndt.halo(x[0], window, grid), ["(N, C, *spatial) of 4 numbers, got (1, 3, 3)"] * 2),
+        (lambda grid: ndt.halo(x.numpy(), window, grid), ["x: expected a torch.Tensor, got ndarray"] * 2),
+        (lambda grid: ndt.halo(x, 3, grid), ["window: expected an nd.Window, got 3"] * 2),
+        (lambda grid: ndt.halo(x, window, grid, (1, 1, 7, 3)), ["a tile of (7, 3) cells has"] * 2),
+        (lambda grid: ndt.halo(x, nd.Window(20), grid), ["more than the padded input has"] * 2),
+        (lambda grid: ndt.halo(x.double() if grid.rank else x, window, grid), ["its dtype is torch.float64"] * 2),
+        (lambda grid: ndt.reduce(x, "mean", grid), ["op: 'mean' is unknown; choose 'sum' or 'max'"] * 2),
+        (lambda grid: ndt.reduce(x[grid.rank :], "sum", grid), ["rank 1: the shape of x is (0, 1, 3, 3)"] * 2),
+        (lambda grid: ndt.reduce(x, "sum", None), ["grid: expected a ProcessGrid, got None"] * 2),
+    )  # fmt: skip
+    for body, words in cases:
+        for said, expected in zip(refused(body), words, strict=True):
+            assert expected in said, said
+            assert bool(expected) == bool(said)
+    grid = nd.ProcessGrid.serial()
+    grid.close()
+    with pytest.raises(nd.GridError, match="grid: is closed"):
+        ndt.halo(x, window, grid)
