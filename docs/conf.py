@@ -63,6 +63,29 @@ class Public(SphinxDirective):
         return section.children
 
 
+class TorchOperators(SphinxDirective):
+    """The table of operators that have a rule, made from the rules: {torch-operators}."""
+
+    def run(self):
+        section = nodes.section()
+        text = StringList(torch_operators().splitlines(), source=str(self.env.docname))
+        self.state.nested_parse(text, self.content_offset, section)
+        return section.children
+
+
+def torch_operators():
+    """Return the table in Markdown."""
+    try:
+        from neondist.torch.registry import table
+    except ImportError:
+        return "Built without PyTorch: the table is left out."
+    lines = ["| Operators (`aten.`) | Kind | How |", "| --- | --- | --- |"]
+    for kind, note, names in table():
+        known = dict.fromkeys(name.removeprefix("aten.").removesuffix(".default") for name in names)
+        lines.append(f"| {', '.join(f'`{name}`' for name in known)} | {kind} | {note} |")
+    return "\n".join(lines)
+
+
 def escape_stars(app, what, name, obj, options, lines):
     """Shapes such as (N, *spatial, C) are not the beginning of emphasis."""
     for at, line in enumerate(lines):
@@ -71,4 +94,5 @@ def escape_stars(app, what, name, obj, options, lines):
 
 def setup(app):
     app.add_directive("public", Public)
+    app.add_directive("torch-operators", TorchOperators)
     app.connect("autodoc-process-docstring", escape_stars, priority=400)  # before napoleon

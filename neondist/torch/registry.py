@@ -84,3 +84,13 @@ def decomposed(
             return make_fx(run, tracing_mode="fake")(*[fake(leaves[i]) for i in at])
     except Exception:  # what cannot be traced cannot be taken apart
         return None
+
+
+def table() -> list[tuple[str, str, list[str]]]:
+    """Return (kind, what is done, operators) for all operators that have a rule; kinds are the modules of `rules`."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, known in RULES.items():
+        found.setdefault((known.function.__module__.rpartition(".")[2], known.note), []).append(name)
+    rows = [(kind, note, names) for (kind, note), names in found.items()]
+    rows.append(("pointwise", "Local: one index of each argument.", sorted(POINTWISE - set(RULES))))
+    return sorted(rows)

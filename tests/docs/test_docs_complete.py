@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import reduce
 
+import pytest
 from doc_place import ROOT
 
 import neondist as nd
@@ -31,6 +32,26 @@ def test_readme_has_every_layer():
     public = [name for name in nodes if not inspect.isabstract(getattr(nd, name))]
     missing = [name for name in public if f"`{name}`" not in readme]
     assert not missing, "add them to the table of layers in README.md"
+
+
+def test_the_table_of_torch_operators_has_all_rules():
+    pytest.importorskip("torch")
+    from neondist.torch.registry import POINTWISE, RULES, table
+
+    rows = table()
+    assert sorted(name for _, _, names in rows for name in names) == sorted(RULES.keys() | POINTWISE)
+    for _, note, names in rows:
+        assert note.endswith("."), f"the first line of the docstring of the rule of {names[0]} says how"
+    assert "```{torch-operators}" in (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
+
+
+def test_the_page_on_pytorch_has_every_public_name():
+    pytest.importorskip("torch")
+    import neondist.torch as ndt
+
+    page = (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
+    missing = [name for name in ndt.__all__ if not re.search(rf"neondist\.torch\.{name}\b", page)]
+    assert not missing, "add them to docs/pytorch.md"
 
 
 def test_drawings_are_what_their_scripts_draw(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 from doc_blocks import blocks
 from doc_place import ROOT, Place
-from test_docs_examples import EXAMPLES
+from test_docs_examples import EXAMPLES, WITH_TORCH
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -11,6 +11,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, tmp_path):
     place = Place(tmp_path)
+    if page.name == "pytorch.md":
+        pytest.importorskip("torch")
+        place.env["NEONDIST_TESTS_HIDE"] = "matplotlib"
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
         if "not run" in block.marks:
@@ -43,11 +46,11 @@ def _run_console(place, block, where):
 
 
 def _is_example(command):
-    """Tell whether test_docs_examples runs this command, perhaps on another size."""
+    """Tell whether another test runs this command, perhaps on another size."""
     return any(
         command.startswith(f"{launcher} examples/{name}")
         for launcher in ("python", "mpirun -n 4 python")
-        for name in EXAMPLES
+        for name in (*EXAMPLES, *WITH_TORCH)
     )
 
 
