@@ -91,15 +91,21 @@ class DistributedModule(nn.Module):
             moved = tuple(now - before for now, before in zip(moved, self._versions, strict=True))
         if not check_alike(self.grid.world, facts, error, moved):
             self._check_weights({})
+        if self.grid.size == 1 and prepared.runner.plan.key is None:  # random numbers are the plan's, for every grid
+            return self._noted(self.module(*tiles), prepared.layouts)
         found = prepared.runner(tiles, parameters, buffers)
         if torch.is_grad_enabled():
             # torch.utils.checkpoint runs a forward again until it has found all tensors that were kept: the last of
             # them has to come after all messages, or ranks could stop before different ones
             torch.zeros((), requires_grad=True).exp()
-        for tensor, layout in zip(found, prepared.layouts, strict=True):
+        return self._noted(pytree.tree_unflatten(found, prepared.tree), prepared.layouts)
+
+    def _noted(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
+        """Return the outputs, and take note of how they are cut."""
+        for tensor, layout in zip(pytree.tree_leaves(outputs), layouts, strict=True):
             if layout is not None:
                 self._tiles[tensor] = layout
-        return pytree.tree_unflatten(found, prepared.tree)
+        return outputs
 
     def train(self, mode: bool = True) -> DistributedModule:
         """Set the module's mode."""
