@@ -89,9 +89,14 @@ class Watch:
         self._look()
 
     def key(self) -> tuple[Any, ...]:
-        """Return the values, and which modules there are; two keys are equal if nothing has changed."""
+        """Return the values, which modules there are, and tensors' dtypes; keys are equal if nothing has changed."""
         return tuple(
-            (*map(attributes.get, names), *map(id, attributes["_modules"].values()))
+            (
+                *map(attributes.get, names),
+                *map(id, attributes["_modules"].values()),
+                *(tensor.dtype for tensor in attributes["_parameters"].values() if tensor is not None),
+                *(tensor.dtype for tensor in attributes["_buffers"].values() if tensor is not None),
+            )
             for attributes, names in self._attributes
         )
 

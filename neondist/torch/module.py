@@ -76,6 +76,11 @@ class DistributedModule(nn.Module):
 
     def forward(self, *tiles: torch.Tensor) -> Any:
         """Return this rank's tiles of the outputs, given those of the inputs; collective."""
+        if self.grid.size == 1:
+            self._check_tiles(tiles)
+            prepared = self._runner()
+            if prepared.runner.plan.key is None:  # random numbers are keyed by the plan, the same for every grid
+                return self._alone(tiles, prepared)
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         error, facts = None, {"the call": "forward"}
@@ -91,14 +96,20 @@ class DistributedModule(nn.Module):
             moved = tuple(now - before for now, before in zip(moved, self._versions, strict=True))
         if not check_alike(self.grid.world, facts, error, moved):
             self._check_weights({})
-        if self.grid.size == 1 and prepared.runner.plan.key is None:  # random numbers are the plan's, for every grid
-            return self._noted(self.module(*tiles), prepared.layouts)
         found = prepared.runner(tiles, parameters, buffers)
         if torch.is_grad_enabled():
             # torch.utils.checkpoint runs a forward again until it has found all tensors that were kept: the last of
             # them has to come after all messages, or ranks could stop before different ones
             torch.zeros((), requires_grad=True).exp()
         return self._noted(pytree.tree_unflatten(found, prepared.tree), prepared.layouts)
+
+    def _alone(self, tiles: Sequence[torch.Tensor], prepared: _Prepared) -> Any:
+        """Return what the module itself gives; what it changes of its own in a forward is no change of its steps."""
+        before = self._watch.key()
+        outputs = self.module(*tiles)
+        if self._watch.key() != before:
+            self._runners[self._watch.settled(before)] = prepared
+        return self._noted(outputs, prepared.layouts)
 
     def _noted(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
         """Return the outputs, and take note of how they are cut."""
@@ -225,20 +236,17 @@ class DistributedModule(nn.Module):
         return runners[watch.key(), inputs]
 
     def _runner(self) -> _Prepared:
-        dtypes = self._input_dtypes()
-        tensors = (*self.module.parameters(), *self.module.buffers())
-        more = tuple(dtypes), tuple(tensor.dtype for tensor in tensors)
         before = self._watch.key()
-        if (before, more) not in self._runners:
-            program = captured(self.module, list(zip(self._shapes, dtypes, strict=True)))
+        if before not in self._runners:
+            program = captured(self.module, list(zip(self._shapes, self._input_dtypes(), strict=True)))
             plan, tree = lowered(
                 program, self.wires.mesh, self.grid.rank, self.layouts, self.gather_at, self._image_layout
             )
             layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
             prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest_of(plan, program))
             before = self._watch.settled(before)
-            self._runners[before, more] = prepared
-        return self._runners[before, more]
+            self._runners[before] = prepared
+        return self._runners[before]
 
     def _input_dtypes(self) -> list[torch.dtype]:
         floating = (p.dtype for p in self.module.parameters() if p.dtype.is_floating_point)
