@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch_runs import captured_once, check  # noqa: E402
+from torch_runs import captured_once, check, distributed, serial  # noqa: E402
 from zoo import ZOO  # noqa: E402
 from zoo_reference import deterministic, drawn_like, example, loss_of, sgd, state_after, tensors_of  # noqa: E402
 
@@ -86,3 +86,14 @@ def test_five_steps_of_an_optimiser(name):
             for key, values in expected.items():
                 scale = values.double().abs().max().clamp(min=1e-3)
                 assert ((found[key] - values).double().abs().max() / scale).item() <= 1e-8, key
+
+
+@pytest.mark.parametrize("grid", [(1, 2, 2), (1, 3, 1)])
+def test_a_decoder_of_images_in_single_precision(grid):
+    """Latents of odd sizes; the largest difference anywhere, of values around 1."""
+    entry = entry_of("diffusers.vae_decoder_with_attention")
+    module, latents = deterministic(entry, "float32"), example(entry, "float32")
+    expected = serial(module, [latents])
+    with captured_once():
+        for found in distributed(module, [latents], expected["gradients"], grid):
+            assert (found["outputs"][0] - expected["outputs"][0]).abs().max().item() <= 1e-5
