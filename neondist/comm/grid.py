@@ -60,6 +60,8 @@ class ProcessGrid:
         self.plane, self.row = divmod(place, self.rows)
         #: the ranks of this replica, by tile; and those that hold this tile, by replica
         self.tile_comm, self.replica_comm = self.world.cut(self.shape.tiles)
+        #: what is made once for a grid by those who use it, by a key of their own
+        self.kept: dict[Any, Any] = {}
         self._closing = ExitStack()
         if self.world is not comm:  # a caller's own transport stays open, and the process as it is
             self._closing.callback(self.world.close)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..comm import ProcessGrid
 from ..comm.agree import agree
@@ -103,7 +104,7 @@ class _Reduce(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         op, wires, axes = ctx.how
         gradient = wires.reduce("reduce", "backward", gradients[0], axes)
@@ -255,10 +256,10 @@ def _hand(grid: Any, spatial: int) -> _Hand:
         raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
     if grid.closed:
         raise GridError("grid: is closed; use halo and reduce inside of its `with` block")
-    kept = vars(grid).setdefault("_by_hand", {})  # they live as long as the grid's communicators
-    if spatial not in kept:
-        kept[spatial] = _Hand(grid, spatial)
-    return kept[spatial]
+    key = _Hand, spatial
+    if key not in grid.kept:
+        grid.kept[key] = _Hand(grid, spatial)
+    return grid.kept[key]
 
 
 def _check(x: Any, window: Any) -> None:

@@ -4,6 +4,8 @@ A value that several ranks have whole has its whole gradient on each of them. Th
 gradient on as it is (`Sum`); what goes from there into something that each rank computes for its own indices has its
 gradient added up over the ranks (`Spread`). Parameters alone are different: each rank finds its part of their gradient,
 and all parts are added up once, at the end of the backward pass (`Parameters`).
+
+None has gradients of gradients, and says so: those would have to communicate too.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from .wires import Channel, Wires
 
@@ -27,6 +30,7 @@ class View(torch.autograd.Function):
         return channel.view(tensor, pads, fill)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of the part."""
         return ctx.channel.adjoint(gradients[0], ctx.shape, ctx.pads), None, None, None
@@ -42,6 +46,7 @@ class Gather(torch.autograd.Function):
         return channel.view(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of the part."""
         (gradient,) = gradients
@@ -60,6 +65,7 @@ class Sum(torch.autograd.Function):
         return wires.reduce(name, "forward", tensor, axes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient as it is."""
         return gradients[0], None, None, None
@@ -75,6 +81,7 @@ class Spread(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the sum of the gradients."""
         wires, name, axes = ctx.how
@@ -142,6 +149,7 @@ class Normalise(torch.autograd.Function):
         return y, whole, variance
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of x, and of the weight and the bias, in so far as this rank has a part in them."""
         (x, weight, mean, variance), (wires, name, moments) = ctx.saved_tensors, ctx.how
@@ -202,6 +210,7 @@ class Counted(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient, or zeros."""
         return gradients[0] if ctx.counts else torch.zeros_like(gradients[0]), None
@@ -218,6 +227,7 @@ class Parameters(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the sums."""
         found = list(gradients)
@@ -241,6 +251,7 @@ class Nothing(torch.autograd.Function):
         return inputs[0].new_zeros(tuple(shape))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return zeros."""
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)

@@ -331,6 +331,19 @@ def test_a_tensor_that_is_no_part_of_anything():
         assert said.startswith(f"rank {rank}: no tensor of this model has a part of shape (2, 3, ")
 
 
+def test_gradients_of_gradients_are_no_wrong_numbers():
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model, x = ready(grid)
+            x.requires_grad_()
+            loss = model.loss(F.cross_entropy, model(x), model.scatter_target(labels(*CELLS)))
+            (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+            with pytest.raises(RuntimeError, match="differentiate twice"):
+                dx.square().sum().backward()
+
+    loopback.run(RANKS, body, timeout=20.0)
+
+
 @pytest.mark.parametrize("change", ["deleted", "resized", "replaced"])
 def test_a_module_that_changes_afterwards(change):
     def body(grid):
