@@ -1,7 +1,7 @@
 """The steps that random modules are made of: each writes an expression of PyTorch, or returns None if none fits.
 
-`step(pen, name, tensor)` is given the name and the value of a tensor. A statement is told by `@`, the name of what it
-makes: '@ = x.clone(); @[0] = 1'. Whatever fails is drawn again, so that a step need not look at all conditions.
+`step(pen, name, tensor)` is given the name and the value of a tensor. A statement is told by `$`, the name of what it
+makes: '$ = x.clone(); $[0] = 1'. Whatever fails is drawn again, so that a step need not look at all conditions.
 """
 
 from __future__ import annotations
@@ -169,6 +169,10 @@ def interpolate(pen, x, t, n):
     if pen.chance():
         return f"F.interpolate({x}, size={each(n, lambda: pen.int(1, 14 if n < 3 else 6))}{how})"
     factor = pen.one(2, 2.0, 3, 0.5, 1.7, 2.3, 0.6, each(n, lambda: pen.one(1.0, 1.5, 2.0, 0.7)))
+    factors = factor if isinstance(factor, tuple) else (factor,) * n
+    odd = [m for m, f in zip(t.shape[2:], factors, strict=True) if f not in (1, 2) and int(m * f) in (m, 2 * m)]
+    if mode.startswith("nearest") and odd:  # here PyTorch's own gradient is that of another factor
+        return None
     more = f", recompute_scale_factor={pen.one(True, None)}"
     return f"F.interpolate({x}, scale_factor={factor}{how}{more})"
 
@@ -315,6 +319,19 @@ def repeated(pen, x, t):
     )
 
 
+@step(2)
+@image
+def tokens(pen, x, t, n):
+    return f"{x}.flatten(2){pen.one('', '.transpose(1, 2)')}"
+
+
+@step(2)
+def shaped_as(pen, x, t):
+    """Tokens back to an image, for one."""
+    shapes = [other.shape for other in pen.tensors.values() if other.numel() == t.numel() and other.shape != t.shape]
+    return f"{x}.reshape({list(pen.one(*shapes))})" if shapes else None
+
+
 # A few numbers of many.
 
 
@@ -349,6 +366,42 @@ def along_one(pen, x, t):
     )  # fmt: skip
 
 
+@step(1.5)
+def counted(pen, x, t):
+    """Whole numbers, and truth."""
+    if not t.dim():
+        return None
+    d, keep = pen.int(-t.dim(), t.dim() - 1), pen.chance()
+    return pen.one(
+        f"({x} > 0).any({d}, keepdim={keep}).double()", f"({x} > -1).all({d}).double()", f"({x} > 0).sum({d}).double()",
+        f"(({x} > 0) & ({x} < 1)).roll(2, {d}) * {x}", f"({x} * 4).long().sum({d}, keepdim=True) + {x}",
+        f"({x} * 4).long().flip({d}) % 3 * {x}", f"({x} * 4).long().amax({d}, keepdim={keep}).double()",
+        f"F.one_hot({x}.argmax({d}), 40).double()", f"F.embedding({x}.argmax({d}), {pen.parameter((40, 3))})",
+        f"({x} > 0).double().mean({d}, keepdim=True) * {x}", f"F.pad(({x} > 0).long(), (1, 2)).double()",
+        f"torch.where(({x} * 2).int().cumsum({d}) > 1, {x}, 0.0)", f"torch.logical_not({x} > 0).to({x}.dtype) * {x}",
+        f"torch.var_mean({x}, {d}, keepdim={keep})[{pen.int(0, 1)}]", f"torch.aminmax({x}, dim={d})[0]",
+        f"{x}.count_nonzero({d}).double()", f"({x} * 2).round() * {x}",
+        f"torch.cat([({x} > 0), ({x} < 1)], {d}).double()",
+    )  # fmt: skip
+
+
+@step(0.7)
+def costs(pen, x, t):
+    if t.dim() < 2:
+        return None
+    reduction = f"reduction={pen.one('mean', 'sum', 'none')!r}"
+    target = f"{x}.argmax(1)"
+    return pen.one(
+        f"F.cross_entropy({x}, {target}, {reduction})", f"F.nll_loss({x}.log_softmax(1), {target}, {reduction})",
+        f"F.cross_entropy({x}, {x}.softmax(1).detach(), {reduction}, label_smoothing={pen.one(0.0, 0.1)})",
+        f"F.cross_entropy({x}, {target}, {reduction}, ignore_index=1, label_smoothing={pen.one(0.0, 0.1)})",
+        f"F.cross_entropy({x}, {target}, torch.linspace(1, 2, {t.shape[1]}).double(), {reduction})",
+        f"F.binary_cross_entropy_with_logits({x}, ({x} > 0.1).double(), {reduction})",
+        f"F.smooth_l1_loss({x}, {x}.flip(0).detach(), {reduction})", f"F.huber_loss({x}, {x}.square(), {reduction})",
+        f"F.kl_div({x}.log_softmax(1), {x}.softmax(1).detach(), {reduction})", f"F.mse_loss({x}, {x} * 0, {reduction})",
+    )  # fmt: skip
+
+
 # Normalisation.
 
 
@@ -363,7 +416,7 @@ def normalised(pen, x, t, n):
                 f"nn.BatchNorm{n}d({c}, affine={affine}, track_running_stats={pen.chance(0.8)},"
                 f" momentum={pen.one(0.1, 0.3)})",
                 f"nn.BatchNorm{n}d({c})",
-                f"nn.InstanceNorm{n}d({c}, affine={affine}, track_running_stats={pen.chance(0.2)})",
+                f"nn.InstanceNorm{n}d({c}, affine={affine})",
                 f"nn.GroupNorm({divisor(pen, c)}, {c}, affine={affine})",
                 f"nn.LayerNorm({[c, *cells]}, elementwise_affine={affine})",
                 f"nn.LayerNorm({cells}, elementwise_affine={affine})",
@@ -470,6 +523,15 @@ def windowed(pen, x, t, n):
 # One index each, and broadcasting.
 
 
+@step(0.7)
+def stopped(pen, x, t):
+    return pen.one(
+        f"{x} * {x}.detach()",
+        f"with torch.no_grad(): $ = {x} * {x}.mean()",
+        f"{x} * {x}.detach().sum(-1, keepdim=True)" if t.dim() else None,
+    )
+
+
 @step(4)
 def pointwise(pen, x, t):
     return pen.one(
@@ -566,8 +628,8 @@ def in_place(pen, x, t):
     index = [pen.one(":", ":", "1:", ":-1", "::2", "1::2", ":2", "-1:") for _ in range(d)]
     at = f"[{', '.join(index)}]"
     return pen.one(
-        f"@ = {x}.clone(); @{at} += 1", f"@ = {x} * 1.0; @{at} = 0.5", f"@ = {x} * 2; @.add_(1).relu_()",
-        f"@ = {x} + 0; @{at} *= {x}{at}", f"@ = {x} * 1; @[0] = 1.5", f"@ = {x} * 1; @{at} = {x}{at}.flip(-1)",
-        f"@ = torch.zeros_like({x}); @{at} = {x}{at}", f"@ = F.relu({x} * 2, inplace=True); @.mul_({x})",
-        f"@ = {x} * 1; @.clamp_(-1, 1); @[..., 0] += 2",
+        f"$ = {x}.clone(); ${at} += 1", f"$ = {x} * 1.0; ${at} = 0.5", f"$ = {x} * 2; $.add_(1).relu_()",
+        f"$ = {x} + 0; ${at} *= {x}{at}", f"$ = {x} * 1; $[0] = 1.5", f"$ = {x} * 1; ${at} = {x}{at}.flip(-1)",
+        f"$ = torch.zeros_like({x}); ${at} = {x}{at}", f"$ = F.relu({x} * 2, inplace=True); $.mul_({x})",
+        f"$ = {x} * 1; $.clamp_(-1, 1); $[..., 0] += 2",
     )  # fmt: skip

@@ -149,7 +149,7 @@ def draw(seed: int, number: int) -> Drawn:
 
 def _drawn(rng: random.Random, label: str) -> Drawn:
     spatial = rng.choice([1, 2, 2, 2, 2, 3])
-    cells = tuple(rng.randint(*((1, 3) if rng.random() < 0.08 else (4, EXTENTS[spatial]))) for _ in range(spatial))
+    cells = tuple(rng.randint(*((1, 3) if rng.random() < 0.15 else (4, EXTENTS[spatial]))) for _ in range(spatial))
     if rng.random() < 0.3:
         cells = tuple(8 if spatial < 3 else 4 for _ in cells)
     first = (rng.choice([1, 2, 2, 3]), rng.choice([1, 2, 3, 4, 4, 6, 8]), *cells)
@@ -172,7 +172,7 @@ def _drawn(rng: random.Random, label: str) -> Drawn:
                 del pen.setup[kept:]
                 continue
             target = f"y{len(steps)}"
-            line = f"{target} = {text}" if "@" not in text.split(" = ")[0] else text.replace("@", target)
+            line = text.replace("$", target) if "$" in text else f"{target} = {text}"
             found = _tried(drawn, pen, line, target)
             if found is None:
                 del pen.setup[kept:]
@@ -316,9 +316,8 @@ def _smaller(drawn: Drawn):
     if not drawn.returns.isidentifier():
         yield from (replace(drawn, returns=f"y{at}") for at in range(len(drawn.steps)))
     for at in reversed(range(len(drawn.steps))):
-        if drawn.steps[at].startswith("#"):
+        target, _, made = drawn.steps[at].partition(" = ")
+        if re.fullmatch(r"[xy]\d+", made):
             continue
-        target = drawn.steps[at].split(" = ")[0]
         for name in [f"x{k}" for k in range(len(drawn.shapes))] + [f"y{k}" for k in range(at)]:
-            if drawn.steps[at] != f"{target} = {name}":
-                yield replace(drawn, steps=(*drawn.steps[:at], f"{target} = {name}", *drawn.steps[at + 1 :]))
+            yield replace(drawn, steps=(*drawn.steps[:at], f"{target} = {name}", *drawn.steps[at + 1 :]))

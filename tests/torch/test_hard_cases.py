@@ -47,6 +47,12 @@ FUNCTIONS = {
     "a written index": lambda x: assigned(x, 0) + assigned(x, ..., -1),
     "a gradient stopped by no_grad": stopped,
     "a gradient stopped by detach": lambda x: x * x.detach()[:, :, :1],
+    "a product with a vector": lambda x: (x @ torch.arange(6).to(x)) * (torch.arange(8).to(x) @ x).mean(),
+    "channels that were samples and cells": lambda x: F.conv2d(x.reshape(1, 8, 8, 6), torch.ones(1, 8, 3, 3).to(x)),
+    "a norm of channels that were samples": lambda x: F.group_norm(x.reshape(1, 8, 8, 6), 4),
+    "a root mean square of cells": lambda x: F.rms_norm(x, (8, 6)) + F.rms_norm(x, (6,)),
+    "the greatest whole number": lambda x: x * (x * 4).long().amax((2, 3), keepdim=True) - (x * 4).int().amin(3, True),
+    "tokens pooled": lambda x: F.avg_pool1d(x.flatten(2), 3, 2, 1) * F.adaptive_max_pool1d(x.flatten(2), 1),
     "tokens cut and rolled": lambda x: x.flatten(2).roll(7, -1)[..., 5:40].flip(-1),
 }
 

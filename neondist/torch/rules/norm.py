@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ..functions import Moments
 from ..layout import Atom, axes_of
 from ..registry import rule
-from .reduce import moments
+from .reduce import moments, total
 
 
 def normalised(
@@ -51,6 +51,7 @@ def batch_norm(
     momentum: float, eps: float,
 ) -> Any:  # fmt: skip
     """Reduction: moments of each channel, over all tiles and replicas."""
+    x = lowering.gathered(x, [1])
     if not training:
         y, *_ = fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
         return y, None, None, running_mean, running_var
@@ -75,6 +76,7 @@ def fixed(
     lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
 ) -> Any:
     """Local: the statistics are known."""
+    x = lowering.gathered(x, [1])
     present = [value is not None for value in (weight, bias)]
     args = [x, running_mean, running_var, *(value for value in (weight, bias) if value is not None)]
 
@@ -87,7 +89,7 @@ def fixed(
     return lowering.local(run, args, x.layout), None, None
 
 
-@rule("aten.instance_norm.default")
+@rule("aten.instance_norm.default", always=True)
 def instance_norm(
     lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
     momentum: float, eps: float, cudnn_enabled: bool,
@@ -97,12 +99,16 @@ def instance_norm(
         return fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)[0]
     if running_mean is not None:
         lowering.refuse("running statistics of instances")
+    if not x.axes:
+        return lowering.alike()
+    x = lowering.gathered(x, [1])
     return normalised(lowering, x, x.shape[1], weight, bias, eps)[0]
 
 
 @rule("aten.group_norm.default")
 def group_norm(lowering: Any, x: Any, num_groups: int, weight: Any, bias: Any, eps: float, cudnn_enabled: bool) -> Any:
     """Reduction: moments of each group of channels of each sample."""
+    x = lowering.gathered(x, [1])
     return normalised(lowering, x, num_groups, weight, bias, eps)[0]
 
 
@@ -148,9 +154,13 @@ def native_layer_norm(
 
 @rule("aten.rms_norm.default")
 def rms_norm(lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> Any:
-    """Local, over whole dimensions."""
+    """Reduction: squares over the last dimensions; local where those are whole."""
     rank = len(x.shape)
-    if not all(lowering.is_whole(x, dim) for dim in range(rank - len(normalized_shape), rank)):
-        lowering.refuse("the dimensions are cut")
+    dims = list(range(rank - len(normalized_shape), rank))
+    if not all(lowering.is_whole(x, dim) for dim in dims):
+        number, least = prod(normalized_shape), torch.finfo(x.dtype).eps if eps is None else eps
+        squares = total(lowering, lambda a, d, k: (a * a).sum(d, k), [x], dims)
+        scale = lowering.local(lambda s: torch.rsqrt(s / number + least), [squares], squares.layout)
+        return scaled(lowering, lowering.local(torch.mul, [x, scale], x.layout), weight, None, dims)
     args = [x, *([] if weight is None else [weight])]
     return lowering.local(lambda a, w=None: F.rms_norm(a, tuple(normalized_shape), w, eps), args, x.layout)

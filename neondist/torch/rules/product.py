@@ -43,14 +43,18 @@ def addmm(lowering: Any, x: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any
     return lowering.local(lambda p, a: beta * a + alpha * p, [product, there], product.layout, lowering.out.dtype)
 
 
-@rule("aten.matmul.default", "aten.bmm.default", "aten.mm.default")
-def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None) -> Any:
+@rule("aten.matmul.default", "aten.bmm.default", "aten.mm.default",
+      "aten.mv.default", "aten.dot.default")  # fmt: skip
+def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None, vec: Any = None, tensor: Any = None) -> Any:
     """Local; over a dimension that is cut alike in both, sums are added; else the second is seen whole along it."""
-    a, b = x, other if other is not None else mat2
+    a, b = x, next(value for value in (other, mat2, vec, tensor) if value is not None)
     if len(a.shape) < 2 or len(b.shape) < 2:
-        if axes_of(a.layout) | axes_of(b.layout):
-            lowering.refuse("a product with a vector")
-        return lowering.alike()
+        one, two = a, b
+        if len(a.shape) == 1:
+            one = lowering.reshape(a, (1, *a.shape))
+        if len(b.shape) == 1:
+            two = lowering.reshape(b, (*b.shape, 1))
+        return lowering.reshape(matmul(lowering, one, two), lowering.out.shape)
     batch = (
         lowering.common([_Shape(a.layout[:-2]), _Shape(b.layout[:-2])]) if max(len(a.shape), len(b.shape)) > 2 else ()
     )

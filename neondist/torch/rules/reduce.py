@@ -106,7 +106,7 @@ def extreme(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False) -> An
     low = "min" in str(lowering.target)
     axes, layout = axes_along(x, dims), without(x, dims, True)
     if not x.dtype.is_floating_point:
-        lowering.refuse("the extreme of whole numbers over cut dimensions")
+        return _whole_extreme(lowering, x, dims, keepdim, low)
 
     def most(a: torch.Tensor) -> torch.Tensor:
         a = -a if low else a
@@ -128,6 +128,22 @@ def extreme(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False) -> An
 
     found = lowering.local(shared, [picked, count, greatest], picked.layout)
     return lowering.shaped(found, without(x, dims, keepdim))
+
+
+def _whole_extreme(lowering: Any, x: Any, dims: list[int], keepdim: bool, low: bool) -> Any:
+    """Return the extreme of whole numbers, which has no gradient."""
+    dtype, sign = x.dtype, -1 if low else 1
+
+    def most(a: torch.Tensor) -> torch.Tensor:
+        a = a.to(torch.int64) * sign
+        if a.numel():
+            return a.amax(dims, keepdim)
+        shape = [1 if d in dims else n for d, n in enumerate(a.shape) if keepdim or d not in dims]
+        return a.new_full(shape, torch.iinfo(torch.int64).min)
+
+    layout = without(x, dims, keepdim)
+    found = lowering.reduced(most, [x], axes_along(x, dims), layout, torch.int64, op="max")
+    return lowering.local(lambda a: (a * sign).to(dtype), [found], layout, dtype)
 
 
 @rule("aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten._log_softmax.default")

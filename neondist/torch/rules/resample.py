@@ -64,7 +64,7 @@ def spatial(lowering: Any, x: Any, n: int) -> tuple[list[int], dict[int, Any]]:
     """
     dims = list(range(len(x.shape) - n, len(x.shape)))
     axes = {dim: lowering.cut(x, dim) for dim in dims}
-    if n == lowering.mesh.spatial and not any(axis is not None for axis in axes.values()):
+    if n == lowering.mesh.spatial and not x.axes - {0}:
         axes = {dim: at for at, dim in enumerate(dims, start=1)}
     return dims, axes
 
@@ -141,6 +141,8 @@ def upsample(
         return lowering.alike()
     name = str(lowering.target)
     n = next(rank for text, rank in _RANK.items() if text in name)
+    for dim in range(len(x.shape) - n, len(x.shape)):
+        x = lowering.single(x, dim)
     dims, axes = spatial(lowering, x, n)
     if not x.axes and sum(lowering.out.shape[-n:]) <= sum(x.shape[-n:]):
         return lowering.alike()
@@ -166,7 +168,7 @@ def adaptive_avg_pool(lowering: Any, x: Any, output_size: Any) -> Any:
     n = next(rank for text, rank in _RANK.items() if text in str(lowering.target))
     dims = list(range(len(x.shape) - n, len(x.shape)))
     for dim, m in zip(dims, lowering.out.shape[-n:], strict=True):
-        x = _averaged(lowering, x, dim, m)
+        x = _averaged(lowering, lowering.single(x, dim), dim, m)
     return x
 
 
@@ -215,6 +217,8 @@ def adaptive_max_pool(lowering: Any, x: Any, output_size: Any) -> Any:
     n = next(rank for text, rank in _RANK.items() if text in str(lowering.target))
     values, _ = lowering.out
     dims = list(range(len(x.shape) - n, len(x.shape)))
+    for dim in dims:
+        x = lowering.single(x, dim)
     wants, atoms, mine = {}, {}, []
     for dim, m in zip(dims, values.shape[-n:], strict=True):
         axis, bins = lowering.cut(x, dim), _bins(x.shape[dim], m)

@@ -57,6 +57,8 @@ def windows_of(
         Whether dimensions that are not cut are padded, too.
     """
     first = len(x.shape) - len(sliding)
+    for dim in range(first, len(x.shape)):
+        x = lowering.single(x, dim)
     wants, pads, left, atoms = {}, {}, [], []
     for dim, (slide, extent) in enumerate(zip(sliding, extents, strict=True), start=first):
         axis, n = lowering.cut(x, dim), x.shape[dim]
@@ -83,9 +85,12 @@ def images(x: Any, channels: int, atoms: Sequence[Atom]) -> Layout:
     return (*batch, (Atom(channels),), *((atom,) for atom in atoms))
 
 
-def _whole_channels(lowering: Any, x: Any, n: int) -> None:
-    if not lowering.is_whole(x, len(x.shape) - n - 1):
-        lowering.refuse("the channels are cut")
+def _whole_channels(lowering: Any, x: Any, n: int) -> Any:
+    """Return x with all channels, and cells each of whose dimensions is cut by one axis at most."""
+    x = lowering.gathered(x, [-n - 1])
+    for dim in range(-n, 0):
+        x = lowering.single(x, dim)
+    return x
 
 
 @rule("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
@@ -95,7 +100,7 @@ def conv(lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: An
     n = len(weight.shape) - 2
     kernel, stride, dilation = weight.shape[2:], spread_out(stride, n), spread_out(dilation, n)
     extents = lowering.out.shape[-n:]
-    _whole_channels(lowering, x, n)
+    x = _whole_channels(lowering, x, n)
     if isinstance(padding, str):
         total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
         before, even = [t // 2 for t in total], all(t % 2 == 0 for t in total)
@@ -129,7 +134,7 @@ def conv_transpose(
     """Window; each rank computes the results of its own cells from all inputs that reach them."""
     n = len(weight.shape) - 2
     first = len(x.shape) - n
-    _whole_channels(lowering, x, n)
+    x = _whole_channels(lowering, x, n)
     strides, paddings, extras, dilations = (spread_out(v, n) for v in (stride, padding, output_padding, dilation))
     wants, atoms, native, crops = {}, [], [], []
     for at, extent in enumerate(lowering.out.shape[-n:]):
@@ -250,7 +255,7 @@ def avg_pool(
 def im2col(lowering: Any, x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
     """Window; the results' last dimension is made of rows and columns."""
     kernel, dilated, pads, steps = (spread_out(v, 2) for v in (kernel_size, dilation, padding, stride))
-    _whole_channels(lowering, x, 2)
+    x = _whole_channels(lowering, x, 2)
     slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
     extents = [
         (x.shape[dim - 2] + 2 * s.padding - s.dilation * (s.kernel - 1) - 1) // s.stride + 1
@@ -266,6 +271,7 @@ def im2col(lowering: Any, x: Any, kernel_size: Any, dilation: Any, padding: Any,
 def unfold(lowering: Any, x: Any, dimension: int, size: int, step: int) -> Any:
     """Window; of one dimension, the cells of each window in a new last one."""
     dim = dimension % len(x.shape)
+    x = lowering.single(x, dim)
     axis = lowering.cut(x, dim)
     out = lowering.mesh.atom(lowering.out.shape[dim], axis)
     slide = Sliding(size, step, 0, 1)
