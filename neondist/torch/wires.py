@@ -94,6 +94,7 @@ class Channel:
         self.arriving = _by_peer(piece for piece in pieces if piece.peer != rank)
         self.leaving = _by_peer(transfer.sends(rank))
         self.silent = transfer.silent
+        self.inside = all(0 not in (want.axis, want.source.axis) for want in transfer.wants)
         self._planned: dict[Any, Any] = {}
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
@@ -155,7 +156,7 @@ class Channel:
         if plan is None:
             self._planned.clear()  # of another batch
             numbers = int(np.prod(sizes, dtype=np.int64))
-            plan = self._planned[key] = _Buffers(self.wires, tensor.dtype, out, back, numbers)
+            plan = self._planned[key] = _Buffers(self.wires, self.inside, tensor.dtype, out, back, numbers)
         self._current = plan, other
         for peer, pieces in out.items():
             flat, at = plan.leaving[peer], 0
@@ -188,23 +189,27 @@ _Pieces = dict[int, list[Piece]]
 class _Buffers:
     """Flat buffers for the messages of one direction, and their exchange."""
 
-    def __init__(self, wires: Wires, dtype: torch.dtype, out: _Pieces, back: _Pieces, numbers: int) -> None:
+    def __init__(
+        self, wires: Wires, inside: bool, dtype: torch.dtype, out: _Pieces, back: _Pieces, numbers: int
+    ) -> None:
         def flat(pieces: _Pieces) -> dict[int, torch.Tensor]:
             sizes = {peer: sum(piece.cells() for piece in parts) * numbers for peer, parts in pieces.items()}
             return {peer: torch.empty(size, dtype=dtype) for peer, size in sizes.items()}
 
         self.leaving, self.arriving = flat(out), flat(back)
-        self.exchange = wires.grid.world.exchange(_messages(self.leaving), _messages(self.arriving))
+        grid = wires.grid  # its world may be the caller's own communicator, with messages of his; its tiles are not
+        group, first = (grid.tile_comm, grid.rank - grid.tile) if inside else (grid.world, 0)
+        self.exchange = group.exchange(_messages(self.leaving, first), _messages(self.arriving, first))
         self.exchange.observers = wires.grid.observers
 
 
-def _messages(buffers: dict[int, torch.Tensor]) -> list[Message]:
+def _messages(buffers: dict[int, torch.Tensor], first: int) -> list[Message]:
+    """Return a message for each buffer, by rank of the world; `first` is that of the group's first."""
     found = []
     for peer, flat in buffers.items():
         array = flat.view(_AS_INTEGERS.get(flat.dtype, flat.dtype)).numpy()
-        found.append(
-            Message(peer, array.view(np.uint8) if array.dtype == np.bool_ else array, (slice(0, flat.numel()),))
-        )
+        array = array.view(np.uint8) if array.dtype == np.bool_ else array
+        found.append(Message(peer - first, array, (slice(0, flat.numel()),)))
     return found
 
 
