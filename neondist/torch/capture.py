@@ -161,7 +161,7 @@ def lowered(
     results: list[Any] = []
     for spec, out in zip(signature.output_specs, outputs, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
-            results.append(out)
+            results.append(lowering.enter(out, ()) if isinstance(out, Value) else out)  # a parameter counts once
         elif spec.kind == OutputKind.BUFFER_MUTATION:
             mutated[spec.target] = lowering.gathered(out).id
         else:

@@ -122,7 +122,40 @@ class Transformer(nn.Module):
         return self.back(found.transpose(1, 2).reshape(y.shape)), found[:, 0]
 
 
+class Latents(nn.Module):
+    """Whole queries look at tokens, tokens at what they have found, and a parameter is returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(1, 5, 4))
+        self.read = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.write = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        found, _ = self.read(self.latents.expand(x.shape[0], -1, -1), tokens(x), tokens(x))
+        written, _ = self.write(tokens(x), found, found)
+        return written.transpose(1, 2).reshape(x.shape), found, self.latents
+
+
+class Codes(nn.Module):
+    """Each cell takes the nearest of a few codes, with the gradient of what it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x):
+        cells = x.permute(0, 2, 3, 1).reshape(-1, 4)
+        index = (cells.square().sum(1, keepdim=True) - 2 * cells @ self.codes.t() + self.codes.square().sum(1)).argmin(
+            1
+        )
+        found = F.embedding(index, self.codes).reshape(x.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+        return x + (found - x).detach(), F.mse_loss(found, x.detach()) + F.mse_loss(x, found.detach()), index
+
+
 MODULES = {
+    "latents": (Latents, {}),
+    "codes": (Codes, {}),
     "buffers changed without a gradient": (NoGrad, {}),
     "a parameter used on tiles and on whole values": (Twice, {}),
     "an inner module that is computed whole": (Inner, {"gather_at": ["inner"]}),
