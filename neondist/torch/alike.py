@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -90,35 +91,43 @@ class Watch:
 
     def key(self) -> tuple[Any, ...]:
         """Return the values, which modules there are, and tensors' dtypes; keys are equal if nothing has changed."""
-        return tuple(
-            (
-                *map(attributes.get, names),
-                *map(id, attributes["_modules"].values()),
-                *(tensor.dtype for tensor in attributes["_parameters"].values() if tensor is not None),
-                *(tensor.dtype for tensor in attributes["_buffers"].values() if tensor is not None),
-            )
-            for attributes, names in self._attributes
-        )
+        try:
+            found = [(values(attributes), *map(id, inner.values())) for attributes, values, inner in self._watched]
+            dtypes = [where[at].dtype for _, where, at in (*self._parameters, *self._buffers) if where[at] is not None]
+        except KeyError:  # something was deleted
+            self._look()
+            return self.key()
+        return tuple(found), tuple(dtypes)
+
+    def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the parameters and the buffers by name, without those that are gone; duplicates included."""
+        parameters = {name: p for name, where, at in self._parameters if (p := where.get(at)) is not None}
+        return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
 
     def settled(self, before: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the key after a forward; what that has changed itself, such as a counter of calls, is left out."""
         after = self.key()
-        for at, ((_, names), old, new) in enumerate(zip(self._attributes, before, after, strict=False)):
-            self._changing.update((at, name) for name, a, b in zip(names, old, new, strict=False) if a is not b != a)
+        for at, (names, old, new) in enumerate(zip(self._names, before[0], after[0], strict=False)):
+            self._changing.update((at, name) for name, a, b in zip(names, old[0], new[0], strict=False) if a != b)
         self._look()
         return self.key()
 
     def _look(self) -> None:
-        found = []
+        self._names: list[list[str]] = []
+        self._watched: list[tuple[dict[str, Any], Callable[[Any], Any], dict[str, Any]]] = []
+        self._parameters: list[tuple[str, dict[str, Any], str]] = []
+        self._buffers: list[tuple[str, dict[str, Any], str]] = []
         for at, module in enumerate(self.module.modules()):
             attributes = vars(module)
-            names = [
-                name
-                for name, value in attributes.items()
-                if isinstance(value, _PLAIN) and (at, name) not in self._changing
-            ]
-            found.append((attributes, tuple(names)))
-        self._attributes = found
+            plain = [name for name, value in attributes.items() if isinstance(value, _PLAIN)]
+            names = ["training", *(name for name in plain if name != "training" and (at, name) not in self._changing)]
+            # twice the first: of several names, an itemgetter returns a tuple
+            self._watched.append((attributes, itemgetter("training", *names), attributes["_modules"]))
+            self._names.append(["training", *names])
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            start = f"{path}." if path else ""
+            for found, tensors in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
+                found += [(start + name, tensors, name) for name, tensor in tensors.items() if tensor is not None]
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

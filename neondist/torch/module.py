@@ -81,19 +81,19 @@ class DistributedModule(nn.Module):
             prepared = self._runner()
             if prepared.runner.plan.key is None:  # random numbers are keyed by the plan, the same for every grid
                 return self._alone(tiles, prepared)
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        buffers = dict(self.module.named_buffers(remove_duplicate=False))
         error, facts = None, {"the call": "forward"}
+        moved: tuple[int, ...] = ()
         try:
             prepared = self._runner()
+            parameters, buffers = self._watch.tensors()
             self._check_tiles(tiles)
             check_parameters(prepared.runner.plan, parameters, buffers)
             facts |= self._facts(tiles, prepared, parameters)
+            moved = versions(list(parameters.values()))
+            if len(self._versions) == len(moved):
+                moved = tuple(now - before for now, before in zip(moved, self._versions, strict=True))
         except UserError as problem:
             error = problem
-        moved = versions(list(parameters.values()))
-        if len(self._versions) == len(moved):
-            moved = tuple(now - before for now, before in zip(moved, self._versions, strict=True))
         if not check_alike(self.grid.world, facts, error, moved):
             self._check_weights({})
         found = prepared.runner(tiles, parameters, buffers)
