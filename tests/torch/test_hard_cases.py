@@ -52,6 +52,8 @@ FUNCTIONS = {
     "a norm of channels that were samples": lambda x: F.group_norm(x.reshape(1, 8, 8, 6), 4),
     "a root mean square of cells": lambda x: F.rms_norm(x, (8, 6)) + F.rms_norm(x, (6,)),
     "the greatest whole number": lambda x: x * (x * 4).long().amax((2, 3), keepdim=True) - (x * 4).int().amin(3, True),
+    "distances of tokens": lambda x: torch.cdist(tokens(x), tokens(x)) + torch.cdist(tokens(x), x[:, :3, 0, :4]).sum(),
+    "the greatest so far": lambda x: x.cummax(2)[0],
     "tokens pooled": lambda x: F.avg_pool1d(x.flatten(2), 3, 2, 1) * F.adaptive_max_pool1d(x.flatten(2), 1),
     "tokens cut and rolled": lambda x: x.flatten(2).roll(7, -1)[..., 5:40].flip(-1),
 }

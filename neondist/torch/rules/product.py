@@ -34,6 +34,18 @@ def bilinear(lowering: Any, input1: Any, input2: Any, weight: Any, bias: Any = N
     return lowering.local(F.bilinear, [*args, weight, *([] if bias is None else [bias])], layout, lowering.out.dtype)
 
 
+@rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
+def distances(lowering: Any, x1: Any, x2: Any, **more: Any) -> Any:
+    """Redistribution: every rank sees all rows of the second; taken apart, the gradient of no distance is no number."""
+    one, two = lowering.gathered(x1, [-1]), lowering.gathered(x2, [-1])
+    batch = lowering.common([_Shape(value.layout[:-2]) for value in (one, two)]) if len(lowering.out.shape) > 2 else ()
+    layout = (*batch, one.layout[-2], (Atom(two.shape[-2]),))
+    left = _as(lowering, one, (*batch, *one.layout[-2:]), axes_of(layout))
+    right = _as(lowering, two, (*batch, (Atom(two.shape[-2]),), two.layout[-1]), axes_of(layout))
+    target, how = lowering.target, list(more.values())
+    return lowering.local(lambda a, b: target(a, b, *how), [left, right], layout, lowering.out.dtype)
+
+
 @rule("aten.addmm.default")
 def addmm(lowering: Any, x: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
     """A product and a sum."""

@@ -194,7 +194,8 @@ def cumsum(lowering: Any, x: Any, dim: int, dtype: Any = None) -> Any:
     return lowering.local(run, [x, before], x.layout, wanted)
 
 
-@rule("aten.cumprod.default", "aten.logcumsumexp.default", "aten.argmax.default", "aten.argmin.default",
+@rule("aten.cumprod.default", "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default",
+      "aten.argmax.default", "aten.argmin.default",
       "aten.topk.default", "aten.sort.default", "aten.max.dim", "aten.min.dim", "aten.glu.default",
       "aten.linalg_vector_norm.default", "aten.prod.dim_int", "aten.any.dim", "aten.all.dim",
       "aten.logsumexp.default", "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default",
