@@ -1,54 +1,32 @@
-"""Steps of a plan, in terms of which rules are written: views, sums and local work."""
+"""Values as rules want them: seen by windows, whole, cut elsewhere, of another shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any
 
-import torch
-
-from .errors import UnsupportedOperator
-from .functions import Moments
 from .layout import (
     Atom,
     Dim,
     Layout,
     Mesh,
-    Shape,
     Unaligned,
     axes_of,
     local_shape,
     reshaped,
     shape_of,
-    whole,
 )
-from .plan import Pads, Step, Value, axes_of_values
+from .plan import Pads, Value
+from .steps import StepList
 from .transfer import Range, Transfer, Want
 
 Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
 """For a dimension: an axis of the mesh, and for each of its parts the ranges that it wants to see."""
 
 
-class Builder:
-    """A plan in the making.
-
-    Attributes
-    ----------
-    mesh : Mesh
-    place : tuple of int
-        Of the rank that will run the plan.
-    """
-
-    def __init__(self, mesh: Mesh, rank: int) -> None:
-        self.mesh, self.rank, self.place = mesh, rank, mesh.place(rank)
-        self.steps: list[Step] = []
-        self.values: list[Value] = []
-        self.where = Where("", "", "")
-        self._spread: dict[tuple[int, frozenset[int]], Value] = {}
-
-    # What rules are written with.
+class Builder(StepList):
+    """What rules are written with: a plan in the making."""
 
     def view(
         self,
@@ -96,96 +74,6 @@ class Builder:
         self._step("view", [source], [found], transfer=transfer, pads=here, fill=fill)
         return found
 
-    def local(
-        self,
-        run: Callable[..., torch.Tensor],
-        args: Sequence[Value],
-        layout: Layout,
-        dtype: torch.dtype | None = None,
-        context: Iterable[int] = (),
-    ) -> Value:
-        """Return what each rank computes alone from its parts.
-
-        Parameters
-        ----------
-        run : callable
-            From the parts' tensors to that of the result.
-        args : sequence of Value
-        layout : Layout
-            Of the result.
-        context : axes
-            Further axes along which ranks compute parts of their own.
-        """
-        inside = axes_of_values(args) | axes_of(layout) | frozenset(context)
-        (found,) = self._locals(run, args, [layout], [dtype or args[0].dtype], inside)
-        return found
-
-    def locals(
-        self,
-        run: Callable[..., Sequence[torch.Tensor]],
-        args: Sequence[Value],
-        outs: Sequence[Any],
-        layouts: Any = None,
-    ) -> tuple[Value, ...]:
-        """The same for several results, of the shapes and dtypes of fake tensors; default: whole on every rank."""
-        layouts = [whole(out.shape) for out in outs] if layouts is None else layouts
-        inside = axes_of_values(args)
-        for layout in layouts:
-            inside |= axes_of(layout)
-        return tuple(self._locals(run, args, layouts, [out.dtype for out in outs], inside, several=True))
-
-    def reduced(
-        self,
-        run: Callable[..., torch.Tensor],
-        args: Sequence[Value],
-        axes: Iterable[int],
-        layout: Layout,
-        dtype: torch.dtype | None = None,
-        op: str = "sum",
-    ) -> Value:
-        """Return the sum over axes of what each rank computes alone; `op` 'max': the maximum, which has no gradient."""
-        axes = frozenset(axes)
-        context = axes_of_values(args) | axes | axes_of(layout)
-        (part,) = self._locals(run, args, [layout], [dtype or args[0].dtype], context, partial=True)
-        part.axes = context
-        if not axes:
-            return part
-        kind = part.kind if op == "sum" else "constant"
-        found = self._value(part.local, context - axes, part.dtype, kind, layout)
-        self._step(op, [part], [found], axes=axes)
-        return found
-
-    def normalise(
-        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
-    ) -> tuple[Value, Value, Value]:
-        """Return x (N, C, ...) with mean 0 and variance 1 in each group, scaled; mean and variance of each."""
-        context = x.axes
-        given = [None if value is None else self.enter(value, context) for value in (weight, bias)]
-        y = self._value(x.local, x.axes, x.dtype, x.kind, x.layout)
-        shape, left = local_shape(groups, self.place), context - moments.axes
-        mean, variance = (self._value(shape, left, x.dtype, "constant", groups) for _ in range(2))
-        inputs = [x, *(value for value in given if value is not None)]
-        self._step("norm", inputs, [y, mean, variance], key=(moments, *(value is not None for value in given)))
-        return y, mean, variance
-
-    def enter(self, value: Value, context: Iterable[int]) -> Value:
-        """Return a value for what is cut by the axes of `context`: its gradient will be added up where it has to be."""
-        context = frozenset(context)
-        missing = (self.mesh.axes - context) if value.kind == "parameter" else (context - value.axes)
-        if value.kind == "constant" or not missing or not value.dtype.is_floating_point:
-            return value
-        key = value.id, missing
-        if key not in self._spread:
-            same = self._value(value.local, value.axes | context, value.dtype, value.kind, value.layout_or_none)
-            if value.kind == "parameter":
-                counts = all(self.place[axis] == 0 for axis in missing)
-                self._step("counted", [value], [same], counts=counts)
-                same.kind = "value"
-            else:
-                self._step("spread", [value], [same], axes=missing)
-            self._spread[key] = same
-        return self._spread[key]
-
     def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Value:
         """Return a value of which every rank has all indices (of these dimensions), for what they compute alike."""
         rank = len(value.layout)
@@ -223,13 +111,6 @@ class Builder:
             return seen
         return self.local(lambda x: x.reshape(shape), [seen], layout)
 
-    def shaped(self, value: Value, layout: Layout) -> Value:
-        """Return a value whose part has the shape that `layout` says; nothing moves."""
-        shape = local_shape(layout, self.place)
-        if value.layout_or_none == layout:
-            return value
-        return self.local(lambda x: x.reshape(shape), [value], layout)
-
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         """Return a value of another global shape; where a cut would not fit, it is moved before."""
         if prod(shape) == 0:
@@ -244,6 +125,13 @@ class Builder:
                     dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
                     value = self.gathered(value, dims if axes_of(value.layout[d] for d in dims) else None)
         return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} takes a cut dimension apart")
+
+    def shaped(self, value: Value, layout: Layout) -> Value:
+        """Return a value whose part has the shape that `layout` says; nothing moves."""
+        shape = local_shape(layout, self.place)
+        if value.layout_or_none == layout:
+            return value
+        return self.local(lambda x: x.reshape(shape), [value], layout)
 
     def aligned(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
         """Return a value for a pointwise operation with results cut as `target`; dimensions of one index broadcast."""
@@ -300,28 +188,9 @@ class Builder:
         shape = local_shape(layout, self.place)
         return seen if seen.local == shape else self._raw(lambda x: x.reshape(shape), seen, shape)
 
-    def refuse(self, why: str = "") -> Any:
-        """Raise UnsupportedOperator for the operator at hand."""
-        raise UnsupportedOperator(self.where, why)
-
-    def atom(self, value: Value, dim: int) -> Atom:
-        """Return how a dimension is cut, which must be one atom."""
-        found = value.layout[dim]
-        if len(found) != 1:
-            self.refuse(f"dimension {dim} of {value.shape} is made of several that are cut")
-        return found[0]
-
-    def cut(self, value: Value, dim: int) -> int | None:
-        """Return the axis that cuts a dimension of one atom; None: it is whole."""
-        return self.atom(value, dim).axis
-
     def single(self, value: Value, dim: int) -> Value:
         """Return the value, with a dimension that is made of several atoms, some of them cut, whole."""
         return value if len(value.layout[dim]) == 1 else self.gathered(value, [dim])
-
-    def is_whole(self, value: Value, dim: int) -> bool:
-        """Tell whether every rank has all indices of a dimension."""
-        return all(atom.axis is None for atom in value.layout[dim])
 
     def common(self, values: Sequence[Value]) -> Layout:
         """Return how a pointwise result of values is cut: as the first that is, in each dimension."""
@@ -343,92 +212,11 @@ class Builder:
             found.append(chosen)
         return tuple(found)
 
-    def constant(self, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor that is known now."""
-        value = self._value(tuple(tensor.shape), frozenset(), tensor.dtype, "constant", whole(tensor.shape))
-        self._step("local", [], [value], run=lambda: (tensor,))
-        return value
-
-    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
-        """Return a new value that is given from outside."""
-        return self._value(local_shape(layout, self.place), axes_of(layout), dtype, kind, layout)
-
-    # Inner.
-
-    def _locals(
-        self,
-        run: Callable[..., Any],
-        args: Sequence[Value],
-        layouts: Sequence[Layout],
-        dtypes: Sequence[torch.dtype],
-        context: frozenset[int],
-        several: bool = False,
-        partial: bool = False,
-    ) -> list[Value]:
-        entered = [self.enter(value, context) for value in args]
-        constant = all(value.kind == "constant" for value in entered)
-        if not (partial or constant) and any(context - axes_of(layout) for layout in layouts):
-            self.refuse("ranks would compute alike what each of them sees a part of")  # gradients would add up
-        found = [
-            self._value(
-                local_shape(layout, self.place),
-                axes_of(layout),
-                dtype,
-                "constant" if constant or not (dtype.is_floating_point or dtype.is_complex) else "value",
-                layout,
-            )
-            for layout, dtype in zip(layouts, dtypes, strict=True)
-        ]
-        # an operator may give results without elements, such as the moments of batch norm in evaluation
-        none_here = any(not prod(value.local) and prod(value.shape) for value in found)
-        key = tuple(value.local for value in found) if none_here else None
-        self._step("local", entered, found, run=run if several else (lambda *tensors: (run(*tensors),)), key=key)
-        return found
-
-    def _raw(self, run: Callable[..., torch.Tensor], value: Value, shape: Shape) -> Value:
-        found = self._value(shape, value.axes, value.dtype, value.kind)
-        self._step("local", [value], [found], run=lambda x: (run(x),))
-        return found
-
     def _atoms(self, value: Value) -> Value:
         return self._as_atoms(value, [atom for dim in value.layout for atom in dim])
 
     def _as_atoms(self, value: Value, atoms: Sequence[Atom]) -> Value:
         return self.shaped(value, tuple((atom,) for atom in atoms))
-
-    def _value(
-        self, local: Shape, axes: frozenset[int], dtype: torch.dtype, kind: str, layout: Layout | None = None
-    ) -> Value:
-        cuts = [atom.axis for dim in layout or () for atom in dim if atom.axis is not None]
-        if len(cuts) != len(set(cuts)):  # ranks would have but the blocks of a diagonal
-            self.refuse("two dimensions would be cut by the same axis of the grid")
-        self.values.append(Value(len(self.values), local, axes, dtype, kind, layout))
-        return self.values[-1]
-
-    def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **more: Any) -> None:
-        ids = tuple(value.id for value in inputs), tuple(value.id for value in outputs)
-        self.steps.append(Step(kind, self.where.name, *ids, **more))
-
-
-class Where:
-    """Where in the user's program an operator stands.
-
-    Attributes
-    ----------
-    operator : str
-    module : str
-        The path of the module that it is in.
-    source : str
-        The user's file and line.
-    """
-
-    def __init__(self, operator: str, module: str, source: str) -> None:
-        self.operator, self.module, self.source = operator, module, source
-
-    @property
-    def name(self) -> str:
-        """The module's path and the operator."""
-        return f"{self.module}:{self.operator}" if self.module else self.operator
 
 
 def _bounds(atom: Atom) -> tuple[tuple[Range, ...], ...]:

@@ -16,11 +16,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
-from .building import Where
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
 from .plan import TorchPlan, Value
 from .registry import TRACING
+from .steps import Where
 
 _TORCH = os.path.dirname(torch.__file__)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')

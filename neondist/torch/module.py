@@ -15,12 +15,14 @@ from ..comm import ProcessGrid
 from ..comm.agree import all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from .alike import Watch, check_alike, digest_of, versions
+from .building import Builder
 from .capture import captured, lowered
 from .checks import check_gather_at, check_parameters, check_tensor, gradients_of
 from .criteria import CriterionModule, check_number, identity
 from .layout import Layout, axes_of, local_shape, shape_of, whole
 from .plan import TorchPlan, Value
 from .run import Runner
+from .steps import Where
 from .transport import world
 from .wires import Wires
 
@@ -380,8 +382,6 @@ class DistributedModule(nn.Module):
     def _gathered(self, tile: torch.Tensor, layout: Layout) -> torch.Tensor:
         if not axes_of(layout):
             return tile.detach().clone()
-        from .building import Builder, Where
-
         lowering = Builder(self.wires.mesh, self.grid.rank)
         lowering.where = Where("gather", "", "")
         value = lowering.input(layout, tile.dtype)
