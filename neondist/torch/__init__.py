@@ -1,9 +1,9 @@
 """Bring your PyTorch model: `ndt.distribute(module, example_shape, grid)`, exact on any grid, or refused by name.
 
 layout: how a tensor lies on the ranks. transfer: which indices travel. capture: from a module to a graph of
-operators. lower: from the graph to a plan, by the rules of rules/, which are written with building and steps. plan, run: the plan, and what runs it. wires,
-functions: tensors over a transport, and autograd through it. module: what users have. by_hand: views and sums for code
-of one's own. transport: torch.distributed.
+operators. lower: from the graph to a plan, by the rules of rules/, which are written with building and steps. plan,
+run: the plan, and what runs it. wires, functions: tensors over a transport, and autograd through it. module: what users
+have; alike, checks, criteria: its parts. by_hand: views and sums for code of one's own. transport: torch.distributed.
 """
 
 from ..errors import MissingPackageError
