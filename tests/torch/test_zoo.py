@@ -1,6 +1,6 @@
 """Public PyTorch models, unmodified: the numbers of one process on every grid, or refused by name.
 
-`make zoo` runs all of them on all grids; the suite some, each on two.
+`make zoo` runs all of them on all grids; the suite some, each on one.
 """
 
 import copy
@@ -52,9 +52,9 @@ def entry_of(name):
 def test_a_public_model_gives_the_numbers_of_one_process(name):
     entry, at = entry_of(name), NAMES.index(name)
     module = deterministic(entry)
-    grids = GRIDS if EVERY else (GRIDS[1 + at % 4], GRIDS[1 + (at + 2) % 4])
-    if entry.example_shape[0] > 1:
-        grids = (*grids, (2, 1, 1), (2, 1, 2)) if EVERY else (*grids[:1], (2, 1, 2))
+    grids = GRIDS if EVERY else (GRIDS[1 + at % 4],)
+    if entry.example_shape[0] > 1 and (EVERY or at % 3 == 0):
+        grids = (*grids, (2, 1, 1), (2, 1, 2)) if EVERY else ((2, 1, 2),)
     if name in REFUSED:
         with pytest.raises(ndt.UnsupportedOperator, match="the channels are cut"):
             check(module, entry.example_shape, grids=grids[-1:])
