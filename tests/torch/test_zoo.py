@@ -1,4 +1,4 @@
-"""Public PyTorch models, unmodified: the numbers of one process on every grid, or refused by name.
+"""Public PyTorch models, unmodified: the numbers of one process on every grid.
 
 `make zoo` runs all of them on all grids; the suite some, each on one.
 """
@@ -40,7 +40,6 @@ SOME = (
 NAMES = [entry.name for entry in ZOO if EVERY or entry.name in SOME]
 GRIDS = ((1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2))
 """(replicas, rows, cols) of 1, 2, 3, 4, 6 ranks"""
-REFUSED = {"smp.MAnet": "it takes (N, H*W, C) for (N, C, H, W), which mixes cells with channels"}
 TRAINED = ("torchvision.squeezenet1_1", "monai.UNet", "diffusers.vae_decoder_with_attention")
 
 
@@ -55,10 +54,6 @@ def test_a_public_model_gives_the_numbers_of_one_process(name):
     grids = GRIDS if EVERY else (GRIDS[1 + at % 4],)
     if entry.example_shape[0] > 1 and (EVERY or at % 3 == 0):
         grids = (*grids, (2, 1, 1), (2, 1, 2)) if EVERY else ((2, 1, 2),)
-    if name in REFUSED:
-        with pytest.raises(ndt.UnsupportedOperator, match="the channels are cut"):
-            check(module, entry.example_shape, grids=grids[-1:])
-        return
     check(module, entry.example_shape, grids=grids, tolerance=1e-9)
 
 
