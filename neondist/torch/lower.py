@@ -38,6 +38,7 @@ class Lowering(Builder):
         self.out: Any = None
         self.target: Any = None
         self.key: Value | None = None
+        self._draws = 0
         self._call: Any = None
         self._faking = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -64,14 +65,17 @@ class Lowering(Builder):
         self.target, self._call = target, (target, args, kwargs, values)
         found = RULES.get(name)
         always = found is not None and found.always
-        if not always and not axes_of_values(values):
+        random = bool(self.mesh.axes) and _is_random(target, bound)  # each rank would draw numbers of its own
+        if not (always or random or axes_of_values(values)):
             return self._alike(target, args, kwargs, values)
         if found is not None:
             return found.function(self, **bound)
-        if torch.Tag.pointwise in target.tags or name in POINTWISE:
+        if not random and (torch.Tag.pointwise in target.tags or name in POINTWISE):
             return self.pointwise(target, args, kwargs)
         inner = self.apart()
-        return self.refuse() if inner is None else inner
+        return (
+            self.refuse("each rank would draw random numbers of its own" if random else "") if inner is None else inner
+        )
 
     def alike(self) -> Any:
         """Return what the operator at hand gives, which every rank computes from all of its arguments."""
@@ -85,11 +89,15 @@ class Lowering(Builder):
             return None
         return self.inline(graph, [v for v in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(v, Value)])
 
-    def random_key(self) -> Value:
-        """Return the value of a number that is drawn anew for each pass, the same on every rank."""
+    def random_key(self) -> tuple[Value, int]:
+        """Return the value of a number that is drawn anew for each pass, and how often it has been asked for before.
+
+        Both are the same on every rank of every grid, whatever steps a plan has.
+        """
         if self.key is None:
             self.key = self._value((), frozenset(), torch.int64, "constant", ())
-        return self.key
+        self._draws += 1
+        return self.key, self._draws - 1
 
     def inline(self, graph: torch.fx.GraphModule, inputs: Sequence[Value]) -> Any:
         """Lower another graph at this place."""
@@ -156,6 +164,15 @@ class Lowering(Builder):
             self.refuse("depends on the values of a tensor")
         (found,) = self._locals(run, values, [whole(out.shape)], [out.dtype], frozenset())
         return found
+
+
+def _is_random(target: Any, bound: Mapping[str, Any]) -> bool:
+    """Tell whether an operator draws random numbers, given these arguments."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if any(bound.get(name) is False for name in ("train", "training")):
+        return False
+    return all(bound[name] != 0 for name in ("dropout", "dropout_p", "p") if name in bound)
 
 
 def _bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

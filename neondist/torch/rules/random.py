@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -25,10 +26,9 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
 
 def numbers(lowering: Any, layout: Layout) -> Any:
     """Return a value of uniform numbers, each keyed by this operator, the pass and its global index."""
-    place, key = lowering.place, lowering.random_key()
+    place, (key, number) = lowering.place, lowering.random_key()
     ranges = [[atom.range(place) for atom in dim] for dim in layout]
     extents = [[atom.extent for atom in dim] for dim in layout]
-    number = len(lowering.steps)
 
     def run(seed: torch.Tensor) -> torch.Tensor:
         index = torch.zeros((), dtype=torch.int64)
@@ -36,10 +36,7 @@ def numbers(lowering: Any, layout: Layout) -> Any:
             along = torch.zeros(1, dtype=torch.int64)
             for (lo, hi), extent in zip(dims, sizes, strict=True):
                 along = (along[:, None] * extent + torch.arange(lo, hi)).reshape(-1)
-            total = 1
-            for extent in sizes:
-                total *= extent
-            index = index[..., None] * total + along
+            index = index[..., None] * prod(sizes) + along
         return uniform(seed + number * 1000003, index)
 
     found = lowering.local(run, [key], layout, torch.float64)
