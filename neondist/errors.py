@@ -4,6 +4,12 @@ A `UserError` is something the person at the keyboard can mend: the command line
 code 2. Everything else is a defect or a failure of the machine: a traceback and exit code 1.
 """
 
+from __future__ import annotations
+
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound="UserError")
+
 
 class NeondistError(Exception):
     """Base of all errors that neondist raises on purpose."""
@@ -18,6 +24,11 @@ class UserError(NeondistError):
 
     subject: object = None
     agreed: bool = False
+
+    def on_all_ranks(self: _Error) -> _Error:
+        """Return this error, which every rank has."""
+        self.agreed = True
+        return self
 
 
 class ConfigError(UserError):

@@ -65,11 +65,9 @@ def _run(experiment: Any, world: Transport) -> dict[str, Any]:
     history = experiment.run(grid, hooks=[]).history
     last = history[-1]
     if last.selected("error") is None:
-        error = ConfigError(
+        raise ConfigError(
             f"bench schemes compares wrong answers, but the {last.selection} split has no classes to tell"
-        )
-        error.agreed = True  # all ranks have the same history
-        raise error
+        ).on_all_ranks()  # they have the same history
     return {
         "exact": all(layer.scheme.exact for layer in experiment.model.leaves if layer.window is not None),
         "ranks": grid.size,

@@ -19,15 +19,12 @@ def agree(transport: Transport, error: Exception | None) -> None:
     report = None if error is None else (type(error).__name__, isinstance(error, errors.UserError), str(error))
     failures = [(rank, r) for rank, r in enumerate(transport.allgather(report)) if r is not None]
     if error is not None:
-        if isinstance(error, errors.UserError):
-            error.agreed = True
-        raise error
+        raise error.on_all_ranks() if isinstance(error, errors.UserError) else error
     if failures:
         rank, (kind, is_users, message) = failures[0]
         if is_users:
-            agreed: errors.UserError = getattr(errors, kind, errors.UserError)(message)
-            agreed.agreed = True
-            raise agreed
+            of_kind: type[errors.UserError] = getattr(errors, kind, errors.UserError)
+            raise of_kind(message).on_all_ranks()
         raise errors.RemoteError(f"rank {rank} failed: {kind}: {message}")
 
 

@@ -48,18 +48,11 @@ def check_alike(
     for rank, other in enumerate(every):
         for name in (*every[0], *other):
             if every[0].get(name) != other.get(name):
-                raise _agreed(
-                    ConfigError(
-                        f"rank {rank}: {name} is {_short(other.get(name))}, but {_short(every[0].get(name))} on rank 0;"
-                        " every rank has to do the same"
-                    )
-                )
+                raise ConfigError(
+                    f"rank {rank}: {name} is {_short(other.get(name))}, but {_short(every[0].get(name))} on rank 0;"
+                    " every rank has to do the same"
+                ).on_all_ranks()
     return False
-
-
-def _agreed(error: ConfigError) -> ConfigError:
-    error.agreed = True
-    return error
 
 
 def _short(value: str | None) -> str:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import ProcessGrid
 from ..comm.agree import all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from .alike import Watch, check_alike, digest_of, versions
-from .building import Builder
 from .capture import captured, lowered
 from .checks import check_gather_at, check_parameters, check_tensor, gradients_of
 from .criteria import CriterionModule, check_number, identity
-from .layout import Layout, axes_of, local_shape, shape_of, whole
-from .plan import TorchPlan, Value
+from .layout import Layout, local_shape, shape_of
+from .plan import TorchPlan
 from .run import Runner
-from .steps import Where
+from .tiling import Tiling
 from .transport import world
 from .wires import Wires
 
@@ -64,13 +62,12 @@ class DistributedModule(nn.Module):
         self._shapes, self._dtypes = list(shapes), list(dtypes)
         self._runners: dict[Any, _Prepared] = {}
         self._losses: dict[Hashable, tuple[Any, Watch, dict[Any, tuple[Runner, str]]]] = {}
-        self._tiles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # how tensors that went out of here are cut
         self._versions: tuple[int, ...] = ()
         self._watch = Watch(module)
         with all_or_none(grid.world):
             check_gather_at(module, gather_at)
             self.wires = Wires(grid, len(shapes[0]) - 2)
-            self.layouts = [self._layout(shape) for shape in self._shapes]
+            self.tiling = Tiling(self.wires, self._shapes)
             self._runner()
         self._check_weights({"the module's steps": self._runner().digest, "example_shape": self._shapes})
 
@@ -117,7 +114,7 @@ class DistributedModule(nn.Module):
         """Return the outputs, and take note of how they are cut."""
         for tensor, layout in zip(pytree.tree_leaves(outputs), layouts, strict=True):
             if layout is not None:
-                self._tiles[tensor] = layout
+                self.tiling.note(tensor, layout)
         return outputs
 
     def train(self, mode: bool = True) -> DistributedModule:
@@ -149,7 +146,7 @@ class DistributedModule(nn.Module):
     @property
     def output_shapes(self) -> list[tuple[int, ...]]:
         """The global shapes of the outputs that are tensors."""
-        return [shape_of(layout) for layout in self._runner()[2] if layout is not None]
+        return [shape_of(layout) for layout in self._outputs()]
 
     # Between images and tiles.
 
@@ -164,7 +161,7 @@ class DistributedModule(nn.Module):
             Which of the inputs it is.
         """
         check_tensor("image", image)
-        return self._part(image, self.layouts[index])
+        return self.tiling.part(image, self.tiling.inputs[index])
 
     def scatter_target(self, target: Any) -> Any:
         """Return this rank's part of a whole target, the same on every rank; of a dictionary or list, of each in it.
@@ -174,14 +171,17 @@ class DistributedModule(nn.Module):
         """
         for tensor in pytree.tree_leaves(target):
             check_tensor("target", tensor)
-        return pytree.tree_map(lambda each: self._part(each, self._target_layout(tuple(each.shape))), target)
+        outputs = self._outputs()
+        return pytree.tree_map(
+            lambda each: self.tiling.part(each, self.tiling.target(tuple(each.shape), outputs)), target
+        )
 
     def gather(self, tile: Any) -> Any:
         """Return the whole of this rank's tile of an output, or of an input or its gradient; collective."""
         tensors, tree = pytree.tree_flatten(tile)
-        layouts = self._layouts_of([each for each in tensors if isinstance(each, torch.Tensor)])
+        layouts = self.tiling.layouts_of([each for each in tensors if isinstance(each, torch.Tensor)], self._outputs())
         waiting = iter(layouts)
-        found = [self._gathered(t, next(waiting)) if isinstance(t, torch.Tensor) else t for t in tensors]
+        found = [self.tiling.gathered(t, next(waiting)) if isinstance(t, torch.Tensor) else t for t in tensors]
         return pytree.tree_unflatten(found, tree)
 
     def loss(self, criterion: Callable[..., torch.Tensor], output: Any, target: Any) -> torch.Tensor:
@@ -199,7 +199,7 @@ class DistributedModule(nn.Module):
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in at]
         outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
-        layouts = self._layouts_of(tensors, outputs)
+        layouts = self.tiling.layouts_of(tensors, self._outputs(), outputs)
         error, digest = None, ""
         try:
             inner, digest = self._loss_runner(criterion, leaves, at, spec, layouts)
@@ -242,7 +242,7 @@ class DistributedModule(nn.Module):
         if before not in self._runners:
             program = captured(self.module, list(zip(self._shapes, self._input_dtypes(), strict=True)))
             plan, tree = lowered(
-                program, self.wires.mesh, self.grid.rank, self.layouts, self.gather_at, self._image_layout
+                program, self.wires.mesh, self.grid.rank, self.tiling.inputs, self.gather_at, self.tiling.image_layout
             )
             layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
             prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest_of(plan, program))
@@ -250,28 +250,21 @@ class DistributedModule(nn.Module):
             self._runners[before] = prepared
         return self._runners[before]
 
+    def _outputs(self) -> list[Layout]:
+        return [layout for layout in self._runner().layouts if layout is not None]
+
     def _input_dtypes(self) -> list[torch.dtype]:
         floating = (p.dtype for p in self.module.parameters() if p.dtype.is_floating_point)
         default = next(floating, torch.get_default_dtype())
         return [default if dtype is None else dtype for dtype in self._dtypes]
 
-    def _layout(self, shape: Sequence[int]) -> Layout:
-        mesh = self.wires.mesh
-        if len(shape) == mesh.spatial + 2:
-            return mesh.image(shape)
-        return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
-
-    def _image_layout(self, value: Value) -> Layout | None:
-        """Return how a value that was computed whole is cut again: as an image, where it is one."""
-        return self._layout(value.shape) if len(value.shape) == self.wires.mesh.spatial + 2 else None
-
     def _check_tiles(self, tiles: Sequence[Any]) -> None:
-        if len(tiles) != len(self.layouts):
+        number = len(self.tiling.inputs)
+        if len(tiles) != number:
             raise ShapeError(
-                f"the module takes {len(self.layouts)} input{'s'[: len(self.layouts) != 1]}, as example_shape says,"
-                f" got {len(tiles)}"
+                f"the module takes {number} input{'s'[: number != 1]}, as example_shape says, got {len(tiles)}"
             )
-        for at, (tile, layout, dtype) in enumerate(zip(tiles, self.layouts, self._input_dtypes(), strict=True)):
+        for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.inputs, self._input_dtypes(), strict=True)):
             check_tensor(f"input {at}", tile)
             expected = local_shape(layout, self.wires.place)
             if tuple(tile.shape) != expected:
@@ -299,99 +292,6 @@ class DistributedModule(nn.Module):
             "the list of parameters that require gradients": trained,
         } | gradients_of("input", tiles)
 
-    def _part(self, image: torch.Tensor, layout: Layout) -> torch.Tensor:
-        if tuple(image.shape) != shape_of(layout):
-            raise ShapeError(
-                f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got"
-                f" {tuple(image.shape)}; a model takes images of its example_shape alone"
-            )
-        shape = local_shape(layout, self.wires.place)
-        atoms = [atom for dim in layout for atom in dim]
-        if len(atoms) != len(layout):
-            image = image.reshape([atom.extent for atom in atoms])
-        for dim, atom in enumerate(atoms):
-            lo, hi = atom.range(self.wires.place)
-            image = image.narrow(dim, lo, hi - lo)
-        found = image.clone(memory_format=torch.preserve_format).reshape(shape)
-        self._tiles[found] = layout
-        return found
-
-    def _target_layout(self, shape: tuple[int, ...]) -> Layout:
-        mesh, outputs = self.wires.mesh, list(self._output_layouts())
-        for layout in outputs:
-            if shape == shape_of(layout):
-                return layout
-            if len(layout) == mesh.spatial + 2 and shape[-mesh.spatial :] == shape_of(layout[2:]):
-                if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout):
-                    return (layout[0], *whole(shape[1:2]), *layout[2:])
-                if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout) - 1:
-                    return (layout[0], *layout[2:])
-        batches = {shape_of(layout[:1]) for layout in outputs if layout}
-        if shape and (len(shape) > mesh.spatial or shape[:1] not in batches):
-            shapes = sorted({shape_of(layout) for layout in outputs if layout})
-            raise ShapeError(
-                f"a target of shape {shape} fits none of the outputs {', '.join(map(str, shapes))}; it has to have the"
-                " batch and spatial extents of one, or be (N,) or (N, C)"
-            )
-        return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
-
-    def _output_layouts(self) -> Iterator[Layout]:
-        yield from (layout for layout in self._runner().layouts if layout is not None)
-        yield from self.layouts  # a criterion may resize an output to the extents of the image
-
-    def _layouts_of(self, tensors: Sequence[torch.Tensor], outputs: int | None = None) -> list[Layout]:
-        """Return the layouts of parts of outputs, the first so many, and of targets.
-
-        What has gone through the user's hands, such as y.squeeze(1), is known by the shapes that all ranks have of it.
-        """
-        found = [self._tiles.get(tensor) for tensor in tensors]
-        place, world = self.wires.place, self.grid.world
-        asked = [at for at, layout in enumerate(found) if layout is None]
-        candidates = {
-            at: self._candidates(tensors[at], outputs is not None and at >= outputs) for at in asked
-        }  # the same on all ranks
-        fit = [
-            [i for i, layout in enumerate(candidates[at]) if local_shape(layout, place) == tuple(tensors[at].shape)]
-            for at in asked
-        ]
-        every = world.allgather(fit) if asked and world.size > 1 else [fit]
-        for k, at in enumerate(asked):
-            common = set.intersection(*(set(other[k]) for other in every))
-            if not common:
-                error = ShapeError(
-                    f"rank {self.grid.rank}: no tensor of this model has a part of shape {tuple(tensors[at].shape)} on"
-                    " this rank; give model.loss and model.gather what the model, scatter or scatter_target returned"
-                )
-                error.agreed = True
-                raise error
-            found[at] = candidates[at][min(common)]
-        return [layout for layout in found if layout is not None]
-
-    def _candidates(self, tensor: torch.Tensor, target: bool) -> list[Layout]:
-        mesh = self.wires.mesh
-        known = list(self._output_layouts())
-        images = [layout for layout in known if len(layout) == mesh.spatial + 2]
-        cells = [layout[:1] + layout[2:] for layout in images]
-        channels = [(lay[0], *whole(tensor.shape[1:2]), *lay[2:]) for lay in images if tensor.dim() == len(lay)]
-        batch = [layout[:1] for layout in known]
-        vectors = [(lay[0], *whole(tensor.shape[1:])) for lay in known if lay and 1 < tensor.dim() <= mesh.spatial]
-        return (
-            [*cells, *channels, *batch, *known, *vectors] if target else [*known, *channels, *cells, *batch, *vectors]
-        )
-
-    def _gathered(self, tile: torch.Tensor, layout: Layout) -> torch.Tensor:
-        if not axes_of(layout):
-            return tile.detach().clone()
-        lowering = Builder(self.wires.mesh, self.grid.rank)
-        lowering.where = Where("gather", "", "")
-        value = lowering.input(layout, tile.dtype)
-        found = lowering.gathered(value)
-        plan = TorchPlan(
-            self.wires.mesh, self.grid.rank, lowering.steps, lowering.values, {}, {}, {}, [value.id], [found.id], {}
-        ).finish()
-        with torch.no_grad():
-            return Runner(self.wires, plan)([tile.detach()], {}, {})[0]
-
     def _check_weights(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks unless all say the same facts and have the same weights."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
@@ -410,12 +310,10 @@ class DistributedModule(nn.Module):
             if differ:
                 others = [name for name in differ if name not in names]
                 what = f"its {others[0]!r} differs" if others else f"{differ[0]} differ{'s' * (differ[0][-1] != 's')}"
-                error = ConfigError(
+                raise ConfigError(
                     f"rank {rank} has another module than rank 0: {what}; build it from the same seed on every rank,"
                     " or load the same state_dict"
-                )
-                error.agreed = True
-                raise error
+                ).on_all_ranks()
 
 
 def distribute(

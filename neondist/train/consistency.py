@@ -77,12 +77,10 @@ def check_consistency(world: Transport, lines: list[str]) -> None:
     length = max(map(len, (told[0], told[odd])))
     mine, other = ([*one, *["nothing"] * (length - len(one))] for one in (told[0], told[odd]))
     pair = next((a, b) for a, b in zip(mine, other, strict=True) if a != b)
-    error = ConfigError(
+    raise ConfigError(
         f"the ranks disagree: rank 0 has {pair[0]}, rank {odd} has {pair[1]};"
         " start all ranks with the same files, options and version of neondist"
-    )
-    error.agreed = True
-    raise error
+    ).on_all_ranks()
 
 
 def _layer(plan: LayerPlan) -> str:

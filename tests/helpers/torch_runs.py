@@ -58,14 +58,14 @@ def distributed(module, inputs, gradients, grid, **more):
             model = ndt.distribute(mine, shapes if len(shapes) > 1 else shapes[0], ranks, dtype=inputs[0].dtype, **more)
             tiles = [model.scatter(x, at).requires_grad_(x.is_floating_point()) for at, x in enumerate(inputs)]
             outputs = torch.utils._pytree.tree_leaves(model(*tiles))
-            layouts = [lay for lay in model._runner()[2] if lay is not None]
-            parts = [model._part(g, lay) for g, lay in zip(gradients, layouts, strict=True)]
+            layouts = [lay for lay in model._runner().layouts if lay is not None]
+            parts = [model.tiling.part(g, lay) for g, lay in zip(gradients, layouts, strict=True)]
             torch.autograd.backward(*differentiable(outputs, parts))
             return {
-                "outputs": [model._gathered(y, lay) for y, lay in zip(outputs, layouts, strict=True)],
+                "outputs": [model.tiling.gathered(y, lay) for y, lay in zip(outputs, layouts, strict=True)],
                 "inputs": [
-                    None if x.grad is None else model._gathered(x.grad, lay)
-                    for x, lay in zip(tiles, model.layouts, strict=True)
+                    None if x.grad is None else model.tiling.gathered(x.grad, lay)
+                    for x, lay in zip(tiles, model.tiling.inputs, strict=True)
                 ],
                 "parameters": {name: p.grad for name, p in mine.named_parameters()},
                 "buffers": {name: b.clone() for name, b in mine.named_buffers()},

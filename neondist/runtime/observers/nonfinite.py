@@ -46,8 +46,7 @@ class NonFiniteMonitor:
                 f"step {step + 1}: the last {PATIENCE} steps were skipped; not finite: {where} first"
             )
         if nonfinite == "stop" or self.in_a_row > PATIENCE:
-            error.agreed = True
-            raise error
+            raise error.on_all_ranks()
 
 
 class SchemeMemory:

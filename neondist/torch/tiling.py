@@ -1,0 +1,153 @@
+"""Between whole tensors and this rank's parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import ShapeError
+from .building import Builder
+from .layout import Layout, axes_of, local_shape, shape_of, whole
+from .plan import TorchPlan, Value
+from .run import Runner
+from .steps import Where
+from .wires import Wires
+
+
+class Tiling:
+    """How inputs, outputs and targets of a module are cut.
+
+    Parameters
+    ----------
+    wires : Wires
+    shapes : sequence of tuple
+        The global shapes of the inputs.
+
+    Attributes
+    ----------
+    inputs : list of Layout
+    """
+
+    def __init__(self, wires: Wires, shapes: Iterable[Sequence[int]]) -> None:
+        self.wires = wires
+        self.inputs = [self.layout(shape) for shape in shapes]
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # how tensors that went out of here are cut
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """Return how a tensor is cut: an image into tiles, another along the batch alone."""
+        mesh = self.wires.mesh
+        if len(shape) == mesh.spatial + 2:
+            return mesh.image(shape)
+        return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
+
+    def image_layout(self, value: Value) -> Layout | None:
+        """Return how a value that was computed whole is cut again: as an image, where it is one."""
+        return self.layout(value.shape) if len(value.shape) == self.wires.mesh.spatial + 2 else None
+
+    def note(self, tensor: torch.Tensor, layout: Layout) -> None:
+        """Remember how a tensor is cut, as long as it lives."""
+        self._known[tensor] = layout
+
+    def part(self, image: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return this rank's part of a whole tensor, which every rank has."""
+        if tuple(image.shape) != shape_of(layout):
+            raise ShapeError(
+                f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got"
+                f" {tuple(image.shape)}; a model takes images of its example_shape alone"
+            )
+        shape = local_shape(layout, self.wires.place)
+        atoms = [atom for dim in layout for atom in dim]
+        if len(atoms) != len(layout):
+            image = image.reshape([atom.extent for atom in atoms])
+        for dim, atom in enumerate(atoms):
+            lo, hi = atom.range(self.wires.place)
+            image = image.narrow(dim, lo, hi - lo)
+        found = image.clone(memory_format=torch.preserve_format).reshape(shape)
+        self._known[found] = layout
+        return found
+
+    def target(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
+        """Return how a target is cut: as an output that has its spatial extents, else along the batch alone."""
+        mesh, known = self.wires.mesh, self._known_layouts(outputs)
+        for layout in known:
+            if shape == shape_of(layout):
+                return layout
+            if len(layout) == mesh.spatial + 2 and shape[-mesh.spatial :] == shape_of(layout[2:]):
+                if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout):
+                    return (layout[0], *whole(shape[1:2]), *layout[2:])
+                if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout) - 1:
+                    return (layout[0], *layout[2:])
+        batches = {shape_of(layout[:1]) for layout in known if layout}
+        if shape and (len(shape) > mesh.spatial or shape[:1] not in batches):
+            shapes = sorted({shape_of(layout) for layout in known if layout})
+            raise ShapeError(
+                f"a target of shape {shape} fits none of the outputs {', '.join(map(str, shapes))}; it has to have the"
+                " batch and spatial extents of one, or be (N,) or (N, C)"
+            )
+        return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
+
+    def layouts_of(
+        self, tensors: Sequence[torch.Tensor], outputs: Sequence[Layout], targets_from: int | None = None
+    ) -> list[Layout]:
+        """Return how tensors are cut of which this rank has its parts; collective.
+
+        What has gone through the user's hands, such as y.squeeze(1), is known by the shapes that all ranks have of it.
+
+        Parameters
+        ----------
+        tensors : sequence of torch.Tensor
+            Parts of outputs; and of targets, from the index `targets_from`.
+        outputs : sequence of Layout
+            Of the module.
+        """
+        found = [self._known.get(tensor) for tensor in tensors]
+        place, world = self.wires.place, self.wires.grid.world
+        asked = [at for at, layout in enumerate(found) if layout is None]
+        known = self._known_layouts(outputs)
+        candidates = {
+            at: self._candidates(tensors[at], known, targets_from is not None and at >= targets_from) for at in asked
+        }  # the same on all ranks
+        fit = [
+            [i for i, layout in enumerate(candidates[at]) if local_shape(layout, place) == tuple(tensors[at].shape)]
+            for at in asked
+        ]
+        every = world.allgather(fit) if asked and world.size > 1 else [fit]
+        for k, at in enumerate(asked):
+            common = set.intersection(*(set(other[k]) for other in every))
+            if not common:
+                raise ShapeError(
+                    f"rank {self.wires.grid.rank}: no tensor of this model has a part of shape"
+                    f" {tuple(tensors[at].shape)} on this rank; give model.loss and model.gather what the model,"
+                    " scatter or scatter_target returned"
+                ).on_all_ranks()
+            found[at] = candidates[at][min(common)]
+        return [layout for layout in found if layout is not None]
+
+    def _known_layouts(self, outputs: Sequence[Layout]) -> list[Layout]:
+        return [*outputs, *self.inputs]  # a criterion may resize an output to the extents of the image
+
+    def _candidates(self, tensor: torch.Tensor, known: Sequence[Layout], target: bool) -> list[Layout]:
+        mesh = self.wires.mesh
+        images = [layout for layout in known if len(layout) == mesh.spatial + 2]
+        cells = [layout[:1] + layout[2:] for layout in images]
+        channels = [(lay[0], *whole(tensor.shape[1:2]), *lay[2:]) for lay in images if tensor.dim() == len(lay)]
+        batch = [layout[:1] for layout in known]
+        vectors = [(lay[0], *whole(tensor.shape[1:])) for lay in known if lay and 1 < tensor.dim() <= mesh.spatial]
+        return (
+            [*cells, *channels, *batch, *known, *vectors] if target else [*known, *channels, *cells, *batch, *vectors]
+        )
+
+    def gathered(self, tile: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return the whole of a tensor, given this rank's part; collective."""
+        if not axes_of(layout):
+            return tile.detach().clone()
+        mesh, rank = self.wires.mesh, self.wires.grid.rank
+        builder = Builder(mesh, rank)
+        builder.where = Where("gather", "", "")
+        value = builder.input(layout, tile.dtype)
+        found = builder.gathered(value)
+        plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, {}, [value.id], [found.id], {}).finish()
+        with torch.no_grad():
+            return Runner(self.wires, plan)([tile.detach()], {}, {})[0]
