@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -116,10 +117,10 @@ class Channel:
             for start, length in ((0, before), (shape[dim] - after, after)):
                 if length:
                     view.narrow(dim, start, length).fill_(fill)
-        self._send("forward", tensor, self.leaving, "source", self.arriving)
+        arrived = self._exchanged("forward", tensor)
         for piece in self.own:
             self._at(view, piece, "target", offset).copy_(self._at(tensor, piece, "source"))
-        for piece, cells in self._received(tensor, self.arriving, "target"):
+        for piece, cells in arrived:
             self._at(view, piece, "target", offset).copy_(cells)
         return view
 
@@ -129,15 +130,19 @@ class Channel:
         """Return the gradient of this rank's part, given that of what it saw; ranks that saw the same are added."""
         for dim, before, after in pads:
             gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
-        self._send("backward", gradient, self.arriving, "target", self.leaving)
+        arrived = self._exchanged("backward", gradient)
+        found = self.own_part(gradient, shape)
+        for piece, cells in arrived:
+            self._at(found, piece, "source").add_(cells)
+        return found
+
+    def own_part(self, gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return the gradient of this rank's part by what it saw of that itself."""
         own = [self._at(gradient, piece, "target") for piece in self.own]
         if len(own) == 1 and own[0].shape == tuple(shape):  # all that this rank has, once
-            found = own[0].clone(memory_format=_memory_format(gradient))
-        else:
-            found = torch.zeros(tuple(shape), dtype=gradient.dtype, device=gradient.device)
-            for piece, cells in zip(self.own, own, strict=True):
-                self._at(found, piece, "source").add_(cells)
-        for piece, cells in self._received(gradient, self.leaving, "source"):
+            return own[0].clone(memory_format=_memory_format(gradient))
+        found = gradient.new_zeros(tuple(shape))
+        for piece, cells in zip(self.own, own, strict=True):
             self._at(found, piece, "source").add_(cells)
         return found
 
@@ -146,41 +151,38 @@ class Channel:
             tensor = tensor.narrow(want.dim, lo + (offset[want.dim] if offset else 0), hi - lo)
         return tensor
 
-    def _send(self, direction: str, tensor: torch.Tensor, out: _Pieces, end: str, back: _Pieces) -> None:
+    def _exchanged(self, direction: str, tensor: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
+        """Send what others want of a tensor, or have shown of it; return the pieces that have come, and their cells."""
         if self.silent:
-            return
-        other = "target" if end == "source" else "source"
+            return []
+        out, back, start, end = self.leaving, self.arriving, "source", "target"
+        if direction == "backward":
+            out, back, start, end = back, out, end, start
         sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in {w.dim for w in self.transfer.wants})
         key = direction, tensor.dtype, sizes
         plan = self._planned.get(key)
         if plan is None:
             self._planned.clear()  # of another batch
-            numbers = int(np.prod(sizes, dtype=np.int64))
-            plan = self._planned[key] = _Buffers(self.wires, self.inside, tensor.dtype, out, back, numbers)
-        self._current = plan, other
+            plan = self._planned[key] = _Buffers(self.wires, self.inside, tensor.dtype, out, back, prod(sizes))
         for peer, pieces in out.items():
             flat, at = plan.leaving[peer], 0
             for piece in pieces:
-                cells = self._at(tensor, piece, end)
+                cells = self._at(tensor, piece, start)
                 flat[at : at + cells.numel()].view(cells.shape).copy_(cells)
                 at += cells.numel()
         self.wires.sent[self.name, direction] += plan.exchange.bytes_sent
         with self.wires.grid.observers.during("exchange", self.name, direction):
             plan.exchange.run()
-
-    def _received(self, tensor: torch.Tensor, pieces: _Pieces, end: str) -> Any:
-        if self.silent:
-            return
-        plan, _ = self._current
-        for peer, parts in pieces.items():
+        found = []
+        for peer, pieces in back.items():
             flat, at = plan.arriving[peer], 0
-            for piece in parts:
+            for piece in pieces:
                 shape = list(tensor.shape)
                 for want, (lo, hi) in zip(self.transfer.wants, getattr(piece, end), strict=True):
                     shape[want.dim] = hi - lo
-                number = int(np.prod(shape, dtype=np.int64))
-                yield piece, flat[at : at + number].view(shape)
-                at += number
+                found.append((piece, flat[at : at + prod(shape)].view(shape)))
+                at += prod(shape)
+        return found
 
 
 _Pieces = dict[int, list[Piece]]
