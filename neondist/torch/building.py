@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from math import prod
 
 from .layout import (
@@ -101,9 +100,7 @@ class Builder(StepList):
         target = [atom for dim in layout for atom in dim]
         target = _alike([dim[0] for dim in expanded.layout], target)
         wants = {
-            dim: (new.axis, _bounds(new))
-            for dim, (new, (old,)) in enumerate(zip(target, expanded.layout, strict=True))
-            if new != old
+            dim: _own(new) for dim, (new, (old,)) in enumerate(zip(target, expanded.layout, strict=True)) if new != old
         }
         seen = self.view(expanded, wants, axes_of(layout))
         shape = local_shape(layout, self.place)
@@ -158,9 +155,7 @@ class Builder(StepList):
             return self.enter(value, context)
         expanded = self._as_atoms(value, atoms)
         flat = [atom for dim in wanted for atom in dim]
-        wants = {
-            dim: (new.axis, _bounds(new)) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new
-        }
+        wants = {dim: _own(new) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new}
         seen = self.view(expanded, wants, context)
         shape = local_shape(tuple(wanted), self.place)
         if seen.local == shape:
@@ -192,13 +187,13 @@ class Builder(StepList):
         """Return the value, with a dimension that is made of several atoms, some of them cut, whole."""
         return value if len(value.layout[dim]) == 1 else self.gathered(value, [dim])
 
-    def common(self, values: Sequence[Value]) -> Layout:
-        """Return how a pointwise result of values is cut: as the first that is, in each dimension."""
-        rank = max(len(value.layout) for value in values)
+    def common(self, layouts: Sequence[Layout]) -> Layout:
+        """Return how a pointwise result of values that lie so is cut: as the first that is, in each dimension."""
+        rank = max(len(layout) for layout in layouts)
         found: list[Dim] = []
         used: set[int] = set()
         for at in range(-rank, 0):
-            dims = [value.layout[at] for value in values if len(value.layout) >= -at]
+            dims = [layout[at] for layout in layouts if len(layout) >= -at]
             extent = max((shape_of((dim,))[0] for dim in dims), default=1)
             if any(shape_of((dim,))[0] == 0 for dim in dims):
                 extent = 0
@@ -219,10 +214,9 @@ class Builder(StepList):
         return self.shaped(value, tuple((atom,) for atom in atoms))
 
 
-def _bounds(atom: Atom) -> tuple[tuple[Range, ...], ...]:
-    if atom.bounds is None:
-        return (((0, atom.extent),),)
-    return tuple(((lo, hi),) for lo, hi in pairwise(atom.bounds))
+def _own(atom: Atom) -> tuple[int | None, list[list[Range]]]:
+    """Return what a view has to want of a dimension for it to be cut so."""
+    return atom.axis, [[own] for own in atom.ranges]
 
 
 def _alike_cut(dim: Dim, target: Dim) -> bool:

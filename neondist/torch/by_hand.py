@@ -7,8 +7,7 @@ at the messages, which it could not compile anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +16,11 @@ from torch.autograd.function import once_differentiable
 from ..comm import ProcessGrid
 from ..comm.agree import agree
 from ..errors import ConfigError, GridError, ShapeError, UserError
-from ..geometry import Window
+from ..geometry import Window, fold
 from .alike import check_alike
 from .functions import View
-from .layout import Atom, local_shape, shape_of
-from .transfer import Range, Transfer, Want
+from .layout import local_shape, shape_of
+from .transfer import Range, Transfer, Want, clipped
 from .wires import Channel, Wires
 
 
@@ -198,44 +197,26 @@ class _Hand:
     def _planned(self, window: Window, extent: tuple[int, ...]) -> _View:
         mesh, wants, pads = self.wires.mesh, [], []
         for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
-            own, parts = mesh.atom(n, axis + 1), _parts(mesh.atom(out, axis + 1))
-            seen = [_seen(window, axis, n, lo, hi) for lo, hi in parts]
-            wants.append(Want(axis + 2, own, own.axis, tuple(ranges for ranges, _, _ in seen)))
-            _, before, after = seen[0 if own.axis is None else self.wires.place[own.axis]]
+            own = mesh.atom(n, axis + 1)
+            seen = [_seen(window, axis, n, lo, hi) for lo, hi in mesh.atom(out, axis + 1).ranges]
+            wants.append(Want(axis + 2, own, own.axis, tuple(ranges for ranges, _ in seen)))
+            _, (before, after) = seen[0 if own.axis is None else self.wires.place[own.axis]]
             pads.append((axis + 2, before, after))
         around = {dim for dim, before, after in pads if before or after}
         transfer = Transfer(mesh, tuple(want for want in wants if want.dim in around or not want.own))
         return _View(Channel(self.wires, "halo", transfer), tuple(pad for pad in pads if pad[0] in around))
 
 
-def _parts(atom: Atom) -> list[Range]:
-    return [(0, atom.extent)] if atom.bounds is None else list(pairwise(atom.bounds))
-
-
-def _seen(window: Window, axis: int, n: int, lo: int, hi: int) -> tuple[tuple[Range, ...], int, int]:
+def _seen(window: Window, axis: int, n: int, lo: int, hi: int) -> tuple[tuple[Range, ...], tuple[int, int]]:
     """Return the ranges that outputs [lo, hi) see of an axis of n cells, and how many there are before and after."""
     if lo >= hi:
-        return (), 0, 0
+        return (), (0, 0)
     start = lo * window.stride[axis] - window.padding[axis][0]
     end = (hi - 1) * window.stride[axis] - window.padding[axis][0] + window.span[axis]
-    first, last = min(max(start, 0), n), max(min(end, n), 0)
-    inside = ((first, last),) if first < last else ()
     if window.mode == "zeros":
-        if not inside:
-            return (), end - start, 0
-        return inside, first - start, end - last
-    source = _SOURCES[window.mode]
-    before = (source(i, n) for i in range(start, min(end, first)))
-    after = (source(i, n) for i in range(max(start, last), end))
-    return (*_runs(before), *inside, *_runs(after)), 0, 0
-
-
-_SOURCES: dict[str, Callable[[int, int], int]] = {
-    "reflect": lambda i, n: -i if i < 0 else 2 * (n - 1) - i,
-    "replicate": lambda i, n: min(max(i, 0), n - 1),
-    "wrap": lambda i, n: i % n,
-}
-"""From an index outside of an axis of n cells to the one whose value it has."""
+        inside, around = clipped(start, end, n)
+        return (inside,), around
+    return tuple(_runs(fold(i, n, window.mode) for i in range(start, end))), (0, 0)
 
 
 def _runs(indices: Iterator[int]) -> Iterator[Range]:

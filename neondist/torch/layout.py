@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import pairwise
+from math import gcd, prod
 from typing import NamedTuple
 
 from ..geometry import split
@@ -22,6 +23,11 @@ class Atom(NamedTuple):
     extent: int
     axis: int | None = None
     bounds: tuple[int, ...] | None = None
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The half-open range of each part; one, of all indices, where it is whole."""
+        return ((0, self.extent),) if self.bounds is None else tuple(pairwise(self.bounds))
 
     def range(self, place: Sequence[int]) -> tuple[int, int]:
         """Return the half-open range that the rank at a place of the mesh has."""
@@ -88,16 +94,20 @@ class Mesh:
         parts = self.parts[axis]
         return Atom(extent, axis, (*(split(extent, parts, part)[0] for part in range(parts)), extent))
 
-    def image(self, shape: Sequence[int], channels: bool = True) -> Layout:
-        """Return the layout of a batch of images (N, C, *spatial), or (N, *spatial): all but C are cut."""
-        first = 2 if channels else 1
-        axes = [0, None][:first] + list(range(1, len(shape) - first + 1))
+    def image(self, shape: Sequence[int]) -> Layout:
+        """Return the layout of a batch of images (N, C, *spatial): all but C are cut."""
+        axes = [0, None, *range(1, len(shape) - 1)]
         return tuple((self.atom(n, axis),) for n, axis in zip(shape, axes, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Layout:
     """Return the layout of a tensor that every rank has whole."""
     return tuple((Atom(n),) for n in shape)
+
+
+def replaced(layout: Layout, dim: int, *atoms: Atom) -> Layout:
+    """Return the layout with other atoms for a dimension."""
+    return (*layout[:dim], atoms, *layout[dim + 1 :])
 
 
 def axes_of(layout: Iterable[Dim]) -> frozenset[int]:
@@ -181,7 +191,7 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
             if atom.axis is None and atoms and atoms[-1].axis is None:  # (2, 3) becomes (3, 2)
                 atoms[-1] = Atom(atom.extent * atoms[-1].extent)
                 continue
-            common = _common(atom.extent, rest)
+            common = gcd(atom.extent, rest)
             if common == 1:
                 raise Unaligned(atom)
             major, minor = split_atom(atom, common)
@@ -222,9 +232,3 @@ def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:
     if any(bound % minor for bound in atom.bounds):
         raise Unaligned(atom, minor)
     return Atom(major, atom.axis, tuple(bound // minor for bound in atom.bounds)), Atom(minor)
-
-
-def _common(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a

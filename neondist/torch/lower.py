@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from .building import Builder
-from .layout import (
-    Mesh,
-    axes_of,
-    whole,
-)
+from .layout import Mesh, axes_of, whole
 from .plan import Value, axes_of_values
-from .registry import POINTWISE, RULES, decomposed
-from .transfer import Range
-
-Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
-"""For a dimension: an axis of the mesh, and for each of its parts the ranges that it wants to see."""
+from .registry import POINTWISE, RULES, TRACING
 
 
 class Lowering(Builder):
@@ -62,12 +56,12 @@ class Lowering(Builder):
         bound = _bound(target, args, kwargs)
         values = [v for v in pytree.tree_leaves(bound) if isinstance(v, Value)]
         name = str(target)
-        self.target, self._call = target, (target, args, kwargs, values)
+        self.target, self._call = target, (target, args, kwargs)
         found = RULES.get(name)
         always = found is not None and found.always
         random = bool(self.mesh.axes) and _is_random(target, bound)  # each rank would draw numbers of its own
         if not (always or random or axes_of_values(values)):
-            return self._alike(target, args, kwargs, values)
+            return self.alike()
         if found is not None:
             return found.function(self, **bound)
         if not random and (torch.Tag.pointwise in target.tags or name in POINTWISE):
@@ -79,15 +73,28 @@ class Lowering(Builder):
 
     def alike(self) -> Any:
         """Return what the operator at hand gives, which every rank computes from all of its arguments."""
-        return self._alike(*self._call)
+        values, run = _of_tensors(*self._call)
+        out = self.out
+        if isinstance(out, (tuple, list)):
+            return self.locals(run, values, out)
+        if not isinstance(out, torch.Tensor):
+            self.refuse("depends on the values of a tensor")
+        (found,) = self._locals(run, values, [whole(out.shape)], [out.dtype], frozenset())
+        return found
 
     def apart(self) -> Any:
         """Return what the operator at hand gives, taken apart into simpler ones; None: it is as simple as can be."""
-        target, args, kwargs, _ = self._call
-        graph = decomposed(target, args, kwargs, self.fake)
-        if graph is None:
+        target, args, kwargs = self._call
+        table = decomposition_table.get(target)
+        if table is None and not target._can_decompose():
             return None
-        return self.inline(graph, [v for v in pytree.tree_leaves((list(args), dict(kwargs))) if isinstance(v, Value)])
+        values, run = _of_tensors(table or target.decompose, args, kwargs)
+        try:
+            with TRACING:
+                graph = make_fx(run, tracing_mode="fake")(*map(self._fake, values))
+        except Exception:  # what cannot be traced cannot be taken apart
+            return None
+        return self.inline(graph, values)
 
     def random_key(self) -> tuple[Value, int]:
         """Return the value of a number that is drawn anew for each pass, and how often it has been asked for before.
@@ -121,49 +128,34 @@ class Lowering(Builder):
 
     def pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operation gives that looks at one index of each argument for each of its results."""
-        leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Value)]
-        values = [leaves[i] for i in at]
-        layout = self.common(values)
+        values, run = _of_tensors(target, args, kwargs)
+        layout = self.common([value.layout for value in values])
         context = axes_of(layout)
         aligned = [self.aligned(value, layout, context) for value in values]
         out = self.out
-
-        def run(*tensors: torch.Tensor) -> Any:
-            filled = list(leaves)
-            for i, tensor in zip(at, tensors, strict=True):
-                filled[i] = tensor
-            given, named = pytree.tree_unflatten(filled, spec)
-            return target(*given, **named)
-
         if isinstance(out, (tuple, list)):
             return self.locals(run, aligned, out, [layout for _ in out])
         return self.local(run, aligned, layout, out.dtype)
 
-    def fake(self, value: Value) -> Any:
+    def _fake(self, value: Value) -> Any:
         """Return a tensor without memory, of a value's global shape."""
         with self._faking:
             return torch.empty(value.shape, dtype=value.dtype)
 
-    def _alike(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Value]) -> Any:
-        """Every rank has all of the arguments, and computes all of the results."""
-        leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Value)]
 
-        def run(*tensors: torch.Tensor) -> Any:
-            filled = list(leaves)
-            for i, tensor in zip(at, tensors, strict=True):
-                filled[i] = tensor
-            given, named = pytree.tree_unflatten(filled, spec)
-            return target(*given, **named)
+def _of_tensors(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Value], Callable[..., Any]]:
+    """Return the values among an operator's arguments, and the operator as a function of their tensors alone."""
+    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Value)]
 
-        out = self.out
-        if isinstance(out, (tuple, list)):
-            return self.locals(run, values, out)
-        if not isinstance(out, torch.Tensor):
-            self.refuse("depends on the values of a tensor")
-        (found,) = self._locals(run, values, [whole(out.shape)], [out.dtype], frozenset())
-        return found
+    def run(*tensors: torch.Tensor) -> Any:
+        filled = list(leaves)
+        for i, tensor in zip(at, tensors, strict=True):
+            filled[i] = tensor
+        given, named = pytree.tree_unflatten(filled, spec)
+        return target(*given, **named)
+
+    return [leaves[i] for i in at], run
 
 
 def _is_random(target: Any, bound: Mapping[str, Any]) -> bool:

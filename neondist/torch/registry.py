@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import torch
-from torch.utils import _pytree as pytree
 
 
 class Rule(NamedTuple):
@@ -55,35 +52,6 @@ def rule(*names: str, always: bool = False) -> Callable[[Callable[..., Any]], Ca
 def pointwise(*names: str) -> None:
     """Say of operators that each of their results depends on one index of each argument."""
     POINTWISE.update(names)
-
-
-def decomposed(
-    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Callable[[Any], Any]
-) -> torch.fx.GraphModule | None:
-    """Return an operator in terms of simpler ones, as PyTorch defines it; None: it is as simple as can be."""
-    from torch._decomp import decomposition_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from .plan import Value
-
-    table = decomposition_table.get(target)
-    if table is None and not target._can_decompose():
-        return None
-    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Value)]
-
-    def run(*tensors: torch.Tensor) -> Any:
-        filled = list(leaves)
-        for i, tensor in zip(at, tensors, strict=True):
-            filled[i] = tensor
-        given, named = pytree.tree_unflatten(filled, spec)
-        return (table or target.decompose)(*given, **named)
-
-    try:
-        with TRACING:
-            return make_fx(run, tracing_mode="fake")(*[fake(leaves[i]) for i in at])
-    except Exception:  # what cannot be traced cannot be taken apart
-        return None
 
 
 def table() -> list[tuple[str, str, list[str]]]:

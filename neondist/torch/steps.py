@@ -44,7 +44,7 @@ class StepList:
     def local(
         self,
         run: Callable[..., torch.Tensor],
-        args: Sequence[Value],
+        args: Sequence[Value | None],
         layout: Layout,
         dtype: torch.dtype | None = None,
         context: Iterable[int] = (),
@@ -55,14 +55,16 @@ class StepList:
         ----------
         run : callable
             From the parts' tensors to that of the result.
-        args : sequence of Value
+        args : sequence of Value or None
+            `run` gets None for what is None here.
         layout : Layout
             Of the result.
         context : axes
             Further axes along which ranks compute parts of their own.
         """
-        inside = axes_of_values(args) | axes_of(layout) | frozenset(context)
-        (found,) = self._locals(run, args, [layout], [dtype or args[0].dtype], inside)
+        run, values = _of_those(run, args)
+        inside = axes_of_values(values) | axes_of(layout) | frozenset(context)
+        (found,) = self._locals(run, values, [layout], [dtype or values[0].dtype], inside)
         return found
 
     def locals(
@@ -207,6 +209,17 @@ class StepList:
     def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **more: Any) -> None:
         ids = tuple(value.id for value in inputs), tuple(value.id for value in outputs)
         self.steps.append(Step(kind, self.where.name, *ids, **more))
+
+
+def _of_those(run: Callable[..., Any], args: Sequence[Value | None]) -> tuple[Callable[..., Any], list[Value]]:
+    """Return the arguments that are there, and a function of them alone."""
+    there = [arg is not None for arg in args]
+
+    def filled(*tensors: torch.Tensor) -> Any:
+        rest = iter(tensors)
+        return run(*(next(rest) if each else None for each in there))
+
+    return run if all(there) else filled, [arg for arg in args if arg is not None]
 
 
 class Where:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from .layout import Atom, Mesh, Shape
 
 Range = tuple[int, int]
+
+
+def clipped(lo: int, hi: int, n: int) -> tuple[Range, Range]:
+    """Return what of [lo, hi) is in [0, n), and how many indices there are before and after it."""
+    a, b = max(lo, 0), min(hi, n)
+    return ((a, b), (a - lo, hi - b)) if a < b else ((0, 0), (0, hi - lo))
+
+
+def hull(indices: Collection[int]) -> Range:
+    """Return the range from the first to the last of some indices."""
+    return (min(indices), max(indices) + 1) if indices else (0, 0)
 
 
 class Want(NamedTuple):
@@ -43,28 +55,19 @@ class Want(NamedTuple):
     @property
     def own(self) -> bool:
         """Whether every rank wants what it has, and no more."""
-        bounds = self.source.bounds
-        if bounds is None:
-            return self.axis is None and self.ranges == (((0, self.source.extent),),)
-        pairs = pairwise(bounds)
         return self.axis == self.source.axis and all(
             ranges == ((lo, hi),) or (lo == hi and not sum(b - a for a, b in ranges))
-            for ranges, (lo, hi) in zip(self.ranges, pairs, strict=True)
+            for ranges, (lo, hi) in zip(self.ranges, self.source.ranges, strict=True)
         )
 
-    def pieces(self, place: Sequence[int]) -> Iterator[tuple[int | None, Range, Range]]:
+    def pieces(self, place: Sequence[int]) -> Iterator[tuple[int, Range, Range]]:
         """Yield (owner's part, range in the owner's tensor, range in the view) of what the rank at a place wants."""
         at = 0
         for lo, hi in self.of(place):
-            if self.source.axis is None or self.source.bounds is None:
-                if hi > lo:
-                    yield None, (lo, hi), (at, at + hi - lo)
-            else:
-                bounds = self.source.bounds
-                for part, (first, last) in enumerate(pairwise(bounds)):
-                    a, b = max(lo, first), min(hi, last)
-                    if a < b:
-                        yield part, (a - first, b - first), (at + a - lo, at + b - lo)
+            for part, (first, last) in enumerate(self.source.ranges):
+                a, b = max(lo, first), min(hi, last)
+                if a < b:
+                    yield part, (a - first, b - first), (at + a - lo, at + b - lo)
             at += hi - lo
 
 
@@ -77,10 +80,7 @@ class Piece(NamedTuple):
 
     def cells(self) -> int:
         """Return the number of indices, those of other dimensions not counted."""
-        found = 1
-        for lo, hi in self.source:
-            found *= hi - lo
-        return found
+        return prod(hi - lo for lo, hi in self.source)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Transfer:
         for pieces in product(*(list(want.pieces(place)) for want in self.wants)):
             owner = list(place)
             for want, (part, _, _) in zip(self.wants, pieces, strict=True):
-                if part is not None and want.source.axis is not None:
+                if want.source.axis is not None:
                     owner[want.source.axis] = part
             source, target = tuple(p[1] for p in pieces), tuple(p[2] for p in pieces)
             found.append(Piece(self.mesh.rank(owner), source, target))

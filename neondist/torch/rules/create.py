@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..layout import whole
 from ..registry import rule
 
 
@@ -15,8 +16,6 @@ def new(lowering: Any, x: Any, size: Any, fill_value: Any = None, **_: Any) -> A
     out, name = lowering.out, str(lowering.target)
     value = fill_value if "full" in name else 1 if "ones" in name else 0
     shape, dtype = tuple(out.shape), out.dtype
-    from ..layout import whole
-
     return lowering.local(lambda: torch.full(shape, value, dtype=dtype), [], whole(shape), dtype)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, axes_of
+from ...geometry import fold
+from ..layout import Atom, axes_of, replaced
 from ..registry import rule
-from .window import parts_of
+from ..transfer import clipped, hull
 
 
 def remapped(lowering: Any, x: Any, dim: int, extent: int, source: Callable[[int], int]) -> Any:
@@ -23,12 +24,9 @@ def remapped(lowering: Any, x: Any, dim: int, extent: int, source: Callable[[int
     x = lowering.single(x, dim)
     axis = lowering.cut(x, dim)
     out = lowering.mesh.atom(extent, axis)
-    ranges = []
-    for lo, hi in parts_of(out):
-        cells = [source(i) for i in range(lo, hi)]
-        ranges.append(((min(cells), max(cells) + 1) if cells else (0, 0),))
+    ranges = [(hull([source(i) for i in range(lo, hi)]),) for lo, hi in out.ranges]
     view = lowering.view(x, {dim: (axis, ranges)})
-    layout = (*x.layout[:dim], (out,), *x.layout[dim + 1 :])
+    layout = replaced(x.layout, dim, out)
     lo, hi = out.range(lowering.place)
     first = ranges[0 if axis is None else lowering.place[axis]][0][0]
     picks = [source(i) - first for i in range(lo, hi)]
@@ -45,9 +43,9 @@ def ranged(
     x = lowering.single(x, dim)
     axis = lowering.cut(x, dim)
     out = lowering.mesh.atom(extent, axis)
-    ranges = [tuple(ranges_of(lo, hi)) if lo < hi else ((0, 0),) for lo, hi in parts_of(out)]
+    ranges = [tuple(ranges_of(lo, hi)) if lo < hi else ((0, 0),) for lo, hi in out.ranges]
     view = lowering.view(x, {dim: (axis, ranges)})
-    return lowering.local(lambda a: a, [view], (*x.layout[:dim], (out,), *x.layout[dim + 1 :]))
+    return lowering.local(lambda a: a, [view], replaced(x.layout, dim, out))
 
 
 @rule("aten.slice.Tensor")
@@ -58,7 +56,7 @@ def slices(lowering: Any, x: Any, dim: int = 0, start: Any = None, end: Any = No
     if len(picked) == x.shape[dim]:
         return x
     if lowering.is_whole(x, dim):
-        layout = (*x.layout[:dim], (Atom(len(picked)),), *x.layout[dim + 1 :])
+        layout = replaced(x.layout, dim, Atom(len(picked)))
         return lowering.local(lambda a: a[(slice(None),) * dim + (slice(start, end, step),)], [x], layout)
     if not picked:
         lowering.refuse("a slice without cells")
@@ -119,20 +117,17 @@ def slice_scatter(
     picked = range(x.shape[dim])[slice(start, end, step)]
     if len(picked) == x.shape[dim]:
         return src
-    rest = lowering.common([_without(lowering, x, dim), _without(lowering, src, dim)])
+    rest = lowering.common([replaced(value.layout, dim, Atom(1)) for value in (x, src)])
     x, src = (_clear(lowering, value, dim, rest) for value in (x, src))
     if lowering.is_whole(x, dim):
         src = lowering.gathered(src, [dim])
-    x, src = (lowering.cut_as(v, (*rest[:dim], v.layout[dim], *rest[dim + 1 :])) for v in (x, src))
+    x, src = (lowering.cut_as(v, replaced(rest, dim, *v.layout[dim])) for v in (x, src))
     if lowering.is_whole(x, dim):
         return lowering.local(lambda a, b: torch.slice_scatter(a, b, dim, start, end, step), [x, src], x.layout)
     axis = lowering.cut(x, dim)
     out = x.layout[dim][0]
     where = {cell: at for at, cell in enumerate(picked)}
-    ranges = []
-    for lo, hi in parts_of(out):
-        cells = [where[i] for i in range(lo, hi) if i in where]
-        ranges.append(((min(cells), max(cells) + 1) if cells else (0, 0),))
+    ranges = [(hull([where[i] for i in range(lo, hi) if i in where]),) for lo, hi in out.ranges]
     view = lowering.view(src, {dim: (axis, ranges)}, x.axes | src.axes)
     lo, hi = out.range(lowering.place)
     places = torch.tensor([i - lo for i in range(lo, hi) if i in where], dtype=torch.int64)
@@ -180,20 +175,16 @@ def around(lo: int, hi: int, n: int) -> list[tuple[int, int]]:
     return found
 
 
+_MODES = {"reflection": "reflect", "replication": "replicate", "circular": "circular"}
+
+
 @rule("aten.pad.default", "aten.constant_pad_nd.default", "aten.reflection_pad1d.default",
       "aten.reflection_pad2d.default", "aten.reflection_pad3d.default", "aten.replication_pad1d.default",
       "aten.replication_pad2d.default", "aten.replication_pad3d.default", "aten._pad_circular.default")  # fmt: skip
 def pad(lowering: Any, x: Any, pad: Any = None, mode: str | None = None, value: Any = None, padding: Any = None) -> Any:
     """Cells around the image, of every mode; negative ones take cells away."""
     name = str(lowering.target)
-    mode = mode or next(
-        (
-            m
-            for m, n in (("reflect", "reflection"), ("replicate", "replication"), ("circular", "circular"))
-            if n in name
-        ),
-        "constant",
-    )
+    mode = mode or next((mode for word, mode in _MODES.items() if word in name), "constant")
     amounts = list(pad if pad is not None else padding)
     for at in range(len(amounts) // 2):
         dim, before, after = len(x.shape) - 1 - at, amounts[2 * at], amounts[2 * at + 1]
@@ -203,39 +194,26 @@ def pad(lowering: Any, x: Any, pad: Any = None, mode: str | None = None, value: 
 
 
 def _padded(lowering: Any, x: Any, dim: int, before: int, after: int, mode: str, value: float) -> Any:
-    n = x.shape[dim]
+    n, mode = x.shape[dim], "wrap" if mode == "circular" else mode
     extent = n + before + after
     if lowering.is_whole(x, dim):
-        layout = (*x.layout[:dim], (Atom(extent),), *x.layout[dim + 1 :])
+        layout = replaced(x.layout, dim, Atom(extent))
         if mode == "constant":
             around_it = [0, 0] * (len(x.shape) - 1 - dim) + [before, after]
             return lowering.local(lambda a: F.pad(a, around_it, value=value), [x], layout)
-        index = torch.tensor([folded(i - before, n, mode) for i in range(extent)])
+        index = torch.tensor([fold(i - before, n, mode) for i in range(extent)])
         return lowering.local(lambda a: a.index_select(dim, index.to(a.device)), [x], layout)
     x = lowering.single(x, dim)
-    if mode == "circular":
+    if mode == "wrap":
         return ranged(lowering, x, dim, extent, lambda lo, hi: around(lo - before, hi - before, n))
     if mode != "constant":
-        return remapped(lowering, x, dim, extent, lambda i: folded(i - before, n, mode))
+        return remapped(lowering, x, dim, extent, lambda i: fold(i - before, n, mode))
     axis = lowering.cut(x, dim)
     out = lowering.mesh.atom(extent, axis)
-    ranges, pads = [], []
-    for lo, hi in parts_of(out):
-        a, b = max(lo - before, 0), min(hi - before, n)
-        inside = a < b
-        ranges.append(((a, b) if inside else (0, 0),))
-        pads.append((a - (lo - before), hi - before - b) if inside else (hi - lo, 0))
-    view = lowering.view(x, {dim: (axis, ranges)}, None, {dim: pads}, value)
-    return lowering.local(lambda a: a, [view], (*x.layout[:dim], (out,), *x.layout[dim + 1 :]))
-
-
-def folded(i: int, n: int, mode: str) -> int:
-    """Return the cell of [0, n) that cell i shows."""
-    if mode == "circular":
-        return i % n
-    if mode == "replicate":
-        return min(max(i, 0), n - 1)
-    return -i if i < 0 else (2 * (n - 1) - i if i >= n else i)
+    seen = [clipped(lo - before, hi - before, n) for lo, hi in out.ranges]
+    wants, pads = {dim: (axis, [(inside,) for inside, _ in seen])}, {dim: [around for _, around in seen]}
+    view = lowering.view(x, wants, None, pads, value)
+    return lowering.local(lambda a: a, [view], replaced(x.layout, dim, out))
 
 
 @rule("aten.cat.default")
@@ -243,44 +221,30 @@ def cat(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """One after the other; along a cut dimension, cut anew."""
     tensors = [t for t in tensors if not (len(t.shape) == 1 and t.shape[0] == 0)]
     dim %= len(tensors[0].shape)
-    rest = lowering.common([_without(lowering, t, dim) for t in tensors])
+    rest = lowering.common([replaced(t.layout, dim, Atom(1)) for t in tensors])
     extent = sum(t.shape[dim] for t in tensors)
     dtype = lowering.out.dtype
     if all(lowering.is_whole(t, dim) for t in tensors):
-        target = (*rest[:dim], (Atom(extent),), *rest[dim + 1 :])
-        aligned = [
-            lowering.aligned(t, (*rest[:dim], (Atom(t.shape[dim]),), *rest[dim + 1 :]), axes_of(rest)) for t in tensors
-        ]
-        return lowering.local(lambda *ts: torch.cat(ts, dim), aligned, target, dtype)
+        context = axes_of(rest)
+        aligned = [lowering.aligned(t, replaced(rest, dim, Atom(t.shape[dim])), context) for t in tensors]
+        return lowering.local(lambda *ts: torch.cat(ts, dim), aligned, replaced(rest, dim, Atom(extent)), dtype)
     tensors = [_clear(lowering, t, dim, rest) for t in tensors]
     axis = next((lowering.cut(t, dim) for t in tensors if not lowering.is_whole(t, dim)), None)
     out = lowering.mesh.atom(extent, axis)
     seen, at = [], 0
     for t in tensors:
         n = t.shape[dim]
-        ranges = []
-        for lo, hi in parts_of(out):
-            a, b = max(lo - at, 0), min(hi - at, n)
-            ranges.append(((a, b) if a < b else (0, 0),))
-        there = lowering.cut_as(t, (*rest[:dim], t.layout[dim], *rest[dim + 1 :]))
+        ranges = [clipped(lo - at, hi - at, n)[:1] for lo, hi in out.ranges]
+        there = lowering.cut_as(t, replaced(rest, dim, *t.layout[dim]))
         seen.append(lowering.view(there, {dim: (axis, ranges)}, axes_of((*rest, (out,)))))
         at += n
-    return lowering.local(lambda *ts: torch.cat(ts, dim), seen, (*rest[:dim], (out,), *rest[dim + 1 :]), dtype)
+    return lowering.local(lambda *ts: torch.cat(ts, dim), seen, replaced(rest, dim, out), dtype)
 
 
 def _clear(lowering: Any, value: Any, dim: int, rest: Sequence[Any]) -> Any:
     """Return a value of which no axis that cuts other dimensions cuts this one, which is of one atom."""
     cut = value.layout[dim]
     return lowering.gathered(value, [dim] if len(cut) > 1 or axes_of([cut]) & axes_of(rest) else [])
-
-
-def _without(lowering: Any, value: Any, dim: int) -> Any:
-    """Return something that has the layout of a value with one index of a dimension."""
-
-    class Shape:
-        layout = (*value.layout[:dim], (Atom(1),), *value.layout[dim + 1 :])
-
-    return Shape
 
 
 @rule("aten.stack.default")
@@ -304,7 +268,7 @@ def index_select(lowering: Any, x: Any, dim: int, index: Any) -> Any:
     """By a tensor that every rank has; the dimension is seen whole."""
     dim %= len(x.shape)
     x, index = lowering.gathered(x, [dim]), lowering.gathered(index)
-    layout = (*x.layout[:dim], (Atom(lowering.out.shape[dim]),), *x.layout[dim + 1 :])
+    layout = replaced(x.layout, dim, Atom(lowering.out.shape[dim]))
     return lowering.local(lambda a, i: a.index_select(dim, i), [x, index], layout)
 
 

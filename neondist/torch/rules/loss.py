@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -20,9 +21,7 @@ def _total(lowering: Any, each: Any, weights: Any, reduction: int) -> Any:
     if reduction == 2:
         return total
     if weights is None:
-        count = 1
-        for n in each.shape:
-            count *= n
+        count = prod(each.shape)
         return lowering.local(lambda a: a / count, [total], ())
     whole = lowering.reduced(lambda a: a.sum(), [weights], axes_of(weights.layout), (), weights.dtype)
     return lowering.local(lambda a, w: a / w, [total, whole], ())
@@ -37,32 +36,29 @@ def cross_entropy(
     channel = 1 if len(x.shape) > 1 else 0
     if not lowering.is_whole(x, channel):
         lowering.refuse("the classes are cut")
-    classes = x.layout[channel]
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
     context = x.axes
     probabilities = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
     there = lowering.aligned(target, x.layout if probabilities else layout, context)
-    more = [] if weight is None else [weight]
 
-    def each(a: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
+    def each(a: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
         return F.cross_entropy(a, t, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
 
-    losses = lowering.local(each, [x, there, *more], layout, lowering.out.dtype)
+    losses = lowering.local(each, [x, there, weight], layout, lowering.out.dtype)
     if probabilities:
-        number = 1
-        for n in losses.shape:
-            number *= n
         return _total(lowering, losses, None, reduction)
+    return _total(lowering, losses, _weights(lowering, losses, there, weight, ignore_index), reduction)
 
-    def counted(t: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
-        kept = t != ignore_index
-        if w is None:
-            return kept.to(losses.dtype)
-        return torch.where(kept, w[t.clamp(min=0)], 0).to(losses.dtype)
 
-    weights = lowering.local(counted, [there, *more], layout, losses.dtype)
-    del classes
-    return _total(lowering, losses, weights, reduction)
+def _weights(lowering: Any, losses: Any, target: Any, weight: Any, ignored: int) -> Any:
+    """Return for each cell the weight of its class; without weights 1, and 0 where it does not count."""
+    dtype = losses.dtype
+
+    def run(t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+        kept = t != ignored
+        return kept.to(dtype) if w is None else torch.where(kept, w[t.clamp(min=0)], 0).to(dtype)
+
+    return lowering.local(run, [target, weight], losses.layout, dtype)
 
 
 @rule("aten.one_hot.default")
@@ -78,17 +74,10 @@ def nll(lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int =
     """Reduction: sums over cells, and the number of them (or of their weights)."""
     layout = (*x.layout[:1], *x.layout[2:])
     there = lowering.aligned(target, layout, x.axes)
-    more = [] if weight is None else [weight]
     losses = lowering.local(
-        lambda a, t, w=None: F.nll_loss(a, t, w, ignore_index=ignore_index, reduction="none"),
-        [x, there, *more], layout, x.dtype,
-    )  # fmt: skip
-
-    def counted(t: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
-        kept = t != ignore_index
-        return kept.to(losses.dtype) if w is None else torch.where(kept, w[t.clamp(min=0)], 0).to(losses.dtype)
-
-    return _total(lowering, losses, lowering.local(counted, [there, *more], layout, losses.dtype), reduction)
+        lambda a, t, w: F.nll_loss(a, t, w, ignore_index=ignore_index, reduction="none"), [x, there, weight], layout
+    )
+    return _total(lowering, losses, _weights(lowering, losses, there, weight, ignore_index), reduction)
 
 
 def _pairwise(function: Any) -> Any:
@@ -97,7 +86,7 @@ def _pairwise(function: Any) -> Any:
         values = [x, target, *([] if weight is None else [weight])]
         named = {name: value for name, value in more.items() if hasattr(value, "layout_or_none")}
         values += named.values()
-        layout = lowering.common(values)
+        layout = lowering.common([value.layout for value in values])
         context = axes_of(layout)
         aligned = [lowering.aligned(value, layout, context) for value in values]
         static = {name: value for name, value in more.items() if name not in named and value is not None}

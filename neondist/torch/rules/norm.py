@@ -77,16 +77,9 @@ def fixed(
 ) -> Any:
     """Local: the statistics are known."""
     x = lowering.gathered(x, [1])
-    present = [value is not None for value in (weight, bias)]
-    args = [x, running_mean, running_var, *(value for value in (weight, bias) if value is not None)]
-
-    def run(a: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        given = list(rest)
-        w = given.pop(0) if present[0] else None
-        b = given.pop(0) if present[1] else None
-        return F.batch_norm(a, mean, var, w, b, False, 0.0, eps)
-
-    return lowering.local(run, args, x.layout), None, None
+    args = [x, running_mean, running_var, weight, bias]
+    y = lowering.local(lambda a, m, v, w, b: F.batch_norm(a, m, v, w, b, False, 0.0, eps), args, x.layout)
+    return y, None, None
 
 
 @rule("aten.instance_norm.default", always=True)
@@ -128,15 +121,8 @@ def layer_norm(
     rank = len(x.shape)
     dims = list(range(rank - len(normalized_shape), rank))
     if all(lowering.is_whole(x, dim) for dim in dims):
-        given = [value is not None for value in (weight, bias)]
-
-        def run(a: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-            more = list(rest)
-            w = more.pop(0) if given[0] else None
-            b = more.pop(0) if given[1] else None
-            return F.layer_norm(a, tuple(normalized_shape), w, b, eps)
-
-        return lowering.local(run, [x, *(v for v in (weight, bias) if v is not None)], x.layout)
+        shape = tuple(normalized_shape)
+        return lowering.local(lambda a, w, b: F.layer_norm(a, shape, w, b, eps), [x, weight, bias], x.layout)
     number = prod(x.shape[d] for d in dims)
     _, squares, apart = moments(lowering, x, dims)
     scale = lowering.local(lambda s: torch.rsqrt(s / number + eps), [squares], squares.layout)
@@ -162,5 +148,4 @@ def rms_norm(lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any
         squares = total(lowering, lambda a, d, k: (a * a).sum(d, k), [x], dims)
         scale = lowering.local(lambda s: torch.rsqrt(s / number + least), [squares], squares.layout)
         return scaled(lowering, lowering.local(torch.mul, [x, scale], x.layout), weight, None, dims)
-    args = [x, *([] if weight is None else [weight])]
-    return lowering.local(lambda a, w=None: F.rms_norm(a, tuple(normalized_shape), w, eps), args, x.layout)
+    return lowering.local(lambda a, w: F.rms_norm(a, tuple(normalized_shape), w, eps), [x, weight], x.layout)

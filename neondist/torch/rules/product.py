@@ -17,8 +17,7 @@ def linear(lowering: Any, x: Any, weight: Any, bias: Any = None) -> Any:
     layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
     dtype = lowering.out.dtype
     if lowering.is_whole(x, -1):
-        args = [x, weight, *([] if bias is None else [bias])]
-        return lowering.local(lambda a, w, b=None: F.linear(a, w, b), args, layout, dtype)
+        return lowering.local(F.linear, [x, weight, bias], layout, dtype)
     columns = lowering.aligned(weight, ((Atom(weight.shape[0]),), x.layout[-1]), x.axes)
     found = lowering.reduced(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
     return found if bias is None else lowering.local(torch.add, [found, bias], layout, dtype)
@@ -28,17 +27,17 @@ def linear(lowering: Any, x: Any, weight: Any, bias: Any = None) -> Any:
 def bilinear(lowering: Any, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     """Local, along whole features."""
     one, two = (lowering.gathered(value, [-1]) for value in (input1, input2))
-    rest = lowering.common([_Shape(one.layout[:-1]), _Shape(two.layout[:-1])])
+    rest = lowering.common([one.layout[:-1], two.layout[:-1]])
     args = [lowering.cut_as(value, (*rest, value.layout[-1])) for value in (one, two)]
     layout = (*rest, (Atom(weight.shape[0]),))
-    return lowering.local(F.bilinear, [*args, weight, *([] if bias is None else [bias])], layout, lowering.out.dtype)
+    return lowering.local(F.bilinear, [*args, weight, bias], layout, lowering.out.dtype)
 
 
 @rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
 def distances(lowering: Any, x1: Any, x2: Any, **more: Any) -> Any:
     """Redistribution: every rank sees all rows of the second; taken apart, the gradient of no distance is no number."""
     one, two = lowering.gathered(x1, [-1]), lowering.gathered(x2, [-1])
-    batch = lowering.common([_Shape(value.layout[:-2]) for value in (one, two)]) if len(lowering.out.shape) > 2 else ()
+    batch = lowering.common([one.layout[:-2], two.layout[:-2]]) if len(lowering.out.shape) > 2 else ()
     layout = (*batch, one.layout[-2], (Atom(two.shape[-2]),))
     left = _as(lowering, one, (*batch, *one.layout[-2:]), axes_of(layout))
     right = _as(lowering, two, (*batch, (Atom(two.shape[-2]),), two.layout[-1]), axes_of(layout))
@@ -67,14 +66,12 @@ def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None, vec: Any 
         if len(b.shape) == 1:
             two = lowering.reshape(b, (*b.shape, 1))
         return lowering.reshape(matmul(lowering, one, two), lowering.out.shape)
-    batch = (
-        lowering.common([_Shape(a.layout[:-2]), _Shape(b.layout[:-2])]) if max(len(a.shape), len(b.shape)) > 2 else ()
-    )
+    batch = lowering.common([a.layout[:-2], b.layout[:-2]]) if max(len(a.shape), len(b.shape)) > 2 else ()
     rows, columns = a.layout[-2], b.layout[-1]
     busy = axes_of(batch) | axes_of([rows])
     if axes_of([columns]) & busy:
         columns = (Atom(b.shape[-1]),)
-    inner = lowering.common([_Shape([a.layout[-1]]), _Shape([b.layout[-2]])])[0]
+    (inner,) = lowering.common([a.layout[-1:], b.layout[-2:-1]])
     if axes_of([inner]) & (busy | axes_of([columns])):
         inner = (Atom(a.shape[-1]),)
     context = axes_of((*batch, rows, inner, columns))
@@ -82,11 +79,6 @@ def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None, vec: Any 
     right = _as(lowering, b, (*batch, inner, columns), context)
     layout = (*batch, rows, columns)
     return lowering.reduced(torch.matmul, [left, right], axes_of([inner]), layout, a.dtype)
-
-
-class _Shape:
-    def __init__(self, layout: Any) -> None:
-        self.layout = tuple(layout)
 
 
 def _as(lowering: Any, value: Any, target: Any, context: Any) -> Any:
@@ -121,7 +113,7 @@ def attention(
         lowering.refuse("dropout inside of attention")
     query, key, value = (lowering.gathered(t, [-1]) for t in (query, key, value))
     rows = indices(query.layout[-2], lowering.place)
-    batch = lowering.common([_Shape(t.layout[:-2]) for t in (query, key, value)])
+    batch = lowering.common([t.layout[:-2] for t in (query, key, value)])
     every = (Atom(key.shape[-2]),)
     context = axes_of((*batch, query.layout[-2]))
     args = [
@@ -129,13 +121,13 @@ def attention(
         _as(lowering, key, (*batch, every, key.layout[-1]), context),
         _as(lowering, value, (*batch, every, value.layout[-1]), context),
     ]
-    if attn_mask is not None:
-        args.append(_as(lowering, attn_mask, (*batch, query.layout[-2], every), context))
+    rows_and_keys = (*batch, query.layout[-2], every)
+    args.append(None if attn_mask is None else _as(lowering, attn_mask, rows_and_keys, context))
     layout = (*batch, query.layout[-2], value.layout[-1])
 
     cut = bool(axes_of([query.layout[-2]]))
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if is_causal and cut:  # PyTorch would take this rank's first query for that of the image
             here = torch.tensor(rows, device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
             return F.scaled_dot_product_attention(q, k, v, here, 0.0, scale=scale, enable_gqa=enable_gqa)

@@ -104,17 +104,9 @@ def extreme(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False) -> An
     """Reduction: the greatest of all tiles; those that are equal share the gradient."""
     dims = dims_of(x, dim)
     low = "min" in str(lowering.target)
-    axes, layout = axes_along(x, dims), without(x, dims, True)
     if not x.dtype.is_floating_point:
         return _whole_extreme(lowering, x, dims, keepdim, low)
-
-    def most(a: torch.Tensor) -> torch.Tensor:
-        a = -a if low else a
-        if a.numel():
-            return a.detach().amax(dims, True)
-        return a.new_full([1 if d in dims else n for d, n in enumerate(a.shape)], -torch.inf)
-
-    greatest = lowering.reduced(most, [x], axes, layout, op="max")
+    greatest = _greatest(lowering, lambda a: -a if low else a, x, dims)
     context = x.axes
     here = lowering.enter(greatest, context)
     mask = lowering.local(lambda a, m: ((-a if low else a) == m).to(a.dtype), [x, here], x.layout)
@@ -130,20 +122,26 @@ def extreme(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False) -> An
     return lowering.shaped(found, without(x, dims, keepdim))
 
 
+def _greatest(lowering: Any, run: Callable[..., Any], x: Any, dims: list[int], dtype: Any = None) -> Any:
+    """Return the maximum over dimensions, which stay, of what `run` gives; it has no gradient."""
+
+    def most(a: torch.Tensor) -> torch.Tensor:
+        a = run(a.detach())
+        if a.numel():
+            return a.amax(dims, True)
+        least = -torch.inf if a.is_floating_point() else torch.iinfo(a.dtype).min
+        return a.new_full([1 if d in dims else n for d, n in enumerate(a.shape)], least)
+
+    return lowering.reduced(most, [x], axes_along(x, dims), without(x, dims, True), dtype, op="max")
+
+
 def _whole_extreme(lowering: Any, x: Any, dims: list[int], keepdim: bool, low: bool) -> Any:
     """Return the extreme of whole numbers, which has no gradient."""
     dtype, sign = x.dtype, -1 if low else 1
 
-    def most(a: torch.Tensor) -> torch.Tensor:
-        a = a.to(torch.int64) * sign
-        if a.numel():
-            return a.amax(dims, keepdim)
-        shape = [1 if d in dims else n for d, n in enumerate(a.shape) if keepdim or d not in dims]
-        return a.new_full(shape, torch.iinfo(torch.int64).min)
-
-    layout = without(x, dims, keepdim)
-    found = lowering.reduced(most, [x], axes_along(x, dims), layout, torch.int64, op="max")
-    return lowering.local(lambda a: (a * sign).to(dtype), [found], layout, dtype)
+    found = _greatest(lowering, lambda a: a.to(torch.int64) * sign, x, dims, torch.int64)
+    found = lowering.local(lambda a: (a * sign).to(dtype), [found], found.layout, dtype)
+    return lowering.shaped(found, without(x, dims, keepdim))
 
 
 @rule("aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten._log_softmax.default")
@@ -156,13 +154,7 @@ def softmax(lowering: Any, x: Any, dim: int, dtype: Any = None, half_to_float: b
         run = torch.log_softmax if logarithm else torch.softmax
         return lowering.local(lambda a: run(a, dims[0]), [x], x.layout)
 
-    def most(a: torch.Tensor) -> torch.Tensor:
-        if a.numel():
-            return a.detach().amax(dims, True)
-        return a.new_full([1 if d in dims else n for d, n in enumerate(a.shape)], -torch.inf)
-
-    axes, layout = axes_along(x, dims), without(x, dims, True)
-    greatest = lowering.reduced(most, [x], axes, layout, op="max")
+    greatest = _greatest(lowering, lambda a: a, x, dims)
     less = lowering.local(torch.sub, [x, greatest], x.layout)
     summed = total(lowering, lambda a, d, k: a.exp().sum(d, k), [less], dims)
     if logarithm:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom
+from ..layout import Atom, replaced
 from ..registry import rule
-from .window import parts_of
+from ..transfer import hull
 
 
 class Taps(NamedTuple):
@@ -25,10 +25,7 @@ def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int,
     wants, starts, atoms = {}, {}, {}
     for dim, tap in taps.items():
         out = atoms[dim] = lowering.mesh.atom(extents[dim], axes[dim])
-        ranges = []
-        for lo, hi in parts_of(out):
-            used = [cell for i in range(lo, hi) for cell in tap.cells[i]]
-            ranges.append(((min(used), max(used) + 1) if used else (0, 0),))
+        ranges = [(hull([cell for cells in tap.cells[lo:hi] for cell in cells]),) for lo, hi in out.ranges]
         starts[dim] = ranges[0 if out.axis is None else lowering.place[out.axis]][0][0]
         wants[dim] = out.axis, ranges
     context = x.axes | {atom.axis for atom in atoms.values() if atom.axis is not None}
@@ -113,11 +110,7 @@ def cubic(n: int, m: int, factor: float | None, align: bool) -> Taps:
 
 def nearest(n: int, m: int, factor: float | None, exact: bool) -> Taps:
     """Return the cells of nearest interpolation; reckoned in float32, as PyTorch does."""
-    scale = (
-        torch.tensor(1.0 / factor if factor else n / m, dtype=torch.float32)
-        if factor
-        else (torch.tensor(float(n)) / torch.tensor(float(m)))
-    )
+    scale = torch.tensor(1.0 / factor if factor else n / m, dtype=torch.float32)
     at = torch.arange(m, dtype=torch.float32)
     found = ((at + 0.5) * scale if exact else at * scale).floor().to(torch.int64).clamp(max=n - 1)
     return Taps([[int(i)] for i in found], None)
@@ -182,17 +175,16 @@ def _averaged(lowering: Any, x: Any, dim: int, m: int) -> Any:
     many = axis is not None and m >= 2 * lowering.mesh.parts[axis] and m * 2 >= n
     if many:
         out = lowering.mesh.atom(m, axis)
-        ranges = [((bins[lo][0], bins[hi - 1][1]),) for lo, hi in parts_of(out)]
+        ranges = [((bins[lo][0], bins[hi - 1][1]),) for lo, hi in out.ranges]
         view = lowering.view(x, {dim: (axis, ranges)})
-        assert out.bounds is not None
         lo, hi = out.range(lowering.place)
         first, last = bins[lo][0], bins[hi - 1][1]
-        layout = (*x.layout[:dim], (out,), *x.layout[dim + 1 :])
+        layout = replaced(x.layout, dim, out)
         matrix = _matrix(bins[lo:hi], first, last)
         return lowering.local(lambda a: _applied(a, matrix, dim), [view], layout)
     lo, hi = atom.range(lowering.place)
     matrix = _matrix(bins, lo, hi)
-    layout = (*x.layout[:dim], (Atom(m),), *x.layout[dim + 1 :])
+    layout = replaced(x.layout, dim, Atom(m))
     return lowering.reduced(lambda a: _applied(a, matrix, dim), [x], [axis] if axis is not None else [], layout)
 
 
@@ -223,7 +215,7 @@ def adaptive_max_pool(lowering: Any, x: Any, output_size: Any) -> Any:
     for dim, m in zip(dims, values.shape[-n:], strict=True):
         axis, bins = lowering.cut(x, dim), _bins(x.shape[dim], m)
         out = atoms[dim] = lowering.mesh.atom(m, axis)
-        ranges = [((bins[lo][0], bins[hi - 1][1]) if lo < hi else (0, 0),) for lo, hi in parts_of(out)]
+        ranges = [((bins[lo][0], bins[hi - 1][1]) if lo < hi else (0, 0),) for lo, hi in out.ranges]
         wants[dim] = axis, ranges
         lo, hi = out.range(lowering.place)
         mine.append([(a - bins[lo][0], b - bins[lo][0]) for a, b in bins[lo:hi]])

@@ -13,16 +13,10 @@ from .index import around, ranged, remapped
 
 
 @rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.view_copy.default",
-      "aten._reshape_copy.default")  # fmt: skip
-def view(lowering: Any, x: Any, size: Any = None, shape: Any = None) -> Any:
-    """Regroups dimensions; cut ones stay cut, wherever their bounds allow it."""
-    return lowering.reshape(x, lowering.out.shape)
-
-
-@rule("aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default", "aten.squeeze.default",
-      "aten.squeeze.dim", "aten.squeeze.dims")  # fmt: skip
+      "aten._reshape_copy.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default",
+      "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")  # fmt: skip
 def regrouped(lowering: Any, x: Any, **_: Any) -> Any:
-    """Regroups dimensions."""
+    """Regroups dimensions; cut ones stay cut, wherever their bounds allow it."""
     return lowering.reshape(x, lowering.out.shape)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, Layout
+from ..layout import Atom, Layout, local_shape, replaced
 from ..registry import rule
+from ..transfer import clipped
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -35,11 +35,6 @@ def spread_out(value: Any, n: int) -> list[int]:
     """Return a number of each spatial axis."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values * n if len(values) == 1 else values
-
-
-def parts_of(atom: Atom) -> list[tuple[int, int]]:
-    """Return the range of each part."""
-    return [(0, atom.extent)] if atom.bounds is None else list(pairwise(atom.bounds))
 
 
 def windows_of(
@@ -68,14 +63,8 @@ def windows_of(
             left.append(slide.padding)
             continue
         left.append(0)
-        ranges, around = [], []
-        for lo, hi in parts_of(out):
-            a, b = slide.sees(lo, hi) if hi > lo else (0, 0)
-            inside = min(max(a, 0), n), max(min(b, n), 0)
-            ranges.append((inside if inside[0] < inside[1] else (0, 0),))
-            empty = inside[0] >= inside[1]
-            around.append((0, b - a) if empty else (max(0, -a), max(0, b - n)))
-        wants[dim], pads[dim] = (axis, ranges), around
+        seen = [clipped(*(slide.sees(lo, hi) if hi > lo else (0, 0)), n) for lo, hi in out.ranges]
+        wants[dim], pads[dim] = (axis, [(inside,) for inside, _ in seen]), [around for _, around in seen]
     return lowering.view(x, wants, None, pads, fill), left, atoms
 
 
@@ -110,9 +99,8 @@ def conv(lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: An
     view, left, atoms = windows_of(lowering, x, slides, extents, every=not even)
     run = _CONV[n]
     how = stride, left, dilation, groups
-    args = [view, weight, *([] if bias is None else [bias])]
     layout = images(x, weight.shape[0], atoms)
-    return lowering.local(lambda a, w, b=None: run(a, w, b, *how), args, layout, lowering.out.dtype)
+    return lowering.local(lambda a, w, b: run(a, w, b, *how), [view, weight, bias], layout, lowering.out.dtype)
 
 
 @rule("aten.convolution.default")
@@ -147,10 +135,9 @@ def conv_transpose(
             continue
         native.append((0, 0))
         ranges = []
-        for lo, hi in parts_of(out):
-            a = max(0, -(-(lo + p - d * (k - 1)) // s))
-            b = min(cells, (hi - 1 + p) // s + 1)
-            ranges.append(((a, b) if a < b and lo < hi else (0, 0),))
+        for lo, hi in out.ranges:
+            inside, _ = clipped(-(-(lo + p - d * (k - 1)) // s), (hi - 1 + p) // s + 1, cells)
+            ranges.append((inside if lo < hi else (0, 0),))
         wants[dim] = axis, ranges
         (here,) = ranges[lowering.place[axis]]
         lo, hi = out.range(lowering.place)
@@ -159,12 +146,10 @@ def conv_transpose(
     run = _TRANSPOSED[n]
     pads, extra = [p for p, _ in native], [e for _, e in native]
 
-    def transposed(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+    def transposed(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         if all(full for *_, full in crops):
             y = run(a, w, None, strides, pads, extra, groups, dilations)
         else:  # nothing reaches here: the result is the bias
-            shape = [1 if dim >= 2 else m for dim, m in enumerate(a.shape)]
-            shape[-n - 1] = w.shape[1] * groups
             y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(local)
             return y if b is None else y + b.view(-1, *[1] * n)
         for dim, start, length, _ in crops:
@@ -175,10 +160,8 @@ def conv_transpose(
         return y if b is None else y + b.view(-1, *[1] * n)
 
     layout = images(x, weight.shape[1] * groups, atoms)
-    from ..layout import local_shape
-
     local = local_shape(layout, lowering.place)
-    return lowering.local(transposed, [view, weight, *([] if bias is None else [bias])], layout, lowering.out.dtype)
+    return lowering.local(transposed, [view, weight, bias], layout, lowering.out.dtype)
 
 
 @rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
@@ -275,7 +258,7 @@ def unfold(lowering: Any, x: Any, dimension: int, size: int, step: int) -> Any:
     axis = lowering.cut(x, dim)
     out = lowering.mesh.atom(lowering.out.shape[dim], axis)
     slide = Sliding(size, step, 0, 1)
-    ranges = [((lo, hi) if b > a else (0, 0),) for a, b in parts_of(out) for lo, hi in [slide.sees(a, b)]]
+    ranges = [((lo, hi) if b > a else (0, 0),) for a, b in out.ranges for lo, hi in [slide.sees(a, b)]]
     view = lowering.view(x, {dim: (axis, ranges)} if axis is not None else {})
-    layout = (*x.layout[:dim], (out,), *x.layout[dim + 1 :], (Atom(size),))
+    layout = (*replaced(x.layout, dim, out), (Atom(size),))
     return lowering.local(lambda a: a.unfold(dim, size, step).clone(), [view], layout)
