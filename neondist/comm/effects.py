@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from types import TracebackType
 
@@ -47,6 +48,8 @@ class Effects:
 
 def end_job(transport: Transport, error: BaseException) -> None:
     """Print what happened on this rank, once, and end the job on all ranks."""
+    if transport.rank and isinstance(error, UserError) and error.agreed:
+        time.sleep(1)  # rank 0 has it too, unless it is caught there: that one tells, and ends this one
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     sys.stderr.write(f"rank {transport.rank} of {transport.size} failed and ends the job:\n{''.join(lines)}")
     sys.stderr.flush()

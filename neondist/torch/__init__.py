@@ -3,7 +3,8 @@
 layout: how a tensor lies on the ranks. transfer: which indices travel. capture: from a module to a graph of
 operators. lower: from the graph to a plan, by the rules of rules/, which are written with building and steps. plan,
 run: the plan, and what runs it. wires, functions: tensors over a transport, and autograd through it. module: what users
-have; alike, checks, criteria: its parts. by_hand: views and sums for code of one's own. transport: torch.distributed.
+have; alike, checks, criteria: its parts. weights: files of them. by_hand: views and sums for code of one's own.
+transport: torch.distributed.
 """
 
 from ..errors import MissingPackageError
@@ -21,6 +22,7 @@ from .errors import UnsupportedOperator
 from .module import DistributedModule, distribute
 from .registry import rule
 from .transport import TorchTransport, world
+from .weights import load_weights, save_weights
 
 __all__ = [
     "DistributedModule",
@@ -28,8 +30,10 @@ __all__ = [
     "UnsupportedOperator",
     "distribute",
     "halo",
+    "load_weights",
     "reduce",
     "rule",
     "rules",
+    "save_weights",
     "world",
 ]

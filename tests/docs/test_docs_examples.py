@@ -10,8 +10,8 @@ EXAMPLES = {
     "mnist_script.py": "",
     "halo_by_hand.py": " 96",
 }
-WITH_TORCH = "torch_unet_one_process.py", "torch_unet.py"
-"""run by tests/examples/test_torch_unet.py"""
+WITH_TORCH = "torch_unet_one_process.py", "torch_unet.py", "torch_resume.py"
+"""run by tests/examples/test_torch_unet.py and test_torch_resume.py"""
 
 
 @pytest.fixture(scope="module")

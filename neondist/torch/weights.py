@@ -1,0 +1,212 @@
+"""Weights, and what an optimiser remembers, in safetensors files: numbers by name, which execute nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..comm import SingleTransport, agree, all_or_none
+from ..errors import ConfigError, DataError, MissingPackageError
+from ..geometry import Box
+from ..io.checkpoint import Piece, Taken, scatter
+from ..io.files import replacing
+from .module import DistributedModule
+
+OPTIMIZER = "optimizer/"
+"""What the names of an optimiser's tensors begin with."""
+_AS_PLAIN = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # what NumPy, or HDF5, has no type for
+
+
+def save_weights(
+    model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None, **facts: int | float | str
+) -> None:
+    """Write a model's `state_dict` into a safetensors file, whole or not at all, on rank 0; collective.
+
+    Parameters
+    ----------
+    model : DistributedModule or torch.nn.Module
+    path : path
+        Any number of ranks reads it, and so does any program that reads safetensors.
+    optimizer : torch.optim.Optimizer, optional
+        Over parameters of the model: what it remembers is written as well, as 'optimizer/PARAMETER/WHAT'. Learning
+        rates and other settings are not: the script says them.
+    **facts
+        Numbers and texts that `load_weights` shall return, such as step=100.
+
+    Raises
+    ------
+    UserError
+        On every rank: OutputError if the file cannot be written; ConfigError if something in it is no tensor.
+    """
+    world = _world(model)
+    with all_or_none(world):
+        tensors = kept_tensors(model, optimizer)
+        if world.rank == 0:
+            apart = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+            told = {name: json.dumps(fact) for name, fact in facts.items()}
+            content = _safetensors().torch.save(apart, told or None)
+            with replacing(Path(path)) as file:
+                file.write(content)
+
+
+def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Take over what `save_weights`, or another program, has written; return its facts; collective.
+
+    Parameters
+    ----------
+    model : DistributedModule or torch.nn.Module
+    path : path
+        Rank 0 reads it. It has to hold all of the model's state; numbers of another precision are converted.
+    optimizer : torch.optim.Optimizer, optional
+        It goes on as the one that was saved.
+
+    Raises
+    ------
+    DataError
+        On every rank, and the model is as before: the file is missing or damaged, or names or shapes differ.
+    """
+    world, path = _world(model), Path(path)
+    with ExitStack() as stack:
+        file, found = None, None
+        with all_or_none(world):
+            if world.rank == 0:
+                file = stack.enter_context(_opened(path))
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                found = shapes, _facts(file.metadata())
+        shapes, facts = world.bcast(found)
+        if optimizer is None:
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(OPTIMIZER)}
+        with all_or_none(world):
+            if optimizer is not None:
+                begin_slots(model, optimizer, (name[len(OPTIMIZER) :] for name in shapes if name.startswith(OPTIMIZER)))
+            tensors = kept_tensors(model, optimizer)
+            check_fit(path, shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        fresh = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+        arrays = {name: as_array(tensor) for name, tensor in fresh.items()}
+        pieces = [Piece(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
+
+        @lru_cache(1)
+        def tensor_of(name: str) -> np.ndarray:
+            assert file is not None
+            return as_array(file.get_tensor(name).to(fresh[name].dtype))
+
+        error: Exception | None = None
+        try:
+            scatter(world, pieces, lambda piece, place: tensor_of(piece.name)[place])
+        except Exception as problem:  # of a file that has changed meanwhile
+            error = DataError(f"{path}: cannot be read ({problem}); put back a copy, or name another file")
+        agree(world, error)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(fresh[name])
+    return dict(facts)
+
+
+def kept_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    """Return a module's state, and what an optimiser remembers, by name; the tensors themselves."""
+    found = dict(model.state_dict())
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"the module's state {name!r} is a {type(value).__name__}; files hold tensors only")
+    slots = {} if optimizer is None else slots_of(model, optimizer)
+    return found | {OPTIMIZER + name: value for name, value in slots.items()}
+
+
+def slots_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return what an optimiser remembers, by 'PARAMETER/WHAT': the tensors themselves."""
+    found: dict[str, torch.Tensor] = {}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        if parameter not in names:
+            raise ConfigError("optimizer: has a parameter that is not the model's; make it of model.parameters()")
+        for what, value in state.items():
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise ConfigError(
+                    f"optimizer: {type(optimizer).__name__} remembers {what!r} as a {type(value).__name__}, and files"
+                    " hold tensors only; use another optimiser"
+                )
+            if value is not None:
+                found[f"{names[parameter]}/{what}"] = value
+    return found
+
+
+def begin_slots(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Let an optimiser make what it remembers of parameters, which it does in its first step; weights stay.
+
+    Parameters
+    ----------
+    names : iterable of str
+        As `slots_of` names them; the values are to be overwritten.
+    """
+    wanted = {name.rpartition("/")[0] for name in names}
+    before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in model.parameters()]
+    for name, parameter in model.named_parameters():
+        new = name in wanted and parameter.requires_grad and not optimizer.state.get(parameter)
+        parameter.grad = torch.zeros_like(parameter) if new else None
+    with torch.no_grad():
+        optimizer.step()
+        for parameter, value, gradient in before:
+            parameter.copy_(value)
+            parameter.grad = gradient
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor's memory as an array of NumPy; what that has no type for, as its bits."""
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return tensor.view(_AS_PLAIN.get(tensor.dtype, tensor.dtype)).numpy()
+
+
+def check_fit(path: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DataError, with all that differs, unless a file has the names and shapes of a model."""
+    both = [name for name in here if name in there]
+    misfits = [(name, there[name], here[name]) for name in both if there[name] != here[name]]
+    found = Taken(both, [name for name in here if name not in there], sorted(there.keys() - here.keys()), misfits)
+    if found.left or not found.complete:
+        differences = str(found).partition("; ")[2]
+        raise DataError(f"{path}: does not fit the module: {differences}; name a file of this module's state_dict")
+
+
+def _world(model: nn.Module) -> Any:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    return model.grid.world if isinstance(model, DistributedModule) else SingleTransport()
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError:
+        raise MissingPackageError("weights files need safetensors: pip install 'neondist[torch]'") from None
+    return safetensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    package = _safetensors()
+    try:
+        file = package.safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; check the path") from None
+    except Exception as error:  # the library's own, and those of the file system
+        raise DataError(f"{path}: is no safetensors file ({error}); name a file that save_weights wrote") from error
+    with file:
+        yield file
+
+
+def _facts(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return what `save_weights` was told; another program's texts are no JSON, and stay texts."""
+    found: dict[str, Any] = {}
+    for name, text in (metadata or {}).items():
+        try:
+            found[name] = json.loads(text)
+        except (ValueError, RecursionError):
+            found[name] = text
+    return found

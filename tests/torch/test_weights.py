@@ -1,0 +1,154 @@
+"""Files of weights: any number of ranks writes and reads them, and so does safetensors alone."""
+
+import struct
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+
+from torch import nn  # noqa: E402
+from torch_runs import captured_once  # noqa: E402
+from torch_training import CELLS, IMAGES, Net, drawn, labels, made  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+from neondist.comm import loopback  # noqa: E402
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, 0.02),
+    "Rprop": lambda p: torch.optim.Rprop(p, 0.02),
+}
+
+WITHOUT = "first.bias"  # its gradient is nothing but rounding
+
+
+def steps(world, optimizer, path, first, last):
+    """Train from step `first`, with what the file holds, to step `last`; return the losses."""
+    with nd.ProcessGrid(world) as grid:
+        model = ndt.distribute(made(Net), IMAGES, grid)
+        chosen, losses = optimizer([p for name, p in model.named_parameters() if name != WITHOUT]), []
+        if first:
+            assert ndt.load_weights(model, path, chosen) == {"step": first, "of": "a test"}
+        for step in range(first, last):
+            chosen.zero_grad()
+            x, target = model.scatter(drawn(*IMAGES, step=step)), model.scatter_target(labels(*CELLS, step=step))
+            loss = model.loss(nn.functional.cross_entropy, model(x), target)
+            loss.backward()
+            chosen.step()
+            losses.append(loss.item())
+        ndt.save_weights(model, path, chosen, step=last, of="a test")
+        return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_from_a_file_on_another_number_of_ranks(tmp_path, name):
+    optimizer, path = OPTIMIZERS[name], tmp_path / "model.safetensors"
+    with captured_once():
+        (expected,) = loopback.run(1, lambda world: steps(world, optimizer, tmp_path / "other.safetensors", 0, 4))
+        begun = loopback.run(3, lambda world: steps(world, optimizer, path, 0, 2))
+        ended = loopback.run(2, lambda world: steps(world, optimizer, path, 2, 4))
+    for one in begun:
+        assert one == pytest.approx(expected[:2], rel=1e-10)
+    for one in ended:
+        assert one == pytest.approx(expected[2:], rel=1e-10)
+    kept = [safetensors.load_file(file) for file in (path, tmp_path / "other.safetensors")]
+    torch.testing.assert_close(*kept, rtol=1e-9, atol=1e-12)
+
+
+class Odd(nn.Module):
+    """Tied weights, and tensors of many types."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("bits16", torch.ones(2, 3, dtype=torch.bfloat16).t())
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("wave", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("none", torch.zeros(0, 4))
+
+
+def test_the_file_is_a_state_dict_of_any_module(tmp_path):
+    path, module, other = tmp_path / "odd.safetensors", Odd(), Odd()
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.copy_(~tensor if tensor.dtype == torch.bool else tensor * 1.5)
+    ndt.save_weights(module, path)
+    assert ndt.load_weights(other, path) == {}
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+    other.load_state_dict(safetensors.load_file(path))
+    safetensors.save_file({"weight": torch.ones(2, 3).double(), "bias": torch.zeros(2)}, path, {"by": "another"})
+    linear = nn.Linear(3, 2)
+    assert ndt.load_weights(linear, path) == {"by": "another"}
+    assert torch.equal(linear.weight, torch.ones(2, 3))
+
+
+def of_net(**changes):
+    return lambda path: safetensors.save_file(
+        {name: t for name, t in {**made(Net).state_dict(), **changes}.items() if t is not None}, path
+    )
+
+
+BAD = {
+    "missing": (lambda path: None, "no such file; check the path"),
+    "text": (lambda path: path.write_text("weights"), "is no safetensors file ("),
+    "header": (lambda path: path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}"), "is no safetensors file ("),
+    "a folder": (lambda path: path.mkdir(), "is no safetensors file ("),
+    "others": (
+        of_net(**{"last.bias": None, "lost": torch.zeros(2), "first.weight": torch.zeros(4, 3, 3, 2)}),
+        "does not fit the module: not in the file: last.bias; left over in the file: lost; of another shape:"
+        " first.weight ([4, 3, 3, 2] there, [4, 3, 3, 3] here); name a file of this module's state_dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_have_one_message_on_all_ranks(tmp_path, name):
+    path = tmp_path / "bad.safetensors"
+    write, message = BAD[name]
+    write(path)
+
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(made(Net), IMAGES, grid)
+            before = [tensor.clone() for tensor in model.state_dict().values()]
+            with pytest.raises(nd.DataError) as caught:
+                ndt.load_weights(model, path)
+            assert all(map(torch.equal, before, model.state_dict().values()))
+            return str(caught.value), caught.value.agreed
+
+    found = loopback.run(2, body, timeout=20.0)
+    assert found[0] == found[1]
+    assert found[0][0].startswith(f"{path}: {message}")
+    assert found[0][1]
+
+
+def test_what_cannot_be_written(tmp_path):
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(made(Net), IMAGES, grid)
+            with pytest.raises(nd.OutputError, match="cannot be written"):
+                ndt.save_weights(model, tmp_path / "none" / "model.safetensors")
+            other = torch.nn.Parameter(torch.zeros(1))
+            optimizer = torch.optim.Adam([other])
+            other.grad = torch.ones(1)
+            optimizer.step()
+            with pytest.raises(nd.ConfigError, match="optimizer: has a parameter that is not the model's"):
+                ndt.save_weights(model, tmp_path / "model.safetensors", optimizer)
+
+    loopback.run(2, body, timeout=20.0)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(nd.ConfigError, match=r"model: expected a torch\.nn\.Module, got dict"):
+        ndt.save_weights({}, tmp_path / "model.safetensors")
+
+
+def test_without_safetensors(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(nd.LaunchError, match=r"weights files need safetensors: pip install 'neondist\[torch\]'"):
+        ndt.save_weights(nn.Linear(1, 1), tmp_path / "model.safetensors")
