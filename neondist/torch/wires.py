@@ -162,7 +162,7 @@ class Channel:
         key = direction, tensor.dtype, sizes
         plan = self._planned.get(key)
         if plan is None:
-            self._planned.clear()  # of another batch
+            self._planned = {of: kept for of, kept in self._planned.items() if of[1:] == key[1:]}  # no other batch's
             plan = self._planned[key] = _Buffers(self.wires, self.inside, tensor.dtype, out, back, prod(sizes))
         for peer, pieces in out.items():
             flat, at = plan.leaving[peer], 0

@@ -161,6 +161,26 @@ def test_a_mode_is_captured_once_and_a_changed_attribute_anew(monkeypatch):
         assert model(x).abs().max() < before.abs().max() / 2
 
 
+def test_messages_of_a_training_step_are_planned_once(monkeypatch):
+    planned = []
+    real = loopback.LoopbackTransport.exchange
+
+    def counted(self, *messages):
+        planned.append(messages)
+        return real(self, *messages)
+
+    monkeypatch.setattr(loopback.LoopbackTransport, "exchange", counted)
+    module = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)).double()
+
+    def body(ranks):
+        model = ndt.distribute(copy.deepcopy(module), IMAGES, ranks)
+        for _ in range(3):
+            model(model.scatter(drawn(*IMAGES))).sum().backward()
+
+    on((1, 1, 2), body)
+    assert len(planned) == 2 * 3  # each rank: both views, and the adjoint of the second
+
+
 @needs_mpirun
 def test_on_ranks_of_mpi():
     mpirun = find_mpirun(os.environ)
