@@ -104,14 +104,17 @@ def difference(found, expected):
 
 
 @contextmanager
-def captured_once():
-    """Let virtual ranks share what torch.export finds: their modules are copies of one."""
-    real, programs = capturing.captured, {}
+def captured_once(programs=None):
+    """Let virtual ranks share what torch.export finds: their modules are copies of one.
+
+    So do calls that are given one dictionary: their modules are alike if they look alike.
+    """
+    real, programs = capturing.captured, {} if programs is None else programs
 
     def captured(module, shapes, *what):
         mode = tuple(m.training for m in module.modules())
         given = tuple((tuple(shape), dtype) for shape, dtype in shapes)
-        key = type(module), getattr(module, "criterion", None), given, mode
+        key = type(module), repr(module), getattr(module, "criterion", None), given, mode
         with lock:
             if key not in programs:
                 programs[key] = real(module, shapes, *what)
