@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+from .graph import Pads, Value
 from .layout import (
     Atom,
     Dim,
@@ -16,7 +17,6 @@ from .layout import (
     reshaped,
     shape_of,
 )
-from .plan import Pads, Value
 from .steps import StepList
 from .transfer import Range, Transfer, Want
 

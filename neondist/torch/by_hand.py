@@ -204,7 +204,7 @@ class _Hand:
             pads.append((axis + 2, before, after))
         around = {dim for dim, before, after in pads if before or after}
         transfer = Transfer(mesh, tuple(want for want in wants if want.dim in around or not want.own))
-        return _View(Channel(self.wires, "halo", transfer), tuple(pad for pad in pads if pad[0] in around))
+        return _View(Channel(self.wires, "halo", transfer, "halo"), tuple(pad for pad in pads if pad[0] in around))
 
 
 def _seen(window: Window, axis: int, n: int, lo: int, hi: int) -> tuple[tuple[Range, ...], tuple[int, int]]:

@@ -16,9 +16,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
+from .graph import Value
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
-from .plan import TorchPlan, Value
+from .plan import TorchPlan
 from .registry import TRACING
 from .steps import Where
 
@@ -174,12 +175,11 @@ def lowered(
         lowering.values,
         parameters,
         buffers,
-        {},
         inputs,
         ids,
         mutated,
         None if lowering.key is None else lowering.key.id,
-    ).finish()
+    )
     return plan, program.call_spec.out_spec
 
 

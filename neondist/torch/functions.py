@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from .graph import GRADIENTS
 from .wires import Channel, Wires
 
 
@@ -27,13 +28,15 @@ class View(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float) -> torch.Tensor:
         """Return the view of this rank."""
         ctx.channel, ctx.shape, ctx.pads = channel, tensor.shape, pads
-        return channel.view(tensor, pads, fill)
+        with channel.during("forward"):
+            return channel.view(tensor, pads, fill)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of the part."""
-        return ctx.channel.adjoint(gradients[0], ctx.shape, ctx.pads), None, None, None
+        with ctx.channel.during("backward"):
+            return ctx.channel.adjoint(gradients[0], ctx.shape, ctx.pads), None, None, None
 
 
 class Gather(torch.autograd.Function):
@@ -43,7 +46,8 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, channel: Channel) -> torch.Tensor:
         """Return the whole."""
         ctx.channel, ctx.shape = channel, tensor.shape
-        return channel.view(tensor)
+        with channel.during("forward"):
+            return channel.view(tensor)
 
     @staticmethod
     @once_differentiable
@@ -230,7 +234,7 @@ class Parameters(torch.autograd.Function):
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
             these = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
             flat = torch.cat([gradients[at].reshape(-1) for at in these])
-            flat = ctx.wires.reduce("gradients", "backward", flat, ctx.wires.mesh.axes)
+            flat = ctx.wires.reduce(GRADIENTS, "backward", flat, ctx.wires.mesh.axes)
             parts = flat.split([gradients[at].numel() for at in these])
             for at, part in zip(these, parts, strict=True):
                 found[at] = part.view(gradients[at].shape)

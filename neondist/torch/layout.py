@@ -87,6 +87,13 @@ class Mesh:
             rank = rank * parts + at
         return rank
 
+    def sums(self, axes: frozenset[int]) -> list[frozenset[int]]:
+        """Return over which groups of ranks a sum over axes is taken, one after the other: by the axes in each."""
+        axes &= self.axes
+        if axes in (self.axes, self.axes - {0}):
+            return [axes] if axes else []
+        return [frozenset({axis}) for axis in sorted(axes)]
+
     def atom(self, extent: int, axis: int | None) -> Atom:
         """Return a range of indices cut evenly by an axis: the first extent % parts parts have one more."""
         if axis is None or self.parts[axis] == 1:

@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from .building import Builder
+from .graph import Value, axes_of_values
 from .layout import Mesh, axes_of, whole
-from .plan import Value, axes_of_values
 from .registry import POINTWISE, RULES, TRACING
 
 

@@ -1,198 +1,83 @@
-"""What a rank does in a pass of a distributed module, step by step; pure, needs no communicator."""
+"""What a rank does in a pass of a distributed module, and what it sends; pure, needs no communicator."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
-from typing import Any
 
-import torch
+from .graph import GRADIENTS, SAME, WIDER, Step, TorchGraph, Value
+from .layout import Mesh, Shape, local_shape
 
-from .layout import Layout, Mesh, Shape, axes_of, local_shape, shape_of
-from .transfer import Transfer
-
-FRESH = {
-    "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.add.Tensor", "aten.sub.Tensor",
-    "aten.linear.default", "aten._native_batch_norm_legit_functional.default", "aten.group_norm.default",
-    "aten._native_batch_norm_legit_no_training.default", "aten.instance_norm.default", "aten.cat.default",
-    "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
-}  # fmt: skip
-"""Operators that need not their results to go back, and give them in memory of their own."""
-IN_PLACE: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
-"""Operators that may write their results over what they were given, if nobody else needs that."""
-
-Pads = tuple[tuple[int, int, int], ...]
+Traffic = dict[tuple[str, str, str], int]
+"""Bytes by (kind, step, direction): kind 'halo', 'redistribution' or 'sum', direction 'forward' or 'backward'."""
 
 
-@dataclass(eq=False)
-class Value:
-    """A tensor of the plan.
+class TorchPlan(TorchGraph):
+    """The steps, and what they cost."""
 
-    Attributes
-    ----------
-    id : int
-    local : tuple of int
-        Shape of this rank's part.
-    axes : frozenset of int
-        The axes of the mesh along which ranks have parts of their own; along others they have the same.
-    dtype : torch.dtype
-    kind : 'value', 'parameter' (whose gradient is added up at the end), or 'constant' (has none)
-    layout : Layout or None
-        How the whole is cut; None: a view, which is used by one operation only.
-    """
+    def traffic(self, rank: int, trained: Collection[str] | None = None, inputs: bool = False) -> Traffic:
+        """Return the bytes that a rank sends, or gives into sums, in a forward and a backward pass.
 
-    id: int
-    local: Shape
-    axes: frozenset[int]
-    dtype: torch.dtype
-    kind: str
-    layout_or_none: Layout | None = None
+        By kind, step and direction, as the ledger of `wires` records them.
 
-    @property
-    def layout(self) -> Layout:
-        """How the whole is cut."""
-        assert self.layout_or_none is not None
-        return self.layout_or_none
-
-    @property
-    def shape(self) -> Shape:
-        """The global shape."""
-        return shape_of(self.layout)
-
-
-@dataclass(eq=False)
-class Step:
-    """One operation: local, or one of the dependences on other ranks.
-
-    Attributes
-    ----------
-    kind : 'local', 'view', 'gather', 'sum', 'max', 'spread', 'counted'
-    name : str
-        The module's path and the operator.
-    inputs, outputs : values, by id
-    run : callable
-        For 'local': from the inputs' tensors to the outputs'.
-    op : str
-        The operator whose result the first output is, if there is one.
-    """
-
-    kind: str
-    name: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    run: Callable[..., Any] | None = None
-    transfer: Transfer | None = None
-    pads: Pads = ()
-    fill: float = 0.0
-    axes: frozenset[int] = frozenset()
-    counts: bool = True
-    key: Any = None
-    free: tuple[int, ...] = field(default=())
-    op: str = ""
-
-
-@dataclass(eq=False)
-class TorchPlan:
-    """The steps of a captured module on a mesh of ranks, as one rank runs them.
-
-    Attributes
-    ----------
-    mesh : Mesh
-    rank : int
-    steps : list of Step
-    values : list of Value
-    parameters, buffers, constants, inputs : dict or list of ids
-    outputs : list of id, or of a Python value
-    mutated : dict of buffer to id
-    key : int or None
-        The value of the number that random ones are keyed by.
-    """
-
-    mesh: Mesh
-    rank: int
-    steps: list[Step]
-    values: list[Value]
-    parameters: dict[str, int]
-    buffers: dict[str, int]
-    constants: dict[str, tuple[int, torch.Tensor]]
-    inputs: list[int]
-    outputs: list[Any]
-    mutated: dict[str, int]
-    key: int | None = None
-
-    def finish(self) -> TorchPlan:
-        """Drop steps whose values nobody reads, and find when each value can be freed."""
-        wanted = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated.values())
-        kept: list[Step] = []
-        for step in reversed(self.steps):
-            if any(out in wanted for out in step.outputs):
-                wanted.update(step.inputs)
-                kept.append(step)
-        self.steps = kept[::-1]
-        seen = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated.values())
-        for step in reversed(self.steps):
-            last = [value for value in (*step.inputs, *step.outputs) if value not in seen]
-            step.free = tuple(dict.fromkeys(last))
-            seen.update(last)
-        self._save_memory()
-        return self
-
-    def _save_memory(self) -> None:
-        """Let steps write over what nobody else reads."""
-        readers = Counter(value for step in self.steps for value in step.inputs)
-        fresh = {step.outputs[0] for step in self.steps if step.op in FRESH and step.kind in ("local", "norm")}
-        for at, step in enumerate(self.steps):
-            if step.op in IN_PLACE and step.kind == "local" and step.key is None:
-                (value,) = step.inputs
-                if value in fresh and readers[value] == 1 and value in step.free:
-                    self.steps[at] = replace(step, run=IN_PLACE[step.op])
-
-    def sent(self, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank sends in each step forward, or gives into a sum; steps of one name together."""
-        place, found = self.mesh.place(rank), dict[str, int]()
+        Parameters
+        ----------
+        trained : collection of str
+            The parameters that require gradients; default: all.
+        inputs : bool
+            Whether the inputs do.
+        """
+        trained = self.parameters if trained is None else trained
+        place, found = self.mesh.place(rank), Counter[tuple[str, str, str]]()
+        needed, reached = _needed(self, trained, inputs), {out for out in self.outputs if isinstance(out, int)}
         for step in self.steps:
-            count = self._sent(step, rank, place)
-            if count:
-                found[step.name] = found.get(step.name, 0) + count
-        return found
-
-    def _sent(self, step: Step, rank: int, place: Sequence[int]) -> int:
-        value = self.values[step.inputs[0]] if step.inputs else None
-        if value is None or step.kind in ("local", "spread", "counted"):
-            return 0
-        if step.kind == "norm":
-            return 2 * prod(self.values[step.outputs[1]].local) * value.dtype.itemsize
-        if step.transfer is None:
-            return prod(value.local) * value.dtype.itemsize
-        moved = {want.dim for want in step.transfer.wants}
-        local = value.local if value.layout_or_none is None else local_shape(value.layout, place)
-        others = prod(n for dim, n in enumerate(local) if dim not in moved)
-        return sum(piece.cells() for piece in step.transfer.sends(rank)) * others * value.dtype.itemsize
+            for kind, count in _forward(self, step, rank, place):
+                found[kind, step.name, "forward"] += count
+        for step in reversed(self.steps):
+            if not any(out in reached and out in needed for out in step.outputs):
+                continue
+            reached.update(step.inputs)
+            if any(value in needed for value in step.inputs):
+                for kind, count in _backward(self, step, rank, place):
+                    found[kind, step.name, "backward"] += count
+        given = [self.values[self.parameters[name]] for name in trained if self.parameters.get(name) in reached]
+        found["sum", GRADIENTS, "backward"] = _summed(self.mesh, self.mesh.axes, given, place)
+        return {account: count for account, count in found.items() if count}
 
     def bytes(self, rank: int) -> int:
-        """Return the bytes that a rank sends in a forward pass, or gives into sums."""
-        return sum(self.sent(rank).values())
+        """Return the bytes of messages that a rank sends in a training step, sums not counted."""
+        return sum(count for (kind, _, _), count in self.traffic(rank).items() if kind != "sum")
+
+    def reduced(self, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank gives into sums over ranks in a training step, by step, and of 'gradients'."""
+        found: Counter[str] = Counter()
+        for (kind, name, _), count in self.traffic(rank).items():
+            if kind == "sum":
+                found[name] += count
+        return dict(found)
 
     def memory(self, rank: int) -> int:
         """Return the bytes of all values that a rank makes in a forward pass, parameters and inputs not counted."""
         place = self.mesh.place(rank)
-        made = [
-            self.values[out] for step in self.steps if step.kind not in ("spread", "counted") for out in step.outputs
-        ]
-        shapes = (v.local if v.layout_or_none is None else local_shape(v.layout, place) for v in made)
-        return sum(prod(shape) * value.dtype.itemsize for shape, value in zip(shapes, made, strict=True))
+        made = [self.values[out] for step in self.steps if step.kind not in SAME for out in step.outputs]
+        return sum(prod(part_of(value, place)) * value.dtype.itemsize for value in made)
 
     def describe(self) -> str:
-        """Return a table of the steps that communicate, with what this rank sends."""
-        lines = [f"{'step':60s} {'kind':8s} {'bytes':>12s}"]
-        for step in self.steps:
-            if step.kind not in ("local", "spread", "counted"):
-                sent = self._sent(step, self.rank, self.mesh.place(self.rank))
-                lines.append(f"{step.name[-60:]:60s} {step.kind:8s} {sent:12,d}")
-        lines.append(f"{len(self.steps)} steps; {self.bytes(self.rank):,d} bytes sent forward by rank {self.rank}")
+        """Return a table of what this rank sends in a training step."""
+        table: dict[tuple[str, str], list[int]] = {}
+        for (kind, name, direction), count in self.traffic(self.rank).items():
+            table.setdefault((name, kind), [0, 0])[direction == "backward"] += count
+        lines = [f"{'step':58s} {'kind':14s} {'forward':>14s} {'backward':>14s}  (bytes)"]
+        lines += [
+            f"{name[-58:]:58s} {kind:14s} {there:14,d} {back:14,d}" for (name, kind), (there, back) in table.items()
+        ]
+        summed = sum(self.reduced(self.rank).values())
+        lines.append(
+            f"{len(self.steps)} steps; in a training step rank {self.rank} sends {self.bytes(self.rank):,d} bytes, and"
+            f" gives {summed:,d} into sums"
+        )
         return "\n".join(lines)
 
     @property
@@ -209,12 +94,58 @@ class TorchPlan:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
-def axes_of_values(values: Iterable[Value]) -> frozenset[int]:
-    """Return the axes along which any of the values differs."""
-    found: frozenset[int] = frozenset()
-    for value in values:
-        found |= value.axes
-    return found
+def _needed(plan: TorchGraph, trained: Collection[str], inputs: bool) -> set[int]:
+    """Return the values that depend on what has a gradient."""
+    needed = {value for name, value in plan.parameters.items() if name in trained}
+    if inputs:
+        needed.update(value for value in plan.inputs if plan.values[value].kind == "value")
+    for step in plan.steps:
+        if any(value in needed for value in step.inputs):
+            needed.update(out for out in step.outputs if plan.values[out].kind != "constant")
+    return needed
 
 
-__all__ = ["Pads", "Step", "TorchPlan", "Value", "axes_of", "axes_of_values"]
+def _forward(plan: TorchGraph, step: Step, rank: int, place: Sequence[int]) -> Iterable[tuple[str, int]]:
+    values = plan.values
+    if step.transfer is not None:
+        cells = sum(piece.cells for piece in step.transfer.sends(rank))
+        yield kind_of(step), cells * _others(step, values[step.inputs[0]], place)
+    elif step.kind == "norm":
+        yield "sum", 2 * _summed(plan.mesh, step.key[0].axes, [values[step.outputs[1]]], place)
+    elif step.kind in ("sum", "max"):
+        yield "sum", _summed(plan.mesh, step.axes, [values[step.inputs[0]]], place)
+
+
+def _backward(plan: TorchGraph, step: Step, rank: int, place: Sequence[int]) -> Iterable[tuple[str, int]]:
+    values = plan.values
+    if step.kind == "view" and step.transfer is not None:
+        cells = sum(piece.cells for piece in step.transfer.receives(rank) if piece.peer != rank)
+        yield kind_of(step), cells * _others(step, values[step.inputs[0]], place)
+    elif step.kind == "norm":
+        yield "sum", 2 * _summed(plan.mesh, step.key[0].axes, [values[step.outputs[1]]], place)
+    elif step.kind == "spread":
+        yield "sum", _summed(plan.mesh, step.axes, [values[step.inputs[0]]], place)
+
+
+def kind_of(step: Step) -> str:
+    """Return under which kind the ledger has a step's messages."""
+    return "halo" if step.kind == "view" else "redistribution"
+
+
+def _others(step: Step, value: Value, place: Sequence[int]) -> int:
+    """Return the bytes of each cell along the dimensions that a transfer is about."""
+    assert step.transfer is not None
+    moved = {want.dim for want in step.transfer.wants}
+    shape = part_of(value, place)
+    return prod(n for dim, n in enumerate(shape) if dim not in moved) * value.dtype.itemsize
+
+
+def _summed(mesh: Mesh, axes: frozenset[int], values: Iterable[Value], place: Sequence[int]) -> int:
+    """Return the bytes that a rank gives into sums of values over axes."""
+    sizes = (prod(part_of(value, place)) * WIDER.get(value.dtype, value.dtype).itemsize for value in values)
+    return len(mesh.sums(axes)) * sum(sizes)
+
+
+def part_of(value: Value, place: Sequence[int]) -> Shape:
+    """Return the shape of a value on the rank at a place; of a view, on the rank that the plan is of."""
+    return value.local if value.layout_or_none is None else local_shape(value.layout, place)

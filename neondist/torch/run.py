@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from .functions import Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
-from .plan import Step, TorchPlan
+from .graph import Step
+from .plan import TorchPlan, kind_of
 from .wires import Channel, Wires
 
 
 class Runner:
-    """Runs one plan on this rank; keeps the plan's channels and nothing of a pass."""
+    """Runs one plan on this rank; keeps the plan's channels and nothing of a pass.
+
+    What a pass has sent is compared with what was planned.
+    """
 
     def __init__(self, wires: Wires, plan: TorchPlan) -> None:
         self.wires, self.plan = wires, plan
         self.channels = {
-            id(step): Channel(wires, step.name, step.transfer) for step in plan.steps if step.transfer is not None
+            id(step): Channel(wires, step.name, step.transfer, kind_of(step))
+            for step in plan.steps
+            if step.transfer is not None
         }
 
     def __call__(
@@ -35,12 +42,15 @@ class Runner:
         env.update(self._entered(parameters))
         if plan.key is not None:
             env[plan.key] = self._drawn()
+        run = self._watched if self.wires.grid.observers else self._run
+        before = self.wires.sent
         for step in plan.steps:
-            found = self._run(step, [env[value] for value in step.inputs])
+            found = run(step, [env[value] for value in step.inputs])
             for value, tensor in zip(step.outputs, found, strict=True):
                 env[value] = tensor
             for value in step.free:
                 del env[value]
+        self._compare(self.wires.sent - before)
         with torch.no_grad():
             for name, value in plan.mutated.items():
                 buffers[name].copy_(env[value])
@@ -57,6 +67,32 @@ class Runner:
         if self.wires.mesh.axes and trained and torch.is_grad_enabled():
             tensors = Parameters.apply(self.wires, *(parameters[name] for name in trained))
             found.update({ids[name]: tensor for name, tensor in zip(trained, tensors, strict=True)})
+        return found
+
+    @cached_property
+    def _planned(self) -> int:
+        found = self.plan.traffic(self.plan.rank)
+        return sum(count for (_, _, direction), count in found.items() if direction == "forward")
+
+    def _compare(self, sent: int) -> None:
+        if sent != self._planned and not torch.is_autocast_enabled("cpu"):  # which sends other dtypes
+            raise RuntimeError(
+                f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned} were planned; this is a"
+                " defect of neondist"
+            )
+
+    def _watched(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run a step, and show what it gives, and the gradient of that, to all who watch."""
+        observers = self.wires.grid.observers
+        with observers.during("layer", step.name, "forward"):
+            found = self._run(step, tensors)
+        for tensor in found:
+            if tensor.is_floating_point():
+                observers.value(step, "output", tensor.detach().float().numpy())
+            if tensor.requires_grad:
+                tensor.register_hook(
+                    lambda dy: observers.value(step, "gradient of the output", dy.detach().float().numpy())
+                )
         return found
 
     def _run(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:

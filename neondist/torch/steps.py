@@ -10,6 +10,7 @@ import torch
 
 from .errors import UnsupportedOperator
 from .functions import Moments
+from .graph import Step, Value, axes_of_values
 from .layout import (
     Atom,
     Layout,
@@ -19,7 +20,6 @@ from .layout import (
     local_shape,
     whole,
 )
-from .plan import Step, Value, axes_of_values
 
 
 class StepList:

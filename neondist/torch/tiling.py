@@ -9,8 +9,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ShapeError
 from .building import Builder
+from .graph import Value
 from .layout import Layout, axes_of, local_shape, shape_of, whole
-from .plan import TorchPlan, Value
+from .plan import TorchPlan
 from .run import Runner
 from .steps import Where
 from .wires import Wires
@@ -148,6 +149,6 @@ class Tiling:
         builder.where = Where("gather", "", "")
         value = builder.input(layout, tile.dtype)
         found = builder.gathered(value)
-        plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, {}, [value.id], [found.id], {}).finish()
+        plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, [value.id], [found.id], {})
         with torch.no_grad():
             return Runner(self.wires, plan)([tile.detach()], {}, {})[0]

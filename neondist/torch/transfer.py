@@ -78,8 +78,9 @@ class Piece(NamedTuple):
     source: tuple[Range, ...]
     target: tuple[Range, ...]
 
+    @property
     def cells(self) -> int:
-        """Return the number of indices, those of other dimensions not counted."""
+        """The number of indices, those of other dimensions not counted."""
         return prod(hi - lo for lo, hi in self.source)
 
 

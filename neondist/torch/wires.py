@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from ..comm import Message, ProcessGrid, Transport
+from ..observer import During
+from ..runtime.observers.ledger import Account, Ledger
+from .graph import GRADIENTS, WIDER
 from .layout import Mesh
 from .transfer import Piece, Transfer
 
 _AS_INTEGERS = {torch.bfloat16: torch.int16}  # what NumPy has no type for travels as bits
-_AS_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # and is added up in a wider type
 
 
 class Wires:
@@ -26,55 +28,63 @@ class Wires:
     mesh : Mesh
     place : tuple of int
         This rank's.
-    sent : Counter of (step, direction)
-        Bytes that this rank has sent in messages, or given into reductions.
+    ledger : Ledger
+        What this rank has sent in messages, and given into sums.
+    sent : int
+        The bytes of all that.
     """
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
         self.grid = grid
         self.mesh = Mesh((grid.replicas, *grid.shape.parts(spatial)))
         self.place = self.mesh.place(grid.rank)
-        self.sent: Counter[tuple[str, str]] = Counter()
-        self._groups: dict[frozenset[int], list[Transport]] = {}
+        self.ledger: Ledger = Counter()
+        self.sent = 0
+        self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
 
-    def groups(self, axes: frozenset[int]) -> list[Transport]:
-        """Return the groups to reduce over, one after the other, for sums over axes; the first call is collective."""
+    def record(self, kind: str, step: str, direction: str, peer: int | str, nbytes: int) -> None:
+        """Take note of a message to a rank, or of a sum in a group."""
+        self.ledger[Account(kind, step, direction, peer, nbytes)] += 1
+        self.sent += nbytes
+
+    def group(self, axes: frozenset[int]) -> tuple[str, Transport]:
+        """Return one of the mesh's groups for sums, and its name; the first call is collective."""
         found = self._groups.get(axes)
         if found is None:
             found = self._groups[axes] = self._made(axes)
         return found
 
-    def _made(self, axes: frozenset[int]) -> list[Transport]:
+    def _made(self, axes: frozenset[int]) -> tuple[str, Transport]:
         every, grid = self.mesh.axes, self.grid
         if axes == every:
-            return [grid.world]
+            return "world", grid.world
         if axes == every - {0}:
-            return [grid.tile_comm]
+            return "tiles", grid.tile_comm
         if axes == {0}:
-            return [grid.replica_comm]
-        if len(axes) > 1:
-            return [group for axis in sorted(axes) for group in self.groups(frozenset({axis}))]
+            return "replicas", grid.replica_comm
         (axis,) = axes
         key = [at for other, at in enumerate(self.place) if other != axis]
         others = Mesh(tuple(parts for other, parts in enumerate(self.mesh.parts) if other != axis))
         made = grid.world.split(others.rank(key), self.place[axis])
         grid.on_close(made.close)
-        return [made]
+        return f"axis {axis}", made
 
     def reduce(self, step: str, direction: str, tensor: torch.Tensor, axes: frozenset[int], op: Any = "sum") -> Any:
         """Return the sum, or maximum, over axes, as a new tensor; collective over them."""
-        groups = [group for group in self.groups(axes) if group.size > 1]
+        groups = self.mesh.sums(axes)
         if not groups or not tensor.numel():
             return tensor.clone()
-        wide = tensor.detach().to("cpu", _AS_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
+        wide = tensor.detach().to("cpu", WIDER.get(tensor.dtype, tensor.dtype), copy=True)
         wide = wide.contiguous()
         host = wide.numpy()
         if host.dtype == np.bool_:
             host = host.view(np.uint8)
-        for group in groups:
-            self.sent[step, direction] += host.nbytes
-            with self.grid.observers.during("reduce", step, direction):
-                group.allreduce(host, op)
+        observers = self.grid.observers
+        with observers.during("sync" if step == GRADIENTS else "reduce", step, direction):
+            for name, group in map(self.group, groups):
+                self.record("sum", step, direction, name, host.nbytes)
+                with observers.during("wait", "", direction, name):
+                    group.allreduce(host, op)
         return wide.to(tensor.device, tensor.dtype)
 
 
@@ -85,18 +95,26 @@ class Channel:
     ----------
     name : str
         Of the step.
+    kind : 'halo' or 'redistribution'
     """
 
-    def __init__(self, wires: Wires, name: str, transfer: Transfer) -> None:
-        self.wires, self.name, self.transfer = wires, name, transfer
+    def __init__(self, wires: Wires, name: str, transfer: Transfer, kind: str) -> None:
+        self.wires, self.name, self.transfer, self.kind = wires, name, transfer, kind
         rank = wires.grid.rank
         pieces = transfer.receives(rank)
         self.own = [piece for piece in pieces if piece.peer == rank]
         self.arriving = _by_peer(piece for piece in pieces if piece.peer != rank)
         self.leaving = _by_peer(transfer.sends(rank))
         self.silent = transfer.silent
-        self.inside = all(0 not in (want.axis, want.source.axis) for want in transfer.wants)
+        grid = wires.grid  # its world may be the caller's own communicator, with messages of his; its tiles are not
+        inside = all(0 not in (want.axis, want.source.axis) for want in transfer.wants)
+        self.group, self.first = (grid.tile_comm, grid.rank - grid.tile) if inside else (grid.world, 0)
         self._planned: dict[Any, Any] = {}
+
+    def during(self, direction: str) -> During:
+        """Return a block that observers are told of."""
+        what = "halo" if self.kind == "halo" else "redistribute"
+        return self.wires.grid.observers.during(what, self.name, direction)
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
         """Return what this rank wants to see of a tensor, given its part.
@@ -163,16 +181,16 @@ class Channel:
         plan = self._planned.get(key)
         if plan is None:
             self._planned = {of: kept for of, kept in self._planned.items() if of[1:] == key[1:]}  # no other batch's
-            plan = self._planned[key] = _Buffers(self.wires, self.inside, tensor.dtype, out, back, prod(sizes))
+            plan = self._planned[key] = _Buffers(self, tensor.dtype, out, back, prod(sizes))
         for peer, pieces in out.items():
             flat, at = plan.leaving[peer], 0
             for piece in pieces:
                 cells = self._at(tensor, piece, start)
                 flat[at : at + cells.numel()].view(cells.shape).copy_(cells)
                 at += cells.numel()
-        self.wires.sent[self.name, direction] += plan.exchange.bytes_sent
-        with self.wires.grid.observers.during("exchange", self.name, direction):
-            plan.exchange.run()
+        for message in plan.exchange.sends:
+            self.wires.record(self.kind, self.name, direction, self.first + message.peer, message.nbytes)
+        plan.exchange.run()
         found = []
         for peer, pieces in back.items():
             flat, at = plan.arriving[peer], 0
@@ -191,18 +209,15 @@ _Pieces = dict[int, list[Piece]]
 class _Buffers:
     """Flat buffers for the messages of one direction, and their exchange."""
 
-    def __init__(
-        self, wires: Wires, inside: bool, dtype: torch.dtype, out: _Pieces, back: _Pieces, numbers: int
-    ) -> None:
+    def __init__(self, channel: Channel, dtype: torch.dtype, out: _Pieces, back: _Pieces, numbers: int) -> None:
         def flat(pieces: _Pieces) -> dict[int, torch.Tensor]:
-            sizes = {peer: sum(piece.cells() for piece in parts) * numbers for peer, parts in pieces.items()}
+            sizes = {peer: sum(piece.cells for piece in parts) * numbers for peer, parts in pieces.items()}
             return {peer: torch.empty(size, dtype=dtype) for peer, size in sizes.items()}
 
         self.leaving, self.arriving = flat(out), flat(back)
-        grid = wires.grid  # its world may be the caller's own communicator, with messages of his; its tiles are not
-        group, first = (grid.tile_comm, grid.rank - grid.tile) if inside else (grid.world, 0)
-        self.exchange = group.exchange(_messages(self.leaving, first), _messages(self.arriving, first))
-        self.exchange.observers = wires.grid.observers
+        leaving, arriving = (_messages(buffers, channel.first) for buffers in (self.leaving, self.arriving))
+        self.exchange = channel.group.exchange(leaving, arriving)
+        self.exchange.observers = channel.wires.grid.observers
 
 
 def _messages(buffers: dict[int, torch.Tensor], first: int) -> list[Message]:

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
@@ -61,6 +62,9 @@ def distributed(module, inputs, gradients, grid, **more):
             layouts = [lay for lay in model._runner().layouts if lay is not None]
             parts = [model.tiling.part(g, lay) for g, lay in zip(gradients, layouts, strict=True)]
             torch.autograd.backward(*differentiable(outputs, parts))
+            trained = [name for name, p in mine.named_parameters() if p.requires_grad]
+            if ranks.size > 1:
+                assert sent(model) == model.plan.traffic(ranks.rank, trained, inputs=True)
             return {
                 "outputs": [model.tiling.gathered(y, lay) for y, lay in zip(outputs, layouts, strict=True)],
                 "inputs": [
@@ -72,6 +76,14 @@ def distributed(module, inputs, gradients, grid, **more):
             }
 
     return loopback.run(replicas * rows * cols * planes, body, **running)
+
+
+def sent(model):
+    """Return the bytes that a rank has sent, as its plan tells them."""
+    found = Counter()
+    for account, count in model.wires.ledger.items():
+        found[account.kind, account.layer, account.direction] += count * account.nbytes
+    return dict(found)
 
 
 def difference(found, expected):

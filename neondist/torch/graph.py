@@ -1,0 +1,160 @@
+"""The values of a plan, and its steps: local work, or one of the dependences on other ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .layout import Layout, Mesh, Shape, shape_of
+from .transfer import Transfer
+
+GRADIENTS = "gradients"
+"""Under this name, instead of a step's, the sum of all parameters' gradients is told."""
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""In which dtype numbers of few digits are added up over ranks."""
+FRESH = {
+    "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.add.Tensor", "aten.sub.Tensor",
+    "aten.linear.default", "aten._native_batch_norm_legit_functional.default", "aten.group_norm.default",
+    "aten._native_batch_norm_legit_no_training.default", "aten.instance_norm.default", "aten.cat.default",
+    "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
+}  # fmt: skip
+"""Operators that need not their results to go back, and give them in memory of their own."""
+IN_PLACE: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
+"""Operators that may write their results over what they were given, if nobody else needs that."""
+SAME = ("spread", "counted")
+"""Kinds of steps that give their input as it is, and do something to its gradient."""
+Pads = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the plan.
+
+    Attributes
+    ----------
+    id : int
+    local : tuple of int
+        Shape of this rank's part.
+    axes : frozenset of int
+        The axes of the mesh along which ranks have parts of their own; along others they have the same.
+    dtype : torch.dtype
+    kind : 'value', 'parameter' (whose gradient is added up at the end), or 'constant' (has none)
+    layout : Layout or None
+        How the whole is cut; None: a view, which is used by one operation only.
+    """
+
+    id: int
+    local: Shape
+    axes: frozenset[int]
+    dtype: torch.dtype
+    kind: str
+    layout_or_none: Layout | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """How the whole is cut."""
+        assert self.layout_or_none is not None
+        return self.layout_or_none
+
+    @property
+    def shape(self) -> Shape:
+        """The global shape."""
+        return shape_of(self.layout)
+
+
+@dataclass(eq=False)
+class Step:
+    """One operation: local, or one of the dependences on other ranks.
+
+    Attributes
+    ----------
+    kind : 'local', 'norm', 'view', 'gather', 'sum', 'max', or one of SAME
+    name : str
+        The module's path and the operator.
+    inputs, outputs : values, by id
+    run : callable
+        For 'local': from the inputs' tensors to the outputs'.
+    op : str
+        The operator whose result the first output is, if there is one.
+    """
+
+    kind: str
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    run: Callable[..., Any] | None = None
+    transfer: Transfer | None = None
+    pads: Pads = ()
+    fill: float = 0.0
+    axes: frozenset[int] = frozenset()
+    counts: bool = True
+    key: Any = None
+    free: tuple[int, ...] = field(default=())
+    op: str = ""
+
+
+@dataclass(eq=False)
+class TorchGraph:
+    """The steps of a captured module on a mesh of ranks, as one rank runs them.
+
+    Attributes
+    ----------
+    mesh : Mesh
+    rank : int
+    steps : list of Step
+    values : list of Value
+    parameters, buffers, inputs : dict or list of ids
+    outputs : list of id, or of a Python value
+    mutated : dict of buffer to id
+    key : int or None
+        The value of the number that random ones are keyed by.
+    """
+
+    mesh: Mesh
+    rank: int
+    steps: list[Step]
+    values: list[Value]
+    parameters: dict[str, int]
+    buffers: dict[str, int]
+    inputs: list[int]
+    outputs: list[Any]
+    mutated: dict[str, int]
+    key: int | None = None
+
+    def __post_init__(self) -> None:
+        """Drop steps whose values nobody reads, and find when each value can be freed."""
+        wanted = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated.values())
+        kept: list[Step] = []
+        for step in reversed(self.steps):
+            if any(out in wanted for out in step.outputs):
+                wanted.update(step.inputs)
+                kept.append(step)
+        self.steps = kept[::-1]
+        seen = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated.values())
+        for step in reversed(self.steps):
+            last = [value for value in (*step.inputs, *step.outputs) if value not in seen]
+            step.free = tuple(dict.fromkeys(last))
+            seen.update(last)
+        self._save_memory()
+
+    def _save_memory(self) -> None:
+        """Let steps write over what nobody else reads."""
+        readers = Counter(value for step in self.steps for value in step.inputs)
+        fresh = {step.outputs[0] for step in self.steps if step.op in FRESH and step.kind in ("local", "norm")}
+        for at, step in enumerate(self.steps):
+            if step.op in IN_PLACE and step.kind == "local" and step.key is None:
+                (value,) = step.inputs
+                if value in fresh and readers[value] == 1 and value in step.free:
+                    self.steps[at] = replace(step, run=IN_PLACE[step.op])
+
+
+def axes_of_values(values: Iterable[Value]) -> frozenset[int]:
+    """Return the axes along which any of the values differs."""
+    found: frozenset[int] = frozenset()
+    for value in values:
+        found |= value.axes
+    return found

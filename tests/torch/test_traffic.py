@@ -1,0 +1,124 @@
+"""What passes send is what their plans say, by step, kind and direction."""
+
+import copy
+from collections import Counter
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+from torch import nn  # noqa: E402
+from torch_runs import GRIDS, sent  # noqa: E402
+
+import neondist.torch as ndt  # noqa: E402
+from neondist import ProcessGrid  # noqa: E402
+from neondist.comm import loopback  # noqa: E402
+from neondist.observer import Observer  # noqa: E402
+
+
+class Everything(nn.Module):
+    """Windows, norms, sums, an index map, attention over cells, and a vector at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.second = nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 2), nn.GroupNorm(2, 4))
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        y = self.second(self.first(x))
+        tokens = y.flatten(2).transpose(1, 2)
+        tokens = tokens + self.attention(tokens, tokens, tokens)[0]
+        y = self.frozen(tokens.transpose(1, 2).reshape(y.shape)).flip(2)
+        y = y / y.detach().amax((1, 2, 3), keepdim=True).clamp(min=1)
+        return self.last(y.mean((2, 3)))
+
+
+SHAPE = (2, 2, 17, 14)
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_traffic_is_what_was_planned(grid, inputs, dtype):
+    replicas, rows, cols = grid
+    original = Everything().to(dtype)
+
+    def body(world):
+        with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
+            module = copy.deepcopy(original)
+            model = ndt.distribute(module, SHAPE, ranks)
+            x = model.scatter(torch.ones(SHAPE, dtype=dtype)).requires_grad_(inputs)
+            y = model(x)
+            if ranks.size > 1:
+                y.backward(torch.ones_like(y))
+            trained = [name for name, p in module.named_parameters() if p.requires_grad]
+            return sent(model), [model.plan.traffic(rank, trained, inputs) for rank in range(ranks.size)]
+
+    for rank, (found, plans) in enumerate(loopback.run(replicas * rows * cols, body)):
+        assert found == plans[rank]
+        assert found or replicas * rows * cols == 1
+
+
+def test_every_rank_plans_the_same_for_all():
+    original = Everything()
+
+    def body(world):
+        with ProcessGrid(world, rows=2, cols=3) as ranks:
+            plan = ndt.distribute(copy.deepcopy(original), SHAPE, ranks).plan
+            return [plan.traffic(rank) for rank in range(6)], [plan.bytes(rank) for rank in range(6)], plan.describe()
+
+    found = loopback.run(6, body)
+    assert all(one[:2] == found[0][:2] for one in found)
+    for rank, (plans, count, text) in enumerate(found):
+        messages = sum(n for (kind, _, _), n in plans[rank].items() if kind != "sum")
+        assert count[rank] == messages > 0
+        assert f"rank {rank} sends {messages:,d} bytes" in text
+        assert "first.0:aten.conv2d.default" in text
+        assert "gradients" in text
+
+
+def test_a_pass_is_shown_to_observers():
+    class Names(Observer):
+        def __init__(self):
+            self.begun, self.values = Counter(), {}
+
+        def begin(self, what, name, direction, subject):
+            self.begun[what, direction] += 1
+
+        def value(self, layer, name, array):
+            self.values.setdefault((layer.name, name), array)
+
+    original = Everything()
+
+    def body(world):
+        with ProcessGrid(world, rows=3) as ranks:
+            model, names = ndt.distribute(copy.deepcopy(original), SHAPE, ranks), Names()
+            with ranks.observers.watched_by(names):
+                model(model.scatter(torch.ones(SHAPE))).sum().backward()
+            return names
+
+    for names in loopback.run(3, body):
+        assert names.begun["halo", "forward"] >= names.begun["halo", "backward"] > 0
+        assert names.begun["reduce", "forward"] > 0
+        assert names.begun["sync", "backward"] == 1
+        assert names.begun["wait", "backward"] > 0
+        shown = [name for (step, name) in names.values if "conv2d" in step]
+        assert "output" in shown
+        assert "gradient of the output" in shown
+
+
+def test_a_pass_that_sends_other_than_planned_is_a_defect():
+    original = nn.Conv2d(1, 1, 3, padding=1)
+
+    def body(world):
+        with ProcessGrid(world, rows=2) as ranks:
+            model = ndt.distribute(copy.deepcopy(original), (1, 1, 8, 8), ranks)
+            assert model.plan.bytes(ranks.rank) == 8 * 4  # a row, forward: nobody asks for the input's gradient
+            model.wires.record = lambda *account: None
+            with pytest.raises(RuntimeError, match="were planned"):
+                model(model.scatter(torch.ones(1, 1, 8, 8)))
+
+    loopback.run(2, body)
