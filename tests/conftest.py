@@ -47,6 +47,26 @@ def pytest_sessionstart(session):
         reporter.write_line(f"NEONDIST_SEED={os.environ['NEONDIST_SEED']}")
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item):
+    """A rank that fails alone would leave the others waiting: end them all, after saying why."""
+    outcome = yield
+    report = outcome.get_result()
+    if INSIDE and report.failed:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            from neondist.torch.transport import world
+
+            job = world()
+        else:
+            from mpi4py import MPI
+
+            from neondist.comm.mpi import MPITransport
+
+            job = MPITransport(MPI.COMM_WORLD)
+        print(f"\nrank {job.rank}: {item.nodeid}\n{report.longreprtext}", flush=True)
+        job.abort(1)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def lean_processes(out_of_any_job):
     """Subprocesses find this checkout, but neither PyTorch nor matplotlib, which take each of them seconds to import.
