@@ -63,12 +63,13 @@ class Public(SphinxDirective):
         return section.children
 
 
-class TorchOperators(SphinxDirective):
-    """The table of operators that have a rule, made from the rules: {torch-operators}."""
+class TorchTable(SphinxDirective):
+    """A table of operators, made from the rules: {torch-operators} has all, {torch-layers} those that become layers."""
 
     def run(self):
         section = nodes.section()
-        text = StringList(torch_operators().splitlines(), source=str(self.env.docname))
+        made = torch_layers() if self.name == "torch-layers" else torch_operators()
+        text = StringList(made.splitlines(), source=str(self.env.docname))
         self.state.nested_parse(text, self.content_offset, section)
         return section.children
 
@@ -79,8 +80,22 @@ def torch_operators():
         from neondist.torch.registry import table
     except ImportError:
         return "Built without PyTorch: the table is left out."
-    lines = ["| Operators (`aten.`) | Kind | How |", "| --- | --- | --- |"]
-    for kind, note, names in table():
+    return operator_table("Kind | How", table())
+
+
+def torch_layers():
+    """Return that of the operators that become layers."""
+    try:
+        from neondist.torch.convert.operators import table
+    except ImportError:
+        return "Built without PyTorch: the table is left out."
+    return operator_table("Layer | What is translated", table())
+
+
+def operator_table(titles, rows):
+    """Return rows of (kind, note, operators) in Markdown."""
+    lines = [f"| Operators (`aten.`) | {titles} |", "| --- | --- | --- |"]
+    for kind, note, names in rows:
         known = dict.fromkeys(name.removeprefix("aten.").removesuffix(".default") for name in names)
         lines.append(f"| {', '.join(f'`{name}`' for name in known)} | {kind} | {note} |")
     return "\n".join(lines)
@@ -94,5 +109,6 @@ def escape_stars(app, what, name, obj, options, lines):
 
 def setup(app):
     app.add_directive("public", Public)
-    app.add_directive("torch-operators", TorchOperators)
+    app.add_directive("torch-operators", TorchTable)
+    app.add_directive("torch-layers", TorchTable)
     app.connect("autodoc-process-docstring", escape_stars, priority=400)  # before napoleon

@@ -4,7 +4,7 @@ layout: how a tensor lies on the ranks. transfer: which indices travel. capture:
 operators. lower: from the graph to a plan, by the rules of rules/, which are written with building and steps. plan,
 run: the plan, and what runs it. wires, functions: tensors over a transport, and autograd through it. module: what users
 have; alike, checks, criteria: its parts. weights: files of them. by_hand: views and sums for code of one's own.
-transport: torch.distributed.
+transport: torch.distributed. convert: modules as models of our layers, and back.
 """
 
 from ..errors import MissingPackageError
@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
 
 from . import rules
 from .by_hand import halo, reduce
+from .convert import from_torch, to_torch
 from .errors import UnsupportedOperator
 from .module import DistributedModule, distribute
 from .registry import rule
@@ -29,11 +30,13 @@ __all__ = [
     "TorchTransport",
     "UnsupportedOperator",
     "distribute",
+    "from_torch",
     "halo",
     "load_weights",
     "reduce",
     "rule",
     "rules",
     "save_weights",
+    "to_torch",
     "world",
 ]

@@ -1,4 +1,4 @@
-"""What `distribute` refuses."""
+"""What `distribute` and `from_torch` refuse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import UserError
 
 
 class UnsupportedOperator(UserError):
-    """An operator of the module has no rule that would give the numbers of one process.
+    """An operator of the module has no rule, or no layer, that would give the numbers of one process.
 
     Attributes
     ----------
@@ -19,16 +19,14 @@ class UnsupportedOperator(UserError):
         The user's file and line.
     """
 
-    def __init__(self, where: Any, why: str = "") -> None:
+    def __init__(self, where: Any, why: str = "", *, cannot: str = "be distributed", remedy: str = "") -> None:
         self.operator, self.module, self.source = where.operator, where.module, where.source
-        remedy = (
-            f"gather_at=[{self.module!r}] computes that module whole on every rank"
-            if self.module
-            else "gather_at=[''] computes the module whole on every rank"
+        remedy = remedy or (
+            f"gather_at=[{self.module!r}] computes {'that' if self.module else 'the'} module whole on every rank,"
+            " or give it a rule with neondist.torch.rule"
         )
         super().__init__(
             f"{self.source or 'unknown place'}: {self.operator}"
             + (f" in module '{self.module}'" if self.module else "")
-            + f" cannot be distributed{': ' + why if why else ', it has no rule'}; {remedy},"
-            " or give it a rule with neondist.torch.rule"
+            + f" cannot {cannot}{': ' + why if why else ', it has no rule'}; {remedy}"
         )

@@ -45,6 +45,15 @@ def test_the_table_of_torch_operators_has_all_rules():
     assert "```{torch-operators}" in (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_torch_layers_has_all_operators():
+    pytest.importorskip("torch")
+    from neondist.torch.convert.operators import OPERATORS, table
+
+    assert sorted(name for _, _, names in table() for name in names) == sorted(OPERATORS)
+    assert all(note.endswith(".") for _, note, _ in table())
+    assert "```{torch-layers}" in (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
+
+
 def test_the_page_on_pytorch_has_every_public_name():
     pytest.importorskip("torch")
     import neondist.torch as ndt

@@ -1,0 +1,171 @@
+"""A module of PyTorch as a model of our layers."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from ...comm import ProcessGrid
+from ...comm.agree import all_or_none
+from ...errors import ConfigError, ShapeError
+from ...models import ConvnetDist, MLPDist, Model
+from ..alike import check_alike
+from ..capture import captured, where
+from .network import Network, Tensor, Value
+from .operators import OPERATORS
+
+
+def from_torch(
+    module: nn.Module,
+    example_shape: Sequence[int],
+    grid: ProcessGrid | None = None,
+    *,
+    model: type[Model] | None = None,
+    **arguments: Any,
+) -> Model:
+    """Return a model of neondist's layers that computes what a module does, with copies of its weights.
+
+    Numbers are the same but for rounding, in training and in evaluation, running statistics included; only dropout
+    draws others. The model has images (N, *spatial, C), as all of neondist's, where PyTorch has (N, C, *spatial).
+    The module stays as it is, and shares nothing with the model.
+
+    Parameters
+    ----------
+    module : nn.Module
+        With one input and one output. All of its parameters must be trained, and all of its modules in one mode.
+    example_shape : (N, C, *spatial) or (N, C)
+        Of the whole batch and the whole image.
+    grid : ProcessGrid, optional
+        Default: all ranks (distributed models), or this process alone (serial ones).
+    model : class, optional
+        Default ConvnetDist, or MLPDist for vectors. Of a serial class, such as Convnet, layers are serial too.
+    **arguments
+        Of the class: cost, optimizer, seed, ... Default of dtype: the module's.
+
+    Returns
+    -------
+    Model
+        Built. Layers are named after the modules that they come from.
+
+    Raises
+    ------
+    UnsupportedOperator
+        No layer gives what an operator does; the message names it, the module and the user's file and line.
+    """
+    shape = tuple(example_shape)
+    kind = model or (ConvnetDist if len(shape) > 2 else MLPDist)
+    grid = grid or (ProcessGrid() if kind.distributed else ProcessGrid.serial())
+    with all_or_none(grid.world):
+        network, last = _networks(module, shape, arguments.get("dtype", torch.get_default_dtype()))
+        layers = network.nodes(last)
+        if kind.distributed:
+            layers = [layer.twin() for layer in layers]
+        made = kind(layers, **{"dtype": _name(network.dtype)} | arguments)
+        names = {layer.name for layer in made.leaves}
+        weights = {at: array for at, array in network.weights.items() if at.rpartition("/")[0] in names}
+    check_alike(grid.world, {"the module": names} | {at: zlib.crc32(array) for at, array in weights.items()})
+    made.build(network.input.ours, shape[0], grid)
+    made.load_state(weights)
+    return made
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[Network, Value]:
+    """Return the network of training, and its output; evaluation has to be the same, but for what a layer knows."""
+    other = [name for name, inner in module.named_modules() if inner.training != module.training]
+    if other:
+        raise ConfigError(
+            f"module '{other[0]}' is in {'eval' if module.training else 'train'}() mode, but the whole is not; layers"
+            " have one mode: call train() or eval() of the whole"
+        )
+    tensors = [*module.parameters(), *module.buffers()]
+    twin = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})  # its modes are changed
+    dtypes = {_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()} or {_name(default)}
+    if dtypes not in ({"float32"}, {"float64"}):
+        raise ConfigError(f"the module is in {', '.join(sorted(dtypes))}; a model has float32 or float64, and no other")
+    dtype = getattr(torch, *dtypes)
+    numbers: dict[Any, int] = {}
+    networks = {}
+    for training in (True, False):
+        program = captured(twin.train(training), [(shape, dtype)])
+        networks[training] = _network(program, Network(shape, dtype, training, numbers))
+    if networks[True][1].number != networks[False][1].number:
+        raise ConfigError(
+            f"{type(module).__name__} computes other things in evaluation than in training, beside dropout and batch"
+            " normalisation; layers do not; neondist.torch.distribute takes modules as they are"
+        )
+    return networks[True]
+
+
+def _network(program: Any, net: Network) -> tuple[Network, Value]:
+    """Fill a network with what a program does, and return its output."""
+    signature = program.graph_signature
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    results = [
+        result
+        for spec, result in zip(signature.output_specs, output.args[0], strict=True)
+        if spec.kind == OutputKind.USER_OUTPUT
+    ]
+    given = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    if len(results) != 1 or len(given) != 1 or not isinstance(results[0], torch.fx.Node):
+        raise ConfigError(f"the module has {len(given)} inputs and {len(results)} outputs; a model has one of each")
+    changed = {
+        result: spec.target
+        for spec, result in zip(signature.output_specs, output.args[0], strict=True)
+        if spec.kind == OutputKind.BUFFER_MUTATION and not spec.target.endswith("num_batches_tracked")
+    }
+    needed = {results[0], *changed}
+    for node in reversed(program.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    env: dict[Any, Any] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            spec = specs[node.name]
+            tensor = program.state_dict.get(spec.target)
+            trained = spec.kind == InputKind.PARAMETER and tensor is not None and tensor.requires_grad
+            env[node] = net.input if tensor is None else Tensor(spec.target, tensor, trained)
+        elif node in needed:
+            args, kwargs = pytree.tree_map(
+                lambda arg: env[arg] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
+            )
+            env[node] = args[0][args[1]] if node.target is operator.getitem else _converted(net, node, args, kwargs)
+    for result, name in changed.items():
+        if not isinstance(env[result], Tensor) or env[result].name != name:
+            net.refuse(f"it changes the buffer '{name}'", where(result))
+    last = env[results[0]]
+    if not last.ordered:
+        net.refuse(f"it gives the module's output {last.shape}, but a layer would give {last.ours} for each sample")
+    return net, last
+
+
+def _converted(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what an operator gives."""
+    net.where = where(node)
+    found = OPERATORS.get(str(node.target))
+    if found is None:
+        return net.refuse()
+    net.out = pytree.tree_leaves(node.meta["val"])[0]
+    declared = node.target._schema.arguments
+    names = ["x" if argument.name in ("self", "input") else argument.name for argument in declared]
+    defaults = {name: a.default_value for name, a in zip(names, declared, strict=True) if a.has_default_value()}
+    bound = defaults | dict(zip(names, args, strict=False)) | kwargs
+    first = bound.get("x", net.input)
+    if not isinstance(first, Value):
+        return net.refuse("only what is computed from the input has a layer")
+    try:
+        return found.function(net, **bound)
+    except (ConfigError, ShapeError) as error:
+        return net.refuse(str(error))

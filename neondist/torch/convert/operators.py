@@ -1,0 +1,350 @@
+"""ATen operators as layers: one small function each, which takes the operator's arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import layers
+from ...geometry import same_padding
+from .network import Network, Value
+
+
+class Conversion(NamedTuple):
+    """What makes layers of an operator, the layers' names, and what it asks for."""
+
+    function: Callable[..., Any]
+    layers: str
+    note: str
+
+
+OPERATORS: dict[str, Conversion] = {}
+
+
+def becomes(made: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that makes a function what turns operators into layers."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        note = (function.__doc__ or "").strip().split("\n")[0]
+        OPERATORS.update({f"aten.{name}": Conversion(function, made, note) for name in names})
+        return function
+
+    return register
+
+
+def table() -> list[tuple[str, str, list[str]]]:
+    """Return (layers, what is asked for, operators)."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, known in OPERATORS.items():
+        found.setdefault((known.layers, known.note), []).append(name)
+    return [(*of, names) for of, names in found.items()]
+
+
+def _image(net: Network, x: Value, axes: int = 0) -> int:
+    """Return the number of spatial axes; refuse what is regrouped, or no image of so many."""
+    found = len(x.shape) - 2
+    if not x.ordered or (axes and found != axes):
+        net.refuse(f"its input has the shape {x.shape}, but a layer wants an image (N, C, ...), or a vector")
+    return found
+
+
+def _numbers(value: Any, n: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return values * n if len(values) == 1 else values
+
+
+@becomes("ConvLayer", *(f"conv{n}d.{how}" for n in (1, 2, 3) for how in ("default", "padding")))
+def convolution(
+    net: Network, x: Value, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Value:
+    """Any kernel, stride, padding, dilation and groups."""
+    n = _image(net, x, len(net.shape_of(weight)) - 2)
+    out, _, *kernel = net.shape_of(weight)
+    strides, dilated = _numbers(stride, n), _numbers(dilation, n)
+    pads = (0,) * n if padding == "valid" else padding
+    if padding == "same":
+        pads = same_padding(x.ours[:-1], kernel, strides, dilated)
+    elif not isinstance(padding, str):
+        pads = _numbers(padding, n)
+    layer = layers.ConvLayer(out, tuple(kernel), strides, pads, dilation=dilated, groups=groups, bias=bias is not None)
+    return net.add(layer, x, _with_bias(weight, _channels_last, bias))
+
+
+@becomes("DeconvLayer", "conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input")
+def transposed_convolution(
+    net: Network, x: Value, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int,
+    dilation: Any,
+) -> Value:  # fmt: skip
+    """output_padding must be less than the stride."""
+    n = _image(net, x, len(net.shape_of(weight)) - 2)
+    _, out, *kernel = net.shape_of(weight)
+    strides, pads, extra, dilated = (_numbers(v, n) for v in (stride, padding, output_padding, dilation))
+    how: dict[str, Any] = {"output_padding": extra, "dilation": dilated, "groups": groups, "bias": bias is not None}
+    layer = layers.DeconvLayer(out * groups, tuple(kernel), strides, pads, **how)
+
+    def turned(w: torch.Tensor) -> torch.Tensor:
+        by_group = w.reshape(groups, -1, *w.shape[1:])  # (groups, inputs, outputs, *kernel)
+        return by_group.permute(*range(3, w.dim() + 1), 1, 0, 2).reshape(*kernel, -1, out * groups)
+
+    return net.add(layer, x, _with_bias(weight, turned, bias))
+
+
+@becomes("FCLayer", "linear.default")
+def linear(net: Network, x: Value, weight: Any, bias: Any) -> Value:
+    """Of a vector, or of a flattened image, whose rows change places."""
+    if len(x.shape) != 2:
+        net.refuse(f"its input has the shape {x.shape}, but a layer wants vectors (N, features)")
+    out, *extent = net.shape_of(weight)[0], *x.ours[-1:], *x.ours[:-1]
+
+    def rows(w: torch.Tensor) -> torch.Tensor:
+        return w.reshape(out, *extent).movedim(1, -1).reshape(out, -1).T
+
+    return net.add(layers.FCLayer(out, bias=bias is not None), x, _with_bias(weight, rows, bias))
+
+
+def _with_bias(weight: Any, how: Any, bias: Any) -> dict[str, Any]:
+    return {"weights": (weight, how)} | ({} if bias is None else {"bias": (bias, None)})
+
+
+def _channels_last(weight: torch.Tensor) -> torch.Tensor:
+    return weight.permute(*range(2, weight.dim()), 1, 0)
+
+
+@becomes(
+    "BatchNormLayer", "_native_batch_norm_legit_functional.default", "_native_batch_norm_legit_no_training.default"
+)
+def batch_norm(
+    net: Network, x: Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float,
+    training: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """With weight, bias and running statistics, which training uses up to date and evaluation as they are."""
+    _image(net, x)
+    if training != net.training:
+        net.refuse("the statistics are those of the batch in evaluation" if training else "they are kept in training")
+    if weight is None or bias is None:
+        net.refuse("it has no weight and bias (affine=False)")
+    names = {"gamma": weight, "beta": bias, "mean": running_mean, "var": running_var}
+    y = net.add(
+        layers.BatchNormLayer(momentum=momentum, eps=eps), x, {name: (value, None) for name, value in names.items()}
+    )
+    return y, None, None, running_mean, running_var
+
+
+@becomes("GroupNormLayer", "group_norm.default")
+def group_norm(net: Network, x: Value, num_groups: int, weight: Any, bias: Any, eps: float, **_: Any) -> Value:
+    """With weight and bias, or without both."""
+    _image(net, x)
+    return net.add(layers.GroupNormLayer(num_groups, eps=eps, affine=weight is not None), x, _scales(net, weight, bias))
+
+
+@becomes("GroupNormLayer", "layer_norm.default")
+def layer_norm(
+    net: Network, x: Value, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, **_: Any
+) -> Value:
+    """Of a whole sample; with weight and bias only of a vector."""
+    if tuple(normalized_shape) != x.shape[1:] or (weight is not None and len(x.ours) > 1):
+        net.refuse(f"normalises {tuple(normalized_shape)} of {x.shape[1:]}, with a scale for each")
+    return net.add(layers.GroupNormLayer(1, eps=eps, affine=weight is not None), x, _scales(net, weight, bias))
+
+
+@becomes("InstanceNormLayer", "instance_norm.default")
+def instance_norm(
+    net: Network, x: Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
+    momentum: float, eps: float, **_: Any,
+) -> Value:  # fmt: skip
+    """Without running statistics."""
+    _image(net, x)
+    if running_mean is not None or not use_input_stats:
+        net.refuse("it has running statistics")
+    return net.add(layers.InstanceNormLayer(eps=eps, affine=weight is not None), x, _scales(net, weight, bias))
+
+
+def _scales(net: Network, weight: Any, bias: Any) -> dict[str, Any]:
+    if (weight is None) != (bias is None):
+        net.refuse("it has a weight or a bias alone")
+    return {} if weight is None else {"gamma": (weight, None), "beta": (bias, None)}
+
+
+def _windows(net: Network, x: Value, kernel: Any, stride: Any, padding: Any) -> tuple[tuple[Any, ...], bool]:
+    """Return kernel, stride and padding with sides, of which as many fit as there are, and if some reach beyond it."""
+    n = _image(net, x)
+    sizes, steps, pads = _numbers(kernel, n), _numbers(stride or kernel, n), _numbers(padding, n)
+    sides, beyond = [], False
+    for cells, m, k, s, p in zip(x.ours, net.out.shape[2:], sizes, steps, pads, strict=False):
+        after = p
+        if (cells + 2 * p - k) // s + 1 != m:  # ceil_mode
+            after = max(0, (m - 1) * s + k - cells - p)
+            beyond |= after > p
+        sides.append((p, after))
+    return (sizes, steps, tuple(sides)), beyond
+
+
+@becomes("MaxPoolingLayer", *(f"max_pool{n}d.default" for n in (1, 2, 3)))
+def max_pool(
+    net: Network, x: Value, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> Value:
+    """Without dilation."""
+    if any(d != 1 for d in _numbers(dilation, 1)):
+        net.refuse(f"dilation {tuple(dilation)}")
+    windows, _ = _windows(net, x, kernel_size, stride, padding)
+    return net.add(layers.MaxPoolingLayer(*windows), x)
+
+
+@becomes("MaxPoolingLayer", *(f"max_pool{n}d_with_indices.default" for n in (2, 3)))
+def max_pool_with_indices(net: Network, *args: Any, **named: Any) -> tuple[Any, ...]:
+    """Nobody may use the indices."""
+    return max_pool(net, *args, **named), None
+
+
+@becomes("AvgPoolingLayer", *(f"avg_pool{n}d.default" for n in (1, 2, 3)))
+def avg_pool(
+    net: Network, x: Value, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
+    divisor_override: int | None = None,
+) -> Value:  # fmt: skip
+    """Without divisor_override; ceil_mode with padding only if count_include_pad=False."""
+    if divisor_override is not None:
+        net.refuse(f"divisor_override {divisor_override}")
+    windows, beyond = _windows(net, x, kernel_size, stride, padding)
+    padded = any(before for before, _ in windows[2])
+    if beyond and padded and count_include_pad:
+        net.refuse("ceil_mode counts padding, but not beyond it")
+    return net.add(layers.AvgPoolingLayer(*windows, count_include_pad=count_include_pad and not beyond), x)
+
+
+@becomes(
+    "AvgPoolingLayer, MaxPoolingLayer",
+    *(f"adaptive_{how}_pool{n}d.default" for how in ("avg", "max") for n in (1, 2, 3)),
+)
+def adaptive_pool(net: Network, x: Value, output_size: Any) -> Any:
+    """Extents must be multiples of the output's. A mean of all cells that is flattened: GlobalAvgPoolingLayer."""
+    outs = _numbers(output_size, _image(net, x))
+    if any(n % m for n, m in zip(x.ours, outs, strict=False)):
+        net.refuse(f"windows of different sizes make {outs} of {x.ours[:-1]}")
+    kernel = tuple(n // m for n, m in zip(x.ours, outs, strict=False))
+    if "max" in net.where.operator:
+        return net.add(layers.MaxPoolingLayer(kernel), x), None
+    return net.add(layers.AvgPoolingLayer(kernel), x, means=all(m == 1 for m in outs))
+
+
+@becomes("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
+def mean(net: Network, x: Value, dim: Any, keepdim: bool, dtype: Any) -> Value:
+    """Over all cells of the image."""
+    if not _image(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
+        net.refuse(f"its dimensions {dim} are not the spatial ones")
+    return (
+        net.add(layers.AvgPoolingLayer(x.ours[:-1]), x, means=True)
+        if keepdim
+        else net.add(layers.GlobalAvgPoolingLayer(), x)
+    )
+
+
+ACTIVATIONS: dict[str, type[layers.Activation]] = {
+    "relu.default": layers.ReLU,
+    "sigmoid.default": layers.Logistic,
+    "tanh.default": layers.Tanh,
+    "softmax.int": layers.Softmax,
+}
+
+
+@becomes("ActivationLayer", *ACTIVATIONS)
+def activation(net: Network, x: Value, dim: int | None = None, **_: Any) -> Value:
+    """softmax over the channels."""
+    if dim is not None and not (x.ordered and dim % len(x.shape) == 1):
+        net.refuse(f"dimension {dim} of {x.shape} is not that of the channels")
+    return net.add(layers.ActivationLayer(ACTIVATIONS[net.where.operator.removeprefix("aten.")]()), x)
+
+
+@becomes("DropoutLayer", "native_dropout.default")
+def dropout(net: Network, x: Value, p: float, train: bool | None) -> tuple[Any, ...]:
+    """In training alone; it draws other numbers than PyTorch, the same on every grid."""
+    if not net.training:
+        net.refuse("it drops in evaluation too")
+    return net.add(layers.DropoutLayer(p), x, only_training=True) if p else x, None
+
+
+@becomes(
+    "UpsampleLayer", *(f"{how}{n}d.vec" for how in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3))
+)
+def nearest(net: Network, x: Value, output_size: Any, scale_factors: Any) -> Value:
+    """By whole factors."""
+    factors = _factors(net, x, scale_factors)
+    if max(factors) > 40 and "exact" not in net.where.operator:  # 41, in float32, is the first that fails
+        net.refuse(f"PyTorch rounds factors {factors} so that some cells are not repeated as often")
+    return net.add(layers.UpsampleLayer(factors), x)
+
+
+@becomes("UpsampleLayer", "upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec")
+def interpolated(net: Network, x: Value, output_size: Any, align_corners: bool, scale_factors: Any) -> Value:
+    """By whole factors, align_corners=False."""
+    if align_corners:
+        net.refuse("align_corners=True")
+    return net.add(layers.UpsampleLayer(_factors(net, x, scale_factors), "bilinear"), x)
+
+
+def _factors(net: Network, x: Value, scales: Any) -> tuple[int, ...]:
+    n = _image(net, x)
+    factors = tuple(m // cells for m, cells in zip(net.out.shape[2:], x.ours, strict=False))
+    exact = tuple(net.out.shape[2:]) == tuple(cells * f for cells, f in zip(x.ours, factors, strict=False))
+    if not exact or (scales is not None and _numbers(list(scales), n) != factors):
+        net.refuse(f"{x.ours[:-1]} to {tuple(net.out.shape[2:])} is no whole factor")
+    return factors
+
+
+MODES = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "wrap"}
+
+
+@becomes("PadLayer, CropLayer", "pad.default", "constant_pad_nd.default")
+def pad(net: Network, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
+    """Of spatial axes, in any mode; negative numbers, with mode 'constant', crop."""
+    n = _image(net, x)
+    if len(pad) > 2 * n or (mode != "constant" and min(pad) < 0):
+        net.refuse(f"pads {tuple(pad)} in mode '{mode}'")
+    sides = [*zip(pad[::2], pad[1::2], strict=True), *[(0, 0)] * n][:n][::-1]
+    return net.add(layers.PadLayer(tuple(sides), MODES[mode], fill=float(value or 0)), x)
+
+
+@becomes("CropLayer", "slice.Tensor")
+def crop(net: Network, x: Value, dim: int, start: int | None, end: int | None, step: int) -> Value:
+    """Of spatial axes, without steps."""
+    first, last, by = slice(start, end, step).indices(x.shape[dim])
+    if (first, last, by) == (0, x.shape[dim], 1):
+        return x
+    at = dim % len(x.shape) - 2
+    if at < 0 or by != 1 or last <= first:
+        net.refuse(f"[{start}:{end}:{step}] of dimension {dim} of {x.shape}")
+    sides = [(0, 0)] * _image(net, x)
+    sides[at] = first, x.shape[dim] - last
+    return net.add(layers.CropLayer(tuple(sides)), x)
+
+
+@becomes("Sum", "add.Tensor")
+def add(net: Network, x: Value, other: Any, alpha: Any) -> Value:
+    """Of values of the same shape."""
+    if alpha != 1 or not isinstance(other, Value) or (x.shape, x.ours) != (other.shape, other.ours):
+        net.refuse("adds what is not of the same shape, or a constant")
+    return net.join(layers.Sum, [x, other])
+
+
+@becomes("Concat", "cat.default")
+def cat(net: Network, tensors: Sequence[Any], dim: int) -> Value:
+    """Along the channels."""
+    if not all(isinstance(x, Value) and x.ordered for x in tensors) or dim % len(tensors[0].shape) != 1:
+        net.refuse(f"joins dimension {dim}, which is not that of the channels, or constants")
+    return net.join(layers.Concat, tensors)
+
+
+_REGROUPS = "view reshape _unsafe_view flatten.using_ints squeeze squeeze.dim squeeze.dims unsqueeze"
+
+
+@becomes("none", *(name if "." in name else f"{name}.default" for name in _REGROUPS.split()))
+def regroup(net: Network, x: Value, **_: Any) -> Value:
+    """What comes out must be flattened for a linear layer, or have its old shape."""
+    return net.regrouped(x, net.out.shape)
+
+
+@becomes("none", "clone.default", "alias.default", "contiguous.default")
+def identity(net: Network, x: Value, **_: Any) -> Value:
+    """Left out."""
+    return x

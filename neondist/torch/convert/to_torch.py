@@ -1,0 +1,275 @@
+"""A model of our layers as a module of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...errors import ConfigError
+from ...layers import Concat, Node, Sequential, Sum
+from ...models import Model
+from ...registry import serial_class
+
+Arrays = Mapping[str, torch.Tensor]
+Shape = tuple[int, ...]
+
+
+def to_torch(model: Model) -> nn.Module:
+    """Return a module of PyTorch that computes what a model does, with copies of its weights.
+
+    It takes (N, C, *spatial) and gives (N, C', *spatial') or (N, features), in training and in evaluation what the
+    model gives, running statistics included; only dropout draws other numbers. It shares nothing with the model, needs
+    no ranks, and `torch.onnx.export` takes it. A chain of layers is an nn.Sequential. Collective.
+
+    Parameters
+    ----------
+    model : Model
+        Built.
+
+    Raises
+    ------
+    ConfigError
+        A layer has no counterpart; the message names it.
+    """
+    state = {name: torch.from_numpy(array.copy()) for name, array in model.state().items()}
+    return _Maker(state).chain(model.layers, model.input_shape)
+
+
+class SumOf(nn.Module):
+    """The sum of what branches give."""
+
+    def __init__(self, branches: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum."""
+        return reduce(torch.add, [branch(x) for branch in self.branches])
+
+
+class ConcatOf(SumOf):
+    """What branches give, side by side along the channels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all channels."""
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+class RootOfSquares(nn.Module):
+    """Root of the sum of squares over each window; its gradient where all are zero is zero, and not NaN."""
+
+    def __init__(self, kernel: Shape, stride: Shape) -> None:
+        super().__init__()
+        self.kernel, self.stride = kernel, stride
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the roots."""
+        pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(self.kernel) - 1]
+        squares = pool(x * x, self.kernel, self.stride) * prod(self.kernel)
+        return torch.where(squares > 0, squares, 1).sqrt() * (squares > 0)
+
+
+class MeanOfInside(nn.Module):
+    """Mean over those cells of each window that lie inside the image."""
+
+    def __init__(self, pad: nn.Module, pool: nn.Module) -> None:
+        super().__init__()
+        self.pad, self.pool = pad, pool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the means."""
+        return self.pool(self.pad(x)) / self.pool(self.pad(torch.ones_like(x[:1, :1])))
+
+
+class _Maker:
+    """Makes modules of nodes."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.state = state
+
+    def chain(self, nodes: Sequence[Node], shape: Shape) -> nn.Sequential:
+        """Return one module after the other."""
+        found: list[nn.Module] = []
+        for node in nodes:
+            found += self.modules(node, shape)
+            shape = node.output_shape_for(shape)
+        return nn.Sequential(*found)
+
+    def modules(self, node: Any, shape: Shape) -> Sequence[nn.Module]:
+        """Return what a layer or a container comes to, for an input of this shape."""
+        kind = serial_class(type(node))
+        if kind is Sequential:
+            return list(self.chain(node.layers, shape))
+        if kind in (Sum, Concat):
+            return [(SumOf if kind is Sum else ConcatOf)([self.chain([branch], shape) for branch in node.layers])]
+        own, activation = f"{node.name}/", getattr(node, "activation", None)
+        arrays = {name.removeprefix(own): array for name, array in self.state.items() if name.startswith(own)}
+        make, after = MODULES.get(kind.__name__), FUNCTIONS.get(type(activation).__name__)
+        if make is None or after is None or len(shape) > 4:
+            what = type(node if make is None else activation).__name__
+            raise ConfigError(f"layer '{node.name}': PyTorch has no module that gives what {what} does on {shape}")
+        return [*make(node, shape, arrays), *after()]
+
+
+FUNCTIONS: dict[str, Callable[[], Sequence[nn.Module]]] = {
+    "NoneType": lambda: [],
+    "Identity": lambda: [],
+    "ReLU": lambda: [nn.ReLU()],
+    "Logistic": lambda: [nn.Sigmoid()],
+    "Tanh": lambda: [nn.Tanh()],
+    "Softmax": lambda: [nn.Softmax(1)],
+}
+
+
+def _sized(word: str, shape: Shape) -> Any:
+    """Return PyTorch's class for images of a shape, such as nn.Conv2d."""
+    return getattr(nn, f"{word}{max(1, len(shape) - 1)}d")
+
+
+def _loaded(kind: Any, *args: Any, weights: Arrays, **named: Any) -> nn.Module:
+    """Return a module with copies of arrays; no random numbers are drawn."""
+    dtype = next(iter(weights.values())).dtype if weights else None
+    made: nn.Module = nn.utils.skip_init(kind, *args, dtype=dtype, **named)
+    made.load_state_dict(weights)
+    return made
+
+
+def _padding(sides: Sequence[tuple[int, int]], shape: Shape, mode: str = "zeros", fill: float = 0.0) -> list[nn.Module]:
+    """Return what puts cells around an image, or cuts them off."""
+    flat = tuple(n for side in reversed(sides) for n in side)
+    if not any(flat):
+        return []
+    if mode == "zeros":
+        return [_sized("ConstantPad", shape)(flat, fill)]
+    return [
+        _sized({"reflect": "ReflectionPad", "replicate": "ReplicationPad", "wrap": "CircularPad"}[mode], shape)(flat)
+    ]
+
+
+def _split(window: Any, shape: Shape, half: bool = False) -> tuple[Shape, list[nn.Module]]:
+    """Return the padding that a module does itself, if it can, and what does it before.
+
+    A pooling module pads at most `half` of its kernel.
+    """
+    sizes = zip(window.padding, window.kernel, strict=True)
+    if window.mode == "zeros" and all(a == b and (a <= k // 2 or not half) for (a, b), k in sizes):
+        return tuple(a for a, _ in window.padding), []
+    return (0,) * window.ndim, _padding(window.padding, shape, window.mode, window.fill)
+
+
+def _renamed(arrays: Arrays, how: Callable[[torch.Tensor], torch.Tensor]) -> Arrays:
+    """Return PyTorch's names for 'weights', after `how`, and 'bias'."""
+    return {"weight": how(arrays["weights"])} | {name: array for name, array in arrays.items() if name == "bias"}
+
+
+def _convolution(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    window = layer.window_for(shape)
+    own, before = _split(window, shape)
+    weights = _renamed(arrays, lambda w: w.permute(-1, -2, *range(w.dim() - 2)))
+    how = {"stride": window.stride, "padding": own, "dilation": window.dilation, "groups": layer.groups}
+    channels = shape[-1], layer.out_channels, window.kernel
+    return [*before, _loaded(_sized("Conv", shape), *channels, bias=layer.bias, weights=weights, **how)]
+
+
+def _transposed(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    window, groups, extra = layer.sliding(shape), layer.groups, layer.output_padding
+    n = window.ndim
+    cropped = any(a != b for a, b in window.padding)
+
+    def turned(w: torch.Tensor) -> torch.Tensor:
+        by_group = w.reshape(*w.shape[:-1], groups, -1)  # (*kernel, inputs, groups, outputs)
+        return by_group.permute(n + 1, n, n + 2, *range(n)).reshape(shape[-1], -1, *window.kernel)
+
+    how = {
+        "stride": window.stride,
+        "padding": (0,) * n if cropped else tuple(a for a, _ in window.padding),
+        "output_padding": (extra,) * n if isinstance(extra, int) else tuple(extra),
+        "dilation": window.dilation,
+        "groups": groups,
+    }
+    channels = shape[-1], layer.out_channels, window.kernel
+    weights = _renamed(arrays, turned)
+    made = _loaded(_sized("ConvTranspose", shape), *channels, bias=layer.bias, weights=weights, **how)
+    return [made, *(_padding([(-a, -b) for a, b in window.padding], shape) if cropped else [])]
+
+
+def _linear(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    out = layer.out_features
+    weights = _renamed(arrays, lambda w: w.T.reshape(out, *shape).movedim(-1, 1).reshape(out, -1))
+    made = _loaded(nn.Linear, prod(shape), out, bias=layer.bias, weights=weights)
+    return [nn.Flatten(), made] if len(shape) > 1 else [made]
+
+
+def _max_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    window = layer.window_for(shape)
+    own, before = _split(window, shape, half=True)
+    return [*before, _sized("MaxPool", shape)(window.kernel, window.stride, own)]
+
+
+def _avg_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    window = layer.window_for(shape)
+    own, before = _split(window, shape, half=True)
+    pool = _sized("AvgPool", shape)(window.kernel, window.stride, own, count_include_pad=layer.count_include_pad)
+    return [*before, pool] if layer.count_include_pad or not before else [MeanOfInside(before[0], pool)]
+
+
+def _l2_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    window = layer.window_for(shape)
+    return [*_padding(window.padding, shape), RootOfSquares(window.kernel, window.stride)]
+
+
+def _batch_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    names = {"gamma": "weight", "beta": "bias", "mean": "running_mean", "var": "running_var"}
+    weights = {names[name]: array for name, array in arrays.items()} | {"num_batches_tracked": torch.tensor(0)}
+    kind = _sized("BatchNorm", shape)
+    return [_loaded(kind, shape[-1], eps=layer.eps, momentum=layer.momentum, weights=weights)]
+
+
+def _sample_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    weights = {{"gamma": "weight", "beta": "bias"}[name]: array for name, array in arrays.items()}
+    sizes = layer.groups_for(shape), shape[-1]
+    return [_loaded(nn.GroupNorm, *sizes, eps=layer.eps, affine=layer.affine, weights=weights)]
+
+
+def _response_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    made = nn.LocalResponseNorm(layer.depth, layer.alpha, layer.beta, layer.k)
+    return [made] if len(shape) > 1 else [nn.Unflatten(1, (shape[-1], 1)), made, nn.Flatten()]
+
+
+def _upsampling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    factors = layer.window_for(shape).factor
+    mode = "nearest" if max(factors) <= 40 else "nearest-exact"  # float32 rounds 1 / 41 so that cells would be left out
+    if layer.mode != "nearest":
+        mode = ("linear", "bilinear", "trilinear")[len(shape) - 2]
+    return [nn.Upsample(scale_factor=tuple(map(float, factors)), mode=mode)]
+
+
+def _padded(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    window = layer.window_for(shape)
+    return _padding(window.padding, shape, window.mode, window.fill)
+
+
+MODULES: dict[str, Callable[[Any, Shape, Arrays], Sequence[nn.Module]]] = {
+    "ActivationLayer": lambda layer, shape, arrays: [],
+    "AvgPoolingLayer": _avg_pooling,
+    "BatchNormLayer": _batch_norm,
+    "ConvLayer": _convolution,
+    "CropLayer": _padded,
+    "DeconvLayer": _transposed,
+    "DropoutLayer": lambda layer, shape, arrays: [nn.Dropout(layer.rate)],
+    "FCLayer": _linear,
+    "GlobalAvgPoolingLayer": lambda layer, shape, arrays: [_sized("AdaptiveAvgPool", shape)(1), nn.Flatten()],
+    "GroupNormLayer": _sample_norm,
+    "InstanceNormLayer": _sample_norm,
+    "L2PoolingLayer": _l2_pooling,
+    "LRNLayer": _response_norm,
+    "MaxPoolingLayer": _max_pooling,
+    "PadLayer": _padded,
+    "UpsampleLayer": _upsampling,
+}

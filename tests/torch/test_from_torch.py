@@ -1,0 +1,349 @@
+"""Modules of PyTorch as models of our layers, in float64: the numbers of the module, or a refusal by name."""
+
+import copy
+import os
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from conversions import close, converted, drawn, last, serial, shaken  # noqa: E402
+from torch import nn  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+
+CHAINS_DRAWN = 10
+IMAGES = (2, 3, 13, 10)
+CHAINS = {
+    "conv, even, asymmetric, strided": (nn.Conv2d(3, 4, (4, 3), stride=(2, 3), padding=(2, 1)), IMAGES),
+    "conv, dilated, grouped": (nn.Conv2d(3, 6, (3, 2), padding=2, dilation=(2, 3), groups=3, bias=False), IMAGES),
+    "conv, same": (nn.Conv2d(3, 4, (4, 3), dilation=(1, 2), padding="same"), IMAGES),
+    "conv, valid": (nn.Conv2d(3, 4, 2, padding="valid"), IMAGES),
+    "conv, reflect": (nn.Conv2d(3, 4, 3, padding=(2, 1), padding_mode="reflect"), IMAGES),
+    "conv, replicate": (nn.Conv2d(3, 4, (2, 5), padding=2, padding_mode="replicate"), IMAGES),
+    "conv, circular, same": (nn.Conv2d(3, 4, 4, padding="same", padding_mode="circular"), IMAGES),
+    "conv, lines": (nn.Conv1d(3, 4, 4, 3, 2), (2, 3, 17)),
+    "conv, volumes": (nn.Conv3d(2, 4, (2, 3, 1), (1, 2, 3), (1, 0, 2), groups=2), (2, 2, 5, 6, 7)),
+    "transposed": (nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1), IMAGES),
+    "transposed, gaps, grouped": (nn.ConvTranspose2d(3, 6, (2, 3), (3, 1), dilation=2, groups=3, bias=False), IMAGES),
+    "transposed, lines": (nn.ConvTranspose1d(3, 4, 4, 2, 3), (2, 3, 8)),
+    "transposed, volumes": (nn.ConvTranspose3d(2, 3, (2, 3, 1), (2, 1, 3), (0, 1, 0)), (2, 2, 3, 4, 2)),
+    "batch norm": (nn.Sequential(nn.BatchNorm2d(3, eps=1e-2, momentum=0.3), nn.ReLU()), IMAGES),
+    "batch norm of vectors": (nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5)), (6, 7)),
+    "group norm": (nn.GroupNorm(2, 6, eps=1e-3), (2, 6, 5, 4)),
+    "instance norm": (nn.InstanceNorm2d(3, affine=True), IMAGES),
+    "layer norm of vectors": (nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5)), (6, 7)),
+    "layer norm of images": (nn.LayerNorm(IMAGES[1:], elementwise_affine=False), IMAGES),
+    "max pool": (nn.MaxPool2d((3, 2), (2, 3), (1, 0)), IMAGES),
+    "max pool, ceil": (nn.MaxPool2d((3, 5), (4, 4), 1, ceil_mode=True), IMAGES),
+    "max pool, gaps, ceil": (nn.MaxPool2d(2, 5, 1, ceil_mode=True), (2, 3, 10, 9)),
+    "max pool, volumes": (nn.MaxPool3d((1, 2, 3)), (1, 2, 3, 5, 7)),
+    "avg pool": (nn.AvgPool2d((3, 2), (2, 3), (1, 0)), IMAGES),
+    "avg pool, ceil": (nn.AvgPool2d(3, 2, ceil_mode=True), (2, 3, 8, 13)),
+    "avg pool, ceil, inside": (nn.AvgPool2d(4, 3, 1, ceil_mode=True, count_include_pad=False), (2, 3, 10, 9)),
+    "avg pool, lines": (nn.AvgPool1d(4, 3, 2), (2, 3, 17)),
+    "adaptive": (nn.AdaptiveAvgPool2d((4, 3)), (2, 3, 12, 9)),
+    "adaptive, none": (nn.AdaptiveMaxPool2d((None, 1)), IMAGES),
+    "global, still an image": (nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 5, 1)), IMAGES),
+    "nearest": (nn.Upsample(scale_factor=(2, 3)), IMAGES),
+    "nearest, exact": (nn.Upsample(scale_factor=3, mode="nearest-exact"), (1, 2, 3, 4, 2)),
+    "bilinear": (nn.Upsample(size=(26, 40), mode="bilinear"), IMAGES),
+    "linear": (nn.Upsample(scale_factor=3, mode="linear"), (2, 3, 7)),
+    "trilinear": (nn.Upsample(scale_factor=(1, 2, 3), mode="trilinear"), (1, 2, 3, 4, 3)),
+    "pad and crop": (nn.ConstantPad2d((-1, 2, 3, -2), 1.5), IMAGES),
+    "pad, reflect": (nn.ReflectionPad2d((1, 2, 3, 0)), IMAGES),
+    "pad, replicate": (nn.ReplicationPad3d((1, 0, 2, 1, 0, 3)), (1, 2, 3, 4, 2)),
+    "pad, circular": (nn.CircularPad2d((1, 2, 3, 0)), IMAGES),
+    "functions": (nn.Sequential(nn.Sigmoid(), nn.Tanh(), nn.Softmax(1), nn.ReLU()), IMAGES),
+    "softmax of vectors": (nn.Sequential(nn.Linear(7, 5), nn.Softmax(-1)), (6, 7)),
+    "no dropout": (nn.Sequential(nn.Dropout(0.0), nn.Identity(), nn.Conv2d(3, 2, 1)), IMAGES),
+    "flattened": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.ReLU(), nn.Linear(4 * 11 * 8, 5)), IMAGES),
+    "flattened volumes": (nn.Sequential(nn.MaxPool3d(2), nn.Flatten(), nn.Linear(36, 3, bias=False)), (2, 3, 4, 6, 5)),
+    "one cell flattened": (nn.Sequential(nn.Conv2d(3, 4, (13, 10)), nn.Flatten(), nn.Linear(4, 2)), IMAGES),
+    "one cell flattened at the end": (nn.Sequential(nn.Conv2d(3, 4, (13, 10)), nn.Flatten()), IMAGES),
+    "vectors": (nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)), (4, 7)),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_modules(name):
+    module, shape = CHAINS[name]
+    converted(nn.Sequential(module), shape)
+
+
+def test_global_pooling_is_a_sum_over_tiles_in_any_spelling():
+    class Pooled(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.conv, self.fc, self.how = nn.Conv2d(3, 4, 3), nn.Linear(4, 2), how
+
+        def forward(self, x):
+            return self.fc(self.how(self.conv(x)))
+
+    ways = [
+        lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1),
+        lambda x: F.adaptive_avg_pool2d(x, (1, 1)).view(x.shape[0], -1),
+        lambda x: x.mean((2, 3)),
+        lambda x: x.mean([-1, -2], keepdim=True).squeeze(-1).squeeze(-1),
+        lambda x: F.adaptive_avg_pool2d(x, 1)[:, :, 0:1].reshape(2, 4),
+    ]
+    for way in ways:
+        model, _ = converted(Pooled(way), IMAGES)
+        assert [type(layer).__name__ for layer in model.leaves] == ["ConvLayer", "GlobalAvgPoolingLayer", "FCLayer"]
+        assert [layer.name for layer in model.leaves][::2] == ["conv", "fc"]
+
+
+class Block(nn.Module):
+    def __init__(self, channels, out, stride):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+        self.conv2, self.bn2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.short = (
+            nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)) if stride > 1 else None
+        )
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        y += x if self.short is None else self.short(x)
+        return self.relu(y)
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(3, 4, 7, 2, 3, bias=False), nn.BatchNorm2d(4)
+        self.layer1, self.layer2 = nn.Sequential(Block(4, 4, 1), Block(4, 4, 1)), Block(4, 6, 2)
+        self.drop, self.fc = nn.Dropout(0.0), nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.bn(self.stem(x))), 3, 2, 1)
+        x = F.avg_pool2d(self.layer2(self.layer1(x)), (2, 3))
+        return self.fc(self.drop(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1)))
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.deep = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1)
+        self.up, self.out = nn.ConvTranspose2d(6, 4, 2, 2), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        x = self.down(x).relu()
+        y = torch.tanh(self.deep(F.max_pool2d(x, 2)))
+        y = self.up(y)
+        y = F.pad(y, (0, x.shape[3] - y.shape[3], 0, x.shape[2] - y.shape[2]))
+        return self.out(torch.cat([y, x], dim=1))[..., 1:-1, 2:]
+
+
+@pytest.mark.parametrize(("module", "shape"), [(ResNet, (2, 3, 37, 41)), (UNet, (2, 3, 13, 11))])
+def test_networks(module, shape):
+    torch.manual_seed(0)
+    _, again = converted(module(), shape)
+    converted(again, shape)
+
+
+def test_on_several_ranks():
+    torch.manual_seed(0)
+    module, shape = shaken(ResNet()), (3, 3, 37, 41)
+
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.from_torch(copy.deepcopy(module), shape, grid)
+            run = model.forward(model.scatter(last(x)), training=True)
+            dx = run.backward(model.scatter_output(dy.numpy()))
+            return model.gather(run.output), model.gather_input(dx), model.state()
+
+    x = drawn(shape).requires_grad_()
+    twin = copy.deepcopy(module)
+    y = twin(x)
+    dy = drawn(y.shape, 9)
+    y.backward(dy)
+    expected = serial(twin, shape).state()
+    for output, dx, state in nd.loopback.run(4, body):
+        close(output, y.detach().numpy())
+        close(dx, last(x.grad))
+        for name, array in state.items():
+            close(array, expected[name], name)
+
+
+class Function(nn.Module):
+    def __init__(self, function, *modules):
+        super().__init__()
+        self.function, self.inner = function, nn.ModuleList(modules)
+
+    def forward(self, *x):
+        return self.function(*x, *self.inner)
+
+
+def crossing(x, f, g, h):
+    y = f(x)
+    z = g(y)
+    return torch.cat([h(z + x), y], 1)
+
+
+def frozen():
+    module = nn.Conv2d(3, 4, 3)
+    module.weight.requires_grad_(False)
+    return module
+
+
+def weighted():
+    return torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        self.largest.copy_(x.amax())
+        return self.conv(x)
+
+
+def two_modes(x, f, g):
+    return f(x) if f.training else g(x)
+
+
+def conv():
+    return nn.Conv2d(3, 3, 3, padding=1)
+
+
+REFUSED = {
+    "an operator": (lambda: nn.Sequential(conv(), nn.GELU()), "aten.gelu.default in module '1' cannot become a layer"),
+    "leaky": (lambda: Function(lambda x, f: F.leaky_relu(f(x)), conv()), r"test_from_torch.py:\d+: aten.leaky_relu"),
+    "dilation": (lambda: nn.MaxPool2d(2, dilation=2), "dilation"),
+    "divisor": (lambda: nn.AvgPool2d(2, divisor_override=3), "divisor_override 3"),
+    "padding beyond": (lambda: nn.AvgPool2d(4, 3, 1, ceil_mode=True), "ceil_mode"),
+    "uneven": (lambda: nn.AdaptiveAvgPool2d(4), "windows of different sizes"),
+    "corners": (lambda: nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), "align_corners"),
+    "no factor": (lambda: nn.Upsample(scale_factor=2.05), "no whole factor"),
+    "smaller": (lambda: Function(lambda x: F.interpolate(x, (6, 5))), "no whole factor"),
+    "not affine": (lambda: nn.BatchNorm2d(3, affine=False), "affine=False"),
+    "no statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), "cannot become a layer"),
+    "instances' statistics": (lambda: nn.InstanceNorm2d(3, track_running_stats=True), "cannot become a layer"),
+    "scale for each cell": (lambda: nn.LayerNorm(IMAGES[1:]), "with a scale for each"),
+    "frozen": (frozen, "'weight' is not trained"),
+    "computed": (weighted, "cannot become a layer"),
+    "a buffer": (Counting, "cannot become a layer"),
+    "shared": (lambda: nn.Sequential(*[conv()] * 2), "used twice"),
+    "crossing": (lambda: Function(crossing, conv(), conv(), conv()), "branches that are not inside of one another"),
+    "broadcast": (lambda: Function(lambda x: x + x.mean((2, 3), keepdim=True)), "same shape"),
+    "constant": (lambda: Function(lambda x: x + 1), "same shape, or a constant"),
+    "alpha": (lambda: Function(lambda x: torch.add(x, x, alpha=2)), "same shape"),
+    "cat of cells": (lambda: Function(lambda x: torch.cat([x, x], 2)), "not that of the channels"),
+    "flattened end": (nn.Flatten, "the module's output"),
+    "rows": (lambda: nn.Linear(10, 2), "vectors"),
+    "softmax of cells": (lambda: nn.Softmax(3), "not that of the channels"),
+    "always dropped": (lambda: Function(lambda x: F.dropout(x, 0.5, True)), "drops in evaluation too"),
+    "dropped channels": (lambda: nn.Dropout2d(), "cannot become a layer"),
+    "steps": (lambda: Function(lambda x: x[..., ::2]), "dimension -?[13]"),
+    "channels": (lambda: Function(lambda x: x[:, 1:]), "dimension 1"),
+    "two modes": (lambda: Function(two_modes, conv(), conv()), "other things in evaluation"),
+    "two outputs": (lambda: Function(lambda x: (x, x)), "2 outputs"),
+    "no gradient": (lambda: Function(lambda x, f: f(x).detach(), conv()), "aten.detach"),
+    "half": (lambda: conv().to(torch.bfloat16), "bfloat16"),
+    "indices": (lambda: Function(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)), "unpool"),
+    "some in eval()": (lambda: nn.Sequential(conv(), nn.BatchNorm2d(3).eval()), "in eval"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    make, words = REFUSED[name]
+    with pytest.raises(nd.UserError, match=words) as caught:
+        ndt.from_torch(make(), IMAGES, model=nd.Convnet)
+    if isinstance(caught.value, ndt.UnsupportedOperator):
+        assert "neondist.torch.distribute takes modules as they are" in str(caught.value)
+        assert caught.value.operator.startswith("aten.")
+
+
+def test_what_training_and_evaluation_have_in_common_may_be_in_either_mode():
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.4))
+    one, two = (ndt.from_torch(module.train(mode), IMAGES, model=nd.Convnet) for mode in (True, False))
+    assert module.training is False
+    assert [type(layer).__name__ for layer in one.leaves] == ["ConvLayer", "BatchNormLayer", "DropoutLayer"]
+    assert [layer.arguments() for layer in one.leaves][2] == [layer.arguments() for layer in two.leaves][2]
+    x = np.zeros((2, 13, 10, 3), np.float32)
+    assert np.mean(one.forward(x, training=True).output == 0) > 0.3
+
+
+def test_ranks_with_other_weights():
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            torch_module = nn.Conv2d(1, 1, 1)
+            nn.init.constant_(torch_module.weight, world.rank)
+            with pytest.raises(nd.UserError, match="conv2d/weights"):
+                ndt.from_torch(torch_module, (1, 1, 4, 4), grid)
+
+    nd.loopback.run(2, body)
+
+
+def drawn_chain(seed):
+    """Return a random chain of modules that PyTorch takes, and the shape of its input."""
+    rng = random.Random(seed)
+    axes = rng.choice([1, 2, 2, 3])
+    shape = (2, rng.choice([2, 4]), *(rng.randint(5, 14 if axes < 3 else 8) for _ in range(axes)))
+
+    def each(*of):
+        return tuple(rng.choice(of) for _ in range(axes))
+
+    def sized(name):
+        return getattr(nn, f"{name}{axes}d")
+
+    def conv(c):
+        mode, groups = rng.choice(["zeros", "zeros", "reflect", "replicate", "circular"]), rng.choice([1, 1, 2])
+        how = {"dilation": each(1, 1, 2), "groups": groups, "bias": rng.random() < 0.7, "padding_mode": mode}
+        return sized("Conv")(c, 4, each(1, 2, 3, 4), each(1, 1, 2, 3), each(0, 1, 2), **how)
+
+    def transposed(c):
+        return sized("ConvTranspose")(c, 2, each(1, 2, 3), each(1, 2), each(0, 1), each(0, 0, 1), rng.choice([1, 2]))
+
+    def pool(c):
+        kernel = each(1, 2, 3, 4)
+        how = {"padding": tuple(rng.randint(0, k // 2) for k in kernel), "ceil_mode": rng.random() < 0.5}
+        if rng.random() < 0.5:
+            return sized("MaxPool")(kernel, each(1, 2, 3, 5), **how)
+        return sized("AvgPool")(kernel, each(1, 2, 3, 5), count_include_pad=rng.random() < 0.5, **how)
+
+    kinds = [
+        conv, conv, transposed, pool, pool, lambda c: sized("BatchNorm")(c), lambda c: nn.GroupNorm(2, c),
+        lambda c: sized("InstanceNorm")(c, affine=rng.random() < 0.5), lambda c: nn.ReLU(), lambda c: nn.Tanh(),
+        lambda c: nn.Softmax(1), lambda c: nn.Upsample(scale_factor=each(1.0, 2.0, 2.0, 1.5)),
+        lambda c: sized("ConstantPad")([rng.randint(-1, 2) for _ in range(2 * axes)], 0.5),
+        lambda c: sized("AdaptiveAvgPool")(each(1, 2, None)), lambda c: sized("AdaptiveMaxPool")(each(1, 3)),
+    ]  # fmt: skip
+    chain, x = [], torch.zeros(shape)
+    while len(chain) < 4:
+        one = rng.choice(kinds)(x.shape[1])
+        try:
+            y = one(x)
+        except (RuntimeError, TypeError, ValueError):
+            continue
+        if y.numel() and y.numel() < 5000 and y[0, 0].numel() > 1:
+            chain, x = [*chain, one], y
+    if rng.random() < 0.5:
+        chain += [nn.Flatten(), nn.Linear(x[0].numel(), 3)]
+    return nn.Sequential(*chain), shape
+
+
+def test_random_chains_are_exact_or_refused():
+    exact = 0
+    for number in range(CHAINS_DRAWN):
+        seed = f"{os.environ['NEONDIST_SEED']} {number}"
+        torch.manual_seed(number)
+        module, shape = drawn_chain(seed)
+        try:
+            converted(module, shape)
+        except ndt.UnsupportedOperator:
+            continue
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {module} on {shape}") from error
+        exact += 1
+    assert exact > 4

@@ -1,0 +1,153 @@
+"""Models of our layers as modules of PyTorch, in float64: the same numbers, or a refusal by name."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conversions import check_alike, close, drawn, last, passes, passes_of_ours  # noqa: E402
+from torch import nn  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+
+IMAGE = (13, 10, 4)
+LAYERS = {
+    "conv": ([nd.ConvLayer(6, (4, 3), (2, 3), ((0, 2), (3, 1)), dilation=(1, 2), groups=2)], IMAGE),
+    "conv, same": ([nd.ConvLayer(6, (4, 3), (2, 3), "same", bias=False, activation=nd.Tanh())], IMAGE),
+    "conv, reflect": ([nd.ConvLayer(6, 3, 1, ((2, 1), (0, 2)), padding_mode="reflect")], IMAGE),
+    "conv, replicate": ([nd.ConvLayer(6, 3, 1, 2, padding_mode="replicate")], IMAGE),
+    "conv, wrap": ([nd.ConvLayer(6, 3, 2, ((2, 1), (0, 2)), padding_mode="wrap")], (9, 5, 4)),
+    "conv, lines": ([nd.ConvLayer(6, 4, 3, ((1, 2),))], (17, 4)),
+    "conv, volumes": ([nd.ConvLayer(6, (2, 3, 1), 1, ((1, 0), (0, 0), (2, 1)))], (4, 5, 3, 4)),
+    "deconv": ([nd.DeconvLayer(6, (4, 3), (2, 3), 1, output_padding=(1, 2), groups=2)], (5, 4, 4)),
+    "deconv, asymmetric": ([nd.DeconvLayer(6, 4, 2, ((0, 2), (3, 1)), bias=False, dilation=2)], (5, 4, 4)),
+    "max pool": ([nd.MaxPoolingLayer((3, 2), 2, ((2, 0), (1, 1)))], IMAGE),
+    "avg pool": ([nd.AvgPoolingLayer((3, 2), 2, ((2, 0), (1, 1)))], IMAGE),
+    "avg pool, inside": ([nd.AvgPoolingLayer((3, 2), 2, ((2, 0), (1, 1)), count_include_pad=False)], IMAGE),
+    "avg pool, inside, symmetric": ([nd.AvgPoolingLayer(3, 2, 1, count_include_pad=False)], IMAGE),
+    "l2 pool": ([nd.ActivationLayer(nd.ReLU()), nd.L2PoolingLayer((2, 1), 1, ((1, 0), (0, 0)))], IMAGE),
+    "l2 pool, volumes": ([nd.L2PoolingLayer(2)], (4, 5, 3, 4)),
+    "global": ([nd.GlobalAvgPoolingLayer(), nd.FCLayer(3, activation=nd.Softmax())], IMAGE),
+    "fc": ([nd.FCLayer(7, activation=nd.Logistic()), nd.FCLayer(3, bias=False)], IMAGE),
+    "batch norm": ([nd.BatchNormLayer(momentum=0.3, eps=1e-2)], IMAGE),
+    "batch norm of vectors": ([nd.FCLayer(7), nd.BatchNormLayer(), nd.DropoutLayer(0.0)], IMAGE),
+    "group norm": ([nd.GroupNormLayer(2, eps=1e-2), nd.InstanceNormLayer(affine=True)], IMAGE),
+    "group norm of vectors": ([nd.FCLayer(8), nd.GroupNormLayer(2, affine=False)], IMAGE),
+    "lrn": ([nd.LRNLayer(4, alpha=0.3, beta=0.6, k=2.0)], IMAGE),
+    "lrn of vectors": ([nd.FCLayer(7), nd.LRNLayer(3, alpha=0.3)], IMAGE),
+    "upsample": ([nd.UpsampleLayer((2, 3)), nd.UpsampleLayer(2, "bilinear")], (3, 4, 4)),
+    "upsample, much": ([nd.UpsampleLayer(41)], (3, 4)),
+    "upsample, volumes": ([nd.UpsampleLayer((1, 2, 3), "bilinear")], (3, 4, 2, 4)),
+    "pad and crop": ([nd.PadLayer(((1, 2), (0, 3)), fill=0.5), nd.CropLayer(((0, 2), (3, 1)))], IMAGE),
+    "pad, wrap": ([nd.PadLayer(((1, 2), (0, 3)), "wrap")], IMAGE),
+    "containers": (
+        [
+            [nd.ConvLayer(4, 3, padding=1), []],
+            nd.Sum([[], nd.ConvLayer(4, 1, activation=nd.Identity()), [nd.ActivationLayer(nd.Tanh())]]),
+            nd.Concat([nd.MaxPoolingLayer(2), [nd.ConvLayer(3, 2, 2), nd.ActivationLayer(nd.ReLU())]]),
+        ],
+        IMAGE,
+    ),
+}
+
+
+def built(layers, shape, batch=2):
+    model = nd.Convnet(list(layers), dtype="float64", seed=4)
+    model.build(shape, batch)
+    rng = np.random.default_rng(0)
+    model.load_state({name: rng.uniform(0.5, 1.5, array.shape) for name, array in model.state().items()})
+    return model
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name):
+    layers, shape = LAYERS[name]
+    model = built(layers, shape)
+    module = ndt.to_torch(model)
+    kept = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    found = passes_of_ours(model, (2, shape[-1], *shape[:-1]))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in module.state_dict().items())  # nothing is shared
+    check_alike(passes(module, (2, shape[-1], *shape[:-1])), found)
+
+
+def test_no_gradient_where_all_squares_are_zero():
+    model = built([nd.L2PoolingLayer(2)], (4, 4, 1))
+    x = torch.zeros(2, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    x.data[0, 0, 0, 0] = 3
+    ndt.to_torch(model)(x).sum().backward()
+    expected = torch.zeros_like(x)
+    expected[0, 0, 0, 0] = 1
+    assert torch.equal(x.grad, expected)
+
+
+def test_no_random_number_is_drawn():
+    model = built([nd.ConvLayer(6, 3), nd.BatchNormLayer(), nd.FCLayer(3)], IMAGE)
+    before = torch.get_rng_state()
+    ndt.to_torch(model)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("layer", [nd.LCNLayer(3), nd.LocalFilteringLayer(2, 3)])
+def test_layers_that_pytorch_has_not(layer):
+    with pytest.raises(
+        nd.ConfigError, match=f"layer '.*': PyTorch has no module that gives what {type(layer).__name__}"
+    ):
+        ndt.to_torch(built([nd.ConvLayer(4, 3), layer], IMAGE))
+
+
+class Half(nd.Identity):
+    def fprop(self, z):
+        return z / 2
+
+    def bprop(self, y, dy):
+        return dy / 2
+
+
+class MyConvLayer(nd.ConvLayer):
+    """May compute anything."""
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"), [(nd.ConvLayer(2, 3, activation=Half()), "Half"), (MyConvLayer(2, 3), "My")]
+)
+def test_what_users_write(layer, name):
+    with pytest.raises(nd.ConfigError, match=f"has no module that gives what {name}"):
+        ndt.to_torch(built([layer], IMAGE))
+
+
+def test_a_model_that_is_not_built():
+    with pytest.raises(nd.ConfigError, match="not built"):
+        ndt.to_torch(nd.Convnet([nd.ConvLayer(2, 3)]))
+
+
+def test_from_several_ranks():
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = nd.distribute(built([nd.ConvLayer(3, 3), nd.BatchNormLayer(), nd.FCLayer(2)], IMAGE))
+            model.build(IMAGE, 2, grid)
+            run = model.forward(model.scatter(last(x)), training=False)
+            return model.gather(run.output), ndt.to_torch(model).eval()(x)
+
+    x = drawn((2, IMAGE[-1], *IMAGE[:-1]))
+    for ours, theirs in nd.loopback.run(3, body):
+        close(theirs.detach().numpy(), ours)
+
+
+def test_onnx(tmp_path):
+    onnx = pytest.importorskip("onnx", reason="the exporter of PyTorch needs onnx and onnxscript")
+    pytest.importorskip("onnxscript", reason="the exporter of PyTorch needs onnx and onnxscript")
+    reference = pytest.importorskip("onnx.reference")
+    layers, shape = LAYERS["containers"]
+    module = ndt.to_torch(built([*layers, nd.BatchNormLayer(), nd.FCLayer(3)], shape)).float().eval()
+    x = drawn((2, shape[-1], *shape[:-1])).float()
+    torch.onnx.export(module, (x,), tmp_path / "model.onnx")
+    program = onnx.load(tmp_path / "model.onnx")
+    onnx.checker.check_model(program)
+    (found,) = reference.ReferenceEvaluator(program).run(None, {program.graph.input[0].name: x.numpy()})
+    np.testing.assert_allclose(found, module(x).detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_chains_are_sequential():
+    module = ndt.to_torch(built([nd.ConvLayer(6, 3, activation=nd.ReLU()), nd.FCLayer(3)], IMAGE))
+    assert [type(one) for one in module] == [nn.Conv2d, nn.ReLU, nn.Flatten, nn.Linear]
