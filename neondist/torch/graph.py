@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import pairwise
+from math import isqrt
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,6 +114,8 @@ class TorchGraph:
     mutated : dict of buffer to id
     key : int or None
         The value of the number that random ones are keyed by.
+    recompute : bool
+        Whether the way back runs segments again instead of keeping what is in them.
     """
 
     mesh: Mesh
@@ -124,6 +128,7 @@ class TorchGraph:
     outputs: list[Any]
     mutated: dict[str, int]
     key: int | None = None
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         """Drop steps whose values nobody reads, and find when each value can be freed."""
@@ -141,6 +146,40 @@ class TorchGraph:
             seen.update(last)
         self._save_memory()
 
+    def segments(self) -> list[Segment]:
+        """Return what is run again as a whole: about as many segments as each has steps, cut where few values live.
+
+        The same on all ranks.
+        """
+        total, ends = len(self.steps), {out for out in self.outputs if isinstance(out, int)}
+        ends.update(self.mutated.values())
+        made = {out: at for at, step in enumerate(self.steps) for out in step.outputs}
+        last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
+        live = [0] * (total + 1)  # values of steps before that are read from this one on
+        for value, first in made.items():
+            for at in range(first + 1, last.get(value, first) + 1):
+                live[at] += total if self._written_over(value, last) else 1
+        size = max(1, isqrt(total))
+        cuts = [0]
+        while total - cuts[-1] > 3 * size // 2:
+            middle = cuts[-1] + size
+            near = range(middle - size // 2, middle + size // 2 + 1)
+            cuts.append(min((live[at], abs(at - middle), at) for at in near)[2])
+        last.update(dict.fromkeys(ends, total))
+        found = []
+        for begin, end in pairwise([*cuts, total]):
+            steps = self.steps[begin:end]
+            inside = {out for step in steps for out in step.outputs}
+            read = dict.fromkeys(value for step in steps for value in step.inputs if value not in inside)
+            given = [out for step in steps for out in step.outputs if last.get(out, -1) >= end]
+            found.append(Segment(steps, tuple(read), tuple(given)))
+        return found
+
+    def _written_over(self, value: int, last: Mapping[int, int]) -> bool:
+        """Tell whether a step may write its results over a value: it would not be there to run that again."""
+        at = last.get(value, len(self.steps))
+        return at < len(self.steps) and self.steps[at].op in IN_PLACE
+
     def _save_memory(self) -> None:
         """Let steps write over what nobody else reads."""
         readers = Counter(value for step in self.steps for value in step.inputs)
@@ -150,6 +189,14 @@ class TorchGraph:
                 (value,) = step.inputs
                 if value in fresh and readers[value] == 1 and value in step.free:
                     self.steps[at] = replace(step, run=IN_PLACE[step.op])
+
+
+class Segment(NamedTuple):
+    """Steps one after the other, the values that they read, and those of theirs that others read."""
+
+    steps: list[Step]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 def axes_of_values(values: Iterable[Value]) -> frozenset[int]:

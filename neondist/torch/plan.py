@@ -42,6 +42,11 @@ class TorchPlan(TorchGraph):
             if any(value in needed for value in step.inputs):
                 for kind, count in _backward(self, step, rank, place):
                     found[kind, step.name, "backward"] += count
+        for segment in self.segments()[:-1] if self.recompute else ():
+            if any(out in reached and out in needed for step in segment.steps for out in step.outputs):
+                for step in segment.steps:
+                    for kind, count in _forward(self, step, rank, place):
+                        found[kind, step.name, "forward"] += count
         given = [self.values[self.parameters[name]] for name in trained if self.parameters.get(name) in reached]
         found["sum", GRADIENTS, "backward"] = _summed(self.mesh, self.mesh.axes, given, place)
         return {account: count for account, count in found.items() if count}
@@ -83,7 +88,7 @@ class TorchPlan(TorchGraph):
     @property
     def digest(self) -> str:
         """A hash that is equal on ranks that will run the same steps."""
-        text = [str(self.mesh.parts)]
+        text = [str(self.mesh.parts), str(self.recompute)]
         for step in self.steps:
             layouts = [self.values[out].layout_or_none for out in step.outputs]
             dtypes = [str(self.values[out].dtype) for out in step.outputs]

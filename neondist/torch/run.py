@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .functions import Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
-from .graph import Step
+from .graph import Segment, Step
 from .plan import TorchPlan, kind_of
 from .wires import Channel, Wires
 
@@ -27,6 +28,7 @@ class Runner:
             for step in plan.steps
             if step.transfer is not None
         }
+        self._segments = plan.segments() if plan.recompute else []
 
     def __call__(
         self,
@@ -42,19 +44,44 @@ class Runner:
         env.update(self._entered(parameters))
         if plan.key is not None:
             env[plan.key] = self._drawn()
-        run = self._watched if self.wires.grid.observers else self._run
         before = self.wires.sent
-        for step in plan.steps:
-            found = run(step, [env[value] for value in step.inputs])
-            for value, tensor in zip(step.outputs, found, strict=True):
-                env[value] = tensor
-            for value in step.free:
-                del env[value]
+        if self._segments and torch.is_grad_enabled():
+            self._run_segments(env)
+        else:
+            self._run_steps(plan.steps, env)
         self._compare(self.wires.sent - before)
         with torch.no_grad():
             for name, value in plan.mutated.items():
                 buffers[name].copy_(env[value])
         return [env[out] if isinstance(out, int) else out.value for out in plan.outputs]
+
+    def _run_steps(self, steps: Sequence[Step], env: dict[int, torch.Tensor]) -> None:
+        """Run steps, and replace what is read no more by what they give."""
+        run = self._watched if self.wires.grid.observers else self._run
+        for step in steps:
+            found = run(step, [env[value] for value in step.inputs])
+            for value, tensor in zip(step.outputs, found, strict=True):
+                env[value] = tensor
+            for value in step.free:
+                del env[value]
+
+    def _run_segments(self, env: dict[int, torch.Tensor]) -> None:
+        """Run all steps; of a segment only what others read is kept, but for the last (Chen et al. 2016)."""
+        *before, last = self._segments
+        with set_checkpoint_early_stop(False):  # or ranks could stop before different messages
+            for segment in before:
+                given = [env[value] for value in segment.inputs]
+                again = partial(self._segment, segment)
+                found = checkpoint(again, *given, use_reentrant=False, preserve_rng_state=False)
+                env.update(zip(segment.outputs, found, strict=True))
+                for value in {value for step in segment.steps for value in step.free}:
+                    env.pop(value, None)
+        self._run_steps(last.steps, env)
+
+    def _segment(self, segment: Segment, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        env = dict(zip(segment.inputs, tensors, strict=True))
+        self._run_steps(segment.steps, env)
+        return [env[value] for value in segment.outputs]
 
     def _drawn(self) -> torch.Tensor:
         """Return a number of PyTorch's generator on rank 0; what is run again by a checkpoint finds it again."""
@@ -71,8 +98,7 @@ class Runner:
 
     @cached_property
     def _planned(self) -> int:
-        found = self.plan.traffic(self.plan.rank)
-        return sum(count for (_, _, direction), count in found.items() if direction == "forward")
+        return sum(self.plan.traffic(self.plan.rank, trained=()).values())
 
     def _compare(self, sent: int) -> None:
         if sent != self._planned and not torch.is_autocast_enabled("cpu"):  # which sends other dtypes
