@@ -16,6 +16,7 @@ from .layout import (
     local_shape,
     reshaped,
     shape_of,
+    whole_along,
 )
 from .steps import StepList
 from .transfer import Range, Transfer, Want
@@ -89,8 +90,7 @@ class Builder(StepList):
         rest = tuple((Atom(dim[0].extent),) if dim[0].axis in axes else dim for dim in expanded.layout)
         found = self._value(local_shape(rest, self.place), value.axes - axes, value.dtype, value.kind, rest)
         self._step("gather", [expanded], [found], transfer=Transfer(self.mesh, wants))
-        layout = tuple((Atom(shape_of((dim,))[0]),) if at in chosen else dim for at, dim in enumerate(value.layout))
-        return self.shaped(found, layout)
+        return self.shaped(found, whole_along(value.layout, chosen))
 
     def recut(self, value: Value, layout: Layout) -> Value:
         """Return a value cut as `layout`, which has the same atoms but for where they are cut, and by which axis."""
@@ -170,7 +170,7 @@ class Builder(StepList):
     def seen_whole(self, value: Value, dims: Iterable[int], context: Iterable[int]) -> Value:
         """Return a value with these dimensions whole, for what is cut by the axes of `context`."""
         dims = set(dims)
-        layout = tuple((Atom(shape_of((dim,))[0]),) if at in dims else dim for at, dim in enumerate(value.layout))
+        layout = whole_along(value.layout, dims)
         if layout == value.layout:
             return self.enter(value, context)
         expanded, wants, at = self._atoms(value), {}, 0

@@ -6,7 +6,7 @@ makes one dimension of three atoms, of which H and W stay cut. So that reshaping
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, prod
@@ -115,6 +115,11 @@ def whole(shape: Sequence[int]) -> Layout:
 def replaced(layout: Layout, dim: int, *atoms: Atom) -> Layout:
     """Return the layout with other atoms for a dimension."""
     return (*layout[:dim], atoms, *layout[dim + 1 :])
+
+
+def whole_along(layout: Layout, dims: Collection[int]) -> Layout:
+    """Return the layout with these dimensions whole on every rank."""
+    return tuple((Atom(shape_of((dim,))[0]),) if at in dims else dim for at, dim in enumerate(layout))
 
 
 def axes_of(layout: Iterable[Dim]) -> frozenset[int]:

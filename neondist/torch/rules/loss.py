@@ -16,8 +16,7 @@ def _total(lowering: Any, each: Any, weights: Any, reduction: int) -> Any:
     """Return numbers as they are (0), their mean, which may be weighted (1), or their sum (2)."""
     if reduction == 0:
         return each
-    axes = axes_of(each.layout)
-    total = lowering.reduced(lambda a: a.sum(), [each], axes, ())
+    total = lowering.reduced(lambda a: a.sum(), [each], axes_of(each.layout), ())
     if reduction == 2:
         return total
     if weights is None:
@@ -37,9 +36,8 @@ def cross_entropy(
     if not lowering.is_whole(x, channel):
         lowering.refuse("the classes are cut")
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
-    context = x.axes
     probabilities = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
-    there = lowering.aligned(target, x.layout if probabilities else layout, context)
+    there = lowering.aligned(target, x.layout if probabilities else layout, x.axes)
 
     def each(a: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
         return F.cross_entropy(a, t, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)

@@ -37,10 +37,9 @@ def normalised(
 def scaled(lowering: Any, x: Any, weight: Any, bias: Any, dims: Sequence[int]) -> Any:
     """Return x times a weight, plus a bias, which have these dimensions of x."""
     shape = [n if at in dims else 1 for at, n in enumerate(x.shape)]
-    context = x.axes
     for value, run in ((weight, torch.mul), (bias, torch.add)):
         if value is not None:
-            there = lowering.aligned(lowering.reshape(value, shape), x.layout, context)
+            there = lowering.aligned(lowering.reshape(value, shape), x.layout, x.axes)
             x = lowering.local(run, [x, there], x.layout)
     return x
 

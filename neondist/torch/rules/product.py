@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, axes_of, indices
+from ..layout import Atom, axes_of, indices, whole_along
 from ..registry import rule
 
 
@@ -49,8 +49,7 @@ def distances(lowering: Any, x1: Any, x2: Any, **more: Any) -> Any:
 def addmm(lowering: Any, x: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
     """A product and a sum."""
     product = matmul(lowering, mat1, mat2)
-    context = product.axes
-    there = lowering.aligned(x, product.layout, context)
+    there = lowering.aligned(x, product.layout, product.axes)
     return lowering.local(lambda p, a: beta * a + alpha * p, [product, there], product.layout, lowering.out.dtype)
 
 
@@ -91,7 +90,7 @@ def _as(lowering: Any, value: Any, target: Any, context: Any) -> Any:
     ]
     if not dims:
         return lowering.aligned(value, target, context)
-    wanted = tuple((Atom(value.shape[at]),) if at in dims else dim for at, dim in enumerate(value.layout))
+    wanted = whole_along(value.layout, dims)
     if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(wanted)):
         value = lowering.recut(
             value,

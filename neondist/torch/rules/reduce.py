@@ -93,8 +93,7 @@ def moments(lowering: Any, x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
     number = prod(x.shape[d] for d in dims)
     summed = total(lowering, _summed, [x], dims)
     mean = lowering.local(lambda s: s / number, [summed], summed.layout)
-    context = x.axes
-    apart = lowering.local(torch.sub, [x, lowering.enter(mean, context)], x.layout)
+    apart = lowering.local(torch.sub, [x, lowering.enter(mean, x.axes)], x.layout)
     squares = total(lowering, lambda a, d, k: (a * a).sum(d, k), [apart], dims)
     return mean, squares, apart
 
@@ -107,8 +106,7 @@ def extreme(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False) -> An
     if not x.dtype.is_floating_point:
         return _whole_extreme(lowering, x, dims, keepdim, low)
     greatest = _greatest(lowering, lambda a: -a if low else a, x, dims)
-    context = x.axes
-    here = lowering.enter(greatest, context)
+    here = lowering.enter(greatest, x.axes)
     mask = lowering.local(lambda a, m: ((-a if low else a) == m).to(a.dtype), [x, here], x.layout)
     mask.kind = "constant"
     count = total(lowering, _summed, [mask], dims)
@@ -138,7 +136,6 @@ def _greatest(lowering: Any, run: Callable[..., Any], x: Any, dims: list[int], d
 def _whole_extreme(lowering: Any, x: Any, dims: list[int], keepdim: bool, low: bool) -> Any:
     """Return the extreme of whole numbers, which has no gradient."""
     dtype, sign = x.dtype, -1 if low else 1
-
     found = _greatest(lowering, lambda a: a.to(torch.int64) * sign, x, dims, torch.int64)
     found = lowering.local(lambda a: (a * sign).to(dtype), [found], found.layout, dtype)
     return lowering.shaped(found, without(x, dims, keepdim))
@@ -153,7 +150,6 @@ def softmax(lowering: Any, x: Any, dim: int, dtype: Any = None, half_to_float: b
     if not axes_along(x, dims):
         run = torch.log_softmax if logarithm else torch.softmax
         return lowering.local(lambda a: run(a, dims[0]), [x], x.layout)
-
     greatest = _greatest(lowering, lambda a: a, x, dims)
     less = lowering.local(torch.sub, [x, greatest], x.layout)
     summed = total(lowering, lambda a, d, k: a.exp().sum(d, k), [less], dims)
