@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isqrt
@@ -151,8 +151,7 @@ class TorchGraph:
 
         The same on all ranks.
         """
-        total, ends = len(self.steps), {out for out in self.outputs if isinstance(out, int)}
-        ends.update(self.mutated.values())
+        total = len(self.steps)
         made = {out: at for at, step in enumerate(self.steps) for out in step.outputs}
         last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
         live = [0] * (total + 1)  # values of steps before that are read from this one on
@@ -165,9 +164,28 @@ class TorchGraph:
             middle = cuts[-1] + size
             near = range(middle - size // 2, middle + size // 2 + 1)
             cuts.append(min((live[at], abs(at - middle), at) for at in near)[2])
-        last.update(dict.fromkeys(ends, total))
+        return self._cut_at([*cuts, total])
+
+    def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let local steps that follow one another be one, which the compiler has made faster."""
+        alone = [step.kind != "local" or step.key is not None for step in self.steps]
+        edges = (at for at in range(1, len(alone)) if alone[at] or alone[at - 1])
         found = []
-        for begin, end in pairwise([*cuts, total]):
+        for segment in self._cut_at([0, *edges, len(alone)]):
+            steps, inputs, outputs = segment
+            if len(steps) > 1:
+                freed = {value for step in steps for value in step.free}
+                free = tuple(value for value in (*inputs, *outputs) if value in freed)
+                steps = [replace(steps[-1], inputs=inputs, outputs=outputs, run=compiler(segment.run), free=free)]
+            found += steps
+        self.steps = found
+
+    def _cut_at(self, cuts: Sequence[int]) -> list[Segment]:
+        last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
+        for value in (*self.outputs, *self.mutated.values()):
+            last[value] = len(self.steps)
+        found = []
+        for begin, end in pairwise(cuts):
             steps = self.steps[begin:end]
             inside = {out for step in steps for out in step.outputs}
             read = dict.fromkeys(value for step in steps for value in step.inputs if value not in inside)
@@ -197,6 +215,14 @@ class Segment(NamedTuple):
     steps: list[Step]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    def run(self, *tensors: Any) -> tuple[Any, ...]:
+        """Run local steps."""
+        env = dict(zip(self.inputs, tensors, strict=True))
+        for step in self.steps:
+            assert step.run is not None
+            env.update(zip(step.outputs, step.run(*[env[value] for value in step.inputs]), strict=True))
+        return tuple(env[value] for value in self.outputs)
 
 
 def axes_of_values(values: Iterable[Value]) -> frozenset[int]:
