@@ -1,11 +1,14 @@
 """Every code block of README and docs/ runs, in the order of its page."""
 
+import shlex
+
 import pytest
 from doc_blocks import blocks
 from doc_place import ROOT, Place
 from test_docs_examples import EXAMPLES, WITH_TORCH
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ONE_BY_ONE = "import runpy, sys; [runpy.run_path(name, run_name='__main__') for name in sys.argv[1:]]"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -14,23 +17,36 @@ def test_page(page, tmp_path):
     if page.name == "pytorch.md":
         pytest.importorskip("torch")
         place.env["NEONDIST_TESTS_HIDE"] = "matplotlib"
+    waiting = []
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
         if "not run" in block.marks:
             continue
-        if "file" in block.marks:
-            place.write(block.marks["file"], block.text)
-        elif "in" in block.marks:
+        if "in" in block.marks:
             assert block.text in (ROOT / block.marks["in"]).read_text(), where
-        elif block.language == "python":
-            place.write("block.py", block.text)
-            done = place.run("python block.py")
-            assert done.returncode == 0, f"{where}\n{done.stdout}"
+        elif block.language == "python" and "file" not in block.marks:
+            waiting.append(block)
+        elif "file" in block.marks:
+            _run_python(place, waiting, page.name)
+            place.write(block.marks["file"], block.text)
         elif block.language == "console":
+            _run_python(place, waiting, page.name)
             assert block.commands, where
             _run_console(place, block, where)
         else:
             assert block.language in ("text", "yaml") or block.language.startswith("{"), f"{where}: who runs this?"
+    _run_python(place, waiting, page.name)
+
+
+def _run_python(place, waiting, page):
+    """Run the blocks so far in one process, which imports PyTorch once; none sees another's names."""
+    names = [f"block_{block.line}.py" for block in waiting]
+    for name, block in zip(names, waiting, strict=True):
+        place.write(name, block.text)
+    waiting.clear()
+    if names:
+        done = place.run(shlex.join(["python", "-c", ONE_BY_ONE, *names]))
+        assert done.returncode == 0, f"{page}: {names}\n{done.stdout}"
 
 
 def _run_console(place, block, where):

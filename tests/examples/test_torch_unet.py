@@ -13,7 +13,7 @@ from neondist.launcher.mpirun import find_mpirun
 
 ROOT = Path(__file__).resolve().parents[2]
 ORIGINAL, TILED = (ROOT / "examples" / name for name in ("torch_unet_one_process.py", "torch_unet.py"))
-STEPS = "6"
+STEPS = "3"
 
 
 def losses_of(script, launcher=(), **environment):

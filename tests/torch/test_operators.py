@@ -36,6 +36,7 @@ MODULES = {
     "conv transposed": lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1),
     "conv transposed, gaps": lambda: nn.ConvTranspose2d(3, 4, 2, stride=3),
     "batch norm": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+    "relu6": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU6(inplace=True)),
     "instance norm": lambda: nn.InstanceNorm2d(3, affine=True),
     "group norm": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)),
     "layer norm": lambda: nn.LayerNorm([3, 13, 11]),

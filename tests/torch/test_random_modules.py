@@ -13,7 +13,7 @@ from module_steps import STEPS
 from random_modules import attempt, draw, shrink
 
 SEED = int(os.environ["NEONDIST_SEED"])  # conftest.py takes the date where nobody has set it
-CASES, AT_ONCE = 60, 6
+CASES, AT_ONCE = 30, 6
 
 
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
