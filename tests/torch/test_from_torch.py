@@ -47,6 +47,7 @@ CHAINS = {
     "avg pool, ceil, inside": (nn.AvgPool2d(4, 3, 1, ceil_mode=True, count_include_pad=False), (2, 3, 10, 9)),
     "avg pool, lines": (nn.AvgPool1d(4, 3, 2), (2, 3, 17)),
     "adaptive": (nn.AdaptiveAvgPool2d((4, 3)), (2, 3, 12, 9)),
+    "adaptive, overlapping": (nn.AdaptiveAvgPool2d((6, 3)), (2, 3, 13, 7)),
     "adaptive, none": (nn.AdaptiveMaxPool2d((None, 1)), IMAGES),
     "global, still an image": (nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 5, 1)), IMAGES),
     "nearest": (nn.Upsample(scale_factor=(2, 3)), IMAGES),
@@ -140,7 +141,21 @@ class UNet(nn.Module):
         return self.out(torch.cat([y, x], dim=1))[..., 1:-1, 2:]
 
 
-@pytest.mark.parametrize(("module", "shape"), [(ResNet, (2, 3, 37, 41)), (UNet, (2, 3, 13, 11))])
+class DenseNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.grown = nn.ModuleList([nn.Conv2d(channels, 2, 3, padding=1) for channels in (3, 5, 7)])
+
+    def forward(self, x):
+        found = [x]
+        for conv in self.grown:
+            found.append(conv(torch.relu(torch.cat(found, 1))))
+        return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"), [(ResNet, (2, 3, 37, 41)), (UNet, (2, 3, 13, 11)), (DenseNet, (2, 3, 5, 4))]
+)
 def test_networks(module, shape):
     torch.manual_seed(0)
     _, again = converted(module(), shape)
@@ -207,6 +222,25 @@ class Counting(nn.Module):
         return self.conv(x)
 
 
+class Shifted(nn.Module):
+    def __init__(self, persistent):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        if persistent is None:
+            self.shift = torch.ones(IMAGES)
+        else:
+            self.register_buffer("shift", torch.ones(IMAGES), persistent=persistent)
+
+    def forward(self, x):
+        return self.conv(x + self.shift)
+
+
+def tied():
+    module = nn.Sequential(conv(), conv())
+    module[1].weight = module[0].weight
+    return module
+
+
 def two_modes(x, f, g):
     return f(x) if f.training else g(x)
 
@@ -230,6 +264,14 @@ REFUSED = {
     "instances' statistics": (lambda: nn.InstanceNorm2d(3, track_running_stats=True), "cannot become a layer"),
     "scale for each cell": (lambda: nn.LayerNorm(IMAGES[1:]), "with a scale for each"),
     "frozen": (frozen, "'weight' is not trained"),
+    "tied": (tied, "used twice"),
+    "a constant tensor": (lambda: Shifted(None), "not of the same shape, or a constant"),
+    "a constant buffer": (lambda: Shifted(True), "not of the same shape, or a constant"),
+    "a buffer that is not kept": (lambda: Shifted(False), "not of the same shape, or a constant"),
+    "places": (lambda: nn.Sequential(conv(), nn.AdaptiveMaxPool2d(1, return_indices=True)), "2 outputs"),
+    "places alone": (lambda: Function(lambda x: F.adaptive_max_pool2d(x, 1, True)[1]), "not computed from its input"),
+    "a parameter": (lambda: Function(lambda x, f: f.weight.relu(), conv()), "only what is computed from the input"),
+    "batch and channels": (lambda: Function(lambda x, f: f(x.view(6, 130)), nn.Linear(130, 2)), "vectors"),
     "computed": (weighted, "cannot become a layer"),
     "a buffer": (Counting, "cannot become a layer"),
     "shared": (lambda: nn.Sequential(*[conv()] * 2), "used twice"),
@@ -249,7 +291,10 @@ REFUSED = {
     "two outputs": (lambda: Function(lambda x: (x, x)), "2 outputs"),
     "no gradient": (lambda: Function(lambda x, f: f(x).detach(), conv()), "aten.detach"),
     "half": (lambda: conv().to(torch.bfloat16), "bfloat16"),
-    "indices": (lambda: Function(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)), "unpool"),
+    "indices": (
+        lambda: Function(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)),
+        "with_indices",
+    ),
     "some in eval()": (lambda: nn.Sequential(conv(), nn.BatchNorm2d(3).eval()), "in eval"),
 }
 
@@ -272,6 +317,13 @@ def test_what_training_and_evaluation_have_in_common_may_be_in_either_mode():
     assert [layer.arguments() for layer in one.leaves][2] == [layer.arguments() for layer in two.leaves][2]
     x = np.zeros((2, 13, 10, 3), np.float32)
     assert np.mean(one.forward(x, training=True).output == 0) > 0.3
+
+
+def test_another_dtype():
+    module = nn.Sequential(conv(), nn.BatchNorm2d(3))
+    model = ndt.from_torch(module, IMAGES, model=nd.Convnet, dtype="float64")
+    x = drawn(IMAGES)
+    close(model.forward(last(x), training=False).output, last(module.double().eval()(x)))
 
 
 def test_ranks_with_other_weights():

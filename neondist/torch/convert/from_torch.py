@@ -71,7 +71,10 @@ def from_torch(
         made = kind(layers, **{"dtype": _name(network.dtype)} | arguments)
         names = {layer.name for layer in made.leaves}
         weights = {at: array for at, array in network.weights.items() if at.rpartition("/")[0] in names}
-    check_alike(grid.world, {"the module": names} | {at: zlib.crc32(array) for at, array in weights.items()})
+    check_alike(
+        grid.world,
+        {"the module's layers": sorted(map(str, names))} | {at: zlib.crc32(array) for at, array in weights.items()},
+    )
     made.build(network.input.ours, shape[0], grid)
     made.load_state(weights)
     return made
@@ -134,9 +137,9 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
-            tensor = program.state_dict.get(spec.target)
+            tensor = program.state_dict.get(spec.target)  # None: a constant, or a buffer that no file has
             trained = spec.kind == InputKind.PARAMETER and tensor is not None and tensor.requires_grad
-            env[node] = net.input if tensor is None else Tensor(spec.target, tensor, trained)
+            env[node] = net.input if spec.kind == InputKind.USER_INPUT else Tensor(str(spec.target), tensor, trained)
         elif node in needed:
             args, kwargs = pytree.tree_map(
                 lambda arg: env[arg] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
@@ -146,6 +149,8 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
         if not isinstance(env[result], Tensor) or env[result].name != name:
             net.refuse(f"it changes the buffer '{name}'", where(result))
     last = env[results[0]]
+    if not isinstance(last, Value):
+        raise ConfigError("the module gives what is not computed from its input; no model does")
     if not last.ordered:
         net.refuse(f"it gives the module's output {last.shape}, but a layer would give {last.ours} for each sample")
     return net, last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ STATE = ("/mean", "/var")
 
 
 class Tensor(NamedTuple):
-    """A parameter or a buffer of the module."""
+    """A parameter or a buffer of the module; None: another tensor."""
 
     name: str
-    data: torch.Tensor
+    data: torch.Tensor | None
     trained: bool
 
 
@@ -72,6 +72,8 @@ class Network:
         Where in the user's program the operator stands.
     out : fake tensor
         What it gives, or the first of that.
+    joined : dict of numbers to Value
+        What values have been concatenated to.
     weights : dict of str to array
         '<layer>/<parameter>' to what the layers have from the module.
     """
@@ -82,6 +84,7 @@ class Network:
         self.input = Value(0, input_shape, (*input_shape[2:], input_shape[1]), -1)
         self.where, self.out = Where("", "", ""), torch.empty(())
         self.steps: list[Step] = []
+        self.joined: dict[tuple[int, ...], Value] = {}
         self.weights: dict[str, Any] = {}
         self._names: dict[str, int] = {}
         self._used: set[int] = set()
@@ -90,7 +93,7 @@ class Network:
         self,
         layer: Layer,
         x: Value,
-        weights: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor] | None]] | None = None,
+        weights: Mapping[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor] | None]] | None = None,
         *,
         means: bool = False,
         only_training: bool = False,
@@ -137,7 +140,9 @@ class Network:
 
     def shape_of(self, weight: Any) -> Shape:
         """Return the shape of a parameter; refuse what is none."""
-        return tuple(weight.data.shape) if isinstance(weight, Tensor) else self.refuse("its weight is computed")
+        if not isinstance(weight, Tensor) or weight.data is None:
+            return self.refuse("its weight is no parameter of the module")
+        return tuple(weight.data.shape)
 
     def refuse(self, why: str = "it has no layer", where: Where | None = None) -> Any:
         """Raise UnsupportedOperator."""
@@ -195,11 +200,11 @@ class Network:
     def _name(self) -> str:
         name = (self.where.module or self.where.operator.split(".")[1]).replace("/", "_")
         self._names[name] = self._names.get(name, 0) + 1
-        return name if self._names[name] == 1 else f"{name}_{self._names[name]}"
+        return name if self._names[name] == 1 else f"{name}:{self._names[name]}"
 
-    def _take(self, name: str, tensor: Any, how: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-        if not isinstance(tensor, Tensor):
-            self.refuse(f"its {name.rpartition('/')[2]} is computed, or missing, and no parameter of the module")
+    def _take(self, name: str, tensor: Any, how: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
+        if not isinstance(tensor, Tensor) or tensor.data is None:
+            return self.refuse(f"its {name.rpartition('/')[2]} is no parameter or buffer of the module")
         if id(tensor.data) in self._used:
             self.refuse(f"'{tensor.name}' is used twice, but layers share no parameters")
         if tensor.trained == name.endswith(STATE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ def transposed_convolution(
 @becomes("FCLayer", "linear.default")
 def linear(net: Network, x: Value, weight: Any, bias: Any) -> Value:
     """Of a vector, or of a flattened image, whose rows change places."""
-    if len(x.shape) != 2:
+    if len(x.shape) != 2 or x.shape[0] != net.batch:
         net.refuse(f"its input has the shape {x.shape}, but a layer wants vectors (N, features)")
     out, *extent = net.shape_of(weight)[0], *x.ours[-1:], *x.ours[:-1]
 
@@ -125,10 +126,9 @@ def batch_norm(
         net.refuse("the statistics are those of the batch in evaluation" if training else "they are kept in training")
     if weight is None or bias is None:
         net.refuse("it has no weight and bias (affine=False)")
-    names = {"gamma": weight, "beta": bias, "mean": running_mean, "var": running_var}
-    y = net.add(
-        layers.BatchNormLayer(momentum=momentum, eps=eps), x, {name: (value, None) for name, value in names.items()}
-    )
+    given = {"gamma": weight, "beta": bias, "mean": running_mean, "var": running_var}
+    weights = {name: (tensor, None) for name, tensor in given.items()}
+    y = net.add(layers.BatchNormLayer(momentum=momentum, eps=eps), x, weights)
     return y, None, None, running_mean, running_var
 
 
@@ -192,12 +192,6 @@ def max_pool(
     return net.add(layers.MaxPoolingLayer(*windows), x)
 
 
-@becomes("MaxPoolingLayer", *(f"max_pool{n}d_with_indices.default" for n in (2, 3)))
-def max_pool_with_indices(net: Network, *args: Any, **named: Any) -> tuple[Any, ...]:
-    """Nobody may use the indices."""
-    return max_pool(net, *args, **named), None
-
-
 @becomes("AvgPoolingLayer", *(f"avg_pool{n}d.default" for n in (1, 2, 3)))
 def avg_pool(
     net: Network, x: Value, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
@@ -218,14 +212,20 @@ def avg_pool(
     *(f"adaptive_{how}_pool{n}d.default" for how in ("avg", "max") for n in (1, 2, 3)),
 )
 def adaptive_pool(net: Network, x: Value, output_size: Any) -> Any:
-    """Extents must be multiples of the output's. A mean of all cells that is flattened: GlobalAvgPoolingLayer."""
-    outs = _numbers(output_size, _image(net, x))
-    if any(n % m for n, m in zip(x.ours, outs, strict=False)):
-        net.refuse(f"windows of different sizes make {outs} of {x.ours[:-1]}")
-    kernel = tuple(n // m for n, m in zip(x.ours, outs, strict=False))
+    """Windows must be of one size. A mean of all cells that is flattened: GlobalAvgPoolingLayer."""
+    _image(net, x)
+    windows: list[tuple[int, ...]] = []
+    for n, m in zip(x.ours, net.out.shape[2:], strict=False):
+        starts = [i * n // m for i in range(m)]
+        sizes = {-(-(i + 1) * n // m) - start for i, start in enumerate(starts)}
+        steps = {b - a for a, b in pairwise(starts)} or {1}
+        if len(sizes) > 1 or len(steps) > 1:
+            net.refuse(f"windows of different sizes, or unevenly spaced, make {m} cells of {n}")
+        windows.append((*sizes, *steps))
+    kernel, stride = zip(*windows, strict=True)
     if "max" in net.where.operator:
-        return net.add(layers.MaxPoolingLayer(kernel), x), None
-    return net.add(layers.AvgPoolingLayer(kernel), x, means=all(m == 1 for m in outs))
+        return net.add(layers.MaxPoolingLayer(kernel, stride), x), None
+    return net.add(layers.AvgPoolingLayer(kernel, stride), x, means=set(net.out.shape[2:]) == {1})
 
 
 @becomes("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
@@ -233,11 +233,9 @@ def mean(net: Network, x: Value, dim: Any, keepdim: bool, dtype: Any) -> Value:
     """Over all cells of the image."""
     if not _image(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
         net.refuse(f"its dimensions {dim} are not the spatial ones")
-    return (
-        net.add(layers.AvgPoolingLayer(x.ours[:-1]), x, means=True)
-        if keepdim
-        else net.add(layers.GlobalAvgPoolingLayer(), x)
-    )
+    if keepdim:
+        return net.add(layers.AvgPoolingLayer(x.ours[:-1]), x, means=True)
+    return net.add(layers.GlobalAvgPoolingLayer(), x)
 
 
 ACTIVATIONS: dict[str, type[layers.Activation]] = {
@@ -332,7 +330,14 @@ def cat(net: Network, tensors: Sequence[Any], dim: int) -> Value:
     """Along the channels."""
     if not all(isinstance(x, Value) and x.ordered for x in tensors) or dim % len(tensors[0].shape) != 1:
         net.refuse(f"joins dimension {dim}, which is not that of the channels, or constants")
-    return net.join(layers.Concat, tensors)
+    if len(tensors) == 1:
+        return tensors[0]
+    for n in range(len(tensors), 1, -1):  # DenseNets join again what was joined: then branches stay inside of others
+        known = net.joined.get(tuple(x.at for x in tensors[:n]))
+        if known is not None:
+            return cat(net, [known, *tensors[n:]], dim)
+    y = net.joined[tuple(x.at for x in tensors)] = net.join(layers.Concat, tensors)
+    return y
 
 
 _REGROUPS = "view reshape _unsafe_view flatten.using_ints squeeze squeeze.dim squeeze.dims unsqueeze"
