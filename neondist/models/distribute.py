@@ -9,7 +9,7 @@ from .model import Model
 
 @checked
 def distribute(model: Model) -> Model:
-    """Return the distributed twin of a serial model, layer by layer; trained weights come along.
+    """Return the distributed twin of a serial model, layer by layer; trained or loaded weights come along.
 
     Raises
     ------
@@ -18,6 +18,7 @@ def distribute(model: Model) -> Model:
     """
     layers = [layer.twin() for layer in model.layers]
     twin: Model = dist_class(type(model))(**model.arguments() | {"layers": layers})
-    if model.parameters is not None:
-        twin.load_state(model.state())
+    state = model.pending if model.parameters is None else model.state()
+    if state is not None:
+        twin.load_state(state)
     return twin

@@ -76,6 +76,8 @@ class Model(Registered):
         Training steps so far.
     uncounted : int
         How many of them the optimiser does not count: skipped ones, and all before it began anew.
+    pending : dict or None
+        What `load_state` got before the first build.
     nonfinite : {'stop', 'skip'}
         What a training step does where a loss or gradient is not finite.
     nonfinite_monitor : NonFiniteMonitor
@@ -124,7 +126,7 @@ class Model(Registered):
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: Parameters | None = None
-        self._pending: dict[str, Any] | None = None
+        self.pending: dict[str, Any] | None = None
         self.last_pass: ModelPass | None = None
         self._name_layers()
         self.scheme = as_scheme(scheme)
@@ -223,8 +225,8 @@ class Model(Registered):
         samples = largest_of(micro_batches(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)
         self.slots = self.optimizer.slots(self.parameters.values)
-        if self._pending is not None:
-            self.load_state(self._pending)
+        if self.pending is not None:
+            self.load_state(self.pending)
 
     # The passes.
 
@@ -350,7 +352,7 @@ class Model(Registered):
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over arrays that `state` returned; before the first build they are kept for it."""
         if self.parameters is None:
-            self._pending = {name: np.copy(array) for name, array in state.items()}
+            self.pending = {name: np.copy(array) for name, array in state.items()}
         else:
             self.parameters.version += 1
             load(self.parameters.arrays(), state, "state")
