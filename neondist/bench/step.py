@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def bench_step(
     dict
         What the JSON file says: seconds are medians, of the slowest rank; in 'layers' they are means over the ranks.
     """
-    model, dataset, empty = experiment.model, experiment.dataset, memory.resident()
+    model, dataset, empty = cast(Model, experiment.model), experiment.dataset, memory.resident()
     plan = model.plan(dataset.sample_shape, grid.shape, experiment.batch_size)
     dataset.open(grid.reading(plan.wide_tiles))
     batch = np.arange(experiment.batch_size) % len(dataset.train)

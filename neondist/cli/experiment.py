@@ -26,9 +26,8 @@ def load(arguments: argparse.Namespace) -> Any:
     """Return the experiment of `file`, with `--import` and `--set` applied."""
     import neondist.train  # noqa: F401  registers the classes that a file may name
 
-    for module in arguments.modules:
-        import_module(module)
-    return load_experiment(arguments.file, arguments.settings)
+    modules = [import_module(module) for module in arguments.modules]
+    return load_experiment(arguments.file, arguments.settings, modules=modules)
 
 
 def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
@@ -36,6 +35,10 @@ def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> An
 
     def check(experiment: Any) -> None:
         experiment.validate(ranks)
+        if getattr(arguments, "of_layers", False) and not experiment.model.leaves:
+            raise ConfigError(
+                f"bench: measures layers of neondist, and {experiment.model} has none; use `neondist run`"
+            )
         replicas, cells = experiment.grid.get("replicas", 1), prod(experiment.dataset.sample_shape[:-1])
         if ranks > replicas * cells and not arguments.force:
             raise LaunchError(
@@ -64,8 +67,8 @@ def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any
     return experiment
 
 
-def import_module(name: str) -> None:
-    """Import a module by its dotted name, or a .py file by its path; what has been imported is left as it is.
+def import_module(name: str) -> str:
+    """Import a module by its dotted name, or a .py file by its path, and return its name; twice does nothing more.
 
     Raises
     ------
@@ -73,10 +76,10 @@ def import_module(name: str) -> None:
         The module is not there, or fails while it is imported; the message says where.
     """
     with _ONE_AT_A_TIME:
-        _import(name)
+        return _import(name)
 
 
-def _import(name: str) -> None:
+def _import(name: str) -> str:
     path = Path(name)
     is_file = path.suffix == ".py" or os.sep in name
     if is_file and not path.is_file():
@@ -94,6 +97,7 @@ def _import(name: str) -> None:
         else:
             what = f"{_line(error)}{type(error).__name__}: {error}; a module must import without errors"
         raise ConfigError(f"--import {name}: {what}") from error
+    return path.stem if is_file else name
 
 
 def _import_file(path: Path) -> None:

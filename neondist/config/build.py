@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection
 from typing import Any
 
-from ..errors import ConfigError, UserError
+from ..errors import ConfigError, MissingPackageError, UserError
 from ..registry import Distributed, dist_class, registered, serial_class, suggest
 from ..registry.fields import Field, fields
+from ..registry.functions import Function
 from ..registry.words import bases, words
 from .fit import fit
 from .source import Source, locate, mark, place
 from .tree import Node, fault, join
 
+OF_TORCH = "TorchLoss", "TorchModel", "TorchOptimizer"
+"""Tags whose classes come with PyTorch, which takes seconds to import."""
+
 
 def find_class(node: Node, path: str, hint: Any = Any) -> type:
     """Return the class that a node's tag names; where none is near, the message lists those that `hint` allows."""
-    classes = registered()
     name = node.tag or ""
+    if name in OF_TORCH:
+        try:
+            from .. import torch  # noqa: F401 - registers them
+        except MissingPackageError as error:
+            raise fault(node, path, str(error)) from None
+    classes = registered()
     if name in classes:
         return classes[name]
-    near = suggest(name, classes)
+    near = suggest(name, [*classes, *OF_TORCH])
     wanted = tuple(bases(hint))
     if wanted and not near.startswith("; did"):
         near = suggest(name, [known for known, cls in classes.items() if issubclass(cls, wanted)])
@@ -32,13 +43,16 @@ class Builder:
     Parameters
     ----------
     dist : True for distributed classes, False for serial ones
+    modules : whose functions the file may name
     """
 
-    def __init__(self, dist: bool) -> None:
-        self.dist = dist
+    def __init__(self, dist: bool, modules: Collection[str] = ()) -> None:
+        self.dist, self.modules = dist, modules
 
     def build(self, node: Node, path: str = "", hint: Any = Any) -> Any:
-        """Return the object of a tagged node, its fields built first."""
+        """Return the object of a tagged node, its fields built first; of a text the function that it names."""
+        if node.tag is None:
+            return self._function(node, path)
         cls = self._twin(find_class(node, path, hint), node, path)
         given = node.value if isinstance(node.value, dict) else {}
         known = fields(cls)
@@ -61,6 +75,16 @@ class Builder:
             raise
         mark(made, source)
         return made
+
+    def _function(self, node: Node, path: str) -> Function:
+        module, _, name = str(node.value).partition(":")
+        if module not in self.modules:
+            remedy = f"add --import {module} (or the path of {module}.py)" if module else "write MODULE:NAME"
+            raise fault(node, path, f"'{node.value}': no module '{module}' is imported; {remedy}")
+        known = [name for name, value in vars(sys.modules[module]).items() if callable(value) and name[:1] != "_"]
+        if name not in known:
+            raise fault(node, path, f"'{node.value}': {module} has no function '{name}'{suggest(name, known)}")
+        return Function(str(node.value), getattr(sys.modules[module], name))
 
     def _twin(self, cls: type, node: Node, path: str) -> type:
         if not self.dist:

@@ -13,6 +13,7 @@ import yaml
 from ..backends import Backend
 from ..errors import ConfigError
 from ..registry import Registered
+from ..registry.functions import Function
 from .scalars import needs_quotes
 from .tree import join
 
@@ -54,7 +55,7 @@ def _short(node: yaml.Node) -> bool:
 def _scalar(value: Any, path: str) -> yaml.ScalarNode:
     if isinstance(value, Enum):
         value = value.value
-    if isinstance(value, PurePath | Backend):
+    if isinstance(value, PurePath | Backend | Function):
         value = str(value)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a NumPy scalar
         value = value.item()

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from ..errors import ConfigError
 from ..registry import registered, suggest
 from ..registry.arguments import within
+from ..registry.functions import takes_functions
 from ..registry.words import bare, bases, members, words
 from .tree import Node, fault, join
 
@@ -24,7 +25,7 @@ class Mismatch(ConfigError):
 
 
 def fit(node: Node, hint: Any, path: str, build: Build) -> Any:
-    """Return the node's value as `hint` asks: int for float, lists for tuples, objects by `build(node, path, hint)`.
+    """Return the node's value as `hint` asks: int for float, lists for tuples; `build(node, path, hint)` makes objects.
 
     Raises
     ------
@@ -38,6 +39,8 @@ def fit(node: Node, hint: Any, path: str, build: Build) -> Any:
 
 
 def _value(node: Node, hint: Any, path: str, build: Build) -> Any:
+    if isinstance(node.value, str) and ":" in node.value and takes_functions(hint):
+        return build(node, path, hint)
     choices = members(hint)
     if not isinstance(node.value, list | dict) and type(node.value) in choices:
         return node.value  # at once, so that `float | int` keeps an int

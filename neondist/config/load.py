@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,16 @@ MAX_BYTES = 1 << 20
 
 
 def load_experiment(
-    path: str | PathLike[str], overrides: Iterable[str] = (), text: str | None = None, top: str = "FitExperiment"
+    path: str | PathLike[str],
+    overrides: Iterable[str] = (),
+    text: str | None = None,
+    top: str = "FitExperiment",
+    modules: Collection[str] = (),
 ) -> Any:
     """Return the experiment that a YAML file describes.
 
-    A tag names a registered class and its fields are that class's constructor arguments; nothing else can be made. The
-    modules that define the classes must have been imported before.
+    A tag names a registered class and its fields are that class's constructor arguments; nothing else can be made, nor
+    called, but functions of `modules` that it names. Modules that define the classes must have been imported before.
 
     Parameters
     ----------
@@ -33,6 +37,7 @@ def load_experiment(
     overrides : 'key.path=value' strings, applied to the file before anything is built
     text : the file's content, if it is already known; the file is then not read
     top : the class that the top object must be of
+    modules : names of imported modules, whose functions the file may name as MODULE:NAME
 
     Raises
     ------
@@ -49,7 +54,7 @@ def load_experiment(
     cls = find_class(root, "")
     if top not in [base.__name__ for base in cls.__mro__]:
         raise fault(root, "", f"the top object must be !{top}, got !{root.tag}")
-    return Builder(_dist(root, cls)).build(root)
+    return Builder(_dist(root, cls), modules).build(root)
 
 
 def _dist(root: Node, cls: type) -> bool:

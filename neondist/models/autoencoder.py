@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -134,14 +134,16 @@ class Autoencoder:
 
     # What the loop and its hooks ask of a model.
 
-    def local_targets(self, targets: Any, batch_size: int) -> None:
-        """Return None: the targets are the inputs."""
+    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Reconstruction, None, float]:
+        """Return the reconstruction, no targets, since those are the inputs, and this rank's part of the cost."""
+        y = self.fprop(x)
+        return y, None, float(self.cost.value(y))
 
     def state(self) -> dict[str, Any]:
         """Return the whole model's state; collective."""
         return self.whole.state()
 
-    def kept_arrays(self) -> dict[str, list[tuple[ParameterShard, Any]]]:
+    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of the whole model's arrays, and of the slots of this stage's weights."""
         return {"model": self.whole.kept_arrays()["model"], "optimizer": self._slots()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,6 @@ from ..layers import Context, Node, Sequential
 from ..optim import SGD, Optimizer
 from ..parallel import SYNCS, GradientSync, Parameters, ParameterShard, TrainedSubset, gather, load
 from ..plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
-from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index, integer, shape_of
 from ..renamed import Renamed
@@ -27,9 +26,10 @@ from ..runtime.observers.nonfinite import NonFiniteMonitor
 from .passes import ModelPass
 from .targets import local_targets
 from .train_step import ModelStep
+from .trainable import Whole
 
 
-class Model(Registered):
+class Model(Whole):
     """A chain of layers, trained by gradient descent.
 
     Parameters
@@ -318,8 +318,10 @@ class Model(Registered):
         self.last_pass = None
         return ModelStep(self).run(x, targets, self._samples(x, batch_size))
 
-    def begin_epoch(self, epoch: int, seen: int = 0) -> None:
-        """Take note that an epoch begins or, if samples of it have been `seen`, goes on; `epoch` counts from 0."""
+    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
+        """Return this rank's outputs, its targets, and its part of the summed cost; as for inference."""
+        y, targets = self.fprop(x, training=False, batch_size=batch_size), self.local_targets(targets, batch_size)
+        return y, targets, float(self.cost.value(y, targets, self.output.total))
 
     # Whole arrays and this rank's parts.
 
@@ -370,7 +372,7 @@ class Model(Registered):
         """Take over arrays that `optimizer_state` returned."""
         load(self.built.slots(self.slots), state, "optimiser state")
 
-    def kept_arrays(self) -> dict[str, list[tuple[ParameterShard, Any]]]:
+    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of all that a checkpoint holds, by group: 'model' and 'optimizer'."""
         parameters = self.built
         return {"model": parameters.arrays(), "optimizer": parameters.slots(self.slots)}

@@ -18,8 +18,9 @@ class TrainStep(ABC):
     """What a step is for a model and for a stage; what they count stays theirs."""
 
     def __init__(self, owner: Trainable) -> None:
-        self.owner, self.model = owner, owner.whole
-        self.parameters = self.model.built
+        self.owner = owner
+        model: Any = owner.whole  # a Model
+        self.model, self.parameters = model, model.built
 
     @abstractmethod
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ..backends import Backend
 from ..comm import ProcessGrid
+from ..geometry import GridShape
 from ..halo import GlobalArray
-from ..layers import Context, Layer
+from ..layers import Layer
 from ..optim import Optimizer
-from ..parallel import GradientSync, Parameters, ParameterShard, TrainedSubset
-from ..plan import Plan
-from ..runtime import Executor
+from ..parallel import GradientSync, Parameters, ParameterShard
+from ..registry import Registered
 from ..runtime.observers.ledger import Ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
-from .passes import ModelPass
 
 
 class Trainable(Protocol):
@@ -37,7 +38,7 @@ class Trainable(Protocol):
     grid: ProcessGrid
     dtype: np.dtype
     seed: int
-    optimizer: Optimizer
+    optimizer: Any
     cost: Any
     output: GlobalArray
     output_shape: tuple[int, ...]
@@ -59,43 +60,86 @@ class Trainable(Protocol):
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one step, and return the mean cost of a sample of the whole batch; NaN if it was skipped."""
 
-    def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
-        """Return what `cost` and metrics take, for this rank's tile of the images."""
+    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
+        """Return this rank's outputs, its targets, as metrics take them, and its part of the cost; as for inference."""
 
-    def local_targets(self, targets: Any, batch_size: int) -> Any:
-        """Return the part of the whole batch's targets that belongs to this rank's outputs."""
+    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+        """Return this rank's parts of all that a checkpoint holds, by group: 'model' and 'optimizer'.
 
-    def kept_arrays(self) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return this rank's parts of all that a checkpoint holds, by group: 'model' and 'optimizer'."""
+        Parameters
+        ----------
+        slots : collection of str
+            What a checkpoint that is about to be read has in 'optimizer'. An optimiser that makes its arrays in its
+            first step makes these now.
+        """
 
 
-class Whole(Trainable, Protocol):
-    """A model: what a step and the loop ask of it beside that."""
+class Whole(Registered, Trainable, ABC):
+    """A model that an experiment can train: what the loop and its hooks ask of it beside that.
 
-    context: Context
-    compiled: Plan
-    executor: Executor
+    Attributes
+    ----------
+    layers, leaves : sequence
+        Those of neondist that it is made of, and all single ones.
+    compiled : what `plan` has returned
+    """
+
+    backend: str | Backend
+    compiled: Any
     input: GlobalArray
-    leaves: list[Layer]
+    layers: Sequence[Any]
+    leaves: Sequence[Layer]
     parameters: Parameters | None
-    trained: Parameters | TrainedSubset
     slots: dict[str, Any]
-    last_pass: ModelPass | None
     nonfinite: str
     nonfinite_monitor: NonFiniteMonitor
     num_pretrain_epochs: int
+    pretrain_optimizer: Optimizer
+    distributed: bool
+
+    @abstractmethod
+    def execute(
+        self,
+        accumulate: int | None = None,
+        sync: str | None = None,
+        recompute: bool | None = None,
+        strips: int | Literal["auto"] | None = None,
+    ) -> None:
+        """Say how a step is executed, before the model is built; ConfigError if it cannot be so."""
+
+    @abstractmethod
+    def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Any:
+        """Return what every rank of a grid would do; needs no MPI, and raises what `build` would raise."""
+
+    @abstractmethod
+    def build(
+        self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Any = None
+    ) -> None:
+        """Make everything for this rank."""
+
+    @abstractmethod
+    def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
+        """Return this rank's tile of the output for its tile of the images."""
+
+    def begin_epoch(self, epoch: int, seen: int = 0) -> None:
+        """Take note that an epoch begins or, if samples of it have been `seen`, goes on; `epoch` counts from 0."""
+        return
 
     @property
-    def built(self) -> Parameters:
-        """All parameters."""
-
-    @property
+    @abstractmethod
     def bytes_sent(self) -> int:
         """Of halos, since the build."""
 
     @property
+    @abstractmethod
     def bytes_summed(self) -> int:
         """Given into sums, or sent so that vectors are cut anew."""
 
+    @abstractmethod
     def ledger(self) -> Ledger:
         """Return all messages and sums since the build."""
+
+    @property
+    def whole(self) -> Whole:
+        """The model itself; of a stage of pretraining it is the model that the stage belongs to."""
+        return self

@@ -15,7 +15,26 @@ from .schedule import Schedule
 BLOCK = 1 << 15  # cells per block: parameters, gradients, slots and scratch of one block stay in the cache
 
 
-class Optimizer(Registered, ABC):
+class Scheduled:
+    """What follows a schedule."""
+
+    schedule: Schedule | None
+
+    def scale(self, epoch: float) -> float:
+        """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `scale`."""
+        return 1.0 if self.schedule is None else float(self.schedule.factor(epoch))
+
+    def check(self, epochs: int) -> None:
+        """Raise ConfigError, about the schedule, if a run of so many epochs would train on at rate 0."""
+        if isinstance(self.schedule, Schedule):  # of others, a factor is all that is asked for
+            try:
+                self.schedule.check(epochs)
+            except ConfigError as error:
+                error.subject = self.schedule
+                raise
+
+
+class Optimizer(Scheduled, Registered, ABC):
     """A rule that turns gradients into new parameters.
 
     A subclass names its slots (arrays that it remembers from step to step, each as long as the parameters) and
@@ -43,19 +62,6 @@ class Optimizer(Registered, ABC):
     def slots(self, params: Any) -> dict[str, Any]:
         """Return new zeroed slots for parameters; the caller keeps them and gives them to `update`."""
         return {name: namespace(params).zeros_like(params) for name in self.slot_names}
-
-    def scale(self, epoch: float) -> float:
-        """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `scale`."""
-        return 1.0 if self.schedule is None else float(self.schedule.factor(epoch))
-
-    def check(self, epochs: int) -> None:
-        """Raise ConfigError, about the schedule, if a run of so many epochs would train on at rate 0."""
-        if isinstance(self.schedule, Schedule):  # of others, a factor is all that is asked for
-            try:
-                self.schedule.check(epochs)
-            except ConfigError as error:
-                error.subject = self.schedule
-                raise
 
     def update(self, params: Any, grads: Any, slots: dict[str, Any], step: int, scale: float = 1.0) -> None:
         """Change `params` and `slots` in place by one step.

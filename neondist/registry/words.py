@@ -78,6 +78,8 @@ def _one(hint: Any, tag: str) -> str:
         return f"an object ({examples(hint, tag)})"
     if isinstance(hint, type) and issubclass(hint, PurePath):
         return "text"
+    if (origin or hint) is collections.abc.Callable:
+        return "a function (MODULE:NAME)"
     return _PLAIN.get(hint, getattr(hint, "__name__", str(hint)))
 
 

@@ -5,6 +5,7 @@ operators. lower: from the graph to a plan, by the rules of rules/, which are wr
 run: the plan, and what runs it. wires, functions: tensors over a transport, and autograd through it. module: what users
 have; alike, checks, criteria: its parts. weights: files of them. by_hand: views and sums for code of one's own.
 transport: torch.distributed. convert: modules as models of our layers, and back.
+by_name, experiment: a module in an experiment.
 """
 
 from ..errors import MissingPackageError
@@ -18,8 +19,10 @@ except ModuleNotFoundError as error:
 
 from . import rules
 from .by_hand import halo, reduce
+from .by_name import TorchLoss, TorchOptimizer
 from .convert import from_torch, to_torch
 from .errors import UnsupportedOperator
+from .experiment import TorchModel
 from .module import DistributedModule, distribute
 from .registry import rule
 from .transport import TorchTransport, world
@@ -27,6 +30,9 @@ from .weights import load_weights, save_weights
 
 __all__ = [
     "DistributedModule",
+    "TorchLoss",
+    "TorchModel",
+    "TorchOptimizer",
     "TorchTransport",
     "UnsupportedOperator",
     "distribute",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -42,8 +43,7 @@ def captured(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtyp
     ConfigError
         If its control flow depends on the values of tensors, or if it cannot be traced for another reason.
     """
-    with TRACING, warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
-        warnings.simplefilter("ignore")
+    with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
         with FakeTensorMode(allow_non_fake_inputs=True):
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype) for shape, dtype in shapes)
         try:
@@ -52,6 +52,19 @@ def captured(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtyp
             return program.run_decompositions({})
         except Exception as error:
             raise ConfigError(_explained(what or type(module).__name__, shapes, error)) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let PyTorch neither warn, nor write about what an error will say."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager

@@ -85,7 +85,8 @@ class Runner:
 
     def _drawn(self) -> torch.Tensor:
         """Return a number of PyTorch's generator on rank 0; what is run again by a checkpoint finds it again."""
-        return torch.tensor(self.wires.grid.world.bcast(int(torch.randint(2**62, ()))))
+        world = self.wires.grid.world  # no other rank draws: virtual ones share the generator
+        return torch.tensor(world.bcast(int(torch.randint(2**62, ())) if world.rank == 0 else None))
 
     def _entered(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         ids = self.plan.parameters

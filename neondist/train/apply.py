@@ -20,7 +20,7 @@ from ..geometry import split as share
 from ..io.checkpoint import Piece, collect, opened, take
 from ..io.checkpoint.texts import of_kind, plain_json, whole
 from ..metrics import Misclassification
-from ..models import Model
+from ..models import Whole
 from ..namespace import to_host
 from ..registry.ranges import choice
 from .consistency import check_consistency, check_data_consistency, outline
@@ -162,13 +162,13 @@ def _channels(facts: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[
     return numbers
 
 
-def _tiles(images: Source, samples: range, model: Model) -> np.ndarray:
+def _tiles(images: Source, samples: range, model: Whole) -> np.ndarray:
     """Return this rank's tile of its replica's share of these samples, raw."""
     lo, hi = model.grid.sample_range(len(samples))
     return images.read(samples[lo:hi], model.input.own.slices)
 
 
-def _piece(model: Model, y: Any, batch: int, classes: bool) -> Piece:
+def _piece(model: Whole, y: Any, batch: int, classes: bool) -> Piece:
     """Return this rank's part of a batch's outputs, which is cut into samples and tiles."""
     grid, (*extent, channels), y = model.grid, model.output_shape, to_host(y)
     last, boxes = () if classes else (channels,), []

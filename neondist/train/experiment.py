@@ -19,7 +19,7 @@ from ..io.files import write_text
 from ..io.output import CHECKPOINT, clear, has_run, held, is_new, present, tidy
 from ..memory import room_for
 from ..metrics import Metric, Misclassification
-from ..models import Model
+from ..models import Whole
 from ..plan import Plan
 from ..registry import Registered, suggest
 from ..registry.arguments import checked
@@ -60,7 +60,7 @@ class FitExperiment(Registered):
     Parameters
     ----------
     dataset : Dataset
-    model : Model
+    model : Model, or neondist.torch.TorchModel
     batch_size : int
         Samples per update, over all replicas.
     epochs : int
@@ -94,7 +94,7 @@ class FitExperiment(Registered):
     def __init__(
         self,
         dataset: Dataset,
-        model: Model,
+        model: Whole,
         *,
         batch_size: Count = 128,
         epochs: Count = 1,
@@ -320,7 +320,7 @@ def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
     return list({metric.name: metric for metric in (Misclassification(), *(metrics or ()))}.values())
 
 
-def settle(model: Model, backend: str | None, dtype: str | None, seed: int | None) -> None:
+def settle(model: Whole, backend: str | None, dtype: str | None, seed: int | None) -> None:
     """Give the model what the experiment says in its place."""
     if backend is not None:
         model.backend = backend

@@ -172,9 +172,8 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     parts = (at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts))
     with closing(split.batches(parts, model.dtype)) as read:
         for count, (x, targets) in zip(counts, read, strict=True):
-            y = model.fprop(x, training=False, batch_size=count)
-            targets = model.local_targets(targets, count)
-            sums[0] += float(model.cost.value(y, targets, model.output.total))
+            y, targets, cost = model.judged(x, targets, count)
+            sums[0] += cost
             for at, metric in enumerate(metrics):
                 sums[1 + 2 * at : 3 + 2 * at] += metric.measure(to_host(y) if metric.on_host else y, targets)
     sums = model.output.total(sums, replicas=True)

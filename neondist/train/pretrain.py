@@ -10,7 +10,7 @@ import numpy as np
 
 from ..comm import Transport
 from ..data import Dataset, Split
-from ..models import Autoencoder, Model, Reconstruction
+from ..models import Autoencoder, Model, Reconstruction, Whole
 from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
@@ -54,7 +54,7 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
 
 
 def pretrain_stages(
-    model: Model,
+    model: Whole,
     dataset: Dataset,
     batch_size: int,
     hooks: Iterable[Hook],

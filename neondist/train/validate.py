@@ -12,9 +12,8 @@ from ..errors import ConfigError, GridError, UserError
 from ..geometry import GridShape, grid_shape, split
 from ..memory import require_room
 from ..metrics import Metric
-from ..models import Model
+from ..models import Whole
 from ..plan import Plan
-from ..registry import Distributed
 from .callbacks.checkpoint import CheckpointSchedule
 
 _BATCHES = 3  # of the samples: the one that trains, the next, and the first layer's view
@@ -24,7 +23,7 @@ class Experiment(Protocol):
     """What an experiment is made of."""
 
     dataset: Dataset
-    model: Model
+    model: Whole
     batch_size: int
     epochs: int
     dist_flag: bool
@@ -110,6 +109,6 @@ def grid_shape_of(experiment: Experiment, ranks: int) -> GridShape:
             f" give at least {shape.replicas} or use fewer replicas"
         )
     name = type(experiment.model).__name__
-    if ranks > 1 and not isinstance(experiment.model, Distributed):
+    if ranks > 1 and not experiment.model.distributed:
         raise ConfigError(f"model: {name} runs in one process, not on {ranks} ranks; use {name}Dist")
     return shape

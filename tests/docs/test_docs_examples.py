@@ -10,8 +10,8 @@ EXAMPLES = {
     "mnist_script.py": "",
     "halo_by_hand.py": " 96",
 }
-WITH_TORCH = "torch_unet_one_process.py", "torch_unet.py", "torch_resume.py"
-"""run by tests/examples/test_torch_unet.py and test_torch_resume.py"""
+WITH_TORCH = "torch_unet_one_process.py", "torch_unet.py", "torch_resume.py", "torch_stripes.py"
+"""run by tests/examples/test_torch_unet.py and test_torch_resume.py, and as docs/pytorch.md says"""
 
 
 @pytest.fixture(scope="module")

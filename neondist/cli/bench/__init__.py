@@ -25,6 +25,7 @@ from . import scaling, schemes
 def add(commands: Any) -> None:
     """Add the command and everything below it."""
     group = commands.add_parser("bench", help="measure steps, halo exchanges, scaling and schemes; predict steps")
+    group.set_defaults(of_layers=True)
     benches = group.add_subparsers(required=True, metavar="WHAT")
 
     one = benches.add_parser("step", help="training steps, by layer", allow_abbrev=False)

@@ -264,7 +264,7 @@ def restore(path: Path, run: TrainState) -> None:
             progress = Progress.from_json(file.facts.texts["position"])
         except (KeyError, ValueError) as problem:
             raise DataError(f"{path}: does not say how far its run was ({problem}); name another file") from None
-        for group, arrays in run.model.kept_arrays().items():
+        for group, arrays in run.model.kept_arrays(file.facts.group("optimizer")).items():
             wanted = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
             _compare(path, file.facts.group(group), wanted)
         try:

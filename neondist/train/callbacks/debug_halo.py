@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...models import Whole
+from ...errors import ConfigError
+from ...models import Model
 from ...registry.arguments import checked
 from ...runtime.debug import guarded
 from ..state import TrainState
@@ -32,10 +33,15 @@ class DebugHalo(Hook):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def guard(self, model: Whole) -> None:
+    def guard(self, model: Model) -> None:
         """Guard all layers of a built model, before its first step."""
         model.executor, model.last_pass = guarded(model.executor, model.leaves, self.seed), None
 
     def before_run(self, run: TrainState) -> None:
         """Guard all layers."""
-        self.guard(run.model.whole)
+        model = run.model.whole
+        if not isinstance(model, Model):
+            raise ConfigError(
+                f"--debug-halo: watches layers of neondist, and {model} has none; leave it out"
+            ).on_all_ranks()
+        self.guard(model)

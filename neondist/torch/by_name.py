@@ -1,0 +1,122 @@
+"""Losses and optimisers of PyTorch as files name them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, UserError
+from ..optim import Schedule, Scheduled
+from ..registry import Registered, suggest
+from ..registry.functions import Function
+
+REFUSED = "Optimizer", "LBFGS", "SparseAdam"
+"""No optimiser; and those that want to run the model themselves, or gradients that are not dense."""
+
+
+class TorchLoss(Registered):
+    """A loss of torch.nn, or of an imported module.
+
+    Parameters
+    ----------
+    name : str or callable
+        A class of torch.nn, such as CrossEntropyLoss. In a file also MODULE:NAME of an imported module: a class, or a
+        function of (outputs, labels), which are tensors as PyTorch has them, channels first.
+    arguments : mapping, optional
+        Of the class's constructor, or further ones of the function. A list of numbers becomes a tensor.
+
+    Notes
+    -----
+    The loss of an epoch or a split is the mean over its batches, weighted by their samples.
+    """
+
+    def __init__(
+        self, name: str | Callable[..., Any] = "CrossEntropyLoss", arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        found = _found(name, "torch.nn", torch.nn, [one for one in dir(torch.nn) if one.endswith("Loss")])
+        given = {key: _tensor(value) for key, value in (arguments or {}).items()}
+        if isinstance(found, type):
+            found, given = called("arguments", found, **given), {}
+        self.criterion: Any = functools.partial(found, **given) if given else found
+
+    def check(self, output_shape: tuple[int, ...], classes: int | None) -> None:
+        """Leave it to PyTorch."""
+
+    def cells(self, output_shape: tuple[int, ...]) -> int:
+        """Return 1: it says itself what it is a mean of."""
+        return 1
+
+
+class TorchOptimizer(Scheduled, Registered):
+    """An optimiser of torch.optim, or of an imported module.
+
+    Parameters
+    ----------
+    name : str or callable
+        A class of torch.optim, such as SGD; in a file also MODULE:NAME of an imported module.
+    arguments : mapping, optional
+        Of the constructor, after the parameters, such as lr.
+    schedule : Schedule, optional
+        A factor on the learning rate over the epochs.
+    """
+
+    def __init__(
+        self,
+        name: str | Callable[..., Any] = "SGD",
+        arguments: Mapping[str, Any] | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        names = [one for one in dir(torch.optim) if isinstance(getattr(torch.optim, one), type) and one not in REFUSED]
+        self.found = _found(name, "torch.optim", torch.optim, names)
+        self.given, self.schedule = dict(arguments or {}), schedule
+        self.made([torch.nn.Parameter(torch.zeros(1, 1))])  # so that mistakes are found with the file
+
+    def made(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimiser of a module's parameters."""
+        optimizer = called("arguments", self.found, list(parameters), **self.given)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"name: made a {type(optimizer).__name__}, and not a torch.optim.Optimizer")
+        return optimizer
+
+
+def called(field: str, function: Any, *given: Any, **arguments: Any) -> Any:
+    """Return what a function or class gives for arguments that a file says; ConfigError, about `field`, if it fails."""
+    who = getattr(function, "__name__", type(function).__name__)
+    try:
+        known = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # built-in
+        known = {}
+    names = list(known)[len(given) :]
+    if known and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+        for name in arguments:
+            if name not in names:
+                raise ConfigError(f"{field}: {who} has no argument '{name}'{suggest(name, names) or '; it has none'}")
+    try:
+        return function(*given, **arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{field}: {who} failed: {type(error).__name__}: {error}") from error
+
+
+def unwrapped(function: Any) -> Any:
+    """Return what a function that a file has named is."""
+    return function.call if isinstance(function, Function) else function
+
+
+def _found(name: Any, where: str, package: Any, names: list[str]) -> Any:
+    if not isinstance(name, str):
+        return unwrapped(name)
+    if name not in names:
+        raise ConfigError(
+            f"name: '{name}' is none of {where}{suggest(name, names)} (or MODULE:NAME of a module of --import)"
+        )
+    return getattr(package, name)
+
+
+def _tensor(value: Any) -> Any:
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value

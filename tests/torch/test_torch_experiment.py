@@ -1,0 +1,291 @@
+"""A PyTorch module in an experiment's file: the same numbers on any number of ranks, and one message for a mistake."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_runs import call, mpirun_env, needs_mpirun, neondist, own, under_mpirun
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+
+from torch import nn  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+from neondist.cli import main  # noqa: E402
+from neondist.comm import loopback  # noqa: E402
+from neondist.config import dump, load_experiment  # noqa: E402
+
+NETS = """\
+import numpy as np
+import torch
+from torch import nn
+
+def classifier(width=4, dropout=0.2):
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(dropout), nn.MaxPool2d(2),
+        nn.Conv2d(width, 6, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
+    )
+
+def segmenter():
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 3, 1))
+
+def number():
+    return 3
+
+def spectrum():
+    class Spectrum(nn.Module):
+        def forward(self, x):
+            return torch.fft.rfft2(x).abs().mean((2, 3))
+    return nn.Sequential(Spectrum(), nn.Linear(1, 3))
+
+def feed(images, labels):
+    x = torch.from_numpy(np.moveaxis(images, -1, 1).copy())
+    return x, None if labels is None else torch.from_numpy(labels)
+
+def of_cells(images, labels):
+    # two channels, and the brightest of three ranges as the label of each cell
+    x, _ = feed(images, labels)
+    return torch.cat([x, x.square()], 1), None if labels is None else (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
+
+def not_moved(images, labels):
+    return torch.from_numpy(images), torch.from_numpy(labels)
+
+def as_arrays(images, labels):
+    return feed(images, labels)[0], labels
+
+def alone(images, labels):
+    return feed(images, labels)[0]
+
+def floats(images, labels):
+    return feed(images, labels)[0], torch.from_numpy(labels).double()
+
+def wrong_somewhere(images, labels):
+    if images.shape[1] == 6:
+        raise OSError("no such lens")
+    return feed(images, labels)
+
+def cross_entropy(y, labels, factor=1.0):
+    return factor * nn.functional.cross_entropy(y, labels)
+"""
+CLASSIFIER = """\
+!FitExperiment
+dataset: !Synthetic {shape: [13, 11, 1], classes: 3, train: 22, test: 12, validation: 0.2}
+model: !TorchModel
+  factory: nets:classifier
+  arguments: {width: 5}
+  loss: !TorchLoss {name: CrossEntropyLoss, arguments: {label_smoothing: 0.1, weight: [1.0, 2, 0.5]}}
+  optimizer: !TorchOptimizer
+    name: Adam
+    arguments: {lr: 0.02}
+    schedule: !CosineDecay {epochs: 3}
+batch_size: 8
+epochs: 2
+dtype: float64
+seed: 1
+"""
+SEGMENTER = """\
+!FitExperiment
+dataset: !Synthetic {shape: [9, 11, 1], classes: 3, train: 12, test: 6}
+model: !TorchModel
+  factory: nets:segmenter
+  shape: [2, 9, 11]
+  loss: !TorchLoss {name: 'nets:cross_entropy', arguments: {factor: 2.0}}
+  optimizer: !TorchOptimizer {arguments: {lr: 0.3, momentum: 0.9, dampening: 0.1}}
+  feed: nets:of_cells
+batch_size: 6
+epochs: 2
+dtype: float64
+"""
+FILES = {"classifier": CLASSIFIER, "segmenter": SEGMENTER}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "nets.py").write_text(NETS)
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("nets", None)
+
+
+def run(name, output, *words):
+    assert main(["run", f"{name}.yaml", "--import", "nets.py", "--output", output, *map(str, words)]) == 0
+    return numbers(output)
+
+
+def numbers(output):
+    lines = [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
+    return [{key: n for key, n in line.items() if re.search("loss|error|^epoch|step", key)} for line in lines]
+
+
+def check_same(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+
+
+def check_ledger(output):
+    """Compare the last epoch's bytes."""
+    line = json.loads(Path(output, "metrics.jsonl").read_text().splitlines()[-1])
+    ledger = [json.loads(line) for line in Path(output, "ledger.jsonl").read_text().splitlines()]
+    mine = [one for one in ledger if one["epoch"] == line["epoch"] and one["pass"] == "training"]
+    assert line["bytes_sent"] == sum(one["bytes"] for one in mine if one["kind"] == "halo") > 0
+    assert line["bytes_summed"] == sum(one["bytes"] for one in mine if one["kind"] != "halo") > 0
+
+
+def test_any_number_of_ranks_gives_the_same_numbers(folder):
+    expected = run("classifier", "one")
+    keys = {"epoch", "step", "train_loss", *(f"{a}_{b}" for a in ("validation", "test") for b in ("loss", "error"))}
+    assert expected[0].keys() == keys
+    begun = run("classifier", "some", "--virtual", 3, "--set", "epochs=1", "checkpoint={every_steps: 2, keep: 9}")
+    check_same(begun, expected[:1])
+    os.replace("some/checkpoint-00000002.h5", "some/checkpoint.h5")  # of the middle of the epoch
+    check_same(run("classifier", "some", "--resume", "--virtual", 2), expected)
+    check_ledger("some")
+    again = load_experiment("one/experiment.yaml", modules=["nets"])
+    assert dump(again) == Path("one/experiment.yaml").read_text()
+
+
+def test_cells_are_judged_on_any_grid(folder):
+    expected = run("segmenter", "one")
+    assert 0 < expected[-1]["test_error"] < 1
+    check_same(run("segmenter", "four", "--virtual", 4, "--set", "grid.replicas=2"), expected)
+
+
+def test_a_checkpoint_at_work(folder, capsys):
+    expected = run("segmenter", "one")[-1]
+    capsys.readouterr()
+    words = ["segmenter.yaml", "--import", "nets.py", "--checkpoint", "one/checkpoint.h5"]
+    assert main(["evaluate", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["loss"], found["error"]) == pytest.approx((expected["test_loss"], expected["test_error"]))
+    np.save("images.npy", np.random.default_rng(0).random((3, 9, 11, 1)))
+    assert main(["predict", *words, "--input", "images.npy", "--output", "y.npy"]) == 0
+    assert np.load("y.npy").shape == (3, 9, 11, 3)
+
+
+def test_first_weights_come_from_a_file(folder):
+    names = {"weight": torch.ones(3, 1, 1, 1).double(), "bias": torch.zeros(3)}
+    safetensors.save_file(names, "first.safetensors")
+
+    def body(world):
+        model = ndt.TorchModel(lambda: nn.Conv2d(1, 3, 1), weights="first.safetensors", dtype="float64")
+        experiment = nd.FitExperiment(nd.Synthetic([6, 5, 1], classes=3), model)
+        with experiment.open_grid(world) as grid:
+            model.build((6, 5, 1), 2, grid)
+            return model.fprop(np.full((2, *model.input.own.shape, 1), 4.0))
+
+    for y in loopback.run(2, body):
+        assert y.shape == (2, 3, 5, 3)
+        assert (y == 4).all()
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_what_is_not_finite(folder, nonfinite):
+    def body(world):
+        model = ndt.TorchModel(
+            lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        )
+        experiment = nd.FitExperiment(nd.Synthetic([6, 5, 1], classes=2), model, batch_size=2, nonfinite=nonfinite)
+        with experiment.open_grid(world) as grid:
+            model.build((6, 5, 1), 2, grid)
+            x, labels = np.ones((2, *model.input.own.shape, 1), "float32"), np.array([0, 1])
+            assert np.isfinite(model.train_batch(x, labels))
+            before = [t.clone() for t in model.module.state_dict().values()]
+            if not grid.rank:
+                x[0, 0, 0] = np.inf
+            if nonfinite == "stop":
+                with pytest.raises(nd.UserError, match="step 2: not finite: the loss on ranks 0, 1 first; lower the"):
+                    model.train_batch(x, labels)
+            else:
+                assert np.isnan(model.train_batch(x, labels))
+                assert (model.step, model.uncounted) == (2, 1)
+            assert all(map(torch.equal, before, model.module.state_dict().values()))
+
+    loopback.run(2, body, timeout=60.0)
+
+
+def test_check_plans_for_ranks_that_are_not_there(folder, capsys):
+    assert main(["check", "classifier.yaml", "--import", "nets.py", "-n", "6"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("TorchModel (float64) on 6 ranks (1 replicas, 3 rows, 2 cols), Synthetic 13×11×1, batches")
+    assert re.search(r"^0:aten\.conv2d\.default +\w+ ", said, re.M)
+    assert "in a training step rank 0 sends" in said
+
+
+BAD = {
+    "module": ("model.factory=os:system", r"factory: 'os:system': no module 'os' is imported; add --import os .*"),
+    "factory": ("model.factory=nets:clasifier", r"factory: .* no function 'clasifier'; did you mean 'classifier'\?"),
+    "no colon": ("model.factory=build", r"factory: expected a function \(MODULE:NAME\), got the text 'build'"),
+    "no module": ("model=!TorchModel {factory: 'nets:number'}", r"factory: returned a int; .* a torch\.nn\.Module"),
+    "width": ("model.arguments={widht: 3}", r"arguments: classifier has no argument 'widht'; did you mean 'width'\?"),
+    "fails": ("model.arguments={width: -1}", r"arguments: classifier failed: RuntimeError: .* negative dimension.*"),
+    "loss": ("model.loss.name=CrossEntropy", r"loss\.name: .*; did you mean 'CrossEntropyLoss'\?.*"),
+    "smooth": (
+        "model.loss.arguments={label_smooth: 1}",
+        r"loss\.arguments: CrossEntropyLoss has no argument 'label_smooth'; did you mean 'label_smoothing'\?",
+    ),
+    "optimizer": ("model.optimizer.name=Adm", r"optimizer\.name: 'Adm' is none of torch\.optim; did you mean 'Adam'.*"),
+    "closure": ("model.optimizer.name=LBFGS", r"optimizer\.name: 'LBFGS' is none of torch\.optim; choose from .*"),
+    "rate": ("model.optimizer.arguments={lr: -3}", r"optimizer\.arguments: Adam failed: ValueError: Invalid learn.*"),
+    "weights": ("model.weights=no.safetensors", r"weights: no\.safetensors: no such file; check the path"),
+    "shape": ("model.shape=[1, 3, 4]", r"shape: \[1, 3, 4\] has other spatial extents than the data set's images.*"),
+    "gather_at": ("model.gather_at=[head]", r"gather_at: the module has none named 'head'; see named_modules\(\)"),
+    "feed": ("model.feed=nets:not_moved", r"feed: features are .* expected .* of shape \(8, 1, 13, 11\): samples.*"),
+    "labels": ("model.feed=nets:as_arrays", r"feed: labels are a ndarray; return a torch\.Tensor"),
+    "no labels": ("model.feed=nets:alone", r"feed: has to return \(features, labels\), got Tensor"),
+    "backend": ("backend=numpy", r"(.*: )?backend: 'numpy', but a TorchModel computes with PyTorch; leave it out"),
+    "accumulate": ("accumulate=2", r"accumulate: is for layers of neondist, and a TorchModel has none; leave it out"),
+    "criterion": ("model.feed=nets:floats", r".*criterion cannot be captured .*Expected dtype int32/int64 for index.*"),
+    "tag": ("model=!TorchModle {}", r"model: unknown tag !TorchModle; did you mean 'TorchModel'\?"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes_in_a_file_have_one_message_with_its_place(folder, capsys, name):
+    setting, message = BAD[name]
+    words = ["classifier.yaml", "--import", "nets.py", "--set", setting, "epochs=1"]
+    assert main(["run", *words, "--output", "out"]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(rf"error: (--set {re.escape(setting)}|classifier\.yaml:\d+): (model\.)?{message}\n", error), (
+        error
+    )
+
+
+def test_bench_and_debug_halo_are_for_layers(folder, capsys):
+    assert main(["bench", "step", "classifier.yaml", "--import", "nets.py"]) == 2
+    assert "bench: measures layers of neondist, and TorchModel classifier has none" in capsys.readouterr().err
+    assert main(["run", "classifier.yaml", "--import", "nets.py", "--output", "out", "--debug-halo"]) == 2
+    assert "--debug-halo: watches layers of neondist, and TorchModel classifier has none" in capsys.readouterr().err
+
+
+@needs_mpirun
+def test_a_feed_that_fails_on_one_rank_ends_all(folder):
+    words = ["run", "classifier.yaml", "--import", "nets.py", "--set", "model.feed=nets:wrong_somewhere", "epochs=1"]
+    environment = {**mpirun_env(), "NEONDIST_TESTS_HIDE": "matplotlib", "OMP_NUM_THREADS": "1"}
+    code, _, error, _ = call(under_mpirun(2, *words), folder, **environment)
+    assert code == 2, error
+    place = "--set model.feed=nets:wrong_somewhere: model.feed"
+    assert own(error) == f"error: {place}: wrong_somewhere failed: OSError: no such lens\n"
+
+
+def test_without_torch(folder):
+    done = subprocess.run(neondist("check", "classifier.yaml"), cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: classifier.yaml:3: model: neondist.torch needs PyTorch: pip install 'neondist[torch]'\n"
+    )
+
+
+def test_importing_neondist_imports_no_torch():
+    code = "import sys, neondist, neondist.config, neondist.train; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "NEONDIST_TESTS_HIDE": ""}, check=True)
