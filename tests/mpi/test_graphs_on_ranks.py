@@ -15,7 +15,7 @@ from neondist.geometry import factorisations
 
 world = MPI.COMM_WORLD
 SEED = int(os.environ["NEONDIST_SEED"])
-CASES, AT_ONCE = 8, 4
+CASES, AT_ONCE = 4, 2
 
 
 def both(case, state, comm=None):
