@@ -217,3 +217,13 @@ def test_mistakes_about_ranks_are_explained():
         loopback.run(2, serial_model)
     with pytest.raises(ConfigError, match="batch_size 1 is less than replicas 2"):
         loopback.run(2, small_batch)
+
+
+def test_weights_loaded_before_the_build_come_along_with_distribute():
+    state = {name: array + 1 for name, array in small().state().items()}
+    model = nd.Convnet([nd.ConvLayer(2, 3, padding=1), nd.FCLayer(3)])
+    model.load_state(state)
+    twin = nd.distribute(model)
+    twin.build((5, 4, 1), 2, nd.ProcessGrid.serial())
+    for name, array in twin.state().items():
+        np.testing.assert_array_equal(array, state[name])
