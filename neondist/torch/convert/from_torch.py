@@ -40,7 +40,7 @@ def from_torch(
     Parameters
     ----------
     module : nn.Module
-        With one input and one output. All of its parameters must be trained, and all of its modules in one mode.
+        On the CPU, with one input and one output, all parameters trained, and all modules inside in one mode.
     example_shape : (N, C, *spatial) or (N, C)
         Of the whole batch and the whole image.
     grid : ProcessGrid, optional
