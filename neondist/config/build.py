@@ -84,7 +84,11 @@ class Builder:
         known = [name for name, value in vars(sys.modules[module]).items() if callable(value) and name[:1] != "_"]
         if name not in known:
             raise fault(node, path, f"'{node.value}': {module} has no function '{name}'{suggest(name, known)}")
-        return Function(str(node.value), getattr(sys.modules[module], name))
+        found = getattr(sys.modules[module], name)
+        owner = str(getattr(found, "__module__", ""))
+        if owner.partition(".")[0] != module.partition(".")[0]:  # such as subprocess.run, that the module uses itself
+            raise fault(node, path, f"'{node.value}': is of {owner}; name a function that is defined in {module}")
+        return Function(str(node.value), found)
 
     def _twin(self, cls: type, node: Node, path: str) -> type:
         if not self.dist:

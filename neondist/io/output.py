@@ -13,6 +13,7 @@ from .lock import NAME as LOCK
 from .lock import FolderLock
 
 CHECKPOINT = "checkpoint.h5"
+WEIGHTS = "weights.safetensors"
 CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
 FILES = (
     "experiment.yaml",
@@ -25,6 +26,7 @@ FILES = (
     "metrics.jsonl",
     CHECKPOINT,
     "checkpoint-*.h5",
+    WEIGHTS,
     "ledger.jsonl",
     "curves.png",
     "tiles.png",

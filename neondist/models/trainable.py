@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -123,6 +124,10 @@ class Whole(Registered, Trainable, ABC):
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Take note that an epoch begins or, if samples of it have been `seen`, goes on; `epoch` counts from 0."""
+        return
+
+    def export(self, folder: Path) -> None:
+        """Write what other programs read of a trained model into the folder of its run; collective."""
         return
 
     @property

@@ -18,6 +18,7 @@ from ..comm import ProcessGrid, Reductions, all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..geometry import GridShape
 from ..halo import GlobalArray
+from ..io.output import WEIGHTS
 from ..layers import Layer, Parameter
 from ..models import Whole
 from ..parallel import HEADER, AllReduce, Flag, ParameterShard
@@ -32,7 +33,7 @@ from .layout import Mesh, axes_of
 from .module import DistributedModule, distribute
 from .plan import TorchPlan, Value
 from .registry import TRACING
-from .weights import as_array, begin_slots, kept_tensors, load_weights, slots_of
+from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights, slots_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -275,15 +276,19 @@ class TorchModel(Whole):
             for group, tensors in groups.items()
         }
 
+    def export(self, folder: Path) -> None:
+        """Write the weights as a state_dict, weights.safetensors; collective."""
+        save_weights(self._of(self.batch_size), folder / WEIGHTS)
+
     @property
     def bytes_sent(self) -> int:
         """Bytes of messages that this rank has sent since `build`."""
-        return sum(count * one.nbytes for one, count in self.ledger().items() if one.kind == "halo")
+        return self._bytes(halo=True)
 
     @property
     def bytes_summed(self) -> int:
         """Bytes that this rank has given into sums over ranks, or sent in redistributions, since `build`."""
-        return sum(count * one.nbytes for one, count in self.ledger().items() if one.kind != "halo")
+        return self._bytes(halo=False) + self.sync.reductions.bytes_reduced + self.output.reductions.bytes_reduced
 
     def ledger(self) -> Ledger:
         """Return all messages and sums since `build`."""
@@ -293,6 +298,10 @@ class TorchModel(Whole):
         return found
 
     # Inner.
+
+    def _bytes(self, halo: bool) -> int:
+        ledgers = (model.wires.ledger for model in self._models.values())
+        return sum(n * one.nbytes for found in ledgers for one, n in found.items() if (one.kind == "halo") is halo)
 
     def _module(self) -> nn.Module:
         """Return the module; its weights depend on the seed alone, whatever else goes on in this process."""

@@ -153,8 +153,9 @@ class FitExperiment(Registered):
         grid : ProcessGrid, optional
             Default `open_grid()`.
         output : path, optional
-            Folder for experiment.yaml, environment.json, metrics.jsonl, ledger.jsonl, checkpoint.h5, curves.png and
-            tiles.png, which no other run may write to meanwhile. Default: nothing is written.
+            Folder for experiment.yaml, environment.json, metrics.jsonl, ledger.jsonl, checkpoint.h5, curves.png,
+            tiles.png and, of a PyTorch module, weights.safetensors, which no other run may write to meanwhile. Default:
+            nothing is written.
         resume : bool or 'auto'
             Continue from checkpoint.h5 in `output`, which any number of ranks may have written; 'auto': or begin, where
             there is no run yet.
@@ -223,6 +224,8 @@ def _train(
             run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, begun.stage, *keep)
         if run.stop is None:
             train_loop(run, [*hooks, *writers], experiment.metrics)
+            if folder is not None:
+                model.export(folder)
     files = present(folder) if folder is not None and grid.rank == 0 else []
     return RunResult(grid.world.bcast(files), run.history, run.stop)
 

@@ -23,6 +23,8 @@ from neondist.comm import loopback  # noqa: E402
 from neondist.config import dump, load_experiment  # noqa: E402
 
 NETS = """\
+from os import getenv
+
 import numpy as np
 import torch
 from torch import nn
@@ -153,6 +155,9 @@ def test_any_number_of_ranks_gives_the_same_numbers(folder):
     check_ledger("some")
     again = load_experiment("one/experiment.yaml", modules=["nets"])
     assert dump(again) == Path("one/experiment.yaml").read_text()
+    trained = [safetensors.load_file(f"{run}/weights.safetensors") for run in ("one", "some")]
+    torch.testing.assert_close(*trained, rtol=1e-8, atol=1e-10)
+    ndt.load_weights(sys.modules["nets"].classifier(5), "one/weights.safetensors")
 
 
 def test_cells_are_judged_on_any_grid(folder):
@@ -225,6 +230,7 @@ def test_check_plans_for_ranks_that_are_not_there(folder, capsys):
 BAD = {
     "module": ("model.factory=os:system", r"factory: 'os:system': no module 'os' is imported; add --import os .*"),
     "factory": ("model.factory=nets:clasifier", r"factory: .* no function 'clasifier'; did you mean 'classifier'\?"),
+    "a tool": ("model.factory=nets:getenv", r"factory: 'nets:getenv': is of os; name a function .* defined in nets"),
     "no colon": ("model.factory=build", r"factory: expected a function \(MODULE:NAME\), got the text 'build'"),
     "no module": ("model=!TorchModel {factory: 'nets:number'}", r"factory: returned a int; .* a torch\.nn\.Module"),
     "width": ("model.arguments={widht: 3}", r"arguments: classifier has no argument 'widht'; did you mean 'width'\?"),
