@@ -71,7 +71,7 @@ class Wires:
 
     def reduce(self, step: str, direction: str, tensor: torch.Tensor, axes: frozenset[int], op: Any = "sum") -> Any:
         """Return the sum, or maximum, over axes, as a new tensor; collective over them."""
-        groups = self.mesh.sums(axes)
+        groups = [self.group(one) for one in self.mesh.sums(axes)]  # made by all, those without numbers too
         if not groups or not tensor.numel():
             return tensor.clone()
         wide = tensor.detach().to("cpu", WIDER.get(tensor.dtype, tensor.dtype), copy=True)
@@ -81,7 +81,7 @@ class Wires:
             host = host.view(np.uint8)
         observers = self.grid.observers
         with observers.during("sync" if step == GRADIENTS else "reduce", step, direction):
-            for name, group in map(self.group, groups):
+            for name, group in groups:
                 self.record("sum", step, direction, name, host.nbytes)
                 with observers.during("wait", "", direction, name):
                     group.allreduce(host, op)

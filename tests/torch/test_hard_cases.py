@@ -36,6 +36,8 @@ FUNCTIONS = {
     "a cut extent of one, flattened": lambda x: F.max_pool2d(x, (8, 6)).flatten(1),
     "a cut extent of one, expanded": lambda x: F.conv2d(x, torch.ones(4, 1, 8, 1).to(x), groups=4).expand(2, 4, 3, 6),
     "repeated cells": lambda x: x.repeat(1, 1, 2, 3).repeat_interleave(2, 3),
+    "the largest of a cut extent of one": lambda x: F.max_pool2d(x, (8, 6)).amax(3),
+    "broadcast, and but one is used": lambda x: torch.broadcast_tensors(x.mean((2, 3), True).sigmoid(), x)[1] * 2,
     "a running sum": lambda x: x.cumsum(2) + x.cumsum(3),
     "sorted rows": lambda x: x.sort(2)[0] * x.argmax(3, keepdim=True),
     "a reshaping that takes cells apart": lambda x: x.reshape(2, 6, 8, 4) * 2,

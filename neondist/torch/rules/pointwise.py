@@ -14,7 +14,7 @@ pointwise(
     "aten.lift_fresh_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default",
     "aten.masked_fill.Scalar", "aten.masked_fill.Tensor", "aten.where.self", "aten.where.ScalarSelf",
     "aten.where.ScalarOther", "aten.rsub.Scalar", "aten.rsub.Tensor", "aten.relu6.default",
-    "aten.broadcast_tensors.default", "aten.conj.default", "aten.real.default", "aten.imag.default",
+    "aten.conj.default", "aten.real.default", "aten.imag.default",
 )  # fmt: skip
 
 

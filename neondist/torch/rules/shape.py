@@ -52,6 +52,15 @@ def movedim(lowering: Any, x: Any, source: Any, destination: Any) -> Any:
     return permute(lowering, x, [placed[d] if d in placed else next(rest) for d in range(rank)])
 
 
+@rule("aten.broadcast_tensors.default")
+def broadcast_tensors(lowering: Any, tensors: Any) -> Any:
+    """Pointwise; each by itself, so that one depends on no other."""
+    layout = lowering.common([x.layout for x in tensors])
+    context, local = axes_of(layout), local_shape(layout, lowering.place)
+    aligned = [lowering.aligned(x, layout, context) for x in tensors]
+    return [lowering.local(lambda a: a.expand(local), [x], layout, x.dtype, context) for x in aligned]
+
+
 @rule("aten.expand.default", "aten.expand_copy.default")
 def expand(lowering: Any, x: Any, size: Any, implicit: bool = False) -> Any:
     """Dimensions of one index are repeated; those stay whole."""
