@@ -238,7 +238,7 @@ class TorchModel(Whole):
                     for buffer, before in zip(model.buffers(), kept, strict=True):
                         buffer.copy_(before)
             else:
-                with observers.during("update"):
+                with observers.during("update"), TRACING:  # an optimiser computes otherwise while others trace
                     self._set_rates()
                     optimizer.step()
             self.nonfinite_monitor.after_step(self.step, self.nonfinite, where)

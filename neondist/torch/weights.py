@@ -147,6 +147,8 @@ def begin_slots(model: nn.Module, optimizer: torch.optim.Optimizer, names: Itera
         As `slots_of` names them; the values are to be overwritten.
     """
     wanted = {name.rpartition("/")[0] for name in names}
+    if not wanted:
+        return
     before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in model.parameters()]
     for name, parameter in model.named_parameters():
         new = name in wanted and parameter.requires_grad and not optimizer.state.get(parameter)
