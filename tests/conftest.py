@@ -76,6 +76,9 @@ def lean_processes(out_of_any_job):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEONDIST_TESTS_HIDE", "torch matplotlib")
         patch.setenv("PYTHONDONTWRITEBYTECODE", "")  # each would compile neondist again
+        # Open MPI's ranks that wait would take a core each from the other tests
+        patch.setenv("OMPI_MCA_mpi_yield_when_idle", "1")
+        patch.setenv("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
         patch.setenv(
             "PYTHONPATH", os.pathsep.join([str(TESTS / "helpers" / "lean"), str(TESTS.parent)]), prepend=os.pathsep
         )

@@ -21,8 +21,6 @@ def test_under_mpirun(ranks):
     hidden = "matplotlib" if ranks == WITH_TORCH else "matplotlib torch"
     environment = {**os.environ, **mpirun.environment(), "NEONDIST_MPI_TEST": "1", "OMP_NUM_THREADS": "1"}
     environment["NEONDIST_TESTS_HIDE"] = hidden
-    if ranks > 1:  # more than cores, as other tests have one: those that wait sleep, and leave it to who computes
-        environment["OMPI_MCA_threads_pthreads_yield_strategy"] = "nanosleep"
     command = [*mpirun.command(ranks), sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", CASES]
     command += ["-k", "views or everything or unshared or weights" if ranks == 9 else ""]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480)

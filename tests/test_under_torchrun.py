@@ -51,8 +51,7 @@ def test_a_network_learns_the_same_as_over_mpi(tmp_path):
     for folder in folders.values():
         folder.mkdir()
     mpirun, script = find_mpirun(os.environ), HELPERS / "small_training.py"
-    environment = {**mpirun.environment(), "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep"}
-    environment["NEONDIST_TESTS_HIDE"] = "matplotlib torch"
+    environment = {**mpirun.environment(), "NEONDIST_TESTS_HIDE": "matplotlib torch"}
     for done in (
         started([*mpirun.command(4), sys.executable, script, "mpi", folders["mpi"]], **environment),
         on_ranks(4, script, "torch", folders["torch"]),

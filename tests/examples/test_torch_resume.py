@@ -19,8 +19,6 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "torch_resume.py"
 def losses_of(steps, file, ranks=None):
     mpirun = find_mpirun(os.environ)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NEONDIST_TESTS_HIDE": "matplotlib", **mpirun.environment()}
-    if ranks is not None and ranks > 2:
-        environment["OMPI_MCA_threads_pthreads_yield_strategy"] = "nanosleep"
     command = [*(mpirun.command(ranks) if ranks else ()), sys.executable, SCRIPT, str(steps), str(file)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
