@@ -35,6 +35,7 @@ class Builder(StepList):
         context: Iterable[int] | None = None,
         pads: Mapping[int, Sequence[tuple[int, int]]] | None = None,
         fill: float = 0.0,
+        window: bool = False,
     ) -> Value:
         """Return what each rank wants to see of a value; gradients of what several saw are added.
 
@@ -47,6 +48,8 @@ class Builder(StepList):
             Those that cut what is computed from the view; default: the value's and those of `wants`.
         pads : dict of dimension to (before, after) for each part
             Indices of value `fill` around what is seen.
+        window : bool
+            Whether windows slide over it, so that a border scheme may stand for the exact exchange.
         """
         asked = frozenset(axis for axis, _ in wants.values() if axis is not None)
         inside = (value.axes | asked) if context is None else frozenset(context)
@@ -72,6 +75,8 @@ class Builder(StepList):
             shape[dim] += before + after
         found = self._value(tuple(shape), inside, value.dtype, source.kind)
         self._step("view", [source], [found], transfer=transfer, pads=here, fill=fill)
+        inner = all(want.axis == want.source.axis and want.axis and want.dim > 1 for want in wanted)
+        self.steps[-1].window = window and inner and not transfer.silent
         return found
 
     def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Value:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..halo import ExchangePolicy
 from .layout import Layout, Mesh, Shape, shape_of
 from .transfer import Transfer
 
@@ -82,6 +83,10 @@ class Step:
         For 'local': from the inputs' tensors to the outputs'.
     op : str
         The operator whose result the first output is, if there is one.
+    window : bool
+        Whether it is what windows of this rank see, a range along each axis: that may have a border scheme.
+    scheme : ExchangePolicy or None
+        How cells of other tiles come; None: exactly.
     """
 
     kind: str
@@ -97,6 +102,8 @@ class Step:
     key: Any = None
     free: tuple[int, ...] = field(default=())
     op: str = ""
+    window: bool = False
+    scheme: ExchangePolicy | None = None
 
 
 @dataclass(eq=False)

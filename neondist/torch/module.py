@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from ..comm import ProcessGrid
 from ..comm.agree import all_or_none
 from ..errors import ConfigError, ShapeError, UserError
+from ..halo import Phase
 from .alike import Watch, check_alike, digest_of, versions
 from .capture import captured, lowered
 from .checks import check_gather_at, check_parameters, check_tensor, gradients_of
@@ -21,6 +22,7 @@ from .criteria import CriterionModule, check_number, identity
 from .layout import Layout, local_shape, shape_of
 from .plan import TorchPlan
 from .run import Runner
+from .schemes import chosen, put_into
 from .tiling import Tiling
 from .transport import world
 from .wires import Wires
@@ -55,6 +57,7 @@ class DistributedModule(nn.Module):
         gather_at: Sequence[str],
         recompute: bool = False,
         compiler: Callable[..., Any] | None = None,
+        scheme: Any = "halo",
     ) -> None:
         super().__init__()
         object.__setattr__(self, "module", module)  # no part of this one: its names stay as they are
@@ -65,10 +68,14 @@ class DistributedModule(nn.Module):
         self._shapes, self._dtypes = list(shapes), list(dtypes)
         self._runners: dict[Any, _Prepared] = {}
         self._losses: dict[Hashable, tuple[Any, Watch, dict[Any, tuple[Runner, str]]]] = {}
+        self.step = 0
         self._versions: tuple[int, ...] = ()
         self._watch = Watch(module)
         with all_or_none(grid.world):
             check_gather_at(module, gather_at)
+            self._schemes = chosen(scheme, dict(module.named_modules()))
+            if recompute and any(policy.has_memory for policy in self._schemes.values()):
+                raise ConfigError("recompute: a scheme that remembers earlier steps cannot run one twice")
             self.wires = Wires(grid, len(shapes[0]) - 2)
             self.tiling = Tiling(self.wires, self._shapes)
             self._runner()
@@ -98,7 +105,9 @@ class DistributedModule(nn.Module):
             error = problem
         if not check_alike(self.grid.world, facts, error, moved):
             self._check_weights({})
+        self.wires.phase = Phase(self.training, self.step)
         found = prepared.runner(tiles, parameters, buffers)
+        self.step += self.training
         if torch.is_grad_enabled():
             # torch.utils.checkpoint runs a forward again until it has found all tensors that were kept: the last of
             # them has to come after all messages, or ranks could stop before different ones
@@ -248,6 +257,7 @@ class DistributedModule(nn.Module):
                 program, self.wires.mesh, self.grid.rank, self.tiling.inputs, self.gather_at, self.tiling.image_layout
             )
             plan.recompute = self.recompute
+            put_into(plan.steps, self._schemes)
             layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
             digest = digest_of(plan, program)
             if self._compiler is not None:
@@ -333,6 +343,7 @@ def distribute(
     transport: str = "mpi",
     recompute: bool = False,
     compile: bool | Callable[..., Any] = False,
+    scheme: Any = "halo",
 ) -> DistributedModule:
     """Return a PyTorch module whose images are cut into tiles, one per rank, with the numbers of one process.
 
@@ -362,6 +373,10 @@ def distribute(
     compile : bool or callable
         Let torch.compile, or this function, which returns a faster one, have what a rank computes between messages.
         On one rank the module itself runs: compile that.
+    scheme : ExchangePolicy or str, or a dict of module path to those
+        How windows come by cells of other tiles; default: exactly. Others, such as 'tower' or 'stale(2)', are
+        approximate (docs/schemes.md); a module that is not named has the scheme of the one that it is in. Everything
+        but windows stays exact.
 
     Returns
     -------
@@ -390,7 +405,7 @@ def distribute(
     compiler = partial(torch.compile, dynamic=False) if compile is True else compile or None
     if grid is None:
         grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
-    return DistributedModule(module, shapes, dtypes, grid, gather_at, recompute, compiler)
+    return DistributedModule(module, shapes, dtypes, grid, gather_at, recompute, compiler, scheme)
 
 
 def _shapes(example_shape: Any) -> list[tuple[int, ...]]:

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from math import prod
 
+from ..halo import scheme_text
 from .graph import GRADIENTS, SAME, WIDER, Step, TorchGraph, Value
 from .layout import Mesh, Shape, local_shape
+from .transfer import Piece
 
 Traffic = dict[tuple[str, str, str], int]
 """Bytes by (kind, step, direction): kind 'halo', 'redistribution' or 'sum', direction 'forward' or 'backward'."""
@@ -93,9 +95,9 @@ class TorchPlan(TorchGraph):
             layouts = [self.values[out].layout_or_none for out in step.outputs]
             dtypes = [str(self.values[out].dtype) for out in step.outputs]
             wants = step.transfer.wants if step.transfer else ()
-            text.append(
-                repr((step.kind, step.name, step.inputs, step.outputs, sorted(step.axes), wants, layouts, dtypes))
-            )
+            scheme = "" if step.scheme is None else scheme_text(step.scheme)
+            axes = sorted(step.axes)
+            text.append(repr((step.kind, step.name, step.inputs, step.outputs, axes, wants, layouts, dtypes, scheme)))
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
@@ -113,8 +115,7 @@ def _needed(plan: TorchGraph, trained: Collection[str], inputs: bool) -> set[int
 def _forward(plan: TorchGraph, step: Step, rank: int, place: Sequence[int]) -> Iterable[tuple[str, int]]:
     values = plan.values
     if step.transfer is not None:
-        cells = sum(piece.cells for piece in step.transfer.sends(rank))
-        yield kind_of(step), cells * _others(step, values[step.inputs[0]], place)
+        yield kind_of(step), _sent(step, step.transfer.sends(rank), values[step.inputs[0]], place, "forward")
     elif step.kind == "norm":
         yield "sum", 2 * _summed(plan.mesh, step.key[0].axes, [values[step.outputs[1]]], place)
     elif step.kind in ("sum", "max"):
@@ -124,8 +125,8 @@ def _forward(plan: TorchGraph, step: Step, rank: int, place: Sequence[int]) -> I
 def _backward(plan: TorchGraph, step: Step, rank: int, place: Sequence[int]) -> Iterable[tuple[str, int]]:
     values = plan.values
     if step.kind == "view" and step.transfer is not None:
-        cells = sum(piece.cells for piece in step.transfer.receives(rank) if piece.peer != rank)
-        yield kind_of(step), cells * _others(step, values[step.inputs[0]], place)
+        pieces = [piece for piece in step.transfer.receives(rank) if piece.peer != rank]
+        yield kind_of(step), _sent(step, pieces, values[step.inputs[0]], place, "backward")
     elif step.kind == "norm":
         yield "sum", 2 * _summed(plan.mesh, step.key[0].axes, [values[step.outputs[1]]], place)
     elif step.kind == "spread":
@@ -137,12 +138,15 @@ def kind_of(step: Step) -> str:
     return "halo" if step.kind == "view" else "redistribution"
 
 
-def _others(step: Step, value: Value, place: Sequence[int]) -> int:
-    """Return the bytes of each cell along the dimensions that a transfer is about."""
+def _sent(step: Step, pieces: Iterable[Piece], value: Value, place: Sequence[int], direction: str) -> int:
+    """Return the bytes of messages; of border schemes in the mean of many steps."""
     assert step.transfer is not None
     moved = {want.dim for want in step.transfer.wants}
-    shape = part_of(value, place)
-    return prod(n for dim, n in enumerate(shape) if dim not in moved) * value.dtype.itemsize
+    others = prod(n for dim, n in enumerate(part_of(value, place)) if dim not in moved)
+    numbers, size = [piece.cells * others for piece in pieces], value.dtype.itemsize
+    if step.scheme is not None:
+        return round(step.scheme.mean_bytes(numbers, size, direction))
+    return sum(numbers) * size
 
 
 def _summed(mesh: Mesh, axes: frozenset[int], values: Iterable[Value], place: Sequence[int]) -> int:

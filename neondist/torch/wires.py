@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..comm import Message, ProcessGrid, Transport
+from ..halo.exchange import WHOLE
 from ..observer import During
 from ..runtime.observers.ledger import Account, Ledger
 from .graph import GRADIENTS, WIDER
@@ -32,6 +33,8 @@ class Wires:
         What this rank has sent in messages, and given into sums.
     sent : int
         The bytes of all that.
+    phase : Phase
+        Of the pass at work: what border schemes ask for.
     """
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
@@ -39,6 +42,7 @@ class Wires:
         self.mesh = Mesh((grid.replicas, *grid.shape.parts(spatial)))
         self.place = self.mesh.place(grid.rank)
         self.ledger: Ledger = Counter()
+        self.phase = WHOLE
         self.sent = 0
         self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
 

@@ -29,7 +29,7 @@ def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int,
         starts[dim] = ranges[0 if out.axis is None else lowering.place[out.axis]][0][0]
         wants[dim] = out.axis, ranges
     context = x.axes | {atom.axis for atom in atoms.values() if atom.axis is not None}
-    found = lowering.view(x, wants, context)
+    found = lowering.view(x, wants, context, window=True)
     plans = []
     for dim, tap in taps.items():
         lo, hi = atoms[dim].range(lowering.place)

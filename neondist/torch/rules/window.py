@@ -65,7 +65,7 @@ def windows_of(
         left.append(0)
         seen = [clipped(*(slide.sees(lo, hi) if hi > lo else (0, 0)), n) for lo, hi in out.ranges]
         wants[dim], pads[dim] = (axis, [(inside,) for inside, _ in seen]), [around for _, around in seen]
-    return lowering.view(x, wants, None, pads, fill), left, atoms
+    return lowering.view(x, wants, None, pads, fill, window=True), left, atoms
 
 
 def images(x: Any, channels: int, atoms: Sequence[Atom]) -> Layout:
@@ -142,7 +142,7 @@ def conv_transpose(
         (here,) = ranges[lowering.place[axis]]
         lo, hi = out.range(lowering.place)
         crops.append((at - n, lo - (here[0] * s - p), hi - lo, here[0] < here[1]))
-    view = lowering.view(x, wants)
+    view = lowering.view(x, wants, window=True)
     run = _TRANSPOSED[n]
     pads, extra = [p for p, _ in native], [e for _, e in native]
 

@@ -1,0 +1,160 @@
+"""Border schemes of our layers, for what windows of a torch module see of other tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..backends import get_backend
+from ..comm import Exchange
+from ..errors import ConfigError
+from ..geometry import Box, HaloPlan, Piece, Window
+from ..halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
+from ..halo.buffer import HaloBuffer
+from ..observer import During
+from ..registry import suggest
+from .graph import Step
+from .transfer import Piece as Indices
+from .transfer import Range
+from .wires import Wires
+
+
+class SchemeChannel:
+    """What `Channel` is for exact views: cells and gradients cross as a scheme lets them.
+
+    Owns the buffers of our layers' arrays (`halo.HaloBuffer`), channels last.
+    """
+
+    reverse = False
+
+    def __init__(self, wires: Wires, step: Step) -> None:
+        assert step.transfer is not None
+        assert step.scheme is not None
+        self.wires, self.grid, self.name, self.transfer = wires, wires.grid, step.name, step.transfer
+        self.policy, self.backend = step.scheme, get_backend("numpy")
+        self.memory: dict[tuple[int, str], dict[str, Any]] = {}
+        self.recorded: list[tuple[str, Exchange]] = []
+        self._buffers: dict[Any, HaloBuffer] = {}
+        self._counted: dict[int, int] = {}
+
+    def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
+        """Return what this rank sees, given its part; `pads` are (dimension, before, after)."""
+        seen = self._buffer(tensor, fill).forward(_channels_last(tensor), self.wires.phase)
+        self._record()
+        found = torch.from_numpy(seen).movedim(-1, 1)
+        shape, inside = list(found.shape), [slice(None)] * tensor.dim()
+        for dim, before, after in pads:
+            inside[dim] = slice(before, before + shape[dim])
+            shape[dim] += before + after
+        padded = tensor.new_full(shape, fill)
+        padded[tuple(inside)] = found
+        return padded
+
+    def adjoint(
+        self, gradient: torch.Tensor, shape: Sequence[int], pads: Sequence[tuple[int, int, int]] = ()
+    ) -> torch.Tensor:
+        """Return the gradient of this rank's part, given that of what it saw."""
+        for dim, before, after in pads:
+            gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
+        buffer = self._buffers[shape[0], shape[1], gradient.dtype]
+        found = buffer.backward(_channels_last(gradient), self.wires.phase)
+        self._record()
+        return torch.from_numpy(found).movedim(-1, 1).to(gradient.dtype, copy=True)
+
+    def during(self, direction: str) -> During:
+        """Return a block that observers are told of."""
+        return self.grid.observers.during("halo", self.name, direction)
+
+    def _buffer(self, tensor: torch.Tensor, fill: float) -> HaloBuffer:
+        key = tensor.shape[0], tensor.shape[1], tensor.dtype
+        if key not in self._buffers:
+            self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}
+            # what HaloBuffer asks of its owner
+            self.channels, self.dtype = tensor.shape[1], _channels_last(tensor[:0]).dtype
+            self.plan = self._halo_plan(tuple(tensor.shape[2:]), fill)
+            self._buffers[key] = HaloBuffer(self, tensor.shape[0])
+        return self._buffers[key]
+
+    def _halo_plan(self, extent: tuple[int, ...], fill: float) -> HaloPlan:
+        """Return the same transfer as our layers have it: in cells of the image, along all of its axes."""
+        grid, transfer = self.grid, self.transfer
+        first, place = grid.rank - grid.tile, transfer.mesh.place(grid.rank)
+        wants = {want.dim - 2: want for want in transfer.wants}
+        own, need, whole = ([(0, n) for n in extent] for _ in range(3))
+        for axis, want in wants.items():
+            own[axis], whole[axis] = want.source.range(place), (0, want.source.extent)
+            (need[axis],) = want.of(place)
+
+        def piece(indices: Indices, owner: int) -> Piece:
+            ranges, there = list(own), transfer.mesh.place(owner)
+            for (axis, want), (lo, hi) in zip(wants.items(), indices.source, strict=True):
+                start, _ = want.source.range(there)
+                ranges[axis] = (start + lo, start + hi)
+            box = _box(ranges)
+            return Piece(indices.peer - first, box, box)
+
+        every = transfer.receives(grid.rank)
+        return HaloPlan(
+            own=_box(own),
+            need=_box(need),
+            receives=tuple(piece(p, p.peer) for p in every if p.peer != grid.rank),
+            sends=tuple(piece(p, grid.rank) for p in transfer.sends(grid.rank)),
+            local=tuple(piece(p, grid.rank) for p in every if p.peer == grid.rank),
+            buffer=_box(own) if _box(need).empty else _box(need).hull(_box(own)),
+            extent=tuple(n for _, n in whole),
+            window=Window(1, padding=0, fill=fill, ndim=len(extent)),
+        )
+
+    def _record(self) -> None:
+        """Take note of the messages since the last time."""
+        for at, (way, exchange) in enumerate(self.recorded):
+            for _ in range(self._counted.get(at, 0), exchange.runs):
+                for message in exchange.sends:
+                    peer = self.grid.rank - self.grid.tile + message.peer
+                    self.wires.record("halo", self.name, way, peer, message.nbytes)
+            self._counted[at] = exchange.runs
+
+
+def chosen(schemes: Any, names: Collection[str]) -> dict[str, ExchangePolicy]:
+    """Return schemes by the path of the modules that have them; '' is the whole module.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such scheme or module, or windows of a torch module cannot have it.
+    """
+    found = {}
+    for path, scheme in schemes.items() if isinstance(schemes, Mapping) else [("", schemes)]:
+        policy = as_scheme(scheme)
+        if path not in names:
+            raise ConfigError(f"scheme: the module has no part {path!r}{suggest(path, names)}")
+        if isinstance(policy, Fusion) or policy.gradients != "scatter":
+            raise ConfigError(
+                f"scheme: '{scheme_text(policy)}' is for layers of neondist; modules of PyTorch can have those that"
+                " exchange one view at a time, such as 'tower', 'stale' or 'quantised'"
+            )
+        found[path] = policy
+    return found
+
+
+def put_into(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy]) -> None:
+    """Give windows the scheme of the innermost module that has one."""
+    for step in steps:
+        if step.window:
+            module, _, _ = step.name.rpartition(":")
+            paths = [path for path in schemes if not path or f"{module}.".startswith(f"{path}.")]
+            policy = schemes[max(paths, key=len)] if paths else None
+            step.scheme = None if type(policy) is Halo else policy
+
+
+def _box(ranges: Sequence[Range]) -> Box:
+    return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
+
+
+def _channels_last(tensor: torch.Tensor) -> np.ndarray:
+    """Return an array (n, *cells, C) on the tensor's memory; what NumPy has no type for is copied."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).movedim(1, -1).numpy()

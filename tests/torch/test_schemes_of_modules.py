@@ -1,0 +1,119 @@
+"""Border schemes of torch modules do what they do for layers of ours, in several steps, forward and backward."""
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+from scheme_runs import SCHEMES  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_runs import captured_once, sent  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+from neondist import ProcessGrid  # noqa: E402
+from neondist.comm import loopback  # noqa: E402
+from neondist.errors import ConfigError  # noqa: E402
+
+STEPS = 5
+NETS = {
+    "images": (
+        (2, 2, 13, 11),
+        nn.Sequential(
+            nn.Conv2d(2, 3, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+            nn.Conv2d(3, 4, 3, stride=2, padding=2, dilation=2),
+            nn.AvgPool2d(2, 1),
+            nn.Conv2d(4, 2, (2, 1)),
+        ),
+    ),
+    "volumes": ((2, 1, 5, 6, 4), nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 1, (1, 2, 2)))),
+}
+GRIDS = [(1, 3, 2), (2, 1, 2), (1, 1, 7)]
+"""(replicas, rows, cols): tiles of the last one are smaller than halos, or empty"""
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if "backward" not in name])
+@pytest.mark.parametrize("name", NETS)
+def test_numbers_are_those_of_our_layers(name, scheme):
+    shape, module = NETS[name]
+    module = copy.deepcopy(module).double()
+    rng = np.random.default_rng(1)
+    images = [torch.from_numpy(rng.normal(size=shape)) for _ in range(STEPS)]
+    gradients = [torch.from_numpy(rng.normal(size=module(images[0]).shape)) for _ in range(STEPS)]
+    ours = ndt.from_torch(module, shape, model=nd.Convnet)
+
+    def body(world, grid):
+        replicas, rows, cols = grid
+        with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
+            model = ndt.distribute(copy.deepcopy(module), shape, ranks, dtype=torch.float64, scheme=scheme)
+            layers = nd.ConvnetDist([layer.twin() for layer in ours.layers], dtype="float64", scheme=scheme)
+            layers.load_state(ours.state())
+            layers.build(ours.input_shape, shape[0], ranks)
+            for step in range(STEPS):
+                training = step != STEPS - 2
+                model.train(training)
+                x = model.scatter(images[step]).requires_grad_()
+                y = model(x)
+                dy = model.tiling.part(gradients[step], model._runner().layouts[0])
+                y.backward(dy)
+                layers.step = step - (step == STEPS - 1)  # evaluation is no step
+                run = layers.forward(x.detach().movedim(1, -1).numpy(), training)
+                expected = torch.from_numpy(run.output.copy()).movedim(-1, 1)
+                dx = torch.from_numpy(run.backward(dy.movedim(1, -1).numpy())).movedim(-1, 1)
+                torch.testing.assert_close(y.detach(), expected, rtol=1e-11, atol=1e-11)
+                torch.testing.assert_close(x.grad, dx, rtol=1e-11, atol=1e-11)
+
+    with captured_once():
+        for grid in GRIDS:
+            loopback.run(np.prod(grid), lambda world, grid=grid: body(world, grid))
+
+
+def distributed(scheme, **more):
+    shape, module = NETS["images"]
+
+    def body(world):
+        with ProcessGrid(world, rows=2, cols=2) as ranks:
+            model = ndt.distribute(copy.deepcopy(module), shape, ranks, scheme=scheme, **more)
+            y = model(model.scatter(torch.ones(shape)))
+            y.sum().backward()
+            schemes = [str(step.scheme and type(step.scheme).__name__) for step in model.plan.steps if step.window]
+            return schemes, sent(model), model.plan.traffic(ranks.rank)
+
+    return loopback.run(4, body)
+
+
+def test_modules_have_the_scheme_of_the_innermost_that_is_named():
+    for schemes, found, planned in distributed({"": "tower", "3": nd.HaloOneway(), "4": "halo"}):
+        assert schemes == ["Tower", "Tower", "HaloOneway", "None", "Tower"]
+        assert found == planned
+
+
+@pytest.mark.parametrize("scheme", ["tower", "halo_oneway", "quantised(bits=8)"])
+def test_traffic_is_what_was_planned(scheme):
+    exact = distributed("halo")
+    for (_, found, planned), (_, more, _) in zip(distributed(scheme), exact, strict=True):
+        assert found == planned
+        assert sum(found.values()) < sum(more.values())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ("tover", "unknown; did you mean 'tower'"),
+        ({"7": "tower"}, "scheme: the module has no part '7'"),
+        (nd.DeepHalo(2), "is for layers of neondist"),
+        ("halo(backward=gather)", "is for layers of neondist"),
+    ],
+)
+def test_bad_schemes(scheme, message):
+    with pytest.raises(ConfigError, match=message):
+        distributed(scheme)
+
+
+def test_what_remembers_is_not_run_twice():
+    with pytest.raises(ConfigError, match="recompute: a scheme that remembers"):
+        distributed("stale", recompute=True)
