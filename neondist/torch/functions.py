@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .graph import GRADIENTS
-from .wires import Channel, Wires
+from .wires import Channel, Wires, format_of
 
 
 def _announce(ctx: Any) -> None:
@@ -172,7 +172,7 @@ class Normalise(torch.autograd.Function):
         """Return the gradients of x, and of the weight and the bias, in so far as this rank has a part in them."""
         (x, weight, mean, variance), (wires, name, moments) = ctx.saved_tensors, ctx.how
         channels = x.shape[1]
-        rows, dy = moments.rows(x), moments.rows(gradients[0].contiguous(memory_format=_format_of(x)))
+        rows, dy = moments.rows(x), moments.rows(gradients[0].contiguous(memory_format=format_of(x)))
         each, var = moments.of_rows(mean, channels), moments.of_rows(variance, channels)
         scale = torch.ones_like(each) if weight is None else _repeated(weight, each).to(each.dtype)
         if x.numel():
@@ -211,11 +211,6 @@ def _local_moments(rows: torch.Tensor, moments: Moments, samples: int) -> tuple[
 
 def _repeated(channels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return channels.repeat(len(rows) // len(channels))
-
-
-def _format_of(tensor: torch.Tensor) -> torch.memory_format:
-    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last and not tensor.is_contiguous() else torch.contiguous_format
 
 
 class Counted(torch.autograd.Function):

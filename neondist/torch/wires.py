@@ -133,7 +133,7 @@ class Channel:
         for dim, before, after in pads:
             shape[dim] += before + after
             offset[dim] = before
-        formatted = _memory_format(tensor)
+        formatted = format_of(tensor)
         view = torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=formatted)
         for dim, before, after in pads:
             for start, length in ((0, before), (shape[dim] - after, after)):
@@ -162,7 +162,7 @@ class Channel:
         """Return the gradient of this rank's part by what it saw of that itself."""
         own = [self._at(gradient, piece, "target") for piece in self.own]
         if len(own) == 1 and own[0].shape == tuple(shape):  # all that this rank has, once
-            return own[0].clone(memory_format=_memory_format(gradient))
+            return own[0].clone(memory_format=format_of(gradient))
         found = gradient.new_zeros(tuple(shape))
         for piece, cells in zip(self.own, own, strict=True):
             self._at(found, piece, "source").add_(cells)
@@ -241,7 +241,7 @@ def _by_peer(pieces: Iterable[Piece]) -> _Pieces:
     return found
 
 
-def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
+def format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return channels-last for a tensor that is so and not contiguous, else contiguous."""
     for rank, kind in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if tensor.dim() == rank and tensor.is_contiguous(memory_format=kind) and not tensor.is_contiguous():

@@ -177,6 +177,19 @@ def test_a_module(name):
     check(module(), IMAGES, grids=MANY, **given)
 
 
+class Tokens(nn.Sequential):
+    """The gradient of the norm lies in memory as that of tokens does."""
+
+    def forward(self, x):
+        return super().forward(x).flatten(2).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_one_sample_of_a_norm_in_any_memory_order(training):
+    """PyTorch 2.13 has wrong gradients then, in evaluation."""
+    check(Tokens(nn.BatchNorm2d(3)).train(training), (2, 3, 5, 4), grids=((2, 1, 1), (2, 2, 1)))
+
+
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_a_batch_over_three_replicas(batch):
     torch.manual_seed(1)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ..functions import Moments
 from ..layout import Atom, axes_of
 from ..registry import rule
+from ..wires import format_of
 from .reduce import moments, total
 
 
@@ -77,8 +78,14 @@ def fixed(
     """Local: the statistics are known."""
     x = lowering.gathered(x, [1])
     args = [x, running_mean, running_var, weight, bias]
-    y = lowering.local(lambda a, m, v, w, b: F.batch_norm(a, m, v, w, b, False, 0.0, eps), args, x.layout)
-    return y, None, None
+
+    def run(a: torch.Tensor, m: Any, v: Any, w: Any, b: Any) -> torch.Tensor:
+        y = F.batch_norm(a, m, v, w, b, False, 0.0, eps)
+        if y.requires_grad:  # PyTorch's gradient of one sample is wrong if that of y lies otherwise in memory
+            y.register_hook(lambda dy: dy.contiguous(memory_format=format_of(a)))
+        return y
+
+    return lowering.local(run, args, x.layout), None, None
 
 
 @rule("aten.instance_norm.default", always=True)
