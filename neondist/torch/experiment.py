@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ..comm import ProcessGrid, Reductions, all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..geometry import GridShape
-from ..halo import GlobalArray
+from ..halo import ExchangePolicy, GlobalArray
 from ..io.output import WEIGHTS
 from ..layers import Layer, Parameter
 from ..models import Whole
@@ -33,6 +33,7 @@ from .layout import Mesh, axes_of
 from .module import DistributedModule, distribute
 from .plan import TorchPlan, Value
 from .registry import TRACING
+from .schemes import chosen, put_into
 from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights, slots_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -106,6 +107,10 @@ class TorchModel(Whole):
     seed : int
         Of the module's own first weights, its random numbers and the order of samples.
     dtype : {'float32', 'float64'}
+    recompute : bool
+        Run segments of the module again on the way back instead of keeping what is in them.
+    scheme : ExchangePolicy or str, or a mapping of module path to those
+        How windows come by cells of other tiles; default: exactly.
 
     Notes
     -----
@@ -130,10 +135,13 @@ class TorchModel(Whole):
         gather_at: Sequence[str] = (),
         seed: Index = 0,
         dtype: Literal["float32", "float64"] = "float32",
+        recompute: bool = False,
+        scheme: ExchangePolicy | str | Mapping[str, ExchangePolicy | str] = "halo",
     ) -> None:
         self.cost, self.optimizer = loss or TorchLoss(), optimizer or TorchOptimizer()
         self._arguments |= {"loss": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.shape, self.gather_at, self.weights = shape, list(gather_at), weights
+        self.recompute, self.scheme = recompute, scheme
         self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
         self.step, self.uncounted, self.learning_rate_scale = 0, 0, 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
@@ -151,8 +159,9 @@ class TorchModel(Whole):
         recompute: bool | None = None,
         strips: int | Literal["auto"] | None = None,
     ) -> None:
-        """Refuse what a module of PyTorch has no need of."""
-        given = {"accumulate": accumulate, "sync": sync, "recompute": recompute, "strips": strips}
+        """Say whether to recompute; refuse what is for layers alone."""
+        self.recompute = self.recompute if recompute is None else recompute
+        given = {"accumulate": accumulate, "sync": sync, "strips": strips}
         for name in (name for name, value in given.items() if value is not None and value is not False):
             raise ConfigError(f"{name}: is for layers of neondist, and a TorchModel has none; leave it out")
 
@@ -180,6 +189,8 @@ class TorchModel(Whole):
                 program, mesh, 0, images, self.gather_at,
                 lambda value: mesh.image(value.shape) if len(value.shape) == len(shape) else None,
             )  # fmt: skip
+            steps.recompute = self.recompute
+            put_into(steps.steps, chosen(self.scheme, dict(module.named_modules()), self.recompute))
             if not any(isinstance(out, int) for out in steps.outputs):
                 raise ConfigError("factory: the module returns no tensor")
             self._plans[input_shape, grid, batch] = ModulePlan(grid, input_shape, batch, steps)
@@ -330,7 +341,10 @@ class TorchModel(Whole):
         """Return the module, distributed for a size of the batch, in a mode; collective where it is a new one."""
         if batch not in self._models:
             shape, dtype = (batch, *self._sample_shape(self.input_shape)), DTYPES[str(self.dtype)]
-            made = distribute(self._module(), shape, self.grid, gather_at=self.gather_at, dtype=dtype)
+            made = distribute(
+                self._module(), shape, self.grid,
+                gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme,
+            )  # fmt: skip
             self._models[batch] = made
         model = self._models[batch].train(training)
         if (batch, training) not in self._captured:  # before `_seeded`: tracing touches the state of random numbers
@@ -340,6 +354,7 @@ class TorchModel(Whole):
 
     def _loss(self, model: DistributedModule, x: Any, targets: Any, batch: int) -> tuple[tuple[Any, Any], torch.Tensor]:
         features, labels = self._fed(x, targets, batch)
+        model.step = self.step
         with self._seeded():
             output = model(features)
         return (output, labels), model.loss(self.cost.criterion, output, labels)

@@ -22,7 +22,7 @@ from .criteria import CriterionModule, check_number, identity
 from .layout import Layout, local_shape, shape_of
 from .plan import TorchPlan
 from .run import Runner
-from .schemes import chosen, put_into
+from .schemes import Schemes, chosen, put_into
 from .tiling import Tiling
 from .transport import world
 from .wires import Wires
@@ -57,7 +57,7 @@ class DistributedModule(nn.Module):
         gather_at: Sequence[str],
         recompute: bool = False,
         compiler: Callable[..., Any] | None = None,
-        scheme: Any = "halo",
+        scheme: Schemes = "halo",
     ) -> None:
         super().__init__()
         object.__setattr__(self, "module", module)  # no part of this one: its names stay as they are
@@ -73,9 +73,7 @@ class DistributedModule(nn.Module):
         self._watch = Watch(module)
         with all_or_none(grid.world):
             check_gather_at(module, gather_at)
-            self._schemes = chosen(scheme, dict(module.named_modules()))
-            if recompute and any(policy.has_memory for policy in self._schemes.values()):
-                raise ConfigError("recompute: a scheme that remembers earlier steps cannot run one twice")
+            self._schemes = chosen(scheme, dict(module.named_modules()), recompute)
             self.wires = Wires(grid, len(shapes[0]) - 2)
             self.tiling = Tiling(self.wires, self._shapes)
             self._runner()
@@ -343,7 +341,7 @@ def distribute(
     transport: str = "mpi",
     recompute: bool = False,
     compile: bool | Callable[..., Any] = False,
-    scheme: Any = "halo",
+    scheme: Schemes = "halo",
 ) -> DistributedModule:
     """Return a PyTorch module whose images are cut into tiles, one per rank, with the numbers of one process.
 

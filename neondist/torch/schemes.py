@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from .graph import Step
 from .transfer import Piece as Indices
 from .transfer import Range
 from .wires import Wires
+
+Schemes: TypeAlias = "ExchangePolicy | str | Mapping[str, ExchangePolicy | str]"
+"""A scheme, or those of some modules by their path; '' is the whole."""
 
 
 class SchemeChannel:
@@ -118,7 +121,7 @@ class SchemeChannel:
             self._counted[at] = exchange.runs
 
 
-def chosen(schemes: Any, names: Collection[str]) -> dict[str, ExchangePolicy]:
+def chosen(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[str, ExchangePolicy]:
     """Return schemes by the path of the modules that have them; '' is the whole module.
 
     Raises
@@ -136,6 +139,8 @@ def chosen(schemes: Any, names: Collection[str]) -> dict[str, ExchangePolicy]:
                 f"scheme: '{scheme_text(policy)}' is for layers of neondist; modules of PyTorch can have those that"
                 " exchange one view at a time, such as 'tower', 'stale' or 'quantised'"
             )
+        if recompute and policy.has_memory:
+            raise ConfigError(f"recompute: '{scheme_text(policy)}' remembers earlier steps, and cannot run one twice")
         found[path] = policy
     return found
 

@@ -115,5 +115,5 @@ def test_bad_schemes(scheme, message):
 
 
 def test_what_remembers_is_not_run_twice():
-    with pytest.raises(ConfigError, match="recompute: a scheme that remembers"):
+    with pytest.raises(ConfigError, match="recompute: 'stale' remembers"):
         distributed("stale", recompute=True)

@@ -227,6 +227,24 @@ def test_check_plans_for_ranks_that_are_not_there(folder, capsys):
     assert "in a training step rank 0 sends" in said
 
 
+def test_recompute_and_schemes_are_fields(folder, capsys):
+    expected = run("classifier", "one", "--set", "epochs=1")
+    again = run("classifier", "again", "--virtual", 2, "--set", "epochs=1", "recompute=true", "model.scheme=tower")
+    assert again[0]["train_loss"] != pytest.approx(expected[0]["train_loss"], rel=1e-9)
+    check_same(run("classifier", "same", "--virtual", 2, "--set", "epochs=1", "recompute=true"), expected)
+    capsys.readouterr()
+    words = ["classifier.yaml", "--import", "nets.py", "-n", "2", "--set"]
+    halos = []
+    for scheme in ("halo", "tower", "{'': halo, '0': tower}"):
+        assert main(["check", *words, f"model.scheme={scheme}"]) == 0
+        halos.append(re.findall(r"^(\S+) +halo ", capsys.readouterr().out, re.M))
+    assert halos[0][0].startswith("0:")
+    assert main(["check", *words, "recompute=true", "model.scheme=stale"]) == 2
+    assert "recompute: 'stale' remembers earlier steps, and cannot run one twice" in capsys.readouterr().err
+    assert halos[1] == []
+    assert halos[2] == [name for name in halos[0] if not name.startswith("0:")]
+
+
 BAD = {
     "module": ("model.factory=os:system", r"factory: 'os:system': no module 'os' is imported; add --import os .*"),
     "factory": ("model.factory=nets:clasifier", r"factory: .* no function 'clasifier'; did you mean 'classifier'\?"),
@@ -252,6 +270,7 @@ BAD = {
     "backend": ("backend=numpy", r"(.*: )?backend: 'numpy', but a TorchModel computes with PyTorch; leave it out"),
     "accumulate": ("accumulate=2", r"accumulate: is for layers of neondist, and a TorchModel has none; leave it out"),
     "criterion": ("model.feed=nets:floats", r".*criterion cannot be captured .*Expected dtype int32/int64 for index.*"),
+    "scheme": ("model.scheme={'9': tower}", r"scheme: the module has no part '9'.*"),
     "tag": ("model=!TorchModle {}", r"model: unknown tag !TorchModle; did you mean 'TorchModel'\?"),
 }
 
