@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from ..backends import get_backend
-from ..comm import Exchange
+from ..backends import Backend, get_backend
+from ..comm import Exchange, ProcessGrid
 from ..errors import ConfigError
 from ..geometry import Box, HaloPlan, Piece, Window
 from ..halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
@@ -25,28 +26,38 @@ Schemes: TypeAlias = "ExchangePolicy | str | Mapping[str, ExchangePolicy | str]"
 """A scheme, or those of some modules by their path; '' is the whole."""
 
 
+@dataclass
+class _Owner:
+    """What a buffer of our layers' arrays, channels last, asks of its array."""
+
+    grid: ProcessGrid
+    policy: ExchangePolicy
+    plan: HaloPlan
+    channels: int
+    dtype: np.dtype
+    backend: Backend = field(default_factory=lambda: get_backend("numpy"))
+    memory: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
+    recorded: list[tuple[str, Exchange]] = field(default_factory=list)
+    reverse: bool = False
+    #: how many runs of each exchange the ledger has
+    counted: list[int] = field(default_factory=list)
+
+
 class SchemeChannel:
-    """What `Channel` is for exact views: cells and gradients cross as a scheme lets them.
-
-    Owns the buffers of our layers' arrays (`halo.HaloBuffer`), channels last.
-    """
-
-    reverse = False
+    """What `Channel` is for exact views: cells and gradients cross as a scheme lets them."""
 
     def __init__(self, wires: Wires, step: Step) -> None:
         assert step.transfer is not None
         assert step.scheme is not None
         self.wires, self.grid, self.name, self.transfer = wires, wires.grid, step.name, step.transfer
-        self.policy, self.backend = step.scheme, get_backend("numpy")
-        self.memory: dict[tuple[int, str], dict[str, Any]] = {}
-        self.recorded: list[tuple[str, Exchange]] = []
-        self._buffers: dict[Any, HaloBuffer] = {}
-        self._counted: dict[int, int] = {}
+        self.policy = step.scheme
+        self._buffers: dict[Any, tuple[_Owner, HaloBuffer]] = {}
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
         """Return what this rank sees, given its part; `pads` are (dimension, before, after)."""
-        seen = self._buffer(tensor, fill).forward(_channels_last(tensor), self.wires.phase)
-        self._record()
+        owner, buffer = self._buffer(tensor, fill)
+        seen = buffer.forward(_channels_last(tensor), self.wires.phase)
+        self._record(owner)
         found = torch.from_numpy(seen).movedim(-1, 1)
         shape, inside = list(found.shape), [slice(None)] * tensor.dim()
         for dim, before, after in pads:
@@ -62,23 +73,22 @@ class SchemeChannel:
         """Return the gradient of this rank's part, given that of what it saw."""
         for dim, before, after in pads:
             gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
-        buffer = self._buffers[shape[0], shape[1], gradient.dtype]
+        owner, buffer = self._buffers[shape[0], shape[1], gradient.dtype]
         found = buffer.backward(_channels_last(gradient), self.wires.phase)
-        self._record()
+        self._record(owner)
         return torch.from_numpy(found).movedim(-1, 1).to(gradient.dtype, copy=True)
 
     def during(self, direction: str) -> During:
         """Return a block that observers are told of."""
         return self.grid.observers.during("halo", self.name, direction)
 
-    def _buffer(self, tensor: torch.Tensor, fill: float) -> HaloBuffer:
+    def _buffer(self, tensor: torch.Tensor, fill: float) -> tuple[_Owner, HaloBuffer]:
         key = tensor.shape[0], tensor.shape[1], tensor.dtype
         if key not in self._buffers:
-            self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}
-            # what HaloBuffer asks of its owner
-            self.channels, self.dtype = tensor.shape[1], _channels_last(tensor[:0]).dtype
-            self.plan = self._halo_plan(tuple(tensor.shape[2:]), fill)
-            self._buffers[key] = HaloBuffer(self, tensor.shape[0])
+            self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}  # no other batch
+            plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _channels_last(tensor[:0]).dtype
+            owner = _Owner(self.grid, self.policy, plan, tensor.shape[1], dtype)
+            self._buffers[key] = owner, HaloBuffer(owner, len(tensor))
         return self._buffers[key]
 
     def _halo_plan(self, extent: tuple[int, ...], fill: float) -> HaloPlan:
@@ -111,14 +121,16 @@ class SchemeChannel:
             window=Window(1, padding=0, fill=fill, ndim=len(extent)),
         )
 
-    def _record(self) -> None:
+    def _record(self, owner: _Owner) -> None:
         """Take note of the messages since the last time."""
-        for at, (way, exchange) in enumerate(self.recorded):
-            for _ in range(self._counted.get(at, 0), exchange.runs):
+        recorded, counted = owner.recorded, owner.counted
+        counted += [0] * (len(recorded) - len(counted))
+        for at, (way, exchange) in enumerate(recorded):
+            for _ in range(counted[at], exchange.runs):
                 for message in exchange.sends:
                     peer = self.grid.rank - self.grid.tile + message.peer
                     self.wires.record("halo", self.name, way, peer, message.nbytes)
-            self._counted[at] = exchange.runs
+            counted[at] = exchange.runs
 
 
 def chosen(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[str, ExchangePolicy]:
