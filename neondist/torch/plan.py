@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from math import prod
 
+import torch
+
 from ..halo import scheme_text
 from .graph import GRADIENTS, SAME, WIDER, Step, TorchGraph, Value
 from .layout import Mesh, Shape, local_shape
@@ -145,6 +147,7 @@ def _sent(step: Step, pieces: Iterable[Piece], value: Value, place: Sequence[int
     others = prod(n for dim, n in enumerate(part_of(value, place)) if dim not in moved)
     numbers, size = [piece.cells * others for piece in pieces], value.dtype.itemsize
     if step.scheme is not None:
+        size = 4 if value.dtype == torch.bfloat16 else size  # which NumPy has not
         return round(step.scheme.mean_bytes(numbers, size, direction))
     return sum(numbers) * size
 

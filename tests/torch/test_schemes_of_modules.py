@@ -72,13 +72,14 @@ def test_numbers_are_those_of_our_layers(name, scheme):
             loopback.run(np.prod(grid), lambda world, grid=grid: body(world, grid))
 
 
-def distributed(scheme, **more):
+def distributed(scheme, dtype=torch.float32, **more):
     shape, module = NETS["images"]
+    module = copy.deepcopy(module).to(dtype)
 
     def body(world):
         with ProcessGrid(world, rows=2, cols=2) as ranks:
             model = ndt.distribute(copy.deepcopy(module), shape, ranks, scheme=scheme, **more)
-            y = model(model.scatter(torch.ones(shape)))
+            y = model(model.scatter(torch.ones(shape, dtype=dtype)))
             y.sum().backward()
             schemes = [str(step.scheme and type(step.scheme).__name__) for step in model.plan.steps if step.window]
             return schemes, sent(model), model.plan.traffic(ranks.rank)
@@ -93,9 +94,10 @@ def test_modules_have_the_scheme_of_the_innermost_that_is_named():
 
 
 @pytest.mark.parametrize("scheme", ["tower", "halo_oneway", "quantised(bits=8)"])
-def test_traffic_is_what_was_planned(scheme):
-    exact = distributed("halo")
-    for (_, found, planned), (_, more, _) in zip(distributed(scheme), exact, strict=True):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_traffic_is_what_was_planned(scheme, dtype):
+    exact = distributed("halo", torch.float64)
+    for (_, found, planned), (_, more, _) in zip(distributed(scheme, dtype), exact, strict=True):
         assert found == planned
         assert sum(found.values()) < sum(more.values())
 
