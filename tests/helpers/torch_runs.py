@@ -62,7 +62,8 @@ def distributed(module, inputs, gradients, grid, **more):
             layouts = [lay for lay in model._runner().layouts if lay is not None]
             parts = [model.tiling.part(g, lay) for g, lay in zip(gradients, layouts, strict=True)]
             torch.autograd.backward(*differentiable(outputs, parts))
-            trained = [name for name, p in mine.named_parameters() if p.requires_grad]
+            named = mine.named_parameters(remove_duplicate=False)
+            trained = [name for name, p in named if p.requires_grad]
             if ranks.size > 1:
                 assert sent(model) == model.plan.traffic(ranks.rank, trained, inputs=True)
             return {
