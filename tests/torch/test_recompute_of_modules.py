@@ -8,11 +8,17 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_runs import GRIDS, check, sent  # noqa: E402
+from torch_runs import GRIDS, captured_once, check, sent  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def once():
+    with captured_once():
+        yield
 
 
 class Residual(nn.Module):
@@ -61,7 +67,7 @@ def test_dropout_is_drawn_the_same_when_run_again():
 
 def kept(recompute):
     """Return the bytes that ranks keep for the way back."""
-    original = deep(blocks=36, channels=8)
+    original = deep(blocks=24, channels=8)
 
     def body(world):
         with ProcessGrid(world, rows=2) as grid:
@@ -80,7 +86,7 @@ def kept(recompute):
 
 
 def test_less_is_kept():
-    assert kept(True) < 0.4 * kept(False)
+    assert kept(True) < 0.45 * kept(False)
 
 
 @pytest.mark.parametrize("grid", [(1, 3, 2), (2, 1, 2)])

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
-from torch_runs import GRIDS, sent  # noqa: E402
+from torch_runs import GRIDS, captured_once, sent  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -37,6 +37,12 @@ class Everything(nn.Module):
 
 
 SHAPE = (2, 2, 17, 14)
+
+
+@pytest.fixture(autouse=True)
+def once():
+    with captured_once():
+        yield
 
 
 @pytest.mark.parametrize("inputs", [False, True])
