@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,11 +17,13 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
+from ..halo import ExchangePolicy
 from .graph import Value
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
 from .plan import TorchPlan
 from .registry import TRACING
+from .schemes import put_into
 from .steps import Where
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -130,7 +132,8 @@ def lowered(
     rank: int,
     layouts: Sequence[Layout],
     gather_at: Sequence[str] = (),
-    image: Callable[[Value], Layout | None] | None = None,
+    schemes: Mapping[str, ExchangePolicy] | None = None,
+    recompute: bool = False,
 ) -> tuple[TorchPlan, Any]:
     """Return the plan of a program for one rank, and the tree of its outputs.
 
@@ -139,9 +142,11 @@ def lowered(
     layouts : sequence of Layout
         How each of the user's inputs is cut.
     gather_at : sequence of str
-        Paths of modules that every rank computes whole.
-    image : callable, optional
-        How a value that comes from there is cut again; None: it stays whole.
+        Paths of modules that every rank computes whole; an image that comes from there is cut again.
+    schemes : dict of path to ExchangePolicy
+        Of modules' windows; default: exact.
+    recompute : bool
+        Whether the way back runs segments again.
     """
     lowering, signature = Lowering(mesh, rank), program.graph_signature
     specs = {spec.arg.name: spec for spec in signature.input_specs}
@@ -150,7 +155,7 @@ def lowered(
     inputs: list[int] = []
     env: dict[Any, Any] = {}
     waiting = list(layouts)[::-1]
-    gathering = _Gathering(lowering, gather_at, image)
+    gathering = _Gathering(lowering, gather_at)
     outputs: Sequence[Any] = ()
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -192,7 +197,9 @@ def lowered(
         ids,
         mutated,
         None if lowering.key is None else lowering.key.id,
+        recompute,
     )
+    put_into(plan.steps, schemes or {})
     return plan, program.call_spec.out_spec
 
 
@@ -253,10 +260,8 @@ def _given(
 class _Gathering:
     """The modules that every rank computes whole."""
 
-    def __init__(
-        self, lowering: Lowering, paths: Sequence[str], image: Callable[[Value], Layout | None] | None
-    ) -> None:
-        self.lowering, self.paths, self.image = lowering, tuple(paths), image
+    def __init__(self, lowering: Lowering, paths: Sequence[str]) -> None:
+        self.lowering, self.paths = lowering, tuple(paths)
         self.made: set[int] = set()
         self.moved: dict[tuple[int, bool], Value] = {}
 
@@ -289,6 +294,7 @@ class _Gathering:
             if whole:
                 self.moved[key] = self.lowering.gathered(value)
             else:
-                layout = self.image(value) if self.image is not None else None
-                self.moved[key] = value if layout is None else self.lowering.recut(value, layout)
+                mesh = self.lowering.mesh
+                is_image = len(value.shape) == mesh.spatial + 2
+                self.moved[key] = self.lowering.recut(value, mesh.image(value.shape)) if is_image else value
         return self.moved[key]

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ..comm import ProcessGrid, Reductions, all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..geometry import GridShape
-from ..halo import ExchangePolicy, GlobalArray
+from ..halo import GlobalArray
 from ..io.output import WEIGHTS
 from ..layers import Layer, Parameter
 from ..models import Whole
@@ -29,17 +29,17 @@ from ..runtime.observers.nonfinite import NonFiniteMonitor, first
 from .by_name import TorchLoss, TorchOptimizer, called, unwrapped
 from .capture import captured, lowered
 from .checks import check_gather_at
-from .layout import Mesh, axes_of
+from .layout import Mesh, axes_of, cut
 from .module import DistributedModule, distribute
 from .plan import TorchPlan, Value
 from .registry import TRACING
-from .schemes import chosen, put_into
+from .schemes import Schemes, chosen
 from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights, slots_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def feed(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return images (n, *tile, C) as (n, C, *tile); whole numbers as int64, and target images as images."""
     if labels is not None:
         labels = np.moveaxis(labels, -1, 1) if labels.ndim == images.ndim else labels
@@ -136,7 +136,7 @@ class TorchModel(Whole):
         seed: Index = 0,
         dtype: Literal["float32", "float64"] = "float32",
         recompute: bool = False,
-        scheme: ExchangePolicy | str | Mapping[str, ExchangePolicy | str] = "halo",
+        scheme: Schemes = "halo",
     ) -> None:
         self.cost, self.optimizer = loss or TorchLoss(), optimizer or TorchOptimizer()
         self._arguments |= {"loss": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
@@ -147,7 +147,7 @@ class TorchModel(Whole):
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.slots: dict[str, Any] = {}
         self._plans: dict[Any, ModulePlan] = {}
-        self._feed = unwrapped(self._arguments["feed"] or globals()["feed"])
+        self._feed = unwrapped(self._arguments["feed"] or channels_first)
 
     def __str__(self) -> str:
         return f"TorchModel {getattr(unwrapped(self._arguments['factory']), '__name__', '')}"
@@ -181,16 +181,11 @@ class TorchModel(Whole):
         batch = batch_size or grid.replicas
         if (input_shape, grid, batch) not in self._plans:
             module, shape = self._module(), (batch, *self._sample_shape(input_shape))
-            mesh = Mesh((grid.replicas, *grid.parts(len(input_shape) - 1)))
+            mesh = Mesh.of(grid, len(input_shape) - 1)
             check_gather_at(module, self.gather_at)
-            images = [mesh.image(shape)]
+            schemes = chosen(self.scheme, dict(module.named_modules()), self.recompute)
             program = captured(module.train(), [(shape, DTYPES[str(self.dtype)])])
-            steps, _ = lowered(
-                program, mesh, 0, images, self.gather_at,
-                lambda value: mesh.image(value.shape) if len(value.shape) == len(shape) else None,
-            )  # fmt: skip
-            steps.recompute = self.recompute
-            put_into(steps.steps, chosen(self.scheme, dict(module.named_modules()), self.recompute))
+            steps, _ = lowered(program, mesh, 0, [cut(shape, mesh)], self.gather_at, schemes, self.recompute)
             if not any(isinstance(out, int) for out in steps.outputs):
                 raise ConfigError("factory: the module returns no tensor")
             self._plans[input_shape, grid, batch] = ModulePlan(grid, input_shape, batch, steps)

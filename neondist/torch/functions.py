@@ -20,10 +20,12 @@ from torch.autograd.function import once_differentiable
 from .graph import GRADIENTS
 from .wires import Channel, Wires, format_of
 
+_NOTHING = torch.empty(0)
+
 
 def _announce(ctx: Any) -> None:
     """Save something for `_recompute` to ask for."""
-    ctx.save_for_backward(torch.empty(0))
+    ctx.save_for_backward(_NOTHING)
 
 
 def _recompute(ctx: Any) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import gcd, prod
 from typing import NamedTuple
 
-from ..geometry import split
+from ..geometry import GridShape, split
 
 Shape = tuple[int, ...]
 
@@ -56,6 +56,11 @@ class Mesh:
     """
 
     parts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, grid: GridShape, spatial: int) -> Mesh:
+        """Return that of a grid, for images of so many spatial axes."""
+        return cls((grid.replicas, *grid.parts(spatial)))
 
     @property
     def size(self) -> int:
@@ -105,6 +110,13 @@ class Mesh:
         """Return the layout of a batch of images (N, C, *spatial): all but C are cut."""
         axes = [0, None, *range(1, len(shape) - 1)]
         return tuple((self.atom(n, axis),) for n, axis in zip(shape, axes, strict=True))
+
+
+def cut(shape: Sequence[int], mesh: Mesh) -> Layout:
+    """Return how a tensor of the user's is cut: an image into tiles, another along the batch alone."""
+    if len(shape) == mesh.spatial + 2:
+        return mesh.image(shape)
+    return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
 
 
 def whole(shape: Sequence[int]) -> Layout:

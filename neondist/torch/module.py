@@ -22,7 +22,7 @@ from .criteria import CriterionModule, check_number, identity
 from .layout import Layout, local_shape, shape_of
 from .plan import TorchPlan
 from .run import Runner
-from .schemes import Schemes, chosen, put_into
+from .schemes import Schemes, chosen
 from .tiling import Tiling
 from .transport import world
 from .wires import Wires
@@ -252,10 +252,9 @@ class DistributedModule(nn.Module):
         if before not in self._runners:
             program = captured(self.module, list(zip(self._shapes, self._input_dtypes(), strict=True)))
             plan, tree = lowered(
-                program, self.wires.mesh, self.grid.rank, self.tiling.inputs, self.gather_at, self.tiling.image_layout
-            )
-            plan.recompute = self.recompute
-            put_into(plan.steps, self._schemes)
+                program, self.wires.mesh, self.grid.rank, self.tiling.inputs,
+                self.gather_at, self._schemes, self.recompute,
+            )  # fmt: skip
             layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
             digest = digest_of(plan, program)
             if self._compiler is not None:

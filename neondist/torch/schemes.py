@@ -22,7 +22,7 @@ from .transfer import Piece as Indices
 from .transfer import Range
 from .wires import Wires
 
-Schemes: TypeAlias = "ExchangePolicy | str | Mapping[str, ExchangePolicy | str]"
+Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
 """A scheme, or those of some modules by their path; '' is the whole."""
 
 

@@ -9,8 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ShapeError
 from .building import Builder
-from .graph import Value
-from .layout import Layout, axes_of, local_shape, shape_of, whole
+from .layout import Layout, axes_of, cut, local_shape, shape_of, whole
 from .plan import TorchPlan
 from .run import Runner
 from .steps import Where
@@ -33,19 +32,8 @@ class Tiling:
 
     def __init__(self, wires: Wires, shapes: Iterable[Sequence[int]]) -> None:
         self.wires = wires
-        self.inputs = [self.layout(shape) for shape in shapes]
+        self.inputs = [cut(shape, wires.mesh) for shape in shapes]
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # how tensors that went out of here are cut
-
-    def layout(self, shape: Sequence[int]) -> Layout:
-        """Return how a tensor is cut: an image into tiles, another along the batch alone."""
-        mesh = self.wires.mesh
-        if len(shape) == mesh.spatial + 2:
-            return mesh.image(shape)
-        return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
-
-    def image_layout(self, value: Value) -> Layout | None:
-        """Return how a value that was computed whole is cut again: as an image, where it is one."""
-        return self.layout(value.shape) if len(value.shape) == self.wires.mesh.spatial + 2 else None
 
     def note(self, tensor: torch.Tensor, layout: Layout) -> None:
         """Remember how a tensor is cut, as long as it lives."""

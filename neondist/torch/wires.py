@@ -39,7 +39,7 @@ class Wires:
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
         self.grid = grid
-        self.mesh = Mesh((grid.replicas, *grid.shape.parts(spatial)))
+        self.mesh = Mesh.of(grid.shape, spatial)
         self.place = self.mesh.place(grid.rank)
         self.ledger: Ledger = Counter()
         self.phase = WHOLE

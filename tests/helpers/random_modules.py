@@ -265,10 +265,7 @@ def _refused(drawn: Drawn, grid: tuple, error: UserError) -> str:
         program = capture.captured(drawn.module(), [(shape, torch.float64) for shape in drawn.shapes])
     except UserError as cause:
         return f"refused: {cause}"
-    layouts = [
-        mesh.image(s) if len(s) == drawn.spatial + 2 else ((mesh.atom(s[0], 0),), *layout.whole(s[1:]))
-        for s in drawn.shapes
-    ]
+    layouts = [layout.cut(shape, mesh) for shape in drawn.shapes]
     for rank in range(mesh.size):
         try:
             capture.lowered(program, mesh, rank, layouts)
