@@ -12,15 +12,17 @@ from typing import Any, cast
 import numpy as np
 
 from ..comm import ProcessGrid
+from ..comm import agree as agree_on
+from ..errors import UserError
 from ..io.environment import environment
 from ..models import Model, ModelStep
+from ..plan import Plan
 from ..registry import serial_class
 from ..runtime.observers.clock import KINDS, Clock
 from ..runtime.observers.trace import write_trace
 from ..train import FitExperiment
 from . import memory
 from .allocations import allocations
-from .network import network
 from .rest import rest
 from .roofline import peaks, roofline_rows
 from .torch_baseline import TorchBaseline
@@ -69,7 +71,7 @@ def bench_step(
     dataset.open(grid.reading(plan.wide_tiles))
     batch = np.arange(experiment.batch_size) % len(dataset.train)
     lo, hi = grid.sample_range(len(batch))
-    x, targets = dataset.train.images(batch[lo:hi], model.dtype), dataset.train.targets(batch)
+    x, targets = dataset.train.images(batch[lo:hi], model.dtype), labels_for(plan, dataset.train.targets(batch))
     memory.forget_peak()
     model.build(dataset.sample_shape, len(batch), grid, plan)
     made = {"bench": "step", "batch_size": len(batch), "steps": steps, "backend": model.context.backend.name}
@@ -90,7 +92,8 @@ def bench_step(
     ours = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count
     made |= {"seconds_per_step": ours, "steps_per_second": 1 / ours, "fastest_seconds": fastest}
-    made["peak_bytes"] = grid.world.allgather(memory.peak() - empty)
+    whole = grid.world.allgather((memory.peak(), memory.peak() - empty))
+    made |= {"process_bytes": [peak for peak, _ in whole], "peak_bytes": [above for _, above in whole]}
     if against:
         made["against"] = agreement | {
             "name": against,
@@ -113,6 +116,15 @@ def bench_step(
     return made | {"layers": layers}
 
 
+def labels_for(plan: Plan, targets: np.ndarray) -> np.ndarray:
+    """Return labels, those of images for each of their cells where the model tells of cells."""
+    cells = plan.output_shape[:-1]
+    if targets.ndim > 1 or not cells:
+        return targets
+    whole = np.broadcast_to(targets.reshape(-1, *(1 for _ in cells)), (len(targets), *cells))
+    return np.ascontiguousarray(whole)
+
+
 @contextmanager
 def _baseline(
     model: Model, grid: ProcessGrid, x: Any, targets: Any, batch: int, threads: int, against: str | None
@@ -121,20 +133,23 @@ def _baseline(
     if not against:
         yield None, {}
         return
-    described = network(model)  # on all ranks, so that all know if it cannot be done
+    whole, state = model.gather_input(x), model.state()
     local = np.repeat(model.local_targets(targets, batch)[..., None], model.output.channels, axis=-1)
-    whole, labels = model.gather_input(x), model.output.gather(local)[..., 0]
-    baseline = TorchBaseline(described, whole, labels.astype(np.int64), threads) if grid.rank == 0 else None
+    labels = model.output.gather(local)[..., 0]
+    loss, gradients = _without_dropout(model, lambda: ModelStep(model).gradients(x, targets, batch)[0])
+    baseline, error, agreement = None, None, dict[str, Any]()
     try:
-        loss, gradients = _without_dropout(model, lambda: ModelStep(model).gradients(x, targets, batch)[0])
-        agreement = {}
-        if baseline:
-            theirs, expected = baseline.check()
-            worst, where = worst_gradient(gradients, expected)
-            agreement = {"loss": [loss, theirs], "gradients_worst": worst, "worst_at": where}
-            close = CLOSE[str(model.dtype)]
-            agreement["agree"] = abs(loss - theirs) <= close * abs(theirs) and worst <= close
+        try:
+            if grid.rank == 0:
+                baseline = TorchBaseline(model, state, list(gradients), whole, labels.astype(np.int64), threads)
+                theirs, worst, where = baseline.check(gradients)
+                close = CLOSE[str(model.dtype)]
+                agree = abs(loss - theirs) <= close * abs(theirs) and worst <= close
+                agreement = {"loss": [loss, theirs], "gradients_worst": worst, "worst_at": where, "agree": agree}
+        except UserError as problem:
+            error = problem
         rest(grid.world)
+        agree_on(grid.world, error)
         yield baseline, grid.world.bcast(agreement)
     finally:
         if baseline:
@@ -143,9 +158,9 @@ def _baseline(
 
 def _their_turn(baseline: TorchBaseline | None, grid: ProcessGrid, count: int) -> tuple[float, int]:
     rest(grid.world)
-    taken = baseline.time(count) if baseline else (0.0, 0)
+    seconds, peak, _ = baseline.time(count) if baseline else ([], 0, 0)
     rest(grid.world)  # before the broadcast, in which waiting ranks would keep cores busy
-    return grid.world.bcast(taken)
+    return grid.world.bcast((sum(seconds), peak))
 
 
 def _without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
@@ -162,15 +177,6 @@ def _without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
     gradients = {name: array.copy() for name, array in model.gradients().items()}
     model.load_state(state)  # running statistics
     return loss, gradients
-
-
-def worst_gradient(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
-    """Return the largest relative distance and its name; gradients next to nothing count less (before a batch norm)."""
-    norms = {name: float(np.linalg.norm(gradient)) for name, gradient in expected.items()}
-    least = 1e-3 * max(norms.values())
-    return max(
-        (float(np.linalg.norm(found[name] - expected[name])) / max(norms[name], least), name) for name in expected
-    )
 
 
 def _by_layer(model: Model, grid: ProcessGrid, train: Any, count: int) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from .. import safe_path
-from ..errors import LaunchError
+from ..config import dump
+from ..errors import ConfigError, LaunchError
+from ..models import Model
 from ..threads import VARIABLES
-from .network import Network, write
 
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "SLURM_")
 
@@ -26,45 +27,74 @@ class TorchBaseline:
 
     Parameters
     ----------
-    network : Network
+    model : Model
+    state : dict of name to array
+        Its arrays, whole.
+    trained : sequence of str
+        Those that the optimiser changes.
     x, targets : ndarray
         The whole batch: (N, *spatial, C), and labels.
     threads : int
+    settings : dict, optional
+        More variables of its environment.
 
     Raises
     ------
+    ConfigError
+        PyTorch has no counterpart of a part of the model; by any method.
     LaunchError
-        Its process ended.
+        Its process ended; by any method.
     """
 
-    def __init__(self, network: Network, x: np.ndarray, targets: np.ndarray, threads: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        state: Mapping[str, np.ndarray],
+        trained: Sequence[str],
+        x: np.ndarray,
+        targets: np.ndarray,
+        threads: int,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        self.state = state
         self.folder = TemporaryDirectory(prefix="neondist-bench-")
-        write(Path(self.folder.name), network, (np.ascontiguousarray(x), targets))
+        self.place = Path(self.folder.name)
+        (self.place / "model.yaml").write_text(dump(model), encoding="utf-8")
+        (self.place / "trained.json").write_text(json.dumps(list(trained)), encoding="utf-8")
+        self._write("weights.npz", state)
+        self._write("batch.npz", {"x": np.ascontiguousarray(x), "targets": targets})
         self.process = subprocess.Popen(
-            safe_path.command("neondist.bench.torch_twin", self.folder.name),
+            safe_path.command("neondist.bench.torch_twin", self.place),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=_environment(os.environ, threads),
+            env=_environment(os.environ, threads) | dict(settings or {}),
         )
         _unbind(self.process.pid, threads)
 
-    def check(self) -> tuple[float, dict[str, np.ndarray]]:
-        """Return the loss and all gradients of the first weights, without dropout."""
-        file = str(Path(self.folder.name, "gradients.npz"))
-        loss: float = self._ask("check", file)
-        with np.load(file) as gradients:
-            return loss, dict(gradients)
+    def check(self, gradients: Mapping[str, np.ndarray]) -> tuple[float, float, str]:
+        """Return the loss of the first weights, without dropout, and the worst gradient: how far off, and its name."""
+        loss, worst, where = self._ask("check", self._write("gradients.npz", {**self.state, **gradients}))
+        return loss, worst, where
 
-    def time(self, steps: int) -> tuple[float, int]:
-        """Return the seconds of so many steps, and the peak of memory in bytes."""
-        seconds, peak = self._ask("time", steps)
-        return seconds, peak
+    def compile(self) -> str:
+        """Let torch.compile make the steps from now on; return why it cannot, or nothing."""
+        return str(self._ask("compile"))
+
+    def time(self, steps: int) -> tuple[list[float], int, int]:
+        """Return the seconds of each step, and the peak of memory in bytes: above that without network, and all."""
+        seconds, above, peak = self._ask("time", steps)
+        return seconds, above, peak
 
     def close(self) -> None:
         """End the process."""
         self.process.communicate()  # it ends with its input
         self.folder.cleanup()
+
+    def _write(self, name: str, arrays: Mapping[str, np.ndarray]) -> str:
+        file = str(self.place / name)
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+        return file
 
     def _ask(self, *request: Any) -> Any:
         assert self.process.stdin is not None
@@ -77,8 +107,11 @@ class TorchBaseline:
             answer = ""
         if not answer:
             code = self.process.wait()
-            raise LaunchError(f"--against torch: PyTorch's process ended with code {code}; what it said is above")
-        return json.loads(answer)
+            raise LaunchError(f"PyTorch's process ended with code {code}; what it said is above")
+        found = json.loads(answer)
+        if "error" in found:
+            raise ConfigError(f"PyTorch's side: {found['error']}")
+        return found["made"]
 
 
 def _unbind(process: int, threads: int) -> None:

@@ -1,7 +1,7 @@
 """The same network in PyTorch's autograd, as one would write it for a CPU: channels-last, in-place ReLUs.
 
 Runs as a process of its own, `python -m neondist.bench.torch_twin FOLDER`, with threads and memory of its own. The
-folder holds the network and the batch; requests come as lines of JSON, and are answered so.
+folder holds the model, its weights and the batch; requests come as lines of JSON, and are answered so.
 """
 
 from __future__ import annotations
@@ -9,167 +9,172 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 
-from . import memory
-from .network import Network, NodeRecord, read
+import neondist.train  # noqa: F401 - registers the classes that a model may name
 
-Tensor = torch.Tensor
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Identity": lambda z: z,
-    "ReLU": lambda z: functional.relu(z, inplace=True),
-    "Logistic": torch.sigmoid,
-    "Tanh": torch.tanh,
-}
-_PAD_MODES = {"zeros": "constant", "wrap": "circular"}
+from ..config import load_experiment
+from ..errors import ConfigError, UserError
+from ..models import Model
+from ..registry import serial_class
+from ..torch.convert.to_torch import SumOf, module_of
+from . import memory
+
+Arrays = dict[str, np.ndarray]
+_FORMATS: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last_3d}
+_FRESH = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, SumOf)
+"""modules whose backward pass does without their results, so that a ReLU may write over them"""
+COSTS, OPTIMIZERS = ("CrossEntropy", "SoftmaxCrossEntropy"), ("SGD", "Adam")
 
 
 class TorchTwin:
-    """A network with weights, an optimiser, and one batch to train on."""
+    """A network with weights, an optimiser, and one batch to train on.
 
-    def __init__(self, network: Network, x: np.ndarray, targets: np.ndarray) -> None:
+    Parameters
+    ----------
+    model : Model
+        Not built.
+    state : dict of name to array
+        Its arrays, whole.
+    trained : list of str
+        Those that the optimiser changes.
+    x, targets : array
+        The whole batch: (N, *spatial, C), and labels.
+
+    Raises
+    ------
+    ConfigError
+        PyTorch has no counterpart of a layer, of the cost or of the optimiser.
+    """
+
+    def __init__(self, model: Model, state: Arrays, trained: list[str], x: np.ndarray, targets: np.ndarray) -> None:
         self.before = memory.resident()
         memory.forget_peak()
-        self.network = network
-        self.x = torch.from_numpy(x).movedim(-1, 1)
-        self.targets = torch.from_numpy(targets)
-        self.tensors = {name: _inward(name, torch.tensor(array)) for name, array in network.weights.items()}
-        self.trained = {name: self.tensors[name].requires_grad_() for name in network.trained}
-        self.optimizer = _optimizer(network, list(self.trained.values()))
-        self.dropout = False
+        _known(model.cost, COSTS)
+        self.model, self.shape = model, x.shape[1:]
+        self.module = module_of(model, self.shape, state)
+        if x.ndim in _FORMATS:
+            self.module.to(memory_format=_FORMATS[x.ndim])  # type: ignore[call-overload]
+        for part in self.module.modules():
+            _write_over(part)
+        tensors = dict(zip(self._names(state), self.module.parameters(), strict=True))
+        for name, tensor in tensors.items():
+            tensor.requires_grad_(name in trained)
+        self.trained = {name: tensors[name] for name in trained}
+        self.x, self.targets = torch.from_numpy(x).movedim(-1, 1), torch.from_numpy(targets)
+        self.optimizer = _optimizer(model, list(self.trained.values()))
+        self.run: Any = self.module
+
+    def compile(self) -> str:
+        """Let torch.compile make the steps from now on; return why it cannot, or nothing."""
+        self.run = torch.compile(self.module)
+        try:
+            self.step()
+        except Exception as error:  # whatever a compiler finds wrong
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return ""
 
     def step(self, update: bool = True) -> float:
         """Train on the batch once and return the loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = functional.cross_entropy(self._through(self.network.parts, self.x), self.targets)
+        loss = functional.cross_entropy(self.run(self.x), self.targets)
         loss.backward()
         if update:
             self.optimizer.step()
         return float(loss.detach())
 
-    def check(self, file: str) -> float:
-        """Return the loss, and write all gradients to a file; without dropout, and nothing changes."""
-        kept = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+    def check(self, file: str) -> tuple[float, float, str]:
+        """Return the loss, how far the worst gradient is from that in a file, and its name; without dropout.
+
+        Nothing changes. The file has all arrays of the model, gradients in the place of what is trained.
+        """
+        kept = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+        dropouts = [part for part in self.module.modules() if isinstance(part, nn.Dropout)]
+        for part in dropouts:
+            part.eval()
         loss = self.step(update=False)
-        for name, tensor in self.tensors.items():
-            tensor.data.copy_(kept[name])
-        self.dropout = True
-        gradients: dict[str, Any] = {name: _outward(name, tensor.grad) for name, tensor in self.trained.items()}
-        np.savez(file, **gradients)
-        return loss
+        for part in dropouts:
+            part.train()
+        self.module.load_state_dict(kept)
+        with np.load(file) as arrays:
+            state = dict(arrays)
+        ours = dict(zip(self._names(state), module_of(self.model, self.shape, state).parameters(), strict=True))
+        theirs = {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}
+        return loss, *worst_gradient({name: ours[name].detach() for name in theirs}, theirs)
 
-    def time(self, steps: int) -> tuple[float, int]:
-        """Return the seconds of so many steps, and the most memory above that of the process without network."""
-        begin = time.perf_counter()
+    def time(self, steps: int) -> tuple[list[float], int, int]:
+        """Return the seconds of each of so many steps, and the most memory: above that without network, and all."""
+        taken = []
         for _ in range(steps):
+            begin = time.perf_counter()
             self.step()
-        return time.perf_counter() - begin, memory.peak() - self.before
+            taken.append(time.perf_counter() - begin)
+        return taken, memory.peak() - self.before, memory.peak()
 
-    def _through(self, parts: list[NodeRecord], x: Tensor) -> Tensor:
-        for part in parts:
-            x = _ACTIVATIONS[part.activation](self._apply(part, x))
-        return x
-
-    def _apply(self, part: NodeRecord, x: Tensor) -> Tensor:
-        if part.kind == "Sequential":
-            return self._through(part.inside, x)
-        if part.kind in ("Sum", "Concat"):
-            branches = [self._through([branch], x) for branch in part.inside]
-            return torch.cat(branches, 1) if part.kind == "Concat" else sum(branches[1:], branches[0])
-        if part.kind == "DropoutLayer":
-            return functional.dropout(x, part.arguments["rate"], training=self.dropout)
-        own = {n.rpartition("/")[2]: t for n, t in self.tensors.items() if n.rpartition("/")[0] == part.name}
-        return _LAYERS[part.kind](x, part.arguments, own)
+    def _names(self, state: Arrays) -> list[str]:
+        """Return our names of the module's parameters: those of arrays that go the same way as the weights."""
+        numbers = {name: np.full(array.shape, float(at)) for at, (name, array) in enumerate(state.items())}
+        made = module_of(self.model, self.shape, numbers)
+        return [list(state)[int(one.detach().flatten()[0])] for one in made.parameters()]
 
 
-def _conv(x: Tensor, how: dict[str, Any], own: dict[str, Tensor]) -> Tensor:
-    x, padding = _padded(x, how, _PAD_MODES.get(how["mode"], how["mode"]))
-    bias = own.get("bias")
-    conv = (functional.conv1d, functional.conv2d, functional.conv3d)[x.ndim - 3]
-    return conv(x, own["weights"], bias, how["stride"], padding, how["dilation"], how["groups"])
+def worst_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Return the largest relative distance and its name; gradients next to nothing count less (before a batch norm)."""
+    norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
+    least = 1e-3 * max(norms.values())
+    return max((float((found[name] - expected[name]).norm()) / max(norms[name], least), name) for name in expected)
 
 
-def _max_pool(x: Tensor, how: dict[str, Any], own: dict[str, Tensor]) -> Tensor:
-    x, padding = _padded(x, how, "constant")
-    pool = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[x.ndim - 3]
-    return pool(x, how["kernel"], how["stride"], padding)
+def _write_over(part: nn.Module) -> None:
+    """Let the ReLUs of a chain write in place where they may."""
+    inside = list(part) if isinstance(part, nn.Sequential) else []
+    for before, after in pairwise(inside):
+        if isinstance(after, nn.ReLU) and isinstance(before, _FRESH) and len(getattr(before, "branches", "ab")) > 1:
+            after.inplace = True
 
 
-def _avg_pool(x: Tensor, how: dict[str, Any], own: dict[str, Tensor]) -> Tensor:
-    counted = how["count_include_pad"]
-    x, padding = _padded(x, how, "constant")
-    pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[x.ndim - 3]
-    return pool(x, how["kernel"], how["stride"], padding, count_include_pad=counted)
+def _known(piece: Any, names: tuple[str, ...]) -> str:
+    name = serial_class(type(piece)).__name__
+    if name not in names:
+        raise ConfigError(f"{name} has no counterpart; there are {', '.join(names)}")
+    return name
 
 
-def _global_avg_pool(x: Tensor, how: dict[str, Any], own: dict[str, Tensor]) -> Tensor:
-    return x.mean(tuple(range(2, x.ndim)))
-
-
-def _fc(x: Tensor, how: dict[str, Any], own: dict[str, Tensor]) -> Tensor:
-    return functional.linear(x.movedim(1, -1).flatten(1), own["weights"], own.get("bias"))
-
-
-def _batch_norm(x: Tensor, how: dict[str, Any], own: dict[str, Tensor]) -> Tensor:
-    running = own["mean"], own["var"]
-    return functional.batch_norm(x, *running, own["gamma"], own["beta"], True, how["momentum"], how["eps"])
-
-
-def _activation(x: Tensor, how: dict[str, Any], own: dict[str, Tensor]) -> Tensor:
-    return x.clone()
-
-
-_LAYERS: dict[str, Callable[[Tensor, dict[str, Any], dict[str, Tensor]], Tensor]] = {
-    "ConvLayer": _conv, "MaxPoolingLayer": _max_pool, "AvgPoolingLayer": _avg_pool, "FCLayer": _fc,
-    "GlobalAvgPoolingLayer": _global_avg_pool, "BatchNormLayer": _batch_norm, "ActivationLayer": _activation,
-}  # fmt: skip
-
-
-def _padded(x: Tensor, how: dict[str, Any], mode: str) -> tuple[Tensor, tuple[int, ...]]:
-    """Return x and the padding that is left to the kernel: all of it, where it is the same on both sides."""
-    sides = how["padding"]
-    if mode == "constant" and all(before == after for before, after in sides):
-        return x, tuple(before for before, _ in sides)
-    flat = [p for before, after in reversed(sides) for p in (before, after)]
-    constant = {"value": how["fill"]} if mode == "constant" else {}
-    return functional.pad(x, flat, mode=mode, **constant), (0,) * len(sides)
-
-
-def _inward(name: str, array: Tensor) -> Tensor:
-    """Return a parameter as PyTorch keeps it."""
-    if not name.endswith("/weights"):
-        return array
-    turned = array.movedim((-1, -2), (0, 1))
-    return turned.contiguous(memory_format=_FORMATS.get(array.ndim, torch.contiguous_format))
-
-
-def _outward(name: str, array: Any) -> np.ndarray:
-    return (array.movedim((0, 1), (-1, -2)) if name.endswith("/weights") else array).numpy()
-
-
-def _optimizer(network: Network, tensors: list[Tensor]) -> torch.optim.Optimizer:
-    how = dict(network.optimizer_arguments)
+def _optimizer(model: Model, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
+    how = {name: value for name, value in model.optimizer.arguments().items() if name != "schedule"}
     rate = how.pop("learning_rate")
-    if network.optimizer == "SGD":
+    if _known(model.optimizer, OPTIMIZERS) == "SGD":
         return torch.optim.SGD(tensors, rate, **how)
     betas = how.pop("beta1"), how.pop("beta2")
     return torch.optim.Adam(tensors, rate, betas, **how)
 
 
+def read(folder: Path) -> TorchTwin:
+    """Return the twin that a folder describes."""
+    model = load_experiment(folder / "model.yaml", top="Model")
+    trained = json.loads((folder / "trained.json").read_text(encoding="utf-8"))
+    with np.load(folder / "weights.npz") as weights, np.load(folder / "batch.npz") as batch:
+        return TorchTwin(model, dict(weights), trained, batch["x"], batch["targets"])
+
+
 def serve(folder: Path, requests: TextIO, answers: TextIO) -> None:
-    """Make the twin that a folder describes; then call what each request names."""
-    network, (x, targets) = read(folder)
-    twin = TorchTwin(network, x, targets)
+    """Make the twin; then call what each request names."""
+    twin, problem = None, ""
+    try:
+        twin = read(folder)
+    except UserError as error:
+        problem = str(error)
     for line in requests:
         name, *arguments = json.loads(line)
-        answers.write(json.dumps(getattr(twin, name)(*arguments)) + "\n")
+        answer = {"error": problem} if twin is None else {"made": getattr(twin, name)(*arguments)}
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 

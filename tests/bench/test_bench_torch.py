@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist.bench.network import network, read, write
-from neondist.bench.step import _without_dropout, worst_gradient
+from neondist.bench.step import _without_dropout, labels_for
+from neondist.bench.torch_baseline import TorchBaseline
 from neondist.errors import ConfigError, LaunchError
 from neondist.models import ModelStep
 
@@ -21,12 +21,16 @@ def built(layers, shape, cost=None, optimizer=None):
     return model
 
 
-def twin_of(tmp_path, model, x, targets):
+def twin_of(model, x, targets):
     from neondist.bench.torch_twin import TorchTwin
 
-    write(tmp_path, network(model), (x, targets))
-    again, (x, targets) = read(tmp_path)
-    return TorchTwin(again, x, targets)
+    return TorchTwin(type(model)(**model.arguments()), model.state(), list(model.gradients()), x, targets)
+
+
+def started(model, threads=1):
+    return TorchBaseline(
+        model, model.state(), list(model.gradients()), np.ones((3, 6, 6, 1)), np.zeros(3, int), threads
+    )
 
 
 NETWORKS = {
@@ -58,48 +62,86 @@ def test_same_losses_gradients_and_weights(name, tmp_path):
     model = built(layers(), shape, optimizer=optimizer)
     rng = np.random.default_rng(0)
     x, targets = rng.normal(size=(3, *shape)), np.array([0, 2, 1])
-    twin = twin_of(tmp_path, model, x, targets)
+    twin = twin_of(model, x, targets)
     for _ in range(3):
         loss, gradients = _without_dropout(model, lambda: ModelStep(model).gradients(x, targets, 3)[0])
-        theirs = twin.check(str(tmp_path / "gradients.npz"))
+        np.savez(tmp_path / "ours.npz", **(model.state() | gradients))
+        theirs, worst, where = twin.check(str(tmp_path / "ours.npz"))
         assert loss == pytest.approx(theirs, rel=1e-12)
-        with np.load(tmp_path / "gradients.npz") as expected:
-            assert worst_gradient(gradients, dict(expected))[0] < 1e-10
+        assert worst < 1e-10, where
         for layer in model.leaves:
             vars(layer).update({"rate": 0.0} if hasattr(layer, "rate") else {})
-        twin.dropout = False
+        for part in twin.module.modules():
+            vars(part).update({"p": 0.0} if hasattr(part, "p") else {})
         model.train_batch(x, targets)
         twin.step()
 
 
-def test_cells_as_samples(tmp_path):
+def test_cells_as_samples():
     model = built([nd.ConvLayer(4, 3, padding=1)], (4, 5, 2), nd.SoftmaxCrossEntropy())
     rng = np.random.default_rng(0)
     x, targets = rng.normal(size=(3, 4, 5, 2)), rng.integers(4, size=(3, 4, 5))
-    twin = twin_of(tmp_path, model, x, targets)
+    twin = twin_of(model, x, targets)
     assert model.train_batch(x, targets) == pytest.approx(twin.step(), rel=1e-12)
+    assert labels_for(model.compiled, targets) is targets
+    assert labels_for(model.compiled, np.array([7, 8, 9]))[1].tolist() == [[8] * 5] * 4
 
 
-def test_worst_gradient():
-    a, b = {"x": np.ones(4), "y": np.zeros(3)}, {"x": np.array([1, 1, 1, 2.0]), "y": np.full(3, 1e-9)}
-    assert worst_gradient(a, b) == (1 / np.sqrt(7), "x")
-    assert worst_gradient({"x": np.ones(1)}, {"x": np.ones(1)})[0] == 0
+def test_what_is_not_trained_stays():
+    layers = [nd.ConvLayer(2, 3, name="kept"), nd.ActivationLayer(relu()), nd.FCLayer(2)]
+    model = built(layers, (6, 6, 1))
+    state, names = model.state(), [name for name in model.gradients() if not name.startswith("kept")]
+    from neondist.bench.torch_twin import TorchTwin
+
+    twin = TorchTwin(type(model)(**model.arguments()), state, names, np.ones((3, 6, 6, 1)), np.zeros(3, int))
+    twin.step()
+    assert [part.inplace for part in twin.module if hasattr(part, "inplace")] == [True]
+    assert twin.module[0].weight.grad is None
+    assert list(twin.trained) == names == ["fc1/bias", "fc1/weights"]
 
 
-def test_what_has_no_counterpart_is_named():
-    with pytest.raises(ConfigError, match=r"'lcn1' \(LCNLayer\) has no counterpart; there are ConvLayer, "):
-        network(built([nd.LCNLayer(3), nd.FCLayer(2)], (6, 6, 1)))
-    with pytest.raises(ConfigError, match=r"Softmax has no counterpart"):
-        network(built([nd.FCLayer(2, activation=nd.Softmax())], (6, 6, 1)))
+def test_the_worst_gradient():
+    import torch
+
+    from neondist.bench.torch_twin import worst_gradient
+
+    a = {"x": torch.ones(4), "y": torch.zeros(3)}
+    b = {"x": torch.tensor([1, 1, 1, 2.0]), "y": torch.full((3,), 1e-9)}
+    assert worst_gradient(a, b) == (pytest.approx(1 / np.sqrt(7)), "x")
+    assert worst_gradient({"x": torch.ones(1)}, {"x": torch.ones(1)})[0] == 0
+
+
+class Own(nd.Identity):
+    """May compute anything."""
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: built([nd.FCLayer(2, activation=Own())], (6, 6, 1)), "Own"),
+        (lambda: built([nd.FCLayer(2)], (6, 6, 1), nd.SumSquared()), "SumSquared has no counterpart"),
+    ],
+)
+def test_what_has_no_counterpart_is_named(model, words, monkeypatch):
+    monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
+    other = started(model())
+    with pytest.raises(ConfigError, match=f"PyTorch's side: .*{words}"):
+        other.time(1)
+    other.close()
+
+
+def test_the_other_process(monkeypatch):
+    monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
+    other = started(built([nd.FCLayer(2)], (6, 6, 1)))
+    seconds, above, peak = other.time(2)
+    assert len(seconds) == 2
+    assert peak > above
+    other.close()
 
 
 def test_the_end_of_the_other_process_is_told(monkeypatch, capfd):
-    from neondist.bench import torch_baseline
-
     monkeypatch.setattr(sys, "executable", "false")
-    other = torch_baseline.TorchBaseline(
-        network(built([nd.FCLayer(2)], (2, 2, 1))), np.ones((3, 2, 2, 1)), np.zeros(3), 1
-    )
+    other = started(built([nd.FCLayer(2)], (6, 6, 1)))
     with pytest.raises(LaunchError, match="process ended with code 1"):
         other.time(1)
     other.close()

@@ -62,21 +62,21 @@ def test_step_on_one_rank_shows_where_gradients_differ(file, tmp_path, monkeypat
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
 
     class Other:
-        def __init__(self, network, x, targets, threads):
+        def __init__(self, model, state, trained, x, targets, threads):
             assert x.shape == (8, 12, 10, 1)
             assert targets.shape == (8,)
+            assert set(trained) <= set(state)
 
-        def check(self):
-            return 9.0, {}
+        def check(self, gradients):
+            return 9.0, 0.5, "conv1/weights"
 
         def time(self, steps):
-            return 1.0, 7
+            return [1.0] * steps, 7, 8
 
         def close(self):
             pass
 
     monkeypatch.setattr(step, "TorchBaseline", Other)
-    monkeypatch.setattr(step, "worst_gradient", lambda found, expected: (0.5, "conv1/weights"))
     assert main(["bench", "step", str(file), "--against", "torch", "--steps", "1"]) == 1
     out = capsys.readouterr().out
     assert "5.0e-01 (conv1/weights): they DO NOT AGREE" in out

@@ -36,6 +36,12 @@ LAYERS = {
     "group norm of vectors": ([nd.FCLayer(8), nd.GroupNormLayer(2, affine=False)], IMAGE),
     "lrn": ([nd.LRNLayer(4, alpha=0.3, beta=0.6, k=2.0)], IMAGE),
     "lrn of vectors": ([nd.FCLayer(7), nd.LRNLayer(3, alpha=0.3)], IMAGE),
+    "lcn": ([nd.LCNLayer(3, min_deviation=0.3)], IMAGE),
+    "lcn, mean": ([nd.LCNLayer((3, 5), window="uniform", padding_mode="reflect", min_deviation="mean")], IMAGE),
+    "lcn, volumes": ([nd.LCNLayer((1, 3, 5), min_deviation=1e-3)], (4, 5, 6, 2)),
+    "own filters": ([nd.LocalFilteringLayer(3, (3, 2), (2, 1), ((1, 0), (0, 1)), bias=True)], IMAGE),
+    "own filters, blocks": ([nd.LocalFilteringLayer(3, 3, shared=(4, 1), activation=nd.Tanh())], IMAGE),
+    "own filters, volumes": ([nd.LocalFilteringLayer(2, 2)], (3, 4, 2, 2)),
     "upsample": ([nd.UpsampleLayer((2, 3)), nd.UpsampleLayer(2, "bilinear")], (3, 4, 4)),
     "upsample, much": ([nd.UpsampleLayer(41)], (3, 4)),
     "upsample, volumes": ([nd.UpsampleLayer((1, 2, 3), "bilinear")], (3, 4, 2, 4)),
@@ -86,14 +92,6 @@ def test_no_random_number_is_drawn():
     before = torch.get_rng_state()
     ndt.to_torch(model)
     assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("layer", [nd.LCNLayer(3), nd.LocalFilteringLayer(2, 3)])
-def test_layers_that_pytorch_has_not(layer):
-    with pytest.raises(
-        nd.ConfigError, match=f"layer '.*': PyTorch has no module that gives what {type(layer).__name__}"
-    ):
-        ndt.to_torch(built([nd.ConvLayer(4, 3), layer], IMAGE))
 
 
 class Half(nd.Identity):

@@ -37,8 +37,15 @@ def to_torch(model: Model) -> nn.Module:
     ConfigError
         A layer has no counterpart; the message names it.
     """
-    state = {name: torch.from_numpy(array.copy()) for name, array in model.state().items()}
-    return _Maker(state).chain(model.layers, model.input_shape)
+    state = model.state()
+    return module_of(model, model.input_shape, state)
+
+
+def module_of(model: Model, input_shape: Shape, state: Mapping[str, Any]) -> nn.Module:
+    """Return the same of a model that need not be built, with these arrays."""
+    return _Maker({name: torch.from_numpy(array.copy()) for name, array in state.items()}).chain(
+        model.layers, input_shape
+    )
 
 
 class SumOf(nn.Module):
@@ -85,6 +92,57 @@ class MeanOfInside(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the means."""
         return self.pool(self.pad(x)) / self.pool(self.pad(torch.ones_like(x[:1, :1])))
+
+
+class LocalContrast(nn.Module):
+    """v = x - local mean, over max(least, local deviation); least None: each sample's mean deviation."""
+
+    def __init__(self, taps: Sequence[Sequence[float]], pad: Sequence[nn.Module], least: float | None) -> None:
+        super().__init__()
+        self.taps, self.pad, self.least = taps, nn.Sequential(*pad), least
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is normalised."""
+        v = x - self.mean(x)
+        squares = self.mean(v * v)
+        sigma = torch.where(squares > 0, squares, 1).sqrt() * (squares > 0)
+        least = (
+            sigma.mean(list(range(2, x.dim())), keepdim=True) if self.least is None else sigma.new_tensor(self.least)
+        )
+        divisor = torch.maximum(sigma, least)
+        return v / torch.where(divisor > 0, divisor, torch.inf)
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the weighted mean over each window and all channels."""
+        made, n = self.pad(x.mean(1, keepdim=True)), len(self.taps)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[n - 1]
+        for axis, taps in enumerate(self.taps):
+            made = convolve(made, made.new_tensor(taps).reshape(1, 1, *(-1 if axis == at else 1 for at in range(n))))
+        return made
+
+
+class OwnFilters(nn.Module):
+    """A filter for every cell, or for every block of cells."""
+
+    def __init__(self, arrays: Arrays, kernel: Shape, stride: Shape, pad: Sequence[nn.Module], block: Shape) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(arrays["weights"])
+        self.bias = nn.Parameter(arrays["bias"].movedim(-1, 0)) if "bias" in arrays else None
+        self.kernel, self.stride, self.pad, self.block = kernel, stride, nn.Sequential(*pad), block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what each cell's filter gives on its window."""
+        seen, n = self.pad(x), len(self.kernel)
+        weights: torch.Tensor = self.weight
+        for axis, (kernel, stride) in enumerate(zip(self.kernel, self.stride, strict=True)):
+            seen = seen.unfold(2 + axis, kernel, stride)  # at last (N, C, *spatial, *kernel)
+        cells = seen.shape[2 : 2 + n]
+        for axis, (block, count) in enumerate(zip(self.block, cells, strict=True)):
+            if block > 1:
+                weights = weights.repeat_interleave(block, axis).narrow(axis, 0, count)
+        seen = seen.movedim((0, 1), (n, -1)).flatten(n + 1)  # (*spatial, N, windows)
+        y = torch.matmul(seen, weights.flatten(n, -2)).movedim((-2, -1), (0, 1))
+        return y if self.bias is None else y + self.bias
 
 
 class _Maker:
@@ -234,12 +292,27 @@ def _batch_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]
 def _sample_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     weights = {{"gamma": "weight", "beta": "bias"}[name]: array for name, array in arrays.items()}
     sizes = layer.groups_for(shape), shape[-1]
+    if sizes[0] == sizes[1] and prod(shape[:-1]) > 1:  # PyTorch is faster so
+        kind = _sized("InstanceNorm", shape)
+        return [_loaded(kind, shape[-1], eps=layer.eps, affine=layer.affine, weights=weights)]
     return [_loaded(nn.GroupNorm, *sizes, eps=layer.eps, affine=layer.affine, weights=weights)]
 
 
 def _response_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     made = nn.LocalResponseNorm(layer.depth, layer.alpha, layer.beta, layer.k)
     return [made] if len(shape) > 1 else [nn.Unflatten(1, (shape[-1], 1)), made, nn.Flatten()]
+
+
+def _local_contrast(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    window, least = layer.local.over(shape), layer.min_deviation
+    pad = _padding(window.padding, shape, window.mode)
+    return [LocalContrast(layer.local.taps(shape), pad, None if least == "mean" else least)]
+
+
+def _local_filtering(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+    window = layer.window_for(shape)
+    block = layer.block_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
+    return [OwnFilters(arrays, window.kernel, window.stride, _padding(window.padding, shape), block)]
 
 
 def _upsampling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
@@ -268,7 +341,9 @@ MODULES: dict[str, Callable[[Any, Shape, Arrays], Sequence[nn.Module]]] = {
     "GroupNormLayer": _sample_norm,
     "InstanceNormLayer": _sample_norm,
     "L2PoolingLayer": _l2_pooling,
+    "LCNLayer": _local_contrast,
     "LRNLayer": _response_norm,
+    "LocalFilteringLayer": _local_filtering,
     "MaxPoolingLayer": _max_pooling,
     "PadLayer": _padded,
     "UpsampleLayer": _upsampling,
