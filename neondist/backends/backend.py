@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ConfigError, ShapeError
 from ..registry import suggest
 from ..registry.arguments import checked
-from .kernels import Kernels
+from .kernels import HostKernels, Kernels
 
 
 class Backend:
@@ -126,4 +126,4 @@ def _torch() -> Backend:
     return Backend("torch", TorchKernels())
 
 
-_MAKERS: dict[str, Callable[[], Backend]] = {"torch": _torch, "numpy": lambda: Backend("numpy", Kernels())}
+_MAKERS: dict[str, Callable[[], Backend]] = {"torch": _torch, "numpy": lambda: Backend("numpy", HostKernels())}

@@ -7,20 +7,19 @@ channels-last (N, *spatial, C), weights (*kernel, C_in / groups, C_out). Extents
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
 
+from .cells import CellKernels, CompiledCells
 from .conv import Convolution
 from .pool import Pooling
 from .windows import Sides, StripAccumulator, clear_sides, strips
 
 Ints = Sequence[int]
-_SUMMED = 1 << 13  # cells at a time
 
 
-class Kernels(Convolution, Pooling):
+class Kernels(CellKernels, Convolution, Pooling):
     """What layers compute with.
 
     Parameters
@@ -37,24 +36,6 @@ class Kernels(Convolution, Pooling):
 
     def close(self) -> None:
         """Take back what the kernels have changed in this process, such as numbers of threads."""
-
-    def matmul(self, a: Any, b: Any) -> Any:
-        """Return the product of two matrices, or stacks of them."""
-        return a @ b
-
-    def copy(self, source: Any, target: Any) -> None:
-        """Copy the values of `source` into `target`, both of any strides."""
-        self.xp.copyto(target, source)
-
-    def relu(self, z: Any, y: Any) -> None:
-        """Write max(z, 0) into y, both of any strides."""
-        self.xp.maximum(z, 0, out=y)
-
-    def relu_backward(self, y: Any, dy: Any) -> Any:
-        """Return dy where y is positive and 0 elsewhere: a new, contiguous array."""
-        dz = self.xp.empty(dy.shape, dy.dtype)
-        self.xp.multiply(dy, y > 0, out=dz)
-        return dz
 
     def conv_into(
         self,
@@ -135,21 +116,6 @@ class Kernels(Convolution, Pooling):
             extent = dx[strip.view].shape[1:-1]
             accumulator.add(strip, self.max_pool_backward(dy[strip.out], place, extent, kernel, stride))
 
-    def channel_sum(self, x: Any) -> Any:
-        """Return the sum over everything but the channels, (C,), by GEMM: blocked sums err less than a running one."""
-        cells, total = x.reshape(-1, x.shape[-1]), self.xp.zeros(x.shape[-1:], x.dtype)
-        ones = self.xp.ones((1, min(_SUMMED, len(cells))), x.dtype)
-        for start in range(0, len(cells), _SUMMED):
-            part = cells[start : start + _SUMMED]
-            total += self.matmul(ones[:, : len(part)], part)[0]
-        return total
 
-    def sample_sum(self, x: Any) -> Any:
-        """Return each sample's sum over its cells, (N, C), by GEMM as `channel_sum`."""
-        cells, channels = prod(x.shape[1:-1]), x.shape[-1]
-        rows, total = x.reshape(len(x), cells, channels), self.xp.zeros((len(x), 1, channels), x.dtype)
-        ones = self.xp.ones((1, min(_SUMMED, cells)), x.dtype)
-        for start in range(0, cells, _SUMMED):
-            part = rows[:, start : start + _SUMMED]
-            total += self.matmul(ones[:, : part.shape[1]], part)
-        return total[:, 0]
+class HostKernels(CompiledCells, Kernels):
+    """Kernels over NumPy's arrays."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_info
 
 from . import torch_conv as conv
 from . import torch_pool as pool
 from .allocator import keep_freed_memory
-from .kernels import Kernels
+from .kernels import HostKernels
 from .torch_arrays import tensor
 from .windows import Sides, out_extent, strips
 
@@ -23,7 +25,7 @@ Taps = Sequence[Sequence[float]]
 _FEW = 4  # with fewer channels torch's pooling does not fill a vector, and NumPy is as fast or faster
 
 
-class TorchKernels(Kernels):
+class TorchKernels(HostKernels):
     """PyTorch's kernels where they are faster than NumPy's; arrays stay NumPy's.
 
     Series (N, L, C) run as images of one row. The numbers below are NumPy's time over PyTorch's: float32, one thread,
@@ -47,6 +49,8 @@ class TorchKernels(Kernels):
         self.alone = torch.get_num_threads() == 1
         self.strip = 1 << 19 if self.alone else 1 << 22
         self._closing.callback(keep_freed_memory())
+        if not self.alone and self.compiled is not None:
+            self.threads, self.start = torch.get_num_threads(), _gomp_parallel()
 
     def close(self) -> None:
         """Take back PyTorch's number of threads and the setting of malloc."""
@@ -115,15 +119,17 @@ class TorchKernels(Kernels):
 
     def relu(self, z: np.ndarray, y: np.ndarray) -> None:
         """Write max(z, 0) into y: by torch's threads."""
-        if z.size < self.small:
+        if z.size < self.small or self.compiled is not None:
             return super().relu(z, y)
         torch.clamp_min(tensor(z), 0, out=tensor(y))
 
-    def relu_backward(self, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
-        """Return dy where y is positive: in one pass, without a mask."""
-        dz = torch.empty(dy.shape, dtype=tensor(dy).dtype)
-        torch.ops.aten.threshold_backward.grad_input(tensor(dy), tensor(y), 0, grad_input=dz)
-        return dz.numpy()
+    def relu_backward(self, y: np.ndarray, dy: np.ndarray, dz: np.ndarray | None = None) -> np.ndarray:
+        """Return dy where y is positive, in dz: in one pass, without a mask."""
+        dz = torch.empty(dy.shape, dtype=tensor(dy).dtype).numpy() if dz is None else dz
+        if self.compiled is not None:
+            return super().relu_backward(y, dy, dz)
+        torch.ops.aten.threshold_backward.grad_input(tensor(dy), tensor(y), 0, grad_input=tensor(dz))
+        return dz
 
     def max_pool(self, x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, Any]:
         """Return the maxima and their places: 4 to 14."""
@@ -195,7 +201,7 @@ class TorchKernels(Kernels):
 
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum over everything but the channels: 2 to 4, with one thread."""
-        if x.size < self.small or not self.alone:
+        if x.size < self.small or not self.alone or self.compiled is not None:
             return super().channel_sum(x)
         return tensor(x).flatten(0, -2).sum(0).numpy()
 
@@ -206,3 +212,17 @@ class TorchKernels(Kernels):
     def _pools(self, x: np.ndarray, out: Ints) -> bool:
         """Tell whether torch's pooling is the faster."""
         return 0 not in (x.size, *out) and x.shape[-1] >= _FEW and x.ndim > 2
+
+
+def _gomp_parallel() -> int:
+    """Return the address of what starts the threads that PyTorch's kernels use, 0 if there is none.
+
+    They wait for work, turning round, so that others would have to share their cores: after an operation of PyTorch's
+    two of Python's threads are as slow as one, and these 1.7 times faster.
+    """
+    pools = [pool["filepath"] for pool in threadpool_info() if pool["internal_api"] == "openmp"]
+    found = [path for path in pools if "torch" in path] or pools
+    try:
+        return ctypes.cast(ctypes.CDLL(found[0]).GOMP_parallel, ctypes.c_void_p).value or 0
+    except (IndexError, OSError, AttributeError):
+        return 0

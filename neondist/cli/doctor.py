@@ -70,14 +70,20 @@ def _mpi(warnings: list[str]) -> list[tuple[str, str]]:
 
 def _backends(warnings: list[str]) -> list[tuple[str, str]]:
     try:
-        from ..backends import available
+        from ..backends import available, compiled
 
-        choices = available()
+        choices, there = available(), compiled() is not None
     except (ImportError, UserError) as error:
         warnings.append(f"backends cannot be listed: {error}")
         return [("none", "")]
     taken = next((choice for choice in choices if choice.usable), None)
     lines = [(choice.name, f"{'yes' if choice.usable else 'no'}: {choice.reason}") for choice in choices]
+    if not there:
+        warnings.append(
+            "normalisations, activations and sums take several passes over memory, since neondist was installed without"
+            " a C compiler; install one, such as gcc, and then neondist again"
+        )
+    lines.append(("compiled kernels", "yes" if there else "no"))
     return [*lines, ("auto", f"takes {taken.name}, the fastest that is usable" if taken else "finds none")]
 
 

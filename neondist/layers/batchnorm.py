@@ -7,12 +7,13 @@ from typing import Annotated, Any
 from ..comm import group_of
 from ..initializers import Constant
 from ..registry.ranges import Positive, between
-from .base import Dist, Layer, Parameter, Shape
+from .base import Dist, Parameter, Shape
 from .context import StepContext
+from .norm import NormLayer
 from .reduction import Reduction
 
 
-class BatchNormLayer(Layer):
+class BatchNormLayer(NormLayer):
     """Normalises each channel over the batch and all cells (Ioffe and Szegedy 2015).
 
     While training, mean and variance are those of the whole batch over all tiles and replicas, weighted by their cells;
@@ -32,9 +33,6 @@ class BatchNormLayer(Layer):
     ) -> None:
         super().__init__(name=name)
         self.momentum, self.eps = momentum, eps
-
-    sums_image = True
-    saves_input = saves_output = False
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the moments of the batch, and the sums of the gradients."""
@@ -57,11 +55,8 @@ class BatchNormLayer(Layer):
         if not ctx.training:
             return None
         cells = ctx.owned(view)
-        count = cells.size // view.shape[-1]
-        mean = self.kernels.channel_sum(cells) / max(1, count)
-        from_mean = cells - mean
-        first = ctx.xp.full((1,), count, view.dtype)
-        return ctx.xp.concatenate([first, mean, self.kernels.channel_sum(from_mean * from_mean)])
+        (mean,), (squares,) = self.kernels.moments(cells)
+        return ctx.xp.concatenate([ctx.xp.full((1,), cells.size // view.shape[-1], view.dtype), mean, squares])
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
@@ -73,13 +68,14 @@ class BatchNormLayer(Layer):
                 ctx.state[name] += self.momentum * (new - ctx.state[name])
             ctx.save(count=count)
         scale = 1 / ctx.xp.sqrt(var + view.dtype.type(self.eps))
-        normal = (view - mean) * scale
-        ctx.save(scale=scale, normal=normal)
-        return normal * ctx.params["gamma"] + ctx.params["beta"]
+        ctx.save(scale=scale)
+        numbers = mean.copy(), ctx.params["gamma"] * scale, ctx.params["beta"].copy()
+        return self.normalised(ctx, view, *(each[None] for each in numbers))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return both in one array, of this rank's cells."""
-        by_gamma, by_beta = self.kernels.channel_sum(dy * ctx.normal), self.kernels.channel_sum(dy)
+        (by_beta,), (along,) = self.sums_back(ctx, dy)
+        by_gamma = along * ctx.scale
         ctx.grads["gamma"], ctx.grads["beta"] = ctx.local_contribution(by_gamma), ctx.local_contribution(by_beta)
         return ctx.xp.concatenate([by_gamma, by_beta]) if ctx.training and ctx.needs_input_gradient else None
 
@@ -87,13 +83,11 @@ class BatchNormLayer(Layer):
         """Return the gradient through the statistics."""
         if not ctx.needs_input_gradient:
             return None
-        through = ctx.params["gamma"] * ctx.scale
-        dx = through * dy
-        if ctx.reduced is not None:
-            along, offset = (ctx.reduced / ctx.count).reshape(2, -1)
-            own = ctx.owned(dx)  # the statistics are those of cells that count
-            own -= through * (offset + ctx.owned(ctx.normal) * along)
-        return dx
+        through = (ctx.params["gamma"] * ctx.scale)[None]
+        if ctx.reduced is None:
+            return self.gradient(ctx, dy, through, None)
+        along, offset = (ctx.reduced / ctx.count).reshape(2, 1, -1)
+        return self.gradient(ctx, dy, through, (-through * ctx.scale * along, -through * offset))
 
 
 class BatchNormLayerDist(Dist, BatchNormLayer):

@@ -11,21 +11,19 @@ from ..errors import ConfigError, ShapeError
 from ..initializers import Constant
 from ..namespace import namespace
 from ..registry.ranges import Count, Positive
-from .base import Dist, Layer, Parameter, Shape
+from .base import Dist, Parameter, Shape
 from .context import StepContext
+from .norm import NormLayer
 from .reduction import Reduction
 
 
-class SampleNormLayer(Layer):
+class SampleNormLayer(NormLayer):
     """Base of the layers that normalise groups of channels over all cells of a sample.
 
     Mean and (biased) variance are those of the whole image: the tiles join their moments, so that nothing cancels.
     Training and evaluation are the same. Parameters 'gamma' and 'beta' (C,) if `affine`. Input and output
     (N, *spatial, C), local.
     """
-
-    sums_image = True
-    saves_input = saves_output = False
 
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
         super().__init__(name=name)
@@ -56,55 +54,50 @@ class SampleNormLayer(Layer):
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return count, means and sums of squared differences of all groups (n, groups) of this rank's cells."""
         cells = ctx.owned(view)
-        each = view.shape[-1] // self.groups_for(self.input_shape)
-        count = prod(cells.shape[1:-1]) * each
-        mean = self._by_group(self.kernels.sample_sum(cells)) / max(1, count)
-        from_mean = cells - self._by_channel(mean, cells.ndim)
-        squares = self._by_group(self.kernels.sample_sum(from_mean * from_mean))
+        number = prod(cells.shape[1:-1])
+        means, squares = self.kernels.moments(cells, by_sample=True)
+        count = number * (view.shape[-1] // self.groups_for(self.input_shape))
+        mean = self._by_group(number * means) / max(1, count)
+        squares = self._by_group(squares + number * (means - self._by_channel(mean)) ** 2)
         return ctx.xp.concatenate([ctx.xp.full((1,), count, view.dtype), mean.ravel(), squares.ravel()])
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
         count, moments = ctx.reduced[0], ctx.reduced[1:].reshape(2, len(view), self.groups_for(self.input_shape))
-        mean, var = (self._by_channel(numbers, view.ndim) for numbers in (moments[0], moments[1] / count))
-        scale = 1 / ctx.xp.sqrt(var + view.dtype.type(self.eps))
-        normal = (view - mean) * scale
-        ctx.save(scale=scale, normal=normal)
-        return normal * ctx.params["gamma"] + ctx.params["beta"] if self.affine else normal.copy()
+        mean, var = (self._by_channel(numbers) for numbers in (moments[0], moments[1] / count))
+        scale, shift = 1 / ctx.xp.sqrt(var + view.dtype.type(self.eps)), ctx.xp.zeros_like(mean)
+        ctx.save(scale=scale)
+        if self.affine:
+            scale, shift = scale * ctx.params["gamma"], shift + ctx.params["beta"]
+        return self.normalised(ctx, view, mean, scale, shift)
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return what the groups' statistics need of this rank's cells."""
+        offset, along = self.sums_back(ctx, dy)
+        along = along * ctx.scale
         if self.affine:
-            ctx.grads["gamma"] = ctx.local_contribution(self.kernels.channel_sum(dy * ctx.normal))
-            ctx.grads["beta"] = ctx.local_contribution(self.kernels.channel_sum(dy))
-            dy = dy * ctx.params["gamma"]
-        if not ctx.needs_input_gradient:
-            return None
-        return ctx.xp.stack([self._by_group(self.kernels.sample_sum(part)) for part in (dy * ctx.normal, dy)])
+            ctx.grads["gamma"] = ctx.local_contribution(along.sum(axis=0))
+            ctx.grads["beta"] = ctx.local_contribution(offset.sum(axis=0))
+            along, offset = along * ctx.params["gamma"], offset * ctx.params["gamma"]
+        return ctx.xp.stack([self._by_group(along), self._by_group(offset)]) if ctx.needs_input_gradient else None
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient through the statistics."""
         if not ctx.needs_input_gradient:
             return None
-        if self.affine:
-            dy = dy * ctx.params["gamma"]
         count = prod(self.input_shape[:-1]) * (dy.shape[-1] // self.groups_for(self.input_shape))
-        along, offset = (self._by_channel(sums / count, dy.ndim) for sums in ctx.reduced)
-        dx = ctx.scale * dy
-        own = ctx.owned(dx)  # the statistics are those of cells that count
-        own -= ctx.scale * (offset + ctx.owned(ctx.normal) * along)
-        return dx
+        along, offset = (self._by_channel(sums / count) for sums in ctx.reduced)
+        through = ctx.scale * ctx.params["gamma"] if self.affine else ctx.scale
+        return self.gradient(ctx, dy, through, (-ctx.scale * ctx.scale * along, -ctx.scale * offset))
 
     def _by_group(self, sums: Any) -> Any:
         """Return the sums of each group (n, groups), given those of the channels (n, C)."""
         groups = self.groups_for(self.input_shape)
         return sums.reshape(len(sums), groups, sums.shape[-1] // groups).sum(axis=-1)
 
-    def _by_channel(self, numbers: Any, ndim: int) -> Any:
-        """Return each channel's number (n, 1, ..., C), given those of the groups (n, groups)."""
-        channels = self.input_shape[-1]
-        found = namespace(numbers).repeat(numbers, channels // numbers.shape[-1], axis=1)
-        return found.reshape(len(found), *(1,) * (ndim - 2), channels)
+    def _by_channel(self, numbers: Any) -> Any:
+        """Return each channel's number (n, C), given those of the groups (n, groups)."""
+        return namespace(numbers).repeat(numbers, self.input_shape[-1] // numbers.shape[-1], axis=1)
 
 
 class GroupNormLayer(SampleNormLayer):

@@ -5,6 +5,7 @@ import pytest
 from device import Device
 
 import neondist as nd
+from neondist.backends import Backend, Kernels
 from neondist.comm import loopback
 from neondist.costs import Cost
 from neondist.halo import scheme_names
@@ -54,7 +55,7 @@ def network(name, dist=""):
 
 def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=2, grid=None, **more):
     """Return what a model gives, computes and learns, on the host, and how often each step waited for the device."""
-    backend = device.backend if device else "numpy"
+    backend = device.backend if device else Backend("reference", Kernels())
     kind = nd.ConvnetDist if layers[0].distributed else nd.Convnet
     made = {"seed": 3, "backend": backend, "dtype": "float64"} | more
     model = kind(layers, cost=cost, optimizer=optimizer or nd.SGD(0.1, momentum=0.9), **made)
@@ -153,7 +154,7 @@ def test_every_cost(cost, targets):
 def test_a_step_that_is_skipped():
     """What is not finite is found, and told, as elsewhere; looking for the place may take its time."""
     told = []
-    for backend in ("numpy", Device().backend):
+    for backend in (Backend("reference", Kernels()), Device().backend):
         model = nd.Convnet([nd.ConvLayer(2, 3), nd.BatchNormLayer(), nd.FCLayer(3)], backend=backend, dtype="float64")
         model.build(SHAPE, BATCH)
         model.nonfinite = "skip"

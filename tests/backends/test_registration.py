@@ -84,7 +84,9 @@ def test_on_the_command_line(tmp_path, capsys):
 
 
 NETWORKS = {
-    "convnet": lambda: nd.Convnet([nd.ConvLayer(2, 3), nd.BatchNormLayer(), nd.FCLayer(3)], optimizer=nd.Adam(0.01)),
+    "convnet": lambda: nd.Convnet(
+        [nd.ConvLayer(2, 3, bias=False), nd.BatchNormLayer(), nd.FCLayer(3)], optimizer=nd.Adam(0.01)
+    ),
     "GB": lambda: nd.GB([nd.LocalFilteringLayer(2, 3), nd.L2PoolingLayer(2), nd.FCLayer(3)], num_pretrain_epochs=1),
 }
 

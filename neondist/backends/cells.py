@@ -1,0 +1,226 @@
+"""Kernels that work on each cell by itself, and sums over cells: as NumPy does them, and compiled (_cells.c).
+
+Compiled they read and write memory once, of any strides, where NumPy makes an array at every operation. They are there
+if a C compiler was when neondist was installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from math import inf, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_SUMMED = 1 << 13  # cells at a time
+
+
+class Normal(NamedTuple):
+    """How cells are normalised: (x - mean) * scale + shift, at least 0 if `clip`.
+
+    Attributes
+    ----------
+    mean, scale, shift : array (groups, C)
+        One group of all samples, or one of each.
+    clip : bool
+    """
+
+    mean: Any
+    scale: Any
+    shift: Any
+    clip: bool = False
+
+
+class CellKernels:
+    """Kernels over the cells of arrays (N, *spatial, C) of one shape, in any array namespace."""
+
+    xp: Any
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        """Return the product of two matrices, or stacks of them."""
+        return a @ b
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy the values of `source` into `target`, both of any strides."""
+        self.xp.copyto(target, source)
+
+    def relu(self, z: Any, y: Any) -> None:
+        """Write max(z, 0) into y, both of any strides."""
+        self.xp.maximum(z, 0, out=y)
+
+    def relu_backward(self, y: Any, dy: Any, dz: Any = None) -> Any:
+        """Return dy where y is positive and 0 elsewhere, in dz; default: a new, contiguous array."""
+        dz = self.xp.empty(dy.shape, dy.dtype) if dz is None else dz
+        self.xp.multiply(dy, y > 0, out=dz)
+        return dz
+
+    def add(self, parts: Sequence[Any], y: Any, clip: bool = False) -> None:
+        """Write the sum of all parts, at least 0 if `clip`, into y, all of any strides."""
+        self.copy(parts[0], y)
+        for part in parts[1:]:
+            y += part
+        if clip:
+            self.relu(y, y)
+
+    def channel_sum(self, x: Any) -> Any:
+        """Return the sum over everything but the channels, (C,), by GEMM: blocked sums err less than a running one."""
+        cells, total = x.reshape(-1, x.shape[-1]), self.xp.zeros(x.shape[-1:], x.dtype)
+        ones = self.xp.ones((1, min(_SUMMED, len(cells))), x.dtype)
+        for start in range(0, len(cells), _SUMMED):
+            part = cells[start : start + _SUMMED]
+            total += self.matmul(ones[:, : len(part)], part)[0]
+        return total
+
+    def sample_sum(self, x: Any) -> Any:
+        """Return each sample's sum over its cells, (N, C), by GEMM as `channel_sum`."""
+        cells, channels = prod(x.shape[1:-1]), x.shape[-1]
+        rows, total = x.reshape(len(x), cells, channels), self.xp.zeros((len(x), 1, channels), x.dtype)
+        ones = self.xp.ones((1, min(_SUMMED, cells)), x.dtype)
+        for start in range(0, cells, _SUMMED):
+            part = rows[:, start : start + _SUMMED]
+            total += self.matmul(ones[:, : part.shape[1]], part)
+        return total[:, 0]
+
+    def moments(self, x: Any, by_sample: bool = False) -> tuple[Any, Any]:
+        """Return means and sums of squared differences from them, both (1, C), or (N, C) if `by_sample`.
+
+        Nothing cancels where a mean is large. Without cells both are 0.
+        """
+        count = max(1, prod(x.shape[1:-1] if by_sample else x.shape[:-1]))
+        mean = self._sums(x, by_sample) / count
+        from_mean = x - self._by_cell(mean, x.ndim)
+        return mean, self._sums(from_mean * from_mean, by_sample)
+
+    def normalise(self, x: Any, how: Normal, y: Any) -> None:
+        """Write the normalised cells into y; x and y of any strides."""
+        mean, scale, shift = (self._by_cell(numbers, x.ndim) for numbers in how[:3])
+        self.xp.subtract(x, mean, out=y)
+        y *= scale
+        y += shift
+        if how.clip:
+            self.relu(y, y)
+
+    def normalise_sums(self, x: Any, dy: Any, how: Normal) -> tuple[Any, Any]:
+        """Return the sums of dz and of dz * (x - mean) for each group, (groups, C).
+
+        dz is the gradient before it was clipped.
+        """
+        dz, by_sample = self._before_clip(x, dy, how), len(how.mean) != 1
+        along = dz * (x - self._by_cell(how.mean, x.ndim))
+        return self._sums(dz, by_sample), self._sums(along, by_sample)
+
+    def normalise_back(self, x: Any, dy: Any, how: Normal, factors: Sequence[Any], dx: Any) -> None:
+        """Write a * dz + b * (x - mean) + c into dx, given a, b and c (groups, C)."""
+        through, along, offset = (self._by_cell(numbers, x.ndim) for numbers in factors)
+        own = (x - self._by_cell(how.mean, x.ndim)) * along + offset
+        self.xp.add(self._before_clip(x, dy, how) * through, own, out=dx)
+
+    def _before_clip(self, x: Any, dy: Any, how: Normal) -> Any:
+        if not how.clip:
+            return dy
+        z = self.xp.empty(x.shape, x.dtype)
+        self.normalise(x, how._replace(clip=False), z)
+        return dy * (z > 0)
+
+    def _sums(self, x: Any, by_sample: bool) -> Any:
+        return self.sample_sum(x) if by_sample else self.channel_sum(x)[None]
+
+    def _by_cell(self, numbers: Any, ndim: int) -> Any:
+        """Return (groups, C) so that it goes with cells (N, *spatial, C)."""
+        return numbers.reshape(len(numbers), *(1,) * (ndim - 2), numbers.shape[-1])
+
+
+class CompiledCells(CellKernels):
+    """The same for NumPy's arrays of float32 and float64, compiled if that can be.
+
+    Attributes
+    ----------
+    compiled : module or None
+    threads, start : int
+        How many threads there are, and the address of what starts them: GOMP_parallel. 0: there is none.
+    """
+
+    threads, start = 1, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = compiled()
+
+    def relu(self, z: np.ndarray, y: np.ndarray) -> None:
+        """Write max(z, 0) into y."""
+        if not self._run("clip", z, y, low=0):
+            super().relu(z, y)
+
+    def relu_backward(self, y: np.ndarray, dy: np.ndarray, dz: np.ndarray | None = None) -> np.ndarray:
+        """Return dy where y is positive, in dz."""
+        dz = np.empty(dy.shape, dy.dtype) if dz is None else dz
+        return dz if self._run("clip_back", y, dy, dz, low=0) else super().relu_backward(y, dy, dz)
+
+    def add(self, parts: Sequence[np.ndarray], y: np.ndarray, clip: bool = False) -> None:
+        """Write the sum of all parts into y."""
+        first, *rest = parts
+        for at, part in enumerate(rest, start=1):
+            if not self._run("add", first, part, y, low=0 if clip and at == len(rest) else -inf):
+                super().add(parts, y, clip)
+                return
+            first = y
+        if not rest:
+            super().add(parts, y, clip)
+
+    def channel_sum(self, x: np.ndarray) -> np.ndarray:
+        """Return the sum over everything but the channels."""
+        sums = np.empty((1, 1, x.shape[-1]))
+        return sums[0, 0].astype(x.dtype) if self._run("total", x, sums=sums) else super().channel_sum(x)
+
+    def sample_sum(self, x: np.ndarray) -> np.ndarray:
+        """Return each sample's sum over its cells."""
+        sums = np.empty((len(x), 1, x.shape[-1]))
+        return sums[:, 0].astype(x.dtype) if self._run("total", x, sums=sums) else super().sample_sum(x)
+
+    def moments(self, x: np.ndarray, by_sample: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return means and sums of squared differences from them."""
+        sums = np.empty((len(x) if by_sample else 1, 2, x.shape[-1]))
+        if not self._run("moments", x, sums=sums):
+            return super().moments(x, by_sample)
+        return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
+
+    def normalise(self, x: np.ndarray, how: Normal, y: np.ndarray) -> None:
+        """Write the normalised cells into y."""
+        if not self._run("normalise", x, y, by=how[:3], low=_least(how)):
+            super().normalise(x, how, y)
+
+    def normalise_sums(self, x: np.ndarray, dy: np.ndarray, how: Normal) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sums of dz and of dz * (x - mean)."""
+        sums = np.empty((len(how.mean), 2, x.shape[-1]))
+        if not self._run("normalise_sums", x, dy, by=how[:3], sums=sums, low=_least(how)):
+            return super().normalise_sums(x, dy, how)
+        return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
+
+    def normalise_back(
+        self, x: np.ndarray, dy: np.ndarray, how: Normal, factors: Sequence[np.ndarray], dx: np.ndarray
+    ) -> None:
+        """Write a * dz + b * (x - mean) + c into dx."""
+        if not self._run("normalise_back", x, dy, dx, by=(*how[:3], *factors), low=_least(how)):
+            super().normalise_back(x, dy, how, factors, dx)
+
+    def _run(self, kernel: str, *arrays: np.ndarray, by: Any = None, sums: Any = None, low: float = -inf) -> bool:
+        if self.compiled is None:
+            return False
+        by = None if by is None else np.array(by, arrays[0].dtype)
+        done: bool = self.compiled.run(kernel, arrays, by, sums, low, self.threads, self.start)
+        return done
+
+
+def _least(how: Normal) -> float:
+    return 0 if how.clip else -inf
+
+
+@cache
+def compiled() -> Any:
+    """Return the compiled kernels, None where neondist was installed without a C compiler."""
+    try:
+        return import_module("neondist.backends._cells")
+    except ImportError:
+        return None

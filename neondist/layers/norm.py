@@ -1,0 +1,41 @@
+"""What batch, group and instance normalisation share: they keep their input, and compute the rest from it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..backends import Normal
+from .base import Layer
+from .context import StepContext
+
+
+class NormLayer(Layer):
+    """Base of the layers that normalise cells by statistics of the image."""
+
+    sums_image = True
+    saves_output = False
+
+    def normalised(self, ctx: StepContext, view: Any, mean: Any, scale: Any, shift: Any) -> Any:
+        """Return (view - mean) * scale + shift, given numbers (groups, C); keep what the way back needs."""
+        how, y = Normal(mean, scale, shift), ctx.out
+        self.kernels.normalise(view, how, y)
+        ctx.save(view=view, how=how)
+        return y
+
+    def sums_back(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
+        """Return the sums of dy and of dy * (view - mean), (groups, C)."""
+        return self.kernels.normalise_sums(ctx.view, dy, ctx.how)
+
+    def gradient(self, ctx: StepContext, dy: Any, through: Any, statistics: Sequence[Any] | None) -> Any:
+        """Return the gradient of the view: through * dy, and what the statistics add.
+
+        That is, given (a, b), a * (view - mean) + b in cells that count for them; None: nothing.
+        """
+        x, dx, alone = ctx.view, ctx.out, (through, *ctx.xp.zeros((2, *through.shape), dy.dtype))
+        own = tuple(ctx.owned(each) for each in (x, dy, dx))
+        if statistics is None or own[0].size < x.size:  # a segment has cells of other tiles too
+            self.kernels.normalise_back(x, dy, ctx.how, alone, dx)
+        if statistics is not None:
+            self.kernels.normalise_back(own[0], own[1], ctx.how, (through, *statistics), own[2])
+        return dx
