@@ -25,9 +25,9 @@ mutate: .venv/test
 zoo: .venv/test
 	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) tests/torch/test_zoo.py
 
-# minutes on an otherwise idle machine; writes docs/performance.md
+# half an hour on an otherwise idle machine; writes docs/performance.md; BENCH="--networks main": options of bench suite
 bench: .venv/test
-	$(BIN)/python tools/bench_report.py
+	$(BIN)/python tools/bench_report.py $(BENCH)
 
 # hours on one core, goes on where it stopped; writes docs/schemes.md; CIFAR10=FILE: the batches, without them digits alone
 study: .venv/test

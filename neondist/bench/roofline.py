@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..comm import Transport
-from ..layers import Layer
 from ..models import Model
+from ..plan import LayerPlan
 from .rest import rest
 
-REPEATS = 5
+REPEATS = 15
 SIDE = 1024
 COPIED = 1 << 26
 """bytes; more than the caches hold"""
@@ -33,34 +33,52 @@ def peaks(model: Model, world: Transport) -> dict[str, float]:
     }
 
 
-def roofline_rows(model: Model, layers: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the rows with each layer's flops, bytes, limit, and the share of the limit's speed that it reaches.
+def units(model: Model) -> dict[str, list[LayerPlan]]:
+    """Return what is executed one after the other, by name: layers, and segments of layers."""
+    plan = model.compiled
+    segments = {id(inside.layer): one for one in plan.segments for inside in one.plans}
+    found: dict[str, list[LayerPlan]] = {}
+    for one in plan:
+        segment = segments.get(id(one.layer))
+        found.setdefault(one.name if segment is None else segment.name, []).append(one)
+    return found
 
-    Bytes are those of its input, output and their gradients, each read or written once. Sums over all ranks.
+
+def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
+    """Return the rows with the flops, bytes and limit of each layer or segment, and how near it comes to that.
+
+    Bytes are those of its input, output and their gradients, each read or written once; what is computed twice counts
+    once. Sums over all ranks.
     """
-    first = [plan.layer for plan in model.compiled if not plan.gradient]
-    known = {str(layer.name): _work(layer, model.batch_size, layer not in first) for layer in model.leaves}
+    known = {name: _work(plans, model.batch_size, model.dtype.itemsize) for name, plans in units(model).items()}
     made = []
-    for row in layers:
+    for row in rows:
         extra: dict[str, Any] = {}
         if row["name"] in known:
             flops, moved = known[row["name"]]
             by_product, by_memory = flops / machine["flops_per_second"], moved / machine["bytes_per_second"]
             taken = row["forward"] + row["backward"]
             extra = {"flops": flops, "bytes_moved": moved, "limit": "GEMM" if by_product > by_memory else "memory"}
+            extra["flops_per_second"] = flops / taken if taken else None
             extra["share_of_limit"] = max(by_product, by_memory) / taken if taken else None
         made.append(row | extra)
     return made
 
 
-def _work(layer: Layer, batch: int, back: bool) -> tuple[int, int]:
-    """Return flops and bytes of a step; `back`: the input's gradient is needed."""
-    inputs, outputs = prod(layer.input_shape), prod(layer.output_shape)
-    weights = layer.parameters_for(layer.input_shape).get("weights")
-    cells = 1 if weights is None or weights.layout.cut else prod(layer.output_shape[:-1])
-    once = 0 if weights is None else 2 * batch * cells * prod(weights.shape)
-    item = layer.context.dtype.itemsize
-    return once * (3 if back else 2), batch * item * (2 * inputs + 2 * outputs + inputs * back)
+def _work(plans: list[LayerPlan], batch: int, itemsize: int) -> tuple[int, int]:
+    """Return flops and bytes of a step."""
+    inputs, outputs, back = prod(plans[0].input_shape), prod(plans[-1].output_shape), plans[0].gradient
+    flops = sum(_products(plan) * (3 if plan.gradient else 2) for plan in plans)
+    return 2 * batch * flops, batch * itemsize * (2 * inputs + 2 * outputs + inputs * back)
+
+
+def _products(plan: LayerPlan) -> int:
+    """Return the multiplications of a sample's forward pass."""
+    weights = plan.trained.get("weights")
+    if weights is None:
+        return 0
+    image = plan.input_shape if plan.reverse else plan.output_shape
+    return (1 if weights.layout.cut else prod(image[:-1])) * prod(weights.shape)
 
 
 def _best(world: Transport, call: Callable[[], object]) -> float:

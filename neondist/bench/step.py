@@ -16,7 +16,7 @@ from ..comm import agree as agree_on
 from ..errors import UserError
 from ..io.environment import environment
 from ..models import Model, ModelStep
-from ..plan import Plan
+from ..plan import LayerPlan, Plan
 from ..registry import serial_class
 from ..runtime.observers.clock import KINDS, Clock
 from ..runtime.observers.trace import write_trace
@@ -24,7 +24,7 @@ from ..train import FitExperiment
 from . import memory
 from .allocations import allocations
 from .rest import rest
-from .roofline import peaks, roofline_rows
+from .roofline import peaks, roofline_rows, units
 from .torch_baseline import TorchBaseline
 
 WARM_UP = 2
@@ -74,7 +74,8 @@ def bench_step(
     x, targets = dataset.train.images(batch[lo:hi], model.dtype), labels_for(plan, dataset.train.targets(batch))
     memory.forget_peak()
     model.build(dataset.sample_shape, len(batch), grid, plan)
-    made = {"bench": "step", "batch_size": len(batch), "steps": steps, "backend": model.context.backend.name}
+    made = {"bench": "step", "batch_size": len(batch), "steps": steps, "sample_shape": list(dataset.sample_shape)}
+    made |= {"backend": model.context.backend.name}
     made |= environment(grid, dtype=str(model.dtype), seed=model.seed)
 
     def train(count: int) -> float:
@@ -185,10 +186,11 @@ def _by_layer(model: Model, grid: ProcessGrid, train: Any, count: int) -> list[d
     clock = Clock()
     with grid.observers.watched_by(clock):
         train()
-    names = {str(layer.name): serial_class(type(layer)).__name__ for layer in model.leaves}
+    found = units(model)
+    names = {name: _kind(plans) for name, plans in found.items()}
     rows = list(dict.fromkeys([*names, *(row for row, _ in clock.seconds)]))
     mine = {(row, kind): clock.seconds[row, kind] / count for row in rows for kind in KINDS}
-    moved = {str(layer.name): (layer.bytes_sent - sent[str(layer.name)]) / count for layer in model.leaves}
+    moved = {name: sum(one.layer.bytes_sent - sent[one.name] for one in plans) / count for name, plans in found.items()}
     all_ranks = grid.world.allgather((mine, moved))
     return [
         {"name": row, "class": names.get(row, "")}
@@ -196,3 +198,7 @@ def _by_layer(model: Model, grid: ProcessGrid, train: Any, count: int) -> list[d
         | {"bytes_sent": round(sum(bytes_.get(row, 0) for _, bytes_ in all_ranks))}
         for row in rows
     ]
+
+
+def _kind(plans: list[LayerPlan]) -> str:
+    return serial_class(type(plans[0].layer)).__name__ if len(plans) == 1 else f"segment of {len(plans)}"

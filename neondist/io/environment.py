@@ -7,7 +7,9 @@ import os
 import platform
 import socket
 from collections import Counter
+from contextlib import suppress
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from ..comm import ProcessGrid
@@ -30,6 +32,14 @@ def environment(grid: ProcessGrid, **extra: Any) -> dict[str, Any]:
         "threads": {name: os.environ[name] for name in VARIABLES if name in os.environ} | {"pools": _pools()},
         **extra,
     }
+
+
+def processor() -> str:
+    """Return the processor's name."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
 
 
 def to_json(values: dict[str, Any]) -> str:

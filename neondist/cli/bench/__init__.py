@@ -1,4 +1,4 @@
-"""`neondist bench`: training steps and halo exchanges; schemes and scaling, which have files of their own."""
+"""`neondist bench`: training steps and halo exchanges; suite, scaling and schemes, which have files of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...job import detect
 from ...launcher.ranks import on_ranks
 from .. import options
 from ..experiment import validated
-from . import scaling, schemes
+from . import scaling, schemes, suite
 
 
 def add(commands: Any) -> None:
@@ -42,6 +42,7 @@ def add(commands: Any) -> None:
     one.add_argument("--json", metavar="FILE", help="write the results there as well")
     one.set_defaults(command=halo)
 
+    suite.add(benches)
     scaling.add(benches)
     schemes.add(benches)
 

@@ -68,7 +68,7 @@ def scaling(arguments: argparse.Namespace) -> int:
 
     def measure(count: int) -> dict[str, Any]:
         grown = batch * count // arguments.counts[0] if arguments.weak else batch
-        return _step_of(arguments, count, [f"batch_size={grown}"], arguments.steps)
+        return step_of(arguments, count, [f"batch_size={grown}"], arguments.steps)
 
     rows = bench_scaling(measure, arguments.counts, arguments.rounds)
     kind = "weak" if arguments.weak else "strong"
@@ -77,11 +77,17 @@ def scaling(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _step_of(
-    arguments: argparse.Namespace, count: int, settings: Sequence[str], steps: int, each: int | None = None
+def step_of(
+    arguments: argparse.Namespace,
+    count: int,
+    settings: Sequence[str],
+    steps: int,
+    each: int | None = None,
+    more: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return what `neondist bench step` measures in a job of its own, on so many threads a rank, with more settings."""
-    words = ["-n", str(count), "--steps", str(steps), "--set", *arguments.settings, *settings]
+    words = ["-n", str(count), "--steps", str(steps), *more]
+    words += ["--set", *arguments.settings, *settings] if arguments.settings or settings else []
     env = dict(os.environ) | ({} if each is None else dict.fromkeys(threads.VARIABLES, str(each)))
     words += [word for module in arguments.modules for word in ("--import", module)]
     with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
@@ -164,7 +170,7 @@ def _measure(arguments: argparse.Namespace, row: dict[str, Any]) -> float:
     """Return the seconds of a step on the row's ranks and grid, a thread each, as the prediction has it."""
     settings = [f"grid.{axis}={count}" for axis, count in row["grid"].items()]
     steps = max(4, round(1 / row["seconds_per_step"]))
-    made = _step_of(arguments, row["ranks"], settings, steps, each=1)
+    made = step_of(arguments, row["ranks"], settings, steps, each=1)
     return float(made["fastest_seconds"])
 
 

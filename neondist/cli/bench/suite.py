@@ -1,0 +1,185 @@
+"""`neondist bench suite`: the networks of the page on performance, and any file, against the best of PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ... import threads
+from ...errors import ConfigError, LaunchError, MissingPackageError
+from ...io.files import can_draw, write_text
+from ...launcher.ranks import job_of
+from .. import options
+from ..experiment import load, validated
+from .scaling import step_of
+
+NAMES = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separable, unet3d, lcn, deep"
+
+
+def add(benches: Any) -> None:
+    """Say what can be typed."""
+    about = "training steps of several networks, against PyTorch's best"
+    one = benches.add_parser("suite", help=about, allow_abbrev=False)
+    one.add_argument(
+        "--networks", metavar="A,B,FILE.yaml", default="main,others",
+        help=f"{NAMES}, any FILE.yaml, or main and others: the first six, and the rest (default both)",
+    )  # fmt: skip
+    options.ranks(one, "ranks that share this machine's cores (default: a rank for each)")
+    one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each side (default 3)")
+    one.add_argument("--steps", type=options.positive, default=5, metavar="K", help="steps of each turn (default 5)")
+    one.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="as in run")
+    for kind in "json", "markdown", "plot":
+        one.add_argument(f"--{kind}", metavar="FILE", type=Path, help="write the results there as well")
+    one.set_defaults(command=suite)
+
+
+def suite(arguments: argparse.Namespace) -> int:
+    """Measure every network; 1 if one of ours could not be."""
+    from rich.console import Console
+
+    from ...bench.networks import GROUPS
+    from ...bench.suite import OURS, THEIRS, bench_suite, means
+    from ...bench.suite_report import draw, suite_markdown, suite_table
+
+    cores = threads.cores()
+    ranks = cores if arguments.ranks is None else arguments.ranks
+    _check(arguments, ranks, cores)
+    notes: list[str] = []
+    sides = [side for side in OURS if side != "ranks" or ranks > 1]
+    sides += _theirs(list(THEIRS), notes)
+    with tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder:
+        files = _files(arguments, Path(folder), sorted({1, ranks}))
+        measure = _Measure(arguments, files, ranks, cores, Path(folder))
+        console = Console(stderr=True)
+        with console.status("") if console.is_terminal else nullcontext() as status:
+
+            def tell(text: str) -> None:
+                if status is None:
+                    console.print(text, highlight=False)
+                else:
+                    status.update(text)
+
+            rows = bench_suite(list(files), _in_turn(sides), measure, arguments.rounds, tell)
+    made = {
+        "bench": "suite", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores, "rounds": arguments.rounds,
+        "sides": sides, "environment": _environment(), "networks": rows, "notes": notes,
+        "means": means(rows, {**GROUPS, "all": list(files)}), "compared": len(sides) > len(OURS),
+    }  # fmt: skip
+    Console(soft_wrap=True).print(suite_table(made))
+    if arguments.json:
+        write_text(arguments.json, json.dumps(made, indent=2, default=str) + "\n")
+    if arguments.markdown:
+        write_text(arguments.markdown, suite_markdown(made))
+    if arguments.plot:
+        draw(arguments.plot, made)
+    written = [file for file in (arguments.json, arguments.markdown, arguments.plot) if file]
+    if written:
+        options.print_written(written)
+    return int(any(side in row["why"] for row in rows for side in OURS))
+
+
+def _check(arguments: argparse.Namespace, ranks: int, cores: int) -> None:
+    if job_of(arguments) is not None:
+        raise LaunchError("bench suite starts MPI jobs itself; start it outside of one, with -n RANKS")
+    if ranks > cores and not arguments.force:
+        raise LaunchError(f"-n {ranks}: this machine has {cores} cores, and ranks that share one prove nothing; give at"
+                          f" most {cores}; --force measures them all the same")  # fmt: skip
+    if arguments.plot and not can_draw():
+        raise MissingPackageError("--plot needs matplotlib: pip install 'neondist[plot]'")
+    for file in filter(None, (arguments.json, arguments.markdown, arguments.plot)):  # before hours of measuring
+        if file.is_dir() or not file.parent.is_dir():
+            raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder is not there'}; name a file")
+
+
+def _theirs(sides: list[str], notes: list[str]) -> list[str]:
+    """Return PyTorch's sides that can be measured; `notes` says why others cannot."""
+    if importlib.util.find_spec("torch") is None:
+        notes.append("PyTorch is not installed, so neondist was timed alone; pip install 'neondist[torch]'")
+        return []
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+        notes.append("torch.compile needs a C++ compiler, g++ or clang++, and found none")
+        sides.remove("compile")
+    return sides
+
+
+def _in_turn(sides: list[str]) -> list[str]:
+    """Return ours, theirs, ours, theirs."""
+    ours, theirs = [s for s in sides if s in ("ranks", "one")], [s for s in sides if s not in ("ranks", "one")]
+    mixed = [side for pair in zip(ours, theirs, strict=False) for side in pair]
+    return mixed + [side for side in (*ours, *theirs) if side not in mixed]
+
+
+def _files(arguments: argparse.Namespace, folder: Path, counts: list[int]) -> dict[str, Path]:
+    """Return the file of each network by name, once all of them are right for each number of ranks."""
+    from ...bench.networks import GROUPS, NETWORKS
+    from ...comm import SingleTransport
+    from ...config import dump
+
+    words = [word.strip() for word in arguments.networks.split(",") if word.strip()]
+    names = [name for word in words for name in GROUPS.get(word, (word,))]
+    found: dict[str, Path] = {}
+    for name in dict.fromkeys(names):
+        if name in NETWORKS:
+            file = folder / f"{name}.yaml"
+            file.write_text(dump(NETWORKS[name].experiment()), encoding="utf-8")
+        elif name.endswith((".yaml", ".yml")):
+            name, file = Path(name).stem, Path(name).absolute()
+        else:
+            raise ConfigError(
+                f"--networks {name}: unknown; there are {', '.join([*NETWORKS, *GROUPS])}, and any FILE.yaml"
+            )
+        if name in found:
+            raise ConfigError(f"--networks {file}: another network is called {name} too; rename the file")
+        found[name] = file
+        for count in counts:
+            validated(_of_file(arguments, file), SingleTransport(), count)
+    if not found:
+        raise ConfigError(f"--networks: names none; give some of {', '.join(NETWORKS)}, or FILE.yaml")
+    return found
+
+
+def _of_file(arguments: argparse.Namespace, file: Path) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(arguments), "file": str(file), "settings": []})
+
+
+class _Measure:
+    """A turn of one side for one network, in a new process."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, files: dict[str, Path], ranks: int, cores: int, folder: Path
+    ) -> None:
+        self.arguments, self.files, self.ranks, self.cores, self.folder = arguments, files, ranks, cores, folder
+        self.torch_side = cache(self._torch_side)
+
+    def __call__(self, network: str, side: str, first: bool) -> dict[str, Any]:
+        """Return 'seconds', 'peak_bytes' and, the first time, 'layers' and 'machine' of ours."""
+        steps = self.arguments.steps
+        if side not in ("ranks", "one"):
+            return self.torch_side(network).measure(side, steps)
+        count, each = (self.ranks, None) if side == "ranks" else (1, self.cores)
+        more = ["--roofline"] if first else []
+        made = step_of(_of_file(self.arguments, self.files[network]), count, [], steps, each, more)
+        found = {"seconds": made["seconds_per_step"], "peak_bytes": max(made["process_bytes"])}
+        found |= {name: made[name] for name in ("batch_size", "sample_shape", "layers", "machine") if name in made}
+        return found
+
+    def _torch_side(self, network: str) -> Any:
+        from ...bench.suite import TorchSide
+
+        settings = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
+        return TorchSide(load(_of_file(self.arguments, self.files[network])), self.cores, settings)
+
+
+def _environment() -> dict[str, Any]:
+    from ...comm import ProcessGrid
+    from ...io.environment import environment, processor
+
+    return environment(ProcessGrid.serial()) | {"processor": processor()}

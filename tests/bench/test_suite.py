@@ -1,0 +1,176 @@
+"""The networks of the suite, its arithmetic, and its tables; never how long anything took."""
+
+import json
+
+import numpy as np
+import pytest
+
+from neondist.bench.networks import GROUPS, NETWORKS
+from neondist.bench.suite import bench_suite, means
+from neondist.bench.suite_report import draw, suite_markdown, suite_table
+from neondist.cli import main
+from neondist.cli.bench import suite as command
+from neondist.config import dump, load_experiment
+from neondist.errors import ConfigError, LaunchError
+from neondist.models import ModelStep
+
+SMALL = {"unet": (8, 12, 3), "vol": (6, 5, 7, 4), "unet3d": (8, 4, 8, 1), "lcn": (20, 16, 3), "mnist": (28, 28, 1)}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_are_the_same_in_pytorch(name, tmp_path):
+    pytest.importorskip("torch")
+    from neondist.bench.torch_twin import TorchTwin
+
+    shape = SMALL.get(name, (20, 24, NETWORKS[name].shape[-1]))
+    entry = NETWORKS[name]._replace(batch=3, shape=shape)
+    experiment = load_experiment("made.yaml", ["dtype=float64", "dist_flag=false"], text=dump(entry.experiment()))
+    model = experiment.model
+    model.build(shape, 3)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, *shape))
+    targets = rng.integers(entry.classes, size=(3, *model.output_shape[:-1]))
+    twin = TorchTwin(entry.model(), model.state(), list(model.gradients()), x, targets)
+    loss, gradients = ModelStep(model).gradients(x, targets, 3)[0], model.gradients()
+    np.savez(tmp_path / "ours.npz", **(model.state() | gradients))
+    theirs, worst, where = twin.check(str(tmp_path / "ours.npz"))
+    assert loss == pytest.approx(theirs, rel=1e-10)
+    assert worst < 1e-8, where
+
+
+TIMES = {"ranks": [2.0, 3.0, 4.0], "one": [4.0, 4.0, 4.0], "eager": [9.0, 9.0, 9.0], "warm": [4.0, 4.0, 2.0]}
+
+
+class Measured:
+    """What sides would take, without taking it."""
+
+    def __init__(self):
+        self.turns = []
+
+    def __call__(self, network, side, first):
+        if side == "compile":
+            raise ConfigError("no compiler")
+        turn = self.turns.count((network, side))
+        self.turns.append((network, side))
+        assert first == (turn == 0)
+        layer = {"forward": 1.0, "backward": 0.0, "exchange": 0.0, "wait": 0.0, "flops": 8, "flops_per_second": 8e9}
+        layers = [{"name": "conv1", **layer, "bytes_moved": 4, "limit": "GEMM", "share_of_limit": 0.5}]
+        made = {"seconds": TIMES[side][turn], "peak_bytes": 600 if side == "eager" else 300}
+        if first and side == "ranks":
+            made |= {"layers": layers, "machine": {"flops_per_second": 16e9, "bytes_per_second": 1e9}}
+            made |= {"batch_size": 2, "sample_shape": [4, 5, 1]}
+        return made
+
+
+def test_sides_have_their_turn_in_every_round():
+    measured, told = Measured(), []
+    (row,) = bench_suite(["a"], [*TIMES, "compile"], measured, 3, told.append)
+    assert measured.turns == [("a", side) for _ in range(3) for side in TIMES]
+    assert told[4:6] == ["a: compile, round 1 of 3", "a: ranks, round 2 of 3"]
+    assert (row["best"], row["memory"], row["why"]) == ("warm", 0.5, {"compile": "no compiler"})
+    assert row["ratios"]["ranks"] == {"ratio": 0.75, "all": [0.5, 0.75, 2.0]}
+    assert row["ratios"]["one"]["ratio"] == 1
+    assert row["layers"][0]["name"] == "conv1"
+    assert means([row], {"a": ["a"], "both": ["a", "b"]}) == {"a": {"ranks": 0.75, "one": 1, "memory": 0.5}}
+
+
+def made_of(sides, networks=("a", "b")):
+    rows = bench_suite(networks, sides, Measured(), 3)
+    about = {"started": "2026-01-01T00:00", "processor": "P", "cores": 2, "python": "3", "versions": {"numpy": "2"}}
+    made = {"ranks": 2, "threads": 1, "cores": 2, "rounds": 3, "sides": sides, "environment": about, "networks": rows}
+    return made | {"notes": ["a note"], "means": means(rows, {"all": list(networks)}), "compared": "warm" in sides}
+
+
+@pytest.mark.parametrize("sides", [[*TIMES, "compile"], ["ranks", "one"]])
+def test_tables_and_picture(sides, tmp_path):
+    from rich.console import Console
+
+    made = made_of(sides)
+    page = suite_markdown(made)
+    if "warm" in sides:
+        assert "| a | 2×4×5×1 | 3 s | 4 s | 9 s | 4 s* | - | 0.75 (0.50 to 2.00) | 1.00 (1.00 to 2.00) |" in page
+        assert "* geometric mean of all: 2 × 1 0.75, 1 × 2 1.00, memory 0.50" in page
+        assert "* b, compile: no compiler" in page
+    else:
+        assert "| a | 2×4×5×1 | 3 s | 4 s | 300 B |" in page
+    assert "| conv1 | 1 s | - | - | - | 8 | GEMM | 50% |" in page
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(suite_table(made))
+    assert "a note" in console.export_text()
+    pytest.importorskip("matplotlib")
+    draw(tmp_path / "s.png", made)
+    assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
+
+
+EXPERIMENT = """\
+!FitExperiment
+dataset: !Synthetic {shape: [8, 6, 1], classes: 2, train: 4, test: 2}
+model: !ConvnetDist
+  layers: [!ConvLayerDist {out_channels: 2, kernel_size: 1}]
+  cost: !CrossEntropy {}
+batch_size: 4
+epochs: 1
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(EXPERIMENT)
+    return tmp_path / "tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--networks mnits", "--networks mnits: unknown; there are plain, vgg, mnist, "),
+        ("--networks ,", "--networks: names none; give some of plain"),
+        ("-n 1000 --networks mnist", "-n 1000: this machine has "),
+        ("--networks nowhere.yaml", "nowhere.yaml: no such file"),
+        ("--networks mnist,mnist.yaml", "another network is called mnist too"),
+        ("--networks mnist --json nowhere/made.json", "its folder is not there"),
+        ("--networks mnist --plot .", "is a folder"),
+    ],
+)
+def test_mistakes(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "suite", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_neondist_alone(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr(command.threads, "cores", lambda process=0: 1)
+    words = ["--networks", str(file), "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "made.json")]
+    assert main(["bench", "suite", *words]) == 0
+    made = json.loads((tmp_path / "made.json").read_text())
+    assert (made["sides"], made["compared"], made["ranks"]) == (["one"], False, 1)
+    assert made["networks"][0]["sides"]["one"]["seconds"] > 0
+    assert "pip install 'neondist[torch]'" in capsys.readouterr().out
+
+
+def test_against_pytorch(file, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
+    monkeypatch.setattr(command.shutil, "which", lambda name: None)
+    monkeypatch.setattr(command, "step_of", lambda *_: {"seconds_per_step": 1.0, "process_bytes": [7]})
+    page = tmp_path / "made.md"
+    assert main(["bench", "suite", "--networks", str(file), "--rounds", "1", "--markdown", str(page)]) == 0
+    assert "÷ best" in page.read_text()
+    told = capsys.readouterr()
+    assert "torch.compile needs a C++ compiler" in told.out
+    assert "tiny: warm, round 1 of 1" in told.err
+
+
+def test_a_job_that_fails_is_told(file, monkeypatch, capsys):
+    def fails(*_):
+        raise LaunchError("ended with exit code 1")
+
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr(command, "step_of", fails)
+    assert main(["bench", "suite", "--networks", str(file), "--rounds", "2"]) == 1
+    assert "one: ended with exit code 1" in capsys.readouterr().out
+
+
+def test_names():
+    assert tuple(command.NAMES.split(", ")) == tuple(NETWORKS) == sum(GROUPS.values(), ())
+    assert len(GROUPS["main"]) == 6
