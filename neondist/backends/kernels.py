@@ -87,18 +87,19 @@ class Kernels(CellKernels, Convolution, Pooling):
         """
         kernel = weights.shape[:-2]
         rows, *columns = outside or ((0, 0),) * len(kernel)
-        by_weights, by_bias = self.xp.zeros(weights.shape, x.dtype), self.xp.zeros(weights.shape[-1:], x.dtype)
+        by_weights, by_bias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
         accumulator = None if dx is None else StripAccumulator(clear_sides(dx, columns), dy, self.copy)
         for strip in strips(x, dy, kernel, stride, dilation, self.strip):
             dz, seen = begin(strip.out), x[strip.view]
             how = stride, dilation, groups
-            by_weights += self.conv_backward_weights(seen, dz, kernel, *how, (strip.outside(rows, x), *columns))
+            part = self.conv_backward_weights(seen, dz, kernel, *how, (strip.outside(rows, x), *columns))
+            by_weights = part if by_weights is None else self.xp.add(by_weights, part, out=by_weights)
             by_bias += self.channel_sum(dz)
             if accumulator is not None:
                 accumulator.add(
                     strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, ((0, 0), *columns))
                 )
-        return by_weights, by_bias
+        return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
 
     def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints) -> list[Any]:
         """Write the maxima into y, of any strides, strip by strip; return the places of each strip."""

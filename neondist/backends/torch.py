@@ -111,6 +111,17 @@ class TorchKernels(HostKernels):
             return self.conv_backward_weights(x[:, None], dy[:, None], *how)[0]
         return conv.backward_weights(x, dy, kernel, stride, dilation, groups, sides)
 
+    def conv_into(self, y: np.ndarray, x: np.ndarray, weights: np.ndarray, *how: Any) -> None:
+        """Write finish(convolution plus bias) into y: the weights are brought into oneDNN's order once."""
+        super().conv_into(y, x, conv.arranged(weights), *how)
+
+    def conv_back_into(
+        self, dx: np.ndarray | None, x: np.ndarray, dy: np.ndarray, weights: np.ndarray, *how: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the gradients of weights and bias, as the table does: the weights are brought into order once."""
+        by_weights, by_bias = super().conv_back_into(dx, x, dy, conv.arranged(weights), *how)
+        return conv.in_order(by_weights), by_bias
+
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy the values of `source` into `target`: by torch's threads."""
         if source.size < self.small:
@@ -206,8 +217,8 @@ class TorchKernels(HostKernels):
         return tensor(x).flatten(0, -2).sum(0).numpy()
 
     def _convolves(self, x: np.ndarray, out: Ints) -> bool:
-        """Tell whether torch's convolution is faster: oneDNN takes float32, and torch gives it no single volumes."""
-        return x.dtype == np.float32 and 0 not in (x.size, *out) and (x.ndim < 5 or len(x) > 1)
+        """Tell whether torch's convolution is faster: oneDNN takes float32; without it, single volumes are slow."""
+        return x.dtype == np.float32 and 0 not in (x.size, *out) and (x.ndim < 5 or len(x) > 1 or conv.takes(x))
 
     def _pools(self, x: np.ndarray, out: Ints) -> bool:
         """Tell whether torch's pooling is the faster."""

@@ -13,16 +13,24 @@ from .windows import Sides, blocks, cropped
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
+_SMALL = 20480  # channels * rows of a single volume, up to which PyTorch takes its own kernel instead of oneDNN's
 _BLOCK = 1 << 19  # gathered numbers at a time; measured best of 2^17 ... 2^22
+
+
+def takes(x: np.ndarray) -> bool:
+    """Tell whether oneDNN takes such arrays."""
+    return x.dtype == np.float32 and torch.backends.mkldnn.is_available()
 
 
 def forward(
     x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int, bias: np.ndarray | None = None
 ) -> np.ndarray:
     """Return the convolution plus bias (N, *out, C_out); the bias costs no pass of its own."""
-    convolve = torch.conv2d if len(stride) == 2 else torch.conv3d  # with less overhead than the operator by its name
+    seen, kernel, none = channels_first(x), kernels(weights), (0,) * len(stride)
     added = None if bias is None else tensor(bias)
-    return channels_last(convolve(channels_first(x), kernels(weights), added, stride, 0, dilation, groups))
+    if takes(x):
+        return channels_last(torch.mkldnn_convolution(seen, kernel, added, none, stride, dilation, groups))
+    return channels_last(_aten.convolution(seen, kernel, added, stride, none, dilation, False, none, groups))
 
 
 def backward_input(
@@ -36,24 +44,72 @@ def backward_input(
     cut = tuple(min(sides) if n > 2 * min(sides) else 0 for sides, n in zip(crop, extent, strict=True))
     axes = zip(extent, weights.shape[:-2], stride, dilation, strict=True)
     unseen = [(n - d * (k - 1) - 1) % s for n, k, s, d in axes]  # cells at the end that no window reaches
-    dx = channels_last(
-        _aten.convolution(channels_first(dy), kernels(weights), None, stride, cut, dilation, True, unseen, groups)
-    )
-    return cropped(dx, [(before - c, after - c) for (before, after), c in zip(crop, cut, strict=True)])
+    gradient, kernel = channels_first(dy), kernels(weights)
+    if takes(dy):
+        transposed = torch.ops.mkldnn._convolution_transpose_pointwise
+        dx = transposed(gradient, kernel, None, cut, unseen, stride, dilation, groups, "none", [], "")
+    else:
+        dx = _aten.convolution(gradient, kernel, None, stride, cut, dilation, True, unseen, groups)
+    return cropped(channels_last(dx), [(before - c, after - c) for (before, after), c in zip(crop, cut, strict=True)])
 
 
 def backward_weights(
     x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides
 ) -> np.ndarray:
-    """Return the gradient of the weights (*kernel, C_in / groups, C_out)."""
+    """Return the gradient of the weights (*kernel, C_in / groups, C_out), in the order of memory of `arranged`."""
     if groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and torch.backends.cpu.get_cpu_capability() != "AVX512":
         return weights_by_gemm(x, dy, kernel, stride, dilation, zeros[0])
+    if takes(x):
+        x, dy = _for_onednn(x, dy, kernel, stride, dilation)
     none, only = (0,) * len(stride), (False, True, False)
     like = torch.empty((dy.shape[-1], x.shape[-1] // groups, *kernel), dtype=tensor(x).dtype)
     _, gradient, _ = _aten.convolution_backward(
         channels_first(dy), channels_first(x), like, None, stride, none, dilation, False, none, groups, only
     )
-    return np.ascontiguousarray(gradient.movedim((0, 1), (-1, -2)).numpy())
+    return gradient.movedim((0, 1), (-1, -2)).numpy()
+
+
+def arranged(weights: np.ndarray) -> np.ndarray:
+    """Return the weights in the order of memory that oneDNN reads, so that it is made once and not for each strip."""
+    *_, channels = shape = weights.shape
+    rows = tensor(weights).reshape(-1, channels).t().contiguous()  # torch's copy of a matrix is 4 times the others'
+    return rows.reshape(channels, *shape[:-1]).movedim(0, -1).numpy()
+
+
+def in_order(gradient: np.ndarray) -> np.ndarray:
+    """Return what is arranged so as a contiguous array."""
+    if gradient.flags.c_contiguous:
+        return gradient
+    rows = tensor(gradient).movedim(-1, 0).reshape(gradient.shape[-1], -1)
+    return rows.t().contiguous().reshape(gradient.shape).numpy()
+
+
+def _for_onednn(
+    x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and dy as more samples, where PyTorch would take a slow kernel of its own for one or a few.
+
+    That is so for kernels of one cell, with one thread: rows become samples; and for small single volumes: they are cut
+    into two that overlap by what windows span.
+    """
+    if prod(kernel) * prod(stride) == 1:
+        one = (1,) * (len(kernel) - 1)
+        return x.reshape(-1, *one, *x.shape[-2:]), dy.reshape(-1, *one, *dy.shape[-2:])
+    if len(kernel) < 3 or len(x) > 1 or x[0, :, :, 0].size > _SMALL:
+        return x, dy
+    even = (axis for axis, rows in enumerate(dy.shape[1:-1], start=1) if rows % 2 == 0)
+    axis = next(even, 1)
+    rows = dy.shape[axis]
+    count, step, span = -(-rows // 2), stride[axis - 1], dilation[axis - 1] * (kernel[axis - 1] - 1) + 1
+    shape = (2, *x.shape[1:axis], (count - 1) * step + span, *x.shape[axis + 1 :])
+    strides = ((rows - count) * step * x.strides[axis], *x.strides[1:])
+    both = np.ascontiguousarray(np.lib.stride_tricks.as_strided(x, shape, strides))
+    if axis == 1 and rows % 2 == 0:
+        return both, dy.reshape(2, count, *dy.shape[2:])
+    first, second = np.split(dy, [count], axis)
+    if rows % 2:  # the row between them is the first one's
+        second = np.concatenate([np.zeros_like(first.take([0], axis)), second], axis)
+    return both, np.concatenate([first, second])
 
 
 def weights_by_gemm(

@@ -46,6 +46,31 @@ def test_convolution(dtype, ndim):
         agree(fast.conv_backward_weights(x, dy, kernel, *how), plain.conv_backward_weights(x, dy, kernel, *how))
 
 
+@pytest.mark.parametrize("extent", [(8, 5, 6), (5, 4, 3), (7, 5, 3), (1, 1, 1), (17,), (6, 20)])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_what_goes_to_onednn_as_more_samples(extent, kernel):
+    how, around = ((1,) * len(extent), (1,) * len(extent), 1), (0 if kernel == 1 else 2,) * len(extent)
+    w = rng.normal(size=(*(kernel,) * len(extent), 5, 6)).astype(np.float32)
+    for x in sliced((1, *np.add(extent, around), 5), np.float32), sliced((3, *np.add(extent, around), 5), np.float32):
+        y = plain.conv_forward(x, w, *how)
+        agree(fast.conv_forward(x, w, *how), y)
+        agree(fast.conv_backward_input(y, w, x.shape[1:-1], *how), plain.conv_backward_input(y, w, x.shape[1:-1], *how))
+        found, expected = (k.conv_backward_weights(x, y, w.shape[:-2], *how) for k in (fast, plain))
+        agree(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 4, 8), (5, 1, 1), (2, 1, 3, 7, 5)])
+def test_weights_in_order_again(shape):
+    from neondist.backends.torch_conv import arranged, in_order
+
+    weights = rng.normal(size=shape)
+    there = arranged(weights)
+    assert np.moveaxis(there, -1, 0).flags.c_contiguous
+    assert (there == weights).all()
+    assert in_order(there).flags.c_contiguous
+    assert (in_order(there) == weights).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("sides", [((2, 0), (1, 1), (0, 2)), ((0, 3), (2, 1), (3, 3)), ((9, 0), (8, 0), (0, 7))])
 @pytest.mark.parametrize("ndim", [1, 2, 3])
