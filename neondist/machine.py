@@ -88,6 +88,9 @@ class Machine:
     shared_slowdown, shared_latency : float
         Where ranks share cores: what computing takes, over its fair share of a core; and seconds until all go on,
         for each exchange or sum, with two ranks on a core.
+    jitter : float
+        How late a node is in a step by chance, in the mean, over its computing. All wait for the slowest: of n nodes
+        it is late by (1/2 + ... + 1/n) times as much more than one alone, where lateness has an exponential tail.
     host : str
         Where it was measured.
     """
@@ -103,6 +106,7 @@ class Machine:
     speed: float = SPEED
     shared_slowdown: float = 1.0
     shared_latency: float = 0.0
+    jitter: float = 0.0
     host: str = ""
 
     def compute(self, alone: float, ranks: int, moved: float = 0.0) -> float:
@@ -123,19 +127,35 @@ class Machine:
         """Return the seconds until all go on, at so many exchanges or sums, where ranks share cores."""
         return meetings * self.shared_latency * (self.sharing(ranks) - 1)
 
+    def lateness(self, ranks: int, compute: float) -> float:
+        """Return the seconds until the slowest node has computed what takes `compute` on one alone."""
+        return self.jitter * compute * self.expected_lateness(ranks)
+
+    def expected_lateness(self, ranks: int) -> float:
+        """Return that of the slowest node over that of one, less that of one alone."""
+        return sum(1 / at for at in range(2, self.nodes_of(ranks) + 1))
+
+    def nodes_of(self, ranks: int) -> int:
+        """Return the nodes that so many ranks are on."""
+        return min(ceil(ranks / self.cores_per_node), self.nodes or ranks)
+
     def link(self, ranks: int) -> Link:
         """Return the slowest link that so many ranks use."""
-        return self.node if ranks <= self.cores_per_node or self.nodes == 1 else self.network
+        return self.node if self.nodes_of(ranks) == 1 else self.network
 
     def allreduce(self, ranks: int, count: float) -> float:
-        """Return the seconds to sum so many bytes over ranks: a reduce-scatter and an allgather."""
-        if ranks == 1:
-            return 0.0
-        return self.link(ranks).seconds(self.steps(ranks), 2 * count * (ranks - 1) / ranks)
+        """Return the seconds to sum so many bytes over ranks: inside each node, and then between the nodes.
 
-    def steps(self, ranks: int) -> int:
-        """Return the messages, one after the other, of a sum over ranks."""
-        return 2 * ceil(log2(ranks))
+        Both are a reduce-scatter and an allgather: each member gives and takes nearly all bytes once, in twice log2
+        messages.
+        """
+        nodes = self.nodes_of(ranks)
+        inside = ceil(ranks / nodes)
+        return sum(
+            link.seconds(2 * ceil(log2(members)), 2 * count * (members - 1) / members)
+            for link, members in ((self.node, inside), (self.network, nodes))
+            if members > 1
+        )
 
     def figures(self, ranks: int) -> Figures:
         """Return what a planner needs for so many ranks."""
@@ -158,7 +178,7 @@ def read(path: Path) -> Machine:
             values[name] = int(_number(path, name, values.get(name), least=1.0))
     for one in fields(Machine):
         if isinstance(one.default, float):
-            least = 0.0 if one.name == "shared_latency" else None
+            least = 0.0 if one.name in ("shared_latency", "jitter") else None
             values[one.name] = _number(path, one.name, values.get(one.name, one.default), least)
     return Machine(**values | {"host": str(values.get("host") or "")})
 

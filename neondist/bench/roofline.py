@@ -68,11 +68,11 @@ def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, f
 def _work(plans: list[LayerPlan], batch: int, itemsize: int) -> tuple[int, int]:
     """Return flops and bytes of a step."""
     inputs, outputs, back = prod(plans[0].input_shape), prod(plans[-1].output_shape), plans[0].gradient
-    flops = sum(_products(plan) * (3 if plan.gradient else 2) for plan in plans)
+    flops = sum(products(plan) * (3 if plan.gradient else 2) for plan in plans)
     return 2 * batch * flops, batch * itemsize * (2 * inputs + 2 * outputs + inputs * back)
 
 
-def _products(plan: LayerPlan) -> int:
+def products(plan: LayerPlan) -> int:
     """Return the multiplications of a sample's forward pass."""
     weights = plan.trained.get("weights")
     if weights is None:

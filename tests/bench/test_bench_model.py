@@ -29,6 +29,60 @@ def test_link_and_allreduce():
     assert cluster.allreduce(4, 4e6) == pytest.approx(4 * 1e-6 + 6e-3)
 
 
+def test_a_sum_goes_through_each_node_first():
+    cluster = machine.Machine(4, NODE, NET)
+    assert cluster.allreduce(32, 4e6) == pytest.approx(cluster.allreduce(4, 4e6) + 6 * 1e-5 + 2 * 4e6 * 7 / 8 / 1e8)
+    assert machine.Machine(4, NODE, NET, nodes=2).allreduce(12, 0) == pytest.approx(6 * 1e-6 + 2 * 1e-5)  # 6 on each
+
+
+def test_the_slowest_of_many_nodes():
+    cluster = machine.Machine(4, NODE, NET, jitter=0.1)
+    assert [cluster.lateness(ranks, 2.0) for ranks in (1, 4, 8, 9)] == pytest.approx([0, 0, 0.1, 0.1 + 0.2 / 3])
+    row = predict.row_of(GridShape(1, 4, 2), cluster, RankProfile(2.0))
+    assert row["seconds_per_step"] == pytest.approx(2.1)
+    assert row["mpi_share"] == pytest.approx(0.1 / 2.1)
+
+
+def test_what_was_measured_calibrates():
+    true = machine.Machine(4, NODE, NET, compute_factor=0.5, jitter=0.03, nodes=None)
+    guess = machine.Machine(4, NODE, NET, compute_factor=0.1, jitter=0.2)
+
+    def rows_on(one):
+        notes = Notes([(2, 1000)], [(32, 10**6)])
+        return [predict.row_of(GridShape(n, 2, 2), one, RankProfile(1.0, notes)) for n in (1, 2, 4, 8)]
+
+    expected = {row["ranks"]: row["seconds_per_step"] for row in rows_on(true)}
+    found = predict.calibrated(guess, rows_on(guess), {4: expected[4], 16: expected[16]})
+    assert (found.compute_factor, found.jitter) == pytest.approx((0.5, 0.03))
+    rows = [predict.on(found, row, guess) for row in rows_on(guess)]
+    assert [row["seconds_per_step"] for row in rows] == pytest.approx(list(expected.values()))
+    for name in "compute_seconds", "waiting_seconds", "mpi_share":
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in rows_on(found)])
+    one = predict.calibrated(guess, rows_on(guess), {32: expected[32]})
+    assert one.jitter == 0
+    falling = predict.calibrated(guess, rows_on(guess), {4: 1.0, 32: 0.9})
+    assert falling.jitter == 0
+    with pytest.raises(ConfigError, match=r"--measured 32=0.001: the messages of that step alone take 0.0191 s"):
+        predict.calibrated(guess, rows_on(guess), {32: 0.001})
+
+
+def test_rows_that_strips_compute_twice():
+    def profile(strips):
+        layers = [nd.ConvLayerDist(3, 3, padding=1), nd.ConvLayerDist(2, 3, padding=1), nd.GlobalAvgPoolingLayerDist()]
+        model = nd.ConvnetDist([*layers, nd.FCLayerDist(3)], backend="numpy", dtype="float64", strips=strips)
+        made = nd.FitExperiment(nd.Synthetic([12, 10, 2], classes=3, train=8, test=2), model, batch_size=4)
+        return rank_profile.profile_rank(made, GridShape(), 1e-3)
+
+    whole, cut = profile(None), profile(4)
+    assert whole.recomputed == 0
+    # of 12 rows of the first layer, strips of 4 compute 5, 6 and 5; products of a cell: 54, and 54 of the second
+    assert cut.recomputed == pytest.approx(4 * 10 * 54 / (12 * 10 * 108 + 6))
+    assert set(cut.cell_seconds) == set(whole.cell_seconds)
+    assert cut.moved < whole.moved
+    rows = [predict.row_of(GridShape(), machine.Machine(4, NODE, NET), cut) | {"schemes": []}]
+    assert f"| {cut.recomputed:.1%} |" in prediction_table(rows)
+
+
 def test_compute():
     one_node = machine.Machine(4, NODE, NET, nodes=1, compute_factor=0.5, slowdown=1.6)
     assert [one_node.compute(1.0, ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([0.5, 0.6, 0.8, 1.6])

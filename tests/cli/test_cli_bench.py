@@ -179,3 +179,11 @@ def test_predict(file, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "made/model.md").read_text().count("| 4 |") == 2
     assert main(["bench", "model", "predict", *words, "-n", "2"]) == 2
     assert "with --ranks, not -n" in capsys.readouterr().err
+    given = ["--measured", "2=0.5,8=0.4", "--output", str(tmp_path / "given")]
+    assert main(["bench", "model", "predict", *words, *given]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "given/model.jsonl").read_text().splitlines()]
+    assert [row["ranks"] for row in rows] == [1, 2, 4, 8]
+    assert "calibrated by --measured: compute_factor" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["bench", "model", "predict", *words, "--measured", "2=fast"])
+    assert "'2=fast' is not RANKS=SECONDS" in capsys.readouterr().err

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
+from ...errors import ConfigError
 from ...geometry import GridShape, grid_shape
 from ...geometry.split import factorisations, split
 from ...halo import as_scheme
@@ -106,9 +107,10 @@ def row_of(shape: GridShape, machine: Machine, profile: RankProfile) -> Row:
     exchange = sum(link.seconds(messages, sent) for messages, sent in exchanges)
     summing = sum(machine.allreduce(ranks, count) for ranks, count in sums)
     compute = machine.compute(profile.seconds, shape.size, profile.moved)
-    waiting = machine.waiting(shape.size, len(exchanges) + len(sums))
+    waiting = machine.waiting(shape.size, len(exchanges) + len(sums)) + machine.lateness(shape.size, compute)
     latency = sum(messages for messages, _ in exchanges) * link.latency
-    latency += sum(machine.steps(ranks) * machine.link(ranks).latency for ranks, _ in sums)
+    latency += sum(machine.allreduce(ranks, 0) for ranks, _ in sums)
+    total = compute + exchange + summing + waiting
     return {
         "ranks": shape.size,
         "grid": {axis: count for axis, count in asdict(shape).items() if axis != "planes" or count > 1},
@@ -117,14 +119,64 @@ def row_of(shape: GridShape, machine: Machine, profile: RankProfile) -> Row:
         "sum_seconds": summing,
         "waiting_seconds": waiting,
         "latency_seconds": latency,
-        "seconds_per_step": compute + exchange + summing + waiting,
+        "seconds_per_step": total,
+        "mpi_share": (total - compute) / total if total else 0.0,
         "messages": sum(messages for messages, _ in exchanges),
         "bytes_sent": sum(sent for _, sent in exchanges),
         "bytes_summed": sum(count for _, count in sums),
         "bytes_held": profile.held,
+        "recomputed": profile.recomputed,
         "alone_seconds": profile.seconds,
         "noise": profile.noise,
     }
+
+
+def calibrated(machine: Machine, rows: Sequence[Row], measured: Mapping[int, float]) -> Machine:
+    """Return the machine on which the steps that were measured take as long as they did.
+
+    What is fitted are two of its figures: `compute_factor` and, where the rank counts are on different numbers of
+    nodes, `jitter`. Messages take what they are said to take.
+
+    Parameters
+    ----------
+    rows : of `predict`, for the machine
+    measured : dict of rank count to seconds
+
+    Raises
+    ------
+    ConfigError
+        A measured step takes less than its messages alone would.
+    """
+    known = [row for row in rows if row["ranks"] in measured]
+    matrix, left = [], []
+    for row in known:
+        compute, ranks = row["compute_seconds"], row["ranks"]
+        taken = measured[ranks] - row["exchange_seconds"] - row["sum_seconds"]
+        taken -= row["waiting_seconds"] - machine.lateness(ranks, compute)
+        if taken <= 0:
+            raise ConfigError(
+                f"--measured {ranks}={measured[ranks]:g}: the messages of that step alone take"
+                f" {measured[ranks] - taken:.3g} s on this machine; its latency or bandwidth is wrong"
+            )
+        weight = 1 / measured[ranks]  # relative errors count
+        matrix.append([compute * weight, compute * machine.expected_lateness(ranks) * weight])
+        left.append(taken * weight)
+    both, *_ = np.linalg.lstsq(np.array(matrix), np.array(left), rcond=None)
+    factor, late = map(float, both)
+    if late < 0 or len({machine.nodes_of(row["ranks"]) for row in known}) == 1:
+        (factor,), late = np.linalg.lstsq(np.array(matrix)[:, :1], np.array(left), rcond=None)[0], 0.0
+    return replace(machine, compute_factor=machine.compute_factor * float(factor), jitter=late / float(factor))
+
+
+def on(machine: Machine, row: Row, before: Machine) -> Row:
+    """Return a row of `predict` for a machine that differs from the one before in what `calibrated` fits."""
+    ranks, old = row["ranks"], row["compute_seconds"]
+    compute = old * machine.compute_factor / before.compute_factor
+    waiting = row["waiting_seconds"] - before.lateness(ranks, old) + machine.lateness(ranks, compute)
+    total = row["seconds_per_step"] - old - row["waiting_seconds"] + compute + waiting
+    more = {"compute_seconds": compute, "waiting_seconds": waiting, "seconds_per_step": total}
+    more["seconds_with_schemes"] = row.get("seconds_with_schemes", 0.0) + total - row["seconds_per_step"]
+    return row | more | {"mpi_share": (total - compute) / total}
 
 
 def drift(row: Row, experiment: Any, profile: Measure = profile_rank) -> float:

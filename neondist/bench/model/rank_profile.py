@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from ...geometry import GridShape
 from ...models import Model
 from ...runtime.observers.clock import Clock
+from ..roofline import products, units
 from .dry_run import Notes, dry_run_grid
 
 TURNS = 5
@@ -31,6 +33,7 @@ class RankProfile:
     notes : what it would send
     held : bytes of memory
     moved : bytes that its computing reads and writes at least
+    recomputed : what strips compute twice of a pass through segments, over what all layers compute of it once
     cell_seconds : by layer: seconds for one output cell of one sample
     """
 
@@ -40,6 +43,7 @@ class RankProfile:
     moved: float = 0.0
     cell_seconds: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
+    recomputed: float = 0.0
 
 
 def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> RankProfile:
@@ -60,13 +64,31 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
     with model.grid.observers.watched_by(clock):
         for _ in range(count):
             step()
-    spent = {
-        str(layer.name): (clock.seconds[str(layer.name), "forward"] + clock.seconds[str(layer.name), "backward"])
-        / (count * max(1, samples) * layer.tile.size)
-        for layer in model.leaves
-        if layer.tile.size
-    }
-    return RankProfile(min(turns), notes, _held(model), _moved(model, samples), spent, median(turns) / min(turns) - 1)
+    spent = {}
+    for name, plans in units(model).items():
+        taken = (clock.seconds[name, "forward"] + clock.seconds[name, "backward"]) / (count * max(1, samples))
+        works = [products(plan) / max(1, prod(plan.output_shape[:-1])) for plan in plans]
+        share = taken / max(1, sum(work * plan.layer.tile.size for work, plan in zip(works, plans, strict=True)))
+        alone = len(plans) == 1
+        for work, plan in zip(works, plans, strict=True):  # of a segment, a layer takes its share of the products
+            if cells := plan.layer.tile.size:
+                spent[plan.name] = taken / cells if alone else work * share
+    noise = median(turns) / min(turns) - 1
+    return RankProfile(min(turns), notes, _held(model), _moved(model, samples), spent, noise, recomputed(model))
+
+
+def recomputed(model: Model) -> float:
+    """Return the products of rows that two strips of a segment compute, over those of all layers once, forward."""
+    plan, tile = model.compiled, model.grid.tile
+    whole = sum(products(one) * one.layer.tile.size / max(1, prod(one.output_shape[:-1])) for one in plan)
+    done = once = 0.0
+    for segment in plan.segments:
+        strips = list(segment.strips(tile))
+        for one in segment.plans:
+            work = products(one) / max(1, prod(one.output_shape[:-1]))
+            done += work * sum(section.placed[id(one.layer)].tile(at).size for at, section in strips)
+            once += work * one.layer.tile.size
+    return (done - once) / whole if whole else 0.0
 
 
 def fullest(shape: GridShape, extent: Sequence[int]) -> int:
@@ -128,7 +150,8 @@ def _moved(model: Model, samples: int) -> float:
     """Return the bytes of views, outputs and their gradients, each read or written once, and of the update."""
     assert model.parameters is not None
     numbers = 0
-    for at, layer in enumerate(model.leaves):
-        outputs = layer.tile.size * layer.output_shape[-1]
-        numbers += samples * ((2 + (at > 0)) * layer.input.held + 2 * outputs)
+    for at, plans in enumerate(units(model).values()):  # what is between the layers of a segment stays in the cache
+        last = plans[-1].layer
+        outputs = last.tile.size * last.output_shape[-1]
+        numbers += samples * ((2 + (at > 0)) * plans[0].layer.input.held + 2 * outputs)
     return model.dtype.itemsize * (numbers + (3 + 2 * len(model.slots)) * model.parameters.values.size)

@@ -13,7 +13,7 @@ from ..tables import bytes_text, markdown, seconds_text
 from .drawing import draw
 from .predict import error, latency_wins, turning_point
 
-HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "waiting", "sent", "summed", "held"]
+HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "waiting", "MPI", "sent", "summed", "held"]
 BEST_HEADS = ["ranks", "step", "best schemes", "step with them"]
 DISTURBED = 0.25
 TIMES = ("seconds_per_step", "compute_seconds", "exchange_seconds", "sum_seconds", "waiting_seconds")
@@ -22,8 +22,13 @@ TIMES = ("seconds_per_step", "compute_seconds", "exchange_seconds", "sum_seconds
 def prediction_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows of `predict`, bytes of a rank; with what was measured, if anything was."""
     measured = any(row.get("measured_seconds") for row in rows)
-    heads = [*HEADS, "measured", "off by"] if measured else HEADS
-    return markdown(heads, [[*_cells(row), *(_measured(row) if measured else [])] for row in rows])
+    twice = any(row["recomputed"] for row in rows)
+    heads = [*HEADS, *(["recomputed"] if twice else []), *(["measured", "off by"] if measured else [])]
+    cells = [
+        [*_cells(row), *([f"{row['recomputed']:.1%}"] if twice else []), *(_measured(row) if measured else [])]
+        for row in rows
+    ]
+    return markdown(heads, cells)
 
 
 def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -82,6 +87,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(row["ranks"]),
         "{replicas} × {rows} × {cols}".format(**row["grid"]),
         *(seconds_text(row[name]) for name in TIMES),
+        f"{row['mpi_share']:.0%}",
         *(bytes_text(row[name]) for name in ("bytes_sent", "bytes_summed", "bytes_held")),
     ]
 

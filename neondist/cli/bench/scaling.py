@@ -49,6 +49,10 @@ def add(benches: Any) -> None:
         "--measure", type=_none_or, metavar="1,2",
         help="rank counts to measure, for the error, or none; default: what the machine that was calibrated can run",
     )  # fmt: skip
+    one.add_argument(
+        "--measured", type=_times, default={}, metavar="8=0.24,16=0.25",
+        help="seconds of steps on the machine, by ranks: calibrate its compute_factor and jitter, for the other counts",
+    )  # fmt: skip
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-model)")
     one.set_defaults(command=predict)
 
@@ -142,10 +146,16 @@ def predict(arguments: argparse.Namespace) -> int:
         measured = [count for count in arguments.counts if here and count <= 2 * threads.cores()]
     folder = options.folder(arguments, "model")
     prepare(SingleTransport(), folder)
-    for count in arguments.counts:  # a grid that the file fixes is for one of them
+    given = arguments.measured
+    measured = [count for count in measured if count not in given]
+    for count in (*arguments.counts, *given):  # a grid that the file fixes is for one of them
         validated(arguments, SingleTransport(), count)
     with threadpool_limits(1):  # a rank for each core
-        rows = model.predict(lambda: _looked_at(arguments), sorted({*arguments.counts, *measured}), machine)
+        rows = model.predict(lambda: _looked_at(arguments), sorted({*arguments.counts, *measured, *given}), machine)
+    if given:
+        better = model.calibrated(machine, rows, given)
+        rows = [model.on(better, row, machine) | {"measured_seconds": given.get(row["ranks"])} for row in rows]
+        print(f"calibrated by --measured: compute_factor {better.compute_factor:.4g}, jitter {better.jitter:.3g}\n")
     for row in rows:
         if row["ranks"] in measured:
             row["measured_seconds"] = _measure(arguments, row)
@@ -186,3 +196,17 @@ def span(text: str) -> list[int]:
 def _none_or(text: str) -> list[int]:
     """Read '1,2', or 'none'."""
     return [] if text == "none" else options.counts(text)
+
+
+def _times(text: str) -> dict[int, float]:
+    """Read '8=0.24,16=0.25'."""
+    found = {}
+    for word in text.split(","):
+        ranks, _, seconds = word.partition("=")
+        try:
+            found[options.positive(ranks)] = float(seconds)
+        except ValueError:
+            found[options.positive(ranks)] = 0.0
+        if not 0 < found[int(ranks)] < float("inf"):
+            raise argparse.ArgumentTypeError(f"'{word}' is not RANKS=SECONDS; give for instance 8=0.24,16=0.25")
+    return found
