@@ -25,7 +25,7 @@ mutate: .venv/test
 zoo: .venv/test
 	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) tests/torch/test_zoo.py
 
-# half an hour on an otherwise idle machine; writes docs/performance.md; BENCH="--networks main": options of bench suite
+# an hour on an otherwise idle machine; writes docs/performance.md; BENCH="--networks main": options of bench suite
 bench: .venv/test
 	$(BIN)/python tools/bench_report.py $(BENCH)
 

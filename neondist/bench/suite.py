@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean, median
 from typing import Any, cast
@@ -51,8 +51,8 @@ def bench_suite(
     measure: Callable[[str, str, bool], Made],
     rounds: int,
     tell: Callable[[str], None] = lambda text: None,
-) -> list[Made]:
-    """Return a row for each network.
+) -> Iterator[Made]:
+    """Yield a row for each network, as soon as it is measured.
 
     Parameters
     ----------
@@ -66,7 +66,6 @@ def bench_suite(
     tell : function of a text
         Called before each turn.
     """
-    rows = []
     for network in networks:
         turns = {side: Turns() for side in sides}
         for count in range(rounds):
@@ -82,8 +81,7 @@ def bench_suite(
                 mine.seconds.append(made.pop("seconds"))
                 mine.peaks.append(made.pop("peak_bytes"))
                 mine.more = mine.more or made
-        rows.append(row_of(network, turns))
-    return rows
+        yield row_of(network, turns)
 
 
 def row_of(network: str, turns: Mapping[str, Turns]) -> Made:

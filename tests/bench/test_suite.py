@@ -75,7 +75,7 @@ def test_sides_have_their_turn_in_every_round():
 
 
 def made_of(sides, networks=("a", "b")):
-    rows = bench_suite(networks, sides, Measured(), 3)
+    rows = list(bench_suite(networks, sides, Measured(), 3))
     about = {"started": "2026-01-01T00:00", "processor": "P", "cores": 2, "python": "3", "versions": {"numpy": "2"}}
     made = {"ranks": 2, "threads": 1, "cores": 2, "rounds": 3, "sides": sides, "environment": about, "networks": rows}
     return made | {"notes": ["a note"], "means": means(rows, {"all": list(networks)}), "compared": "warm" in sides}

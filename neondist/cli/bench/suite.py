@@ -55,6 +55,11 @@ def suite(arguments: argparse.Namespace) -> int:
     notes: list[str] = []
     sides = [side for side in OURS if side != "ranks" or ranks > 1]
     sides += _theirs(list(THEIRS), notes)
+    made: dict[str, Any] = {
+        "bench": "suite", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores, "rounds": arguments.rounds,
+        "sides": sides, "environment": _environment(), "networks": [], "notes": notes,
+        "compared": any(side in THEIRS for side in sides),
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder:
         files = _files(arguments, Path(folder), sorted({1, ranks}))
         measure = _Measure(arguments, files, ranks, cores, Path(folder))
@@ -67,15 +72,12 @@ def suite(arguments: argparse.Namespace) -> int:
                 else:
                     status.update(text)
 
-            rows = bench_suite(list(files), _in_turn(sides), measure, arguments.rounds, tell)
-    made = {
-        "bench": "suite", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores, "rounds": arguments.rounds,
-        "sides": sides, "environment": _environment(), "networks": rows, "notes": notes,
-        "means": means(rows, {**GROUPS, "all": list(files)}), "compared": len(sides) > len(OURS),
-    }  # fmt: skip
+            for row in bench_suite(list(files), _in_turn(sides), measure, arguments.rounds, tell):
+                made["networks"].append(row)
+                made["means"] = means(made["networks"], {**GROUPS, "all": list(files)})
+                if arguments.json:  # after each network, for whoever stops before the last
+                    write_text(arguments.json, json.dumps(made, indent=2, default=str) + "\n")
     Console(soft_wrap=True).print(suite_table(made))
-    if arguments.json:
-        write_text(arguments.json, json.dumps(made, indent=2, default=str) + "\n")
     if arguments.markdown:
         write_text(arguments.markdown, suite_markdown(made))
     if arguments.plot:
@@ -83,7 +85,7 @@ def suite(arguments: argparse.Namespace) -> int:
     written = [file for file in (arguments.json, arguments.markdown, arguments.plot) if file]
     if written:
         options.print_written(written)
-    return int(any(side in row["why"] for row in rows for side in OURS))
+    return int(any(side in row["why"] for row in made["networks"] for side in OURS))
 
 
 def _check(arguments: argparse.Namespace, ranks: int, cores: int) -> None:
