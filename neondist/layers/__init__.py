@@ -15,7 +15,7 @@ from .functions import Activation, Identity, Logistic, RectLin, ReLU, Softmax, T
 from .global_avg_pooling import GlobalAvgPoolingLayer, GlobalAvgPoolingLayerDist
 from .group_norm import GroupNormLayer, GroupNormLayerDist, InstanceNormLayer, InstanceNormLayerDist
 from .l2_pooling import L2PoolingLayer, L2PoolingLayerDist
-from .layout import Parameter, Replicate, Shard, Tiled
+from .layout import Parameter, Replicate, Shard, Tiled, said_with
 from .lcn import LCNLayer, LCNLayerDist
 from .linear import FCLayer, FCLayerDist
 from .local import LocalFilteringLayer, LocalFilteringLayerDist
@@ -82,4 +82,5 @@ __all__ = [
     "Tiled",
     "UpsampleLayer",
     "UpsampleLayerDist",
+    "said_with",
 ]

@@ -7,26 +7,32 @@ from typing import Any
 from .base import Dist, Layer
 from .context import StepContext
 from .functions import Activation
+from .layout import said_with
 
 
 class ActivationLayer(Layer):
     """Applies `activation` to every cell: input and output (N, *spatial, C), local."""
 
     saves_input = saves_output = False
+    only_activates = True
 
     def __init__(self, activation: Activation, *, name: str | None = None) -> None:
         super().__init__(name=name)
         self.activation = activation
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return a copy, which the activation works on in place."""
+        """Return a copy, which the activation works on in place; or what it makes of the view without writing there."""
         y = ctx.out
-        self.kernels.copy(view, y)
+        if said_with(self.activation, "clips", "fprop"):
+            ctx.activate(view, y)
+            ctx.save(y=y)
+        else:
+            self.kernels.copy(view, y)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return dy, which has gone through the activation already."""
-        return dy
+        """Return dy, which has gone through the activation already where `forward` has left that to others."""
+        return self.kernels.relu_backward(ctx.y, dy, ctx.out) if ctx.activated else dy
 
 
 class ActivationLayerDist(Dist, ActivationLayer):

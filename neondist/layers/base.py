@@ -177,6 +177,13 @@ class Layer(LayerDescription):
         False: `backward` needs nothing of the view, whose memory others may then use.
     saves_output : bool
         False: it needs nothing of the memory that `forward` returned.
+    saves_activated : bool
+        False: nor of that where it has applied an activation.
+    absorbs : str
+        Which activation behind it goes with its own pass over memory, as `ctx.activation`: one of which this field is
+        true. It is said in the classes that have `forward` and `backward`.
+    only_activates : bool
+        Whether all that it does is to apply `activation`; said where `forward` is.
     gathers, scatters : GlobalArray or None
         Layers whose gradients of outputs are fetched before `input_gradient`, and layers whose windows slide over the
         output: what `forward` returns goes to those tiles that own the cells, and is added there.
@@ -188,6 +195,9 @@ class Layer(LayerDescription):
     activation: Activation | None = None
     saves_input = True
     saves_output = True
+    saves_activated = True
+    absorbs = ""
+    only_activates = False
     gathers: GlobalArray | None = None
     scatters: GlobalArray | None = None
 
@@ -292,6 +302,12 @@ class Layer(LayerDescription):
     def leaves(self) -> list[Layer]:
         """This layer."""
         return [self]
+
+    def can_absorb(self, activation: Activation) -> bool:
+        """Tell whether it applies this activation, of a layer behind it, in its own pass over memory."""
+        said = [said_with(self, "absorbs", method) for method in ("forward", "backward")]
+        fits = said == [self.absorbs] * 2 and self.activation is None and self.absorbs
+        return bool(fits and said_with(activation, self.absorbs, "fprop"))
 
     @property
     def bytes_sent(self) -> int:

@@ -34,6 +34,8 @@ class BatchNormLayer(NormLayer):
         super().__init__(name=name)
         self.momentum, self.eps = momentum, eps
 
+    absorbs = "clips"
+
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the moments of the batch, and the sums of the gradients."""
         group, channels = group_of(len(input_shape) > 1, replicas=True), input_shape[-1]

@@ -11,6 +11,8 @@ from ..backends import Kernels
 from ..errors import ConfigError, ShapeError
 from .base import Node, Shape
 from .containers import Container
+from .functions import Activation
+from .layout import said_with
 
 
 class Branches(Container):
@@ -31,6 +33,10 @@ class Branches(Container):
         values = [layer.lower(graph, value) for layer in self.layers]
         found: int = graph.join(self, values, self.output_shape_for(graph.shapes[value]))
         return found
+
+    def can_absorb(self, activation: Activation) -> bool:
+        """Tell whether `combine` has an argument `clip`, and this activation, of a layer behind it, is that."""
+        return False
 
     @abstractmethod
     def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:
@@ -59,11 +65,15 @@ class Sum(Branches):
         """Return the shape that all branches must give."""
         return self._shapes(input_shape, slice(None))[0]
 
-    def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:
-        """Write the sum of all branches."""
-        kernels.copy(parts[0], y)
-        for part in parts[1:]:
-            y += part
+    def can_absorb(self, activation: Activation) -> bool:
+        """Tell whether it is max(z, 0)."""
+        return bool(said_with(self, "clips", "combine") and said_with(activation, "clips", "fprop"))
+
+    clips = True
+
+    def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any, clip: bool = False) -> None:
+        """Write the sum of all branches, at least 0 if `clip`."""
+        kernels.add(parts, y, clip)
 
     def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
         """Give dy to every branch."""

@@ -65,6 +65,8 @@ class StepContext:
     out : array
         Where the result is wanted. Writing there saves a copy; returning any other array is right too. Asked for again,
         it is another array.
+    activation : Activation or None
+        The layer's own, or that of a layer behind it, which goes with its pass over memory.
     """
 
     reduced: Any = None
@@ -79,7 +81,7 @@ class StepContext:
     offered: Any = None
 
     def __init__(self, layer: Built, phase: Phase, samples: int, place: Callable[[], Any]) -> None:
-        self._layer, self.phase = layer, phase
+        self._layer, self.phase, self.activation = layer, phase, layer.activation
         self.training, self.step = phase.training, phase.step
         self._count, self._saved = samples, {}  # type: int, dict[str, Any]
         self.offer(place)
@@ -194,18 +196,17 @@ class StepContext:
 
     def activate(self, z: Any, y: Any) -> None:
         """Write the layer's activation of z, a part of the outputs that may be overwritten, into y."""
-        self.activated, activation = True, self._layer.activation
-        if activation is None:
+        self.activated = True
+        if self.activation is None:
             self.kernels.copy(z, y)
         else:
-            activation.finish(z, y, self.kernels)
+            self.activation.finish(z, y, self.kernels)
 
     def activation_gradient(self, y: Any, dy: Any) -> Any:
         """Return the gradient of z of `activate`, contiguous, given (a part of) the outputs and their gradient."""
-        activation = self._layer.activation
-        if activation is None or not self.activated:
+        if self.activation is None or not self.activated:
             return self.xp.ascontiguousarray(dy)
-        return activation.begin(y, dy, self.kernels)
+        return self.activation.begin(y, dy, self.kernels)
 
     # Halos beside the view's, which the layer has declared in `halos_for`.
 
@@ -244,4 +245,5 @@ class CellRandom:
         return rng.normal(self.stream, self.index)
 
 
-_RESERVED = frozenset(name for name in dir(StepContext) if not name.startswith("__")) | {"phase", "step", "training"}
+_OWN = {"activation", "phase", "step", "training"}
+_RESERVED = frozenset(name for name in dir(StepContext) if not name.startswith("__")) | _OWN

@@ -39,7 +39,7 @@ class ConvLayer(Layer):
     """
 
     needs_image = True
-
+    absorbs = "elementwise"
     saves_output = False
     window: Window
 
@@ -124,7 +124,7 @@ class ConvLayer(Layer):
         """Return the convolution plus bias, after the activation."""
         y, bias = ctx.out, ctx.params["bias"] if self.bias else None
         self.kernels.conv_into(y, view, ctx.params["weights"], *self._how, bias, ctx.activate)
-        ctx.save(view=view, y=None if self.activation is None else y)
+        ctx.save(view=view, y=None if ctx.activation is None else y)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:

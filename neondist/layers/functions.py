@@ -17,9 +17,11 @@ class Activation(Registered, ABC):
     ----------
     elementwise : bool
         Whether it is one of each channel alone. It is said in the class that has the `fprop`.
+    clips : bool
+        Whether it is max(z, 0); said there too.
     """
 
-    elementwise = False
+    elementwise = clips = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let `finish` and `begin` follow `fprop` and `bprop`, where a class replaces these alone."""
@@ -64,7 +66,7 @@ class ReLU(Activation):
 
     _also_called = ("RectLin",)
 
-    elementwise = True
+    elementwise = clips = True
 
     def fprop(self, z: Any) -> Any:
         """Return max(z, 0)."""

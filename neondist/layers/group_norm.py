@@ -25,6 +25,8 @@ class SampleNormLayer(NormLayer):
     (N, *spatial, C), local.
     """
 
+    absorbs = "clips"
+
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
         super().__init__(name=name)
         self.eps, self.affine = eps, affine

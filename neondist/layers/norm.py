@@ -14,11 +14,12 @@ class NormLayer(Layer):
     """Base of the layers that normalise cells by statistics of the image."""
 
     sums_image = True
-    saves_output = False
+    saves_output = saves_activated = False
 
     def normalised(self, ctx: StepContext, view: Any, mean: Any, scale: Any, shift: Any) -> Any:
         """Return (view - mean) * scale + shift, given numbers (groups, C); keep what the way back needs."""
-        how, y = Normal(mean, scale, shift), ctx.out
+        how, y = Normal(mean, scale, shift, clip=ctx.activation is not None), ctx.out
+        ctx.activated = True
         self.kernels.normalise(view, how, y)
         ctx.save(view=view, how=how)
         return y

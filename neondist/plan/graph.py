@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..errors import ShapeError, UserError
 from ..geometry import split
-from ..layers import Branches, Layer, Node, Shard
+from ..layers import Branches, Layer, Node, Shard, said_with
 
 Shape = tuple[int, ...]
 
@@ -55,6 +55,9 @@ class Graph:
         For every number of nodes: how many steps they are, and the value that they give.
     readers : list of list of int
         The steps that read each value.
+    absorbed : dict of step to step
+        Layers that do nothing but activate, each by the step before it, which does so in its own pass over memory: its
+        result is what both give, and no value by itself.
     shards : set of int
         Vectors that each rank of a replica has its range of alone, since all who read them want no more.
     """
@@ -66,7 +69,16 @@ class Graph:
         for at, step in enumerate(self.steps):
             for value in step.inputs:
                 self.readers[value].append(at)
+        self.absorbed = {at: at - 1 for at in range(1, len(self.steps)) if self._absorbed(at)}
         self.shards = {step.output for step in self.steps if self._stays_cut(step)}
+
+    def _absorbed(self, at: int) -> bool:
+        layer, before = self.steps[at].layer, self.steps[at - 1]
+        alone = self.readers[before.output] == [at] and len(self.shapes[before.output]) > 1
+        if layer is None or not alone or not layer.only_activates or not said_with(layer, "only_activates", "forward"):
+            return False
+        by = before.layer or before.join
+        return by is not None and layer.activation is not None and by.can_absorb(layer.activation)
 
     def _stays_cut(self, step: Step) -> bool:
         readers = self.readers[step.output]

@@ -105,7 +105,8 @@ def plan_memory(
     gradient : whether that of the input is needed
     """
     steps, end = graph.steps, 2 * len(graph.steps) - 1
-    made = {step.output: at for at, step in enumerate(steps)}
+    made = {step.output: graph.absorbed.get(at, at) for at, step in enumerate(steps)}
+    gone = {steps[by].output for by in graph.absorbed.values()}  # values that are no more than an intermediate result
     plan = MemoryPlan(len(steps))
 
     @cache
@@ -115,14 +116,14 @@ def plan_memory(
             return end
         at = made[value]
         last = end - at
-        if steps[at].join is not None:
+        if steps[at].join is not None and value == steps[at].output:
             last = max([last, *(read_last(v) for v in steps[at].inputs if len(graph.readers[v]) == 1)])
         return last
 
     for value, readers in enumerate(graph.readers):
         if len(readers) == 1 and windowed[readers[0]]:
             plan.homes[value] = readers[0]
-        elif value:
+        elif value and value not in gone:
             first = made[value]
             saved = [end - at for at in readers if not windowed[at] and _saves(steps[at])]
             last = max([first, *readers, *saved, *_looked_at(steps, value, made)])
@@ -130,7 +131,7 @@ def plan_memory(
         if (value or gradient) and len(readers) > 1:
             plan.sums[value] = plan.add(numbers[value], end - max(readers), read_last(value))
     for at, step in enumerate(steps):
-        if step.layer is None:
+        if step.layer is None or (at in graph.absorbed and steps[graph.absorbed[at]].join is None):
             continue
         (value,) = step.inputs
         back, homed = end - at, plan.homes.get(value) == at
@@ -151,5 +152,8 @@ def _saves(step: Step) -> bool:
 def _looked_at(steps: Sequence[Step], value: int, made: dict[int, int]) -> list[int]:
     """Return when what made a value looks at it again."""
     at = made.get(value)
-    layer = None if at is None else steps[at].layer
-    return [] if at is None or layer is None or not layer.keeps_output else [2 * len(steps) - 1 - at]
+    if at is None:
+        return []
+    layer, absorbs = steps[at].layer, value != steps[at].output
+    looks = absorbs if layer is None else layer.keeps_output or (absorbs and layer.saves_activated)
+    return [2 * len(steps) - 1 - at] if looks else []

@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal
 
 from ..geometry import Box, GridShape, HaloPlan, Overlapping, Partition, Window, looked_at, sources
-from ..layers import Shard
+from ..layers import Activation, Shard
 from .graph import Graph, Step
 from .layer import LayerPlan
 from .memory import MemoryPlan, plan_memory
@@ -92,6 +92,7 @@ class Segment:
     """
 
     saves_input, keeps_output, gives_shards, layout = True, False, False, None
+    only_activates = False
 
     def __init__(self, plans: Sequence[LayerPlan], rows: Rows, itemsize: int) -> None:
         self.plans, self.rows, self.itemsize = list(plans), rows, itemsize
@@ -129,6 +130,10 @@ class Segment:
         section = PlannedSection(0, len(steps), graph, placed, GridShape(), outputs, True)
         for at in range(strips.tiles):
             yield at, section
+
+    def can_absorb(self, activation: Activation) -> bool:
+        """Return no: it ends with what its last layer gives."""
+        return False
 
     def length(self, tile: int) -> int:
         """Return the numbers of a sample that the largest strip needs."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..halo import Phase
 from ..layers import Context, Layer
-from ..plan import Graph, Plan, Step
+from ..plan import Graph, Plan
 from .arena import Blocks
 from .section import Section
 from .strips import Strips
@@ -69,7 +69,7 @@ class Executor:
         compiled: Plan,
         context: Context,
         samples: int,
-        layer_task: Callable[[int, Step, Layer, Graph], Task] = LayerTask,
+        layer_task: Callable[[int, Graph, Layer], Task] = LayerTask,
     ) -> None:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
         self.blocks, shared = (Blocks(samples, context.dtype, context.backend) for _ in range(2))
@@ -80,7 +80,7 @@ class Executor:
         #: whether a step of training needs all samples at once somewhere: then micro-batches have to go together
         self.over_batch = any(task.over_batch for section in self.sections for task in section.tasks)
 
-    def with_tasks(self, layer_task: Callable[[int, Step, Layer, Graph], Task]) -> Executor:
+    def with_tasks(self, layer_task: Callable[[int, Graph, Layer], Task]) -> Executor:
         """Return one of the same plan in which something else runs a layer's step."""
         return Executor(self.compiled, self.context, self.blocks.samples, layer_task)
 

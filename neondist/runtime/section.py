@@ -8,10 +8,10 @@ from typing import Any
 from ..errors import PassError
 from ..halo import Phase
 from ..layers import Context, Layer
-from ..plan import Graph, PlannedSection, Step
+from ..plan import Graph, PlannedSection
 from ..plan.section import NOWHERE
 from .arena import Arena, Blocks
-from .tasks import JoinTask, LayerTask, Task
+from .tasks import JoinTask, LayerTask, PassedTask, Task
 from .workspace import SectionPass, Workspace
 
 
@@ -40,18 +40,19 @@ class Section:
         tile: int,
         blocks: Blocks,
         instead: Mapping[int, Any],
-        layer_task: Callable[[int, Step, Layer, Graph], Task] = LayerTask,
+        layer_task: Callable[[int, Graph, Layer], Task] = LayerTask,
     ) -> None:
         self.graph, self.context, self.blocks = planned.graph, context, blocks
         self.first, self.last = planned.first, planned.last
         self.tasks: list[Task] = []
         for at, step in enumerate(self.graph.steps):
-            if step.join is None:
-                layer: Any = instead.get(id(step.layer), step.layer)
-                self.tasks.append(layer_task(at, step, layer, self.graph))
+            layer: Any = instead.get(id(step.layer), step.layer)
+            if step.join is not None:
+                self.tasks.append(JoinTask(at, self.graph, step.join, context.backend.kernels))
+            elif at in self.graph.absorbed:
+                self.tasks.append(PassedTask(at, self.graph, layer))
             else:
-                channels = [self.graph.shapes[value][-1] for value in step.inputs]
-                self.tasks.append(JoinTask(at, step, step.join, channels, context.backend.kernels))
+                self.tasks.append(layer_task(at, self.graph, layer))
         self.shapes, self.plan = planned.tile_shapes(tile), planned.live_ranges(tile)
         blocks.provide(self.plan.length)
         self.workspaces: dict[int, Workspace] = {}
@@ -109,6 +110,8 @@ class Section:
             Is called for each layer when its gradients are complete.
         """
         stop, value = self.graph.ends[first]
+        if wanted and stop in self.graph.absorbed:
+            raise PassError("a way back cannot end between a layer and its activation; go back as far as the layer")
         end = runs[0].steps
         gradients = [
             {run.value: self.tasks[end - 1].part(dy) if end else dy} for run, dy in zip(runs, dys, strict=True)

@@ -26,8 +26,20 @@ class Task(ABC):
     array: GlobalArray | None = None
     layers: Sequence[Layer] = ()
 
-    def __init__(self, at: int, step: Step) -> None:
+    def __init__(self, at: int, graph: Graph) -> None:
+        step = graph.steps[at]
         self.at, self.inputs, self.output = at, step.inputs, step.output
+        #: the step of an activation that goes with this one
+        self.behind = graph.steps[at + 1] if graph.absorbed.get(at + 1) == at else None
+
+    def absorbed(self, run: SectionPass) -> Step | None:
+        """Return the step behind this one that a pass takes with it."""
+        return self.behind if run.steps > self.at + 1 else None
+
+    def gives(self, run: SectionPass) -> int:
+        """Return the value in whose place a pass wants the result."""
+        behind = self.absorbed(run)
+        return self.output if behind is None else behind.output
 
     @abstractmethod
     def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
@@ -49,20 +61,57 @@ class Task(ABC):
 class JoinTask(Task):
     """Several values become one."""
 
-    def __init__(self, at: int, step: Step, join: Branches, channels: Sequence[int], kernels: Kernels) -> None:
-        super().__init__(at, step)
-        self.join, self.channels, self.kernels = join, channels, kernels
+    def __init__(self, at: int, graph: Graph, join: Branches, kernels: Kernels) -> None:
+        super().__init__(at, graph)
+        self.join, self.channels, self.kernels = join, [graph.shapes[value][-1] for value in self.inputs], kernels
 
     def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Write the joined values where their reader wants them."""
-        found = [run.workspace.value_place(self.output, run.samples) for run in runs]
-        for values, y in zip(inputs, found, strict=True):
-            self.join.combine(self.kernels, values, y)
+        found = [run.workspace.value_place(self.gives(run), run.samples) for run in runs]
+        for run, values, y in zip(runs, inputs, found, strict=True):
+            if self.absorbed(run) is None:
+                self.join.combine(self.kernels, values, y)
+            else:
+                self.join.combine(self.kernels, values, y, clip=True)  # type: ignore[call-arg]
+                run.joined[self.at] = y
         return found
 
     def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return parts of dy, or dy itself."""
-        return [self.join.split(dy, self.channels) for dy in dys]
+        return [self.join.split(self._before(run, dy), self.channels) for run, dy in zip(runs, dys, strict=True)]
+
+    def _before(self, run: SectionPass, dy: Any) -> Any:
+        """Return the gradient of what was joined."""
+        if self.absorbed(run) is None:
+            return dy
+        place = run.workspace.gradient_place(self.at + 1, self.output, run.samples)
+        return self.kernels.relu_backward(run.joined[self.at], dy, place)
+
+
+class PassedTask(Task):
+    """An activation that the step before has applied."""
+
+    def __init__(self, at: int, graph: Graph, layer: Layer) -> None:
+        super().__init__(at, graph)
+        self.layer, self.layers, self.observers = layer, layer.leaves, layer.context.grid.observers
+
+    def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        """Hand on what comes."""
+        found = [y for (y,) in inputs]
+        self._tell("forward", "output", found)
+        return found
+
+    def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
+        """Hand on what comes; the step before makes of it the gradient of its own."""
+        self._tell("backward", "gradient of the input", dys)
+        return [[dy] for dy in dys]
+
+    def _tell(self, direction: str, what: str, arrays: Sequence[Any]) -> None:
+        if self.observers:
+            with self.observers.during("layer", str(self.layer.name), direction):
+                pass
+            for array in arrays:
+                self.observers.value(self.layer, what, array)
 
 
 class LayerTask(Task):
@@ -70,8 +119,9 @@ class LayerTask(Task):
 
     context_class = StepContext
 
-    def __init__(self, at: int, step: Step, layer: Layer, graph: Graph) -> None:
-        super().__init__(at, step)
+    def __init__(self, at: int, graph: Graph, layer: Layer) -> None:
+        super().__init__(at, graph)
+        step = graph.steps[at]
         self.layer, self.layers, self.name = layer, layer.leaves, str(layer.name)
         self.array: GlobalArray = layer.input
         (value,) = step.inputs
@@ -114,9 +164,11 @@ class LayerTask(Task):
 
     def _seen(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
         """Return a new call's ctx and view."""
-        layer, space, samples = self.layer, run.workspace, run.samples
+        layer, space, samples, behind = self.layer, run.workspace, run.samples, self.absorbed(run)
         x = x if self.opens is None else x[..., self.opens.plan.own.slices[0]]
-        ctx = self.context_class(layer, run.phase, samples, partial(space.value_place, self.output, samples))
+        ctx = self.context_class(layer, run.phase, samples, partial(space.value_place, self.gives(run), samples))
+        if behind is not None and behind.layer is not None:
+            ctx.activation = behind.layer.activation
         run.contexts[self.at], ctx.repeats = ctx, run.given is not None
         return ctx, x if not self.windowed else self.halo("forward", ctx, space.view(self.at, samples), x)
 
@@ -132,17 +184,17 @@ class LayerTask(Task):
         layer = self.layer
         if y is not ctx.offered and ctx.offered is not None:
             ctx.shield(ctx.offered)  # what a parent's method saved there, whoever reads y may get it there
-        if layer.activation is not None and not ctx.activated:
+        if ctx.activation is not None and not ctx.activated:
             if y is ctx.offered:
                 ctx.shield(y)
             else:
                 y = self._copied(ctx, y)
-            ctx.output = y = layer.activation.fprop(y)
+            ctx.output = y = ctx.activation.fprop(y)
         elif y is not ctx.offered and layer.kernels.xp.may_share_memory(y, view):
             y = self._copied(ctx, y)
         if not layer.saves_input:
             ctx.shield(view)
-        if not layer.keeps_output:
+        if not (layer.keeps_output or (ctx.activation is not None and layer.saves_activated)):
             ctx.shield(y)
         return y
 
@@ -155,8 +207,8 @@ class LayerTask(Task):
         """Return a call's ctx, and the gradient of what the layer's forward returned."""
         layer, ctx = self.layer, run.contexts[self.at]
         assert ctx is not None
-        if layer.activation is not None and not ctx.activated:
-            dy = layer.activation.bprop(ctx.output, dy)
+        if ctx.activation is not None and not ctx.activated:
+            dy = ctx.activation.bprop(ctx.output, dy)
         ctx.needs_input_gradient = needed
         if self.opens is not None:
             shape = run.samples, *self.opens.plan.own.shape

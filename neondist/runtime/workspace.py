@@ -38,7 +38,7 @@ class Workspace:
         """Return the array (samples, *tile, C) where a value is wanted."""
         if (at := self.plan.homes.get(value)) is not None:
             return self.view(at, samples).tile
-        return self._array(self.plan.values[value], value, samples)
+        return self._array(self.plan.values.get(value), value, samples)
 
     def gradient_place(self, at: int, value: int, samples: int) -> Any:
         """Return the array where the gradient of a step's view is wanted; what lies there lasts until it is read."""
@@ -89,6 +89,8 @@ class SectionPass:
         self.steps, self.value = end
         self.contexts: list[StepContext | None] = [None] * self.steps
         self.output: Any = None
+        #: what joins gave whose activation is gone back through with it
+        self.joined: dict[int, Any] = {}
 
     @property
     def workspace(self) -> Workspace:
