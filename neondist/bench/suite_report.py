@@ -98,7 +98,11 @@ def _means(made: Made) -> list[str]:
 def _notes(made: Made) -> list[str]:
     notes = list(made["notes"])
     if any(row["best"] for row in made["networks"]):
-        notes.append("PyTorch: " + "; ".join(f"{side}: {what}" for side, what in THEIRS.items()) + "; * its fastest")
+        notes.append(
+            "PyTorch: "
+            + "; ".join(f"{side}: {THEIRS[side]}" for side in THEIRS if side in made["sides"])
+            + "; * its fastest"
+        )
     for row in made["networks"]:
         for why in dict.fromkeys(row["why"].values()):
             notes.append(f"{row['network']}, {', '.join(s for s, one in row['why'].items() if one == why)}: {why}")
