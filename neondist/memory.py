@@ -6,11 +6,14 @@ it kills whoever uses it.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import ConfigError, DataError
+from .job import detect
 
 _CONTROL = Path("/sys/fs/cgroup")
 _FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
@@ -48,6 +51,46 @@ def free_memory() -> int | None:
     """
     found = [*_of_machine(), *_of_control_groups(), *_of_process()]
     return max(0, min(found)) if found else None
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for unit, base in (("", 1024), ("b", 1000), ("ib", 1024))
+}
+PROCESS = 450 << 20
+"""bytes of a rank before its first step, and of what kernels take for a moment: Python, its libraries, their buffers"""
+
+
+def as_bytes(field: str, memory: int | str) -> int:
+    """Return a number of bytes as people write it: 8GiB, '500 MB' or the number; ConfigError names the field."""
+    number, unit = re.fullmatch(r"\s*([0-9.]*)\s*(.*?)\s*", str(memory)).groups()  # type: ignore[union-attr]
+    try:
+        found = int(float(number) * _UNITS[unit.lower()])
+    except (ValueError, KeyError, OverflowError):
+        found = 0
+    if found < 1:
+        raise ConfigError(f"{field}: {memory!r} is no amount of memory; give one such as 8GiB, 500MB, or bytes")
+    return found
+
+
+def share_of(memory: int, ranks: int) -> int:
+    """Return the bytes that each of so many ranks may use for a network, of those that all on a machine have.
+
+    Raises
+    ------
+    ConfigError
+        Nothing is left beside what every process takes.
+    """
+    job = detect(os.environ)
+    here = min(ranks, (job.local_size if job else None) or ranks)
+    found = memory // here - PROCESS
+    if found <= 0:
+        raise ConfigError(
+            f"memory: {words(memory)} for {here} ranks on a machine; each of them takes {words(PROCESS)} before it"
+            f" holds any image: give more than {words(PROCESS * here)}, or start fewer ranks"
+        )
+    return found
 
 
 def words(count: float) -> str:

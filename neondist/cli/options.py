@@ -12,12 +12,16 @@ RANKS = "ranks to start with mpirun (default 1); inside an MPI job the job's siz
 
 
 def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS) -> None:
-    """Add FILE.yaml, -n, --set and --import."""
+    """Add FILE.yaml, -n, --set, --memory and --import."""
     one.add_argument("file", metavar="FILE.yaml", help="the experiment")
     ranks(one, ranks_help)
     one.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY.PATH=VALUE",
         help="change fields of the file, e.g. --set epochs=2 model.layers.0.kernel_size=3",
+    )  # fmt: skip
+    one.add_argument(
+        "--memory", dest="settings", action="append", type="memory={}".format, metavar="SIZE",
+        help="what all processes on a machine may use, such as 8GiB: a step that takes more goes strip by strip",
     )  # fmt: skip
     one.add_argument(
         "--import", dest="modules", action="append", default=[], metavar="MODULE",

@@ -125,6 +125,12 @@ class ProcessGrid:
         found._wide = tiles
         return found
 
+    def of_strip(self, shape: GridShape, strip: int) -> ProcessGrid:
+        """Return a grid of this process alone, which takes itself for a tile of another shape, and sends nothing."""
+        found = ProcessGrid.serial()
+        found.shape, found.tile = shape, strip
+        return found
+
     def sample_range(self, batch: int) -> tuple[int, int]:
         """Return the half-open range of samples, of a batch, that this rank's replica takes."""
         return split(batch, self.replicas, self.replica)

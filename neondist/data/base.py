@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from ..comm import ProcessGrid, agree
 from ..errors import ConfigError, DataError, NotReadyError, ShapeError
 from ..io.hdf5 import checksum
+from ..lazy import LazyTile
 from ..registry import Registered
 
 SPLITS = ("train", "validation", "test")
@@ -68,6 +69,10 @@ class Split:
         """Return this rank's tile of the samples `indices`, local shape (n, *tile, C), normalised and contiguous."""
         return normalised(self.tiles[_sample_numbers(indices)], *self.normalisation, dtype)
 
+    def lazily(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> LazyTile:
+        """Return the same as `images`, of which cells are read and normalised when they are asked for."""
+        return _LazyImages(self, _sample_numbers(indices), np.dtype(dtype))
+
     def part(self, first: int, end: int) -> Split:
         """Return the samples from `first` to before `end` as a split of their own; nothing is copied."""
         part = copy(self)
@@ -91,17 +96,37 @@ class Split:
         return self.labels[_sample_numbers(indices)]
 
     def batches(
-        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32"
-    ) -> Generator[tuple[np.ndarray, np.ndarray]]:
+        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazily: bool = False
+    ) -> Generator[tuple[Any, np.ndarray]]:
         """Yield `images` and `targets` of one part after the other; a split on disk reads the next part meanwhile.
 
         Close the generator (`contextlib.closing`) where it may not be used up.
+
+        Parameters
+        ----------
+        lazily : bool
+            Yield images that are read when they are asked for: those of a model that has a strip at a time in memory.
         """
         for part in parts:
-            yield self.images(part, dtype), self.targets(part)
+            yield self.lazily(part, dtype) if lazily else self.images(part, dtype), self.targets(part)
 
     def close(self) -> None:
         """Let go of open files, and wait for what is being read; what is read later opens them again."""
+
+
+class _LazyImages(LazyTile):
+    def __init__(self, split: Split, numbers: np.ndarray, dtype: np.dtype) -> None:
+        self._split, self._numbers, self.dtype = split, numbers, dtype
+        self.shape = (len(numbers), *_shape(split.tiles))
+
+    def samples(self, numbers: range) -> LazyTile:
+        """Return some of the samples."""
+        return _LazyImages(self._split, self._numbers[slice(numbers.start, numbers.stop, numbers.step)], self.dtype)
+
+    def read(self, cells: Sequence[slice]) -> np.ndarray:
+        """Return normalised cells (n, *cells, C)."""
+        raw = part_of(self._split.tiles, self._numbers, tuple(cells))
+        return normalised(raw, *self._split.normalisation, self.dtype)
 
 
 class _Slice:
@@ -119,6 +144,13 @@ class _Slice:
 
     def __getitem__(self, indices: Any) -> np.ndarray:
         return self._samples[self._numbers[indices]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self), *_shape(self._samples))
+
+    def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+        return part_of(self._samples, self._numbers[indices], cells)
 
 
 class Dataset(Registered, ABC):
@@ -247,6 +279,21 @@ class Dataset(Registered, ABC):
         """Let go of the open files of all splits; what is read later opens them again."""
         for split in self.splits.values():
             split.close()
+
+
+def part_of(tiles: Tiles, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+    """Return cells (n, *cells, ...) of the tiles of some samples; of those made on demand, from whole tiles."""
+    if hasattr(tiles, "part"):
+        found: np.ndarray = tiles.part(numbers, cells)
+        return found
+    if isinstance(tiles, np.ndarray):
+        return np.stack([tiles[number][cells] for number in numbers])
+    return tiles[numbers][(slice(None), *cells)]
+
+
+def _shape(tiles: Tiles) -> tuple[int, ...]:
+    """Return the shape of a tile; where it is not told, of the first one."""
+    return tuple(getattr(tiles, "shape", None) or tiles[np.arange(1)].shape)[1:]
 
 
 def _is_fraction(value: object) -> bool:

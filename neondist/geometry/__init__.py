@@ -7,9 +7,9 @@ no distributed test can pass.
 
 from .box import Box
 from .gradient_window import GradientWindow, halo_volume
-from .grid_shape import GridShape, grid_shape
+from .grid_shape import GridShape, StripGrid, grid_shape
 from .plan import HaloPlan, Piece, RepartitionPlan, TransferPlan, fold
-from .regions import Overlapping, looked_at, sources
+from .regions import Overlapping, hulls, looked_at, sources
 from .split import Partition, factorisations, split
 from .upsampling import Upsampling
 from .window import Window, same_padding
@@ -23,6 +23,7 @@ __all__ = [
     "Partition",
     "Piece",
     "RepartitionPlan",
+    "StripGrid",
     "TransferPlan",
     "Upsampling",
     "Window",
@@ -30,6 +31,7 @@ __all__ = [
     "fold",
     "grid_shape",
     "halo_volume",
+    "hulls",
     "looked_at",
     "same_padding",
     "sources",

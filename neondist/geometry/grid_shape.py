@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 from ..errors import ConfigError, GridError
-from .split import Partition, factorisations
+from .regions import Overlapping
+from .split import Partition, factorisations, split
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,49 @@ class GridShape:
                 f"images of extent {tuple(extent)} have more than the three spatial axes that a grid can cut"
             )
         return Partition(tuple(extent), self.parts(len(extent)), self.tiles)
+
+
+@dataclass(frozen=True)
+class StripGrid(GridShape):
+    """A grid whose tiles are cut into strips along the first axis; they are numbered as if they were tiles."""
+
+    strips: int = 1
+
+    @property
+    def tiles(self) -> int:
+        """Strips of all tiles together."""
+        return super().tiles * self.strips
+
+    def parts(self, ndim: int) -> tuple[int, ...]:
+        """Return into how many ranges each of `ndim` spatial axes is cut."""
+        first, *others = self.whole.parts(ndim) if ndim else (1,)
+        return (first * self.strips, *others)[:ndim]
+
+    @property
+    def whole(self) -> GridShape:
+        """The grid without strips."""
+        return GridShape(self.replicas, self.rows, self.cols, self.planes)
+
+    def partition(self, extent: Sequence[int]) -> Partition:
+        """Return the cut of an image into strips: each tile's cells are those of its strips."""
+        return _in_strips(self, tuple(extent))
+
+    def of_tile(self, tile: int, ndim: int) -> list[int]:
+        """Return the numbers of a tile's strips, of images with `ndim` axes."""
+        others = self.whole.parts(ndim)[1:]
+        place, rest = divmod(tile, prod(others))
+        return [(place * self.strips + at) * prod(others) + rest for at in range(self.strips)]
+
+
+@lru_cache(maxsize=256)
+def _in_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
+    tiles = grid.whole.partition(extent)
+    if not extent:
+        return Partition((), (), grid.tiles)
+    ranges = [tuple(tiles.range(axis, part) for part in range(parts)) for axis, parts in enumerate(tiles.parts)]
+    cut = ((lo, *split(hi - lo, grid.strips, at)) for lo, hi in ranges[0] for at in range(grid.strips))
+    ranges[0] = tuple((lo + first, lo + last) for lo, first, last in cut)
+    return Overlapping(extent, grid.parts(len(extent)), grid.tiles, tuple(ranges))
 
 
 def grid_shape(

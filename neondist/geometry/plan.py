@@ -155,6 +155,8 @@ class RepartitionPlan(TransferPlan):
 
 
 def _output(partition: Partition, window: Window) -> Partition:
+    if window.pointwise:
+        return partition
     return Partition(window.output_extent(partition.extent), partition.parts, partition.copies)
 
 

@@ -38,6 +38,15 @@ class Overlapping(Partition):
         return self.ranges[axis][part]
 
 
+def hulls(one: Partition, other: Partition) -> Overlapping:
+    """Return the ranges around both of each part."""
+    ranges = tuple(
+        tuple(_hull(one.range(axis, part), other.range(axis, part)) for part in range(parts))
+        for axis, parts in enumerate(one.parts)
+    )
+    return Overlapping(one.extent, one.parts, one.copies, ranges)
+
+
 def looked_at(outputs: Partition, window: Window, extent: tuple[int, ...]) -> Overlapping:
     """Return the cells of an image that the windows of each part's outputs see, those outside of it too."""
     ranges = tuple(tuple(needs_along(outputs, window, axis)) for axis in range(len(extent)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,6 +72,8 @@ class StepContext:
 
     reduced: Any = None
     needs_input_gradient = True
+    #: False: a call before has given the layer's gradients already, and what is assigned to `grads` is forgotten
+    needs_weight_gradients = True
     #: whether another call has changed the state for this one: of micro-batches with the same statistics, or run again
     repeats = False
     #: whether `forward` has applied the layer's activation itself
@@ -128,7 +131,7 @@ class StepContext:
     @property
     def grads(self) -> dict[str, Any]:
         """Takes this rank's contribution to the gradients; what several calls assign is added up."""
-        return self._layer.grads
+        return self._layer.grads if self.needs_weight_gradients else defaultdict(float)
 
     @property
     def xp(self) -> Any:
@@ -162,11 +165,11 @@ class StepContext:
         return self._layer.input.own
 
     def owned(self, array: Any) -> Any:
-        """Return the part of an array over the input tile that no other rank has too."""
+        """Return the part of an array over the view that no other call or rank has too."""
         layer = self._layer
         if layer.regions[0] is None:
             return array
-        own = layer.context.grid.tile_box(layer.input_shape[:-1]).relative_to(layer.input.own)
+        own = layer.context.grid.tile_box(layer.input_shape[:-1]).relative_to(layer.input.need)
         return array[(slice(None), *own.slices)]
 
     def local_contribution(self, array: Any) -> Any:

@@ -27,7 +27,7 @@ class Autoencoder:
     summed over the tiles.
     """
 
-    num_initial_epochs = 0
+    num_initial_epochs, streams = 0, False
 
     def __init__(
         self,

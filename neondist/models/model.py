@@ -14,6 +14,7 @@ from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, scheme_text
 from ..layers import Context, Node, Sequential
+from ..memory import as_bytes, share_of
 from ..optim import SGD, Optimizer
 from ..parallel import SYNCS, GradientSync, Parameters, ParameterShard, TrainedSubset, gather, load
 from ..plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
@@ -23,7 +24,7 @@ from ..renamed import Renamed
 from ..runtime import Executor
 from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
-from .passes import ModelPass
+from .passes import ModelPass, images_for
 from .targets import local_targets
 from .train_step import ModelStep
 from .trainable import Whole
@@ -61,6 +62,10 @@ class Model(Whole):
         Execute layers without reductions between them together, so many rows of their output at a time ('auto': as many
         as fit into a cache), and keep nothing of what is between them. The numbers are those of whole tiles, but for
         rounding.
+    memory : int or str, optional
+        What the processes on one machine may use together, such as '8GiB'. Where a step takes more, its first layers
+        go through it strip after strip of the image, `strips` rows of their output at a time, or as many as fit; each
+        goes forward again on the way back. The numbers are the same, but for rounding.
 
     Attributes
     ----------
@@ -112,6 +117,7 @@ class Model(Whole):
         sync: Literal["allreduce", "bucketed"] = "allreduce",
         recompute: bool = False,
         strips: Count | Literal["auto"] | None = None,
+        memory: int | str | None = None,
         scheme: ExchangePolicy | str = "halo",
     ) -> None:
         if not layers:
@@ -134,7 +140,8 @@ class Model(Whole):
             layer.scheme = layer.scheme or self.scheme
         self.accumulate, self.recompute, self._sync = accumulate, recompute, SYNCS[sync]
         self.strips: int | Literal["auto"] | None = None
-        self.execute(strips=strips)
+        self.memory: int | None = None
+        self.execute(strips=strips, memory=memory)
 
     def execute(
         self,
@@ -142,6 +149,7 @@ class Model(Whole):
         sync: str | None = None,
         recompute: bool | None = None,
         strips: int | Literal["auto"] | None = None,
+        memory: int | str | None = None,
     ) -> None:
         """Say how a step is executed, before the model is built, with arguments of the constructor; None: as before.
 
@@ -150,11 +158,13 @@ class Model(Whole):
         ConfigError
             The model, or the scheme of a layer, does not allow it.
         """
-        if strips is not None and self.no_strips:
-            raise ConfigError(f"strips: {type(self).__name__} {self.no_strips}; leave out strips")
+        for field, value in (("strips", strips), ("memory", memory)):
+            if value is not None and self.no_strips:
+                raise ConfigError(f"{field}: {type(self).__name__} {self.no_strips}; leave out {field}")
         self.accumulate = self.accumulate if accumulate is None else accumulate
         self.recompute = self.recompute if recompute is None else recompute
         self.strips = self.strips if strips is None else strips
+        self.memory = self.memory if memory is None else as_bytes("memory", memory)
         self._sync = self._sync if sync is None else SYNCS[sync]
         for asked, field in ((self.accumulate > 1, "accumulate"), (self.recompute, "recompute")):
             for layer in self.leaves if asked else ():
@@ -176,8 +186,10 @@ class Model(Whole):
         batch_size : int, optional
             Global; default one sample for each replica.
         """
-        training = Training(self.cost, self.optimizer, self.dtype, self.accumulate, self.recompute, self.strips)
-        return compile_plan(self.chain, tuple(input_shape), grid or GridShape(), batch_size, training)
+        grid = grid or GridShape()
+        memory = None if self.memory is None else share_of(self.memory, grid.size)
+        training = Training(self.cost, self.optimizer, self.dtype, self.accumulate, self.recompute, self.strips, memory)
+        return compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
 
     @checked
     def build(
@@ -245,7 +257,7 @@ class Model(Whole):
             Samples over all replicas, where they are not those that the model was built for.
         """
         parameters = self.built
-        x = self.context.backend.real_array("x", x, self.dtype, copy=True)
+        x = images_for(self, x, copy=True)
         batch = self._samples(x, batch_size)
         self.input.check_tile("x", x)
         run = self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))

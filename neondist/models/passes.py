@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import PassError, ShapeError
 from ..halo import GlobalArray
+from ..lazy import LazyTile
 from ..parallel import Parameters
 from ..runtime import Executor, Pass
 
@@ -75,6 +76,15 @@ class ModelPass:
     def close(self) -> None:
         """Give the memory back."""
         self._run.close()
+
+
+def images_for(model: Any, x: Any, copy: bool = False) -> Any:
+    """Return images as an array of a model's own; or as they are, if it reads them strip by strip."""
+    if isinstance(x, LazyTile):
+        if model.streams:
+            return x
+        x = x.whole()
+    return model.context.backend.real_array("x", x, model.dtype, copy=copy)
 
 
 def whole_input_gradient(images: GlobalArray, dx: Any) -> Any:

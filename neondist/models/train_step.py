@@ -11,6 +11,7 @@ from ..halo import Phase
 from ..parallel import finite
 from ..plan import micro_batches
 from ..runtime.observers.nonfinite import SchemeMemory, locate
+from .passes import images_for
 from .trainable import Trainable
 
 
@@ -64,7 +65,7 @@ class ModelStep(TrainStep):
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
         """Go forward and back, in micro-batches, and add up the gradients."""
         model, trained, context = self.model, self.model.trained, self.model.context
-        x, observers = context.backend.real_array("x", x, context.dtype), context.grid.observers
+        x, observers = images_for(model, x), context.grid.observers
         model.input.check_tile("x", x)
         first, local = context.grid.sample_range(batch)[0], model.local_targets(targets, batch)
         scale, value = 1.0 / (batch * model.cost.cells(model.output_shape)), 0.0

@@ -52,6 +52,10 @@ class Trainable(Protocol):
     sync: GradientSync
 
     @property
+    def streams(self) -> bool:
+        """Whether it reads images strip by strip, and has no more of them in memory."""
+
+    @property
     def whole(self) -> Whole:
         """The model itself, or the one that the stage belongs to."""
 
@@ -105,6 +109,7 @@ class Whole(Registered, Trainable, ABC):
         sync: str | None = None,
         recompute: bool | None = None,
         strips: int | Literal["auto"] | None = None,
+        memory: int | str | None = None,
     ) -> None:
         """Say how a step is executed, before the model is built; ConfigError if it cannot be so."""
 
@@ -143,6 +148,11 @@ class Whole(Registered, Trainable, ABC):
     @abstractmethod
     def ledger(self) -> Ledger:
         """Return all messages and sums since the build."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether it reads images strip by strip, and has no more of them in memory."""
+        return bool(self.compiled.streams)
 
     @property
     def whole(self) -> Whole:

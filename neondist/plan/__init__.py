@@ -2,8 +2,9 @@
 
 plan: `compile_plan`, and the Plan that check prints and the executor runs. graph: its steps and values. layer: one
 layer on all tiles. memory: what lives when, and where. section: nodes whose arrays are in memory together, and segments
-in strips. A segment is layers one after the other of which only the first one's input is exchanged; segments: those
-that schemes ask for. planner, choices: which segments, and which schemes, cost least. report: a plan to read.
+in strips. stream: nodes in strips from the image on. A segment is layers one after the other of which only the first
+one's input is exchanged; segments: those that schemes ask for. planner, choices: which segments, and which schemes,
+cost least. report: a plan to read.
 """
 
 from .graph import Graph, Step, of_layer
@@ -11,6 +12,7 @@ from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
 from .plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
 from .section import PlannedSection
+from .stream import Stream
 
 __all__ = [
     "GRADIENTS",
@@ -22,6 +24,7 @@ __all__ = [
     "Plan",
     "PlannedSection",
     "Step",
+    "Stream",
     "Training",
     "compile_plan",
     "largest_of",

@@ -58,12 +58,16 @@ class Graph:
     absorbed : dict of step to step
         Layers that do nothing but activate, each by the step before it, which does so in its own pass over memory: its
         result is what both give, and no value by itself.
+    whole : int
+        A vector that each rank has whole, whoever reads it.
     shards : set of int
         Vectors that each rank of a replica has its range of alone, since all who read them want no more.
     """
 
-    def __init__(self, steps: Sequence[Step], shapes: Sequence[Shape], ends: Sequence[tuple[int, int]]) -> None:
-        self.steps, self.shapes, self.ends = list(steps), list(shapes), list(ends)
+    def __init__(
+        self, steps: Sequence[Step], shapes: Sequence[Shape], ends: Sequence[tuple[int, int]], whole: int = 0
+    ) -> None:
+        self.steps, self.shapes, self.ends, self.whole = list(steps), list(shapes), list(ends), whole
         self.output = self.ends[-1][1]
         self.readers: list[list[int]] = [[] for _ in self.shapes]
         for at, step in enumerate(self.steps):
@@ -82,7 +86,8 @@ class Graph:
 
     def _stays_cut(self, step: Step) -> bool:
         readers = self.readers[step.output]
-        gives = step.layer is not None and step.layer.gives_shards and len(self.shapes[step.output]) == 1
+        vector = len(self.shapes[step.output]) == 1 and step.output != self.whole
+        gives = vector and step.layer is not None and step.layer.gives_shards
         return gives and bool(readers) and all(self.wants_shard(self.steps[at]) for at in readers)
 
     def wants_shard(self, step: Step) -> bool:

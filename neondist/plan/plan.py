@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,16 +14,19 @@ import numpy as np
 
 from ..comm import group_of
 from ..costs import Cost
-from ..errors import UserError
+from ..errors import ConfigError, UserError
 from ..geometry import GridShape, Partition, split
 from ..layers import Layer, Sequential
+from ..memory import words
 from ..optim import Optimizer
 from ..parallel import HEADER
 from . import report
 from .graph import Graph, Lowering, of_layer
 from .layer import LayerCosts, LayerPlan
+from .planner import PASSES, operations
 from .section import PlannedSection, Rows, Segment, in_segments
-from .segments import find_regions
+from .segments import Found, find_regions
+from .stream import Stream, can_stream
 
 Shape = tuple[int, ...]
 LOSS, GRADIENTS = "loss", "gradients"
@@ -40,6 +43,8 @@ class Training:
     accumulate: int = 1
     recompute: bool = False
     strips: Rows | None = None
+    memory: int | None = None
+    """bytes that a rank may use; None: as many as it takes"""
 
 
 @dataclass
@@ -59,6 +64,8 @@ class Plan(Sequence[LayerPlan]):
     training : Training
     pretraining : dict of name to list
         For each stage that is trained before, the numbers that each tile sends for a sample in a step.
+    stream : Stream or None
+        What goes in strips from the image on, so that the step fits into memory.
     """
 
     graph: Graph
@@ -67,6 +74,7 @@ class Plan(Sequence[LayerPlan]):
     batch_size: int
     training: Training
     pretraining: dict[str, list[int]] = field(default_factory=dict)
+    stream: Stream | None = None
 
     @overload
     def __getitem__(self, at: int) -> LayerPlan: ...
@@ -77,6 +85,11 @@ class Plan(Sequence[LayerPlan]):
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    @property
+    def streams(self) -> bool:
+        """Whether images are read strip by strip."""
+        return self.stream is not None
 
     @property
     def input_shape(self) -> Shape:
@@ -156,7 +169,8 @@ class Plan(Sequence[LayerPlan]):
 
         Arrays that never live at the same moment of a step share memory in the block.
         """
-        kept = sum(prod(section.tile_shapes(tile)[0]) for section in self.sections[1:])
+        inputs = self.sections[self.stream is None :]
+        kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
         return (self.length(tile) + self.strip_length(tile) + kept) * self._held_samples(replica) * self.itemsize
 
     @property
@@ -166,11 +180,12 @@ class Plan(Sequence[LayerPlan]):
 
     def length(self, tile: int) -> int:
         """Return the numbers of a sample in such a block; sections take turns in it."""
-        return max(section.live_ranges(tile).length for section in self.sections)
+        return max((section.live_ranges(tile).length for section in self.sections), default=0)
 
     def strip_length(self, tile: int) -> int:
         """Return the numbers of a sample that strips need beside it, one at a time."""
-        return max((segment.length(tile) for segment in self.segments), default=0)
+        streamed = 0 if self.stream is None else self.stream.length(tile)
+        return streamed + max((segment.length(tile) for segment in self.segments), default=0)
 
     @property
     def segments(self) -> list[Segment]:
@@ -179,22 +194,24 @@ class Plan(Sequence[LayerPlan]):
 
     @cached_property
     def sections(self) -> list[PlannedSection]:
-        """All nodes; or, where arrays are recomputed, about as many sections as each of them has nodes."""
-        nodes = len(self.graph.ends) - 1
+        """All nodes behind the stream; or, where arrays are recomputed, about as many as each of them has nodes."""
+        start = 0 if self.stream is None else self.stream.nodes
+        nodes = len(self.graph.ends) - 1 - start
         count = max(1, isqrt(nodes)) if self.training.recompute else 1
-        cuts = [split(nodes, count, at)[0] for at in range(1, count)]
-        cuts = [0, *(at for at in cuts if self.graph.ends[at][1] not in self.graph.shards), nodes]
+        cuts = [start + split(nodes, count, at)[0] for at in range(1, count)]
+        cuts = [start, *(at for at in cuts if self.graph.ends[at][1] not in self.graph.shards), start + nodes]
         layers = {id(plan.layer): plan for plan in self}
         found = []
-        for first, last in pairwise(cuts):
+        for first, last in pairwise(cuts) if nodes else ():
             graph, segments = self.graph.part(first, last), dict[int, Segment]()
             if self.training.strips is not None:
                 graph, segments = in_segments(graph, layers, self.grid, self.training.strips, self.itemsize)
             begin, _ = self.graph.ends[first]
             reader = next((layers.get(id(step.layer)) for step in self.graph.steps[begin:]), None)
             wide = None if reader is None else reader.regions[0]
+            regions = {} if wide is None else {0: wide}
             found.append(
-                PlannedSection(first, last, graph, {**layers, **segments}, self.grid, wide, first > 0, segments)
+                PlannedSection(first, last, graph, {**layers, **segments}, self.grid, regions, first > 0, segments)
             )
         return found
 
@@ -225,7 +242,8 @@ class Plan(Sequence[LayerPlan]):
             "sums over ranks: a rank gives": self.reduced(0),
             "redistributions: a rank sends": self.redistributed(0),
         }
-        return report.table(self, self.costs(), self.peak, sums, self.pretraining_bytes())
+        streamed = "" if self.stream is None else str(self.stream)
+        return report.table(self, self.costs(), self.peak, sums, self.pretraining_bytes(), streamed)
 
     def describe(self) -> str:
         """Return the same as plain text, with the grid above: what `neondist check` prints."""
@@ -244,8 +262,8 @@ class Plan(Sequence[LayerPlan]):
 
     @cached_property
     def _recomputed(self) -> set[int]:
-        """The layers that go forward twice."""
-        steps, _ = self.graph.ends[self.sections[-1].first]
+        """The layers that go forward twice and exchange halos again: all that are kept from sections alone."""
+        steps, _ = self.graph.ends[self.sections[-1].first if self.sections else 0]
         return {id(step.layer) for step in self.graph.steps[:steps]}
 
     @property
@@ -279,14 +297,95 @@ def compile_plan(
     samples = None if batch_size is None else max(1, split(batch_size, grid.replicas, 0)[1])
     with _named(chain):
         regions = find_regions(chain, graph, grid, samples)
-    plans = []
-    for step in graph.steps:
-        if (layer := step.layer) is not None:
-            shapes, gradient = (graph.shapes[step.inputs[0]], graph.shapes[step.output]), 0 not in step.inputs
-            tiles = regions.get(id(layer), (None, None))
-            with _named(chain, layer):
-                plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, graph.redistributions(step, gradient)))
-    return Plan(graph, plans, grid, batch_size or grid.replicas, training)
+
+    def planned(stream: Stream | None = None) -> Plan:
+        whole, found = graph, regions
+        if stream is not None:
+            whole, found = stream.beside(graph), regions | stream.regions
+        plans = []
+        for step in whole.steps:
+            if (layer := step.layer) is not None:
+                shapes, gradient = (whole.shapes[step.inputs[0]], whole.shapes[step.output]), 0 not in step.inputs
+                tiles, moved = found.get(id(layer), (None, None)), whole.redistributions(step, gradient)
+                with _named(chain, layer):
+                    plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, moved))
+        return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream)
+
+    plan = planned()
+    return plan if training.memory is None else fitted(plan, planned, regions)
+
+
+def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Plan:
+    """Return the plan, or that of a stream, which computes least of those that fit into the memory that there is.
+
+    Where the rows of a strip are asked for, of the longest stream.
+
+    Parameters
+    ----------
+    planned : callable
+        Returns the plan with a stream.
+    regions : as `find_regions` returns them
+
+    Raises
+    ------
+    ConfigError
+        None fits: it names the layer that needs most, and the least that would do.
+    """
+    limit, rows = plan.training.memory, plan.training.strips
+    assert limit is not None
+    least = [(_needed(plan), plan)]
+    found = [(_work(plan), plan)] if least[0][0] <= limit else []
+    if found and rows is None:
+        return plan
+    for nodes in range(len(plan.graph.ends) - 1, 0, -1):
+        if not can_stream(plan.graph, nodes, plan.grid, regions):
+            continue
+        count, made = _in_strips(plan, nodes, planned, limit, None if rows == "auto" else rows)
+        if count <= limit:
+            if rows is not None:
+                return made
+            found.append((_work(made), made))
+        least.append((count, made))
+    if found:
+        return min(found, key=lambda pair: pair[0])[1]
+    count, made = min(least, key=lambda pair: pair[0])
+    layer = max(made.layers, key=lambda each: max(box.size for box in each.kept) * each.input_shape[-1])
+    raise ConfigError(
+        f"memory: a rank may use {words(limit)}, but needs {words(count)} at least, most of it for layer"
+        f" '{layer.name}'; give more memory, or use more ranks or smaller batches"
+    )
+
+
+def _in_strips(
+    plan: Plan, nodes: int, planned: Callable[[Stream], Plan], limit: int, rows: int | None
+) -> tuple[int, Plan]:
+    """Return the plan with so many nodes in as few strips as fit, or of so many rows, and the bytes that it needs."""
+    most = Stream.of(plan.graph, nodes, plan.grid, 1).rows
+    strips = 1 if rows is None else -(-most // rows)
+    while True:
+        made = planned(Stream.of(plan.graph, nodes, plan.grid, strips))
+        count = _needed(made)
+        streamed = max(made.stream.length(tile) for tile in range(plan.grid.tiles)) if made.stream else 0
+        streamed *= made.itemsize * max(made._held_samples(replica) for replica in range(plan.grid.replicas))
+        room = limit - (count - streamed)
+        if count <= limit or room <= 0 or strips >= most or rows is not None:
+            return count, made
+        strips = min(most, max(strips + 1, int(strips * streamed / room)))
+
+
+def _work(plan: Plan) -> float:
+    """Return the multiplications of a sample in a training step."""
+    stream = plan.stream
+    steps = 0 if stream is None else len(stream.graph.steps)
+    behind = {id(step.layer) for step in plan.graph.steps[steps:]}
+    layers = [each for each in plan if id(each.layer) in behind]
+    beside = sum(prod(each.output_shape[:-1]) * operations(each.layer, each.input_shape) for each in layers)
+    return PASSES * beside + (0 if stream is None else stream.work)
+
+
+def _needed(plan: Plan) -> int:
+    """Return the bytes of the rank that needs most."""
+    return max(plan.memory(tile) for tile in range(plan.grid.tiles))
 
 
 @contextmanager

@@ -94,11 +94,11 @@ def _twice(figures: Figures, placed: InSegment, grid: GridShape) -> float:
     if out is None:
         return 0.0
     extra = out.largest - grid.partition(layer.output_shape_for(shape)[:-1]).largest
-    each = figures.cell_seconds.get(str(layer.name), PASSES * _operations(layer, shape) / figures.speed)
+    each = figures.cell_seconds.get(str(layer.name), PASSES * operations(layer, shape) / figures.speed)
     return extra * each * figures.samples
 
 
-def _operations(layer: Layer, input_shape: Shape) -> float:
+def operations(layer: Layer, input_shape: Shape) -> float:
     """Return the floating point operations of one output cell in fprop."""
     window = layer.window_for(input_shape) or Window.of_one(len(input_shape) - 1)
     weights = layer.parameters_for(input_shape).get("weights")

@@ -69,6 +69,7 @@ def table(
     peak: int,
     sums: Mapping[str, Mapping[str, int]],
     pretraining: Iterable[tuple[str, int, int]],
+    streamed: str = "",
 ) -> Any:
     """Return a table of the layers, what they do together, and a legend.
 
@@ -80,6 +81,8 @@ def table(
         Bytes of a rank of the fullest replica, and what becomes of them.
     pretraining : tuples of name, int, int
         Bytes that the busiest rank and all ranks send in a step of a stage.
+    streamed : str
+        What goes in strips from the image on, if anything.
     """
     from rich.console import Group
     from rich.text import Text
@@ -87,6 +90,7 @@ def table(
     found = LayerTable([*_shapes(plans), *_costs(plans, costs)], left=5)
     notes = [
         f"planned peak: {_size(peak)} for views and gradients, which share memory, on the fullest rank",
+        *filter(None, [streamed]),
         *(f"{what} {_parts(given)}" for what, given in sums.items() if given),
         *(
             f"a step of pretraining '{name}' sends {_size(most)} (the busiest rank), {_size(total)} (all)"

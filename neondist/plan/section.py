@@ -35,8 +35,8 @@ class PlannedSection:
     placed : dict of id to LayerPlan or Segment
         By what a step executes.
     grid : GridShape
-    wide : Partition or None
-        The tiles of the first value, where they are not the balanced ones.
+    regions : dict of value to Partition
+        The tiles of values that no layer of it gives, where they are not the balanced ones.
     gradient : bool
         Whether the gradient of the first value is needed in training.
     segments : dict of id to Segment
@@ -48,7 +48,7 @@ class PlannedSection:
     graph: Graph
     placed: Mapping[int, LayerPlan | Segment]
     grid: GridShape
-    wide: Partition | None
+    regions: Mapping[int, Partition]
     gradient: bool
     segments: Mapping[int, Segment] = field(default_factory=dict)
 
@@ -63,16 +63,20 @@ class PlannedSection:
         windowed = [view is not None and not view.trivial for view in views]
         return plan_memory(self.graph, held, windowed, [prod(shape) for shape in self.tile_shapes(tile)], self.gradient)
 
-    def tile_shapes(self, tile: int) -> list[Shape]:
-        """Return the shape of a tile of every value of the graph, without the batch."""
-        shapes = self.graph.shapes
-        boxes = [self.grid.partition(shape[:-1]).box(tile) for shape in shapes]
-        if self.wide is not None:
-            boxes[0] = self.wide.box(tile)
+    def boxes(self, tile: int) -> list[Box]:
+        """Return the cells of a tile of every value of the graph."""
+        boxes = [self.grid.partition(shape[:-1]).box(tile) for shape in self.graph.shapes]
+        for value, cells in self.regions.items():
+            boxes[value] = cells.box(tile)
         for step in self.graph.steps:
             if step.layer is not None:
                 boxes[step.output] = self.placed[id(step.layer)].tile(tile)
-        whole = [(*box.shape, shape[-1]) for box, shape in zip(boxes, shapes, strict=True)]
+        return boxes
+
+    def tile_shapes(self, tile: int) -> list[Shape]:
+        """Return the shape of a tile of every value of the graph, without the batch."""
+        shapes = self.graph.shapes
+        whole = [(*box.shape, shape[-1]) for box, shape in zip(self.boxes(tile), shapes, strict=True)]
         cut = {value: Shard(shapes[value]).inputs(self.grid, tile).shape for value in self.graph.shards}
         return [cut.get(value, shape) for value, shape in enumerate(whole)]
 
@@ -127,7 +131,7 @@ class Segment:
             outputs = inputs
         steps = [Step(plan.layer, None, (at,), at + 1) for at, plan in enumerate(self.plans)]
         graph = Graph(steps, shapes, [(at, at) for at in range(len(shapes))])
-        section = PlannedSection(0, len(steps), graph, placed, GridShape(), outputs, True)
+        section = PlannedSection(0, len(steps), graph, placed, GridShape(), {0: outputs}, True)
         for at in range(strips.tiles):
             yield at, section
 

@@ -11,8 +11,9 @@ from ..layers import Context, Layer
 from ..plan import Graph, Plan
 from .arena import Blocks
 from .section import Section
+from .stream import Streamed, StreamPass
 from .strips import Strips
-from .tasks import LayerTask, Task
+from .tasks import LayerTask
 from .workspace import SectionPass
 
 
@@ -28,11 +29,11 @@ class Pass:
         Of this rank.
     current : SectionPass
         Through the last section: it is there whole.
-    kept : list of (array, list)
-        Of each section before: its input, and what its reductions came to, from which it is run again.
+    kept : list
+        Of each section before: from what it is run again.
     """
 
-    def __init__(self, current: SectionPass, kept: list[tuple[Any, list[Any]]]) -> None:
+    def __init__(self, current: SectionPass | StreamPass, kept: list[Any]) -> None:
         self.current, self.kept = current, kept
         self.output, self.phase, self.samples = current.output, current.phase, current.samples
 
@@ -69,18 +70,20 @@ class Executor:
         compiled: Plan,
         context: Context,
         samples: int,
-        layer_task: Callable[[int, Graph, Layer], Task] = LayerTask,
+        layer_task: Callable[[int, Graph, Layer], LayerTask] = LayerTask,
     ) -> None:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
         self.blocks, shared = (Blocks(samples, context.dtype, context.backend) for _ in range(2))
-        self.sections = []
+        self.sections: list[Any] = []
+        if compiled.stream is not None:
+            self.sections.append(Streamed(compiled.stream, context, shared, layer_task))
         for planned in compiled.sections:
             strips = {at: Strips(segment, context, shared) for at, segment in planned.segments.items()}
             self.sections.append(Section(planned, context, context.grid.tile, self.blocks, strips, layer_task))
         #: whether a step of training needs all samples at once somewhere: then micro-batches have to go together
-        self.over_batch = any(task.over_batch for section in self.sections for task in section.tasks)
+        self.over_batch = any(section.over_batch for section in self.sections)
 
-    def with_tasks(self, layer_task: Callable[[int, Graph, Layer], Task]) -> Executor:
+    def with_tasks(self, layer_task: Callable[[int, Graph, Layer], LayerTask]) -> Executor:
         """Return one of the same plan in which something else runs a layer's step."""
         return Executor(self.compiled, self.context, self.blocks.samples, layer_task)
 
@@ -91,15 +94,15 @@ class Executor:
     def forward_together(self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None) -> list[Pass]:
         """Return passes that take each step together: micro-batches, which have the statistics of all of them."""
         nodes = self.sections[-1].last if nodes is None else nodes
-        kept: list[list[tuple[Any, list[Any]]]] = [[] for _ in xs]
+        kept: list[list[Any]] = [[] for _ in xs]
         for section in self.sections:
             runs = section.forward(xs, phases, min(nodes, section.last) - section.first)
             if section.last >= nodes:
                 break
+            following = [run.output.copy() for run in runs]
             for before, x, run in zip(kept, xs, runs, strict=True):
-                before.append((x, run.reduced))
-            xs = [run.output.copy() for run in runs]
-            _close(runs)
+                before.append(section.leave(x, run))
+            xs = following
         return [Pass(run, before) for run, before in zip(runs, kept, strict=True)]
 
     def backward(self, run: Pass, dy: Any, first: int = 0) -> Any:
@@ -112,11 +115,8 @@ class Executor:
         first : int
             Go back no further than to the node of this number, whose input then stands for the network's.
         """
-        current = run.current
-        with current.workspace.arena.kept(run.samples):
-            contexts = current.contexts[:]
+        with run.current.kept():
             (dx,) = self.backward_together([run], [dy], first, wanted=True, close=False)
-            current.contexts = contexts
             return dx.copy()
 
     def backward_together(
@@ -152,8 +152,7 @@ class Executor:
             if not more:
                 return dxs
             at -= 1
-            inputs, reduced = zip(*(run.kept[at] for run in runs), strict=True)
-            here = self.sections[at].forward(inputs, [run.phase for run in runs], given=reduced)
+            here = self.sections[at].again([run.kept[at] for run in runs], [run.phase for run in runs])
 
     @contextmanager
     def passing(self, x: Any, phase: Phase, nodes: int | None = None) -> Iterator[Pass]:
@@ -165,6 +164,6 @@ class Executor:
             run.close()
 
 
-def _close(runs: Sequence[SectionPass]) -> None:
+def _close(runs: Sequence[Any]) -> None:
     for run in runs:
         run.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import PassError
 from ..halo import Phase
-from ..layers import Context, Layer
+from ..layers import Context, Layer, StepContext
 from ..plan import Graph, PlannedSection
 from ..plan.section import NOWHERE
 from .arena import Arena, Blocks
@@ -45,10 +45,11 @@ class Section:
         self.graph, self.context, self.blocks = planned.graph, context, blocks
         self.first, self.last = planned.first, planned.last
         self.tasks: list[Task] = []
+        boxes = planned.boxes(tile)
         for at, step in enumerate(self.graph.steps):
             layer: Any = instead.get(id(step.layer), step.layer)
             if step.join is not None:
-                self.tasks.append(JoinTask(at, self.graph, step.join, context.backend.kernels))
+                self.tasks.append(JoinTask(at, self.graph, step.join, context.backend.kernels, boxes))
             elif at in self.graph.absorbed:
                 self.tasks.append(PassedTask(at, self.graph, layer))
             else:
@@ -58,6 +59,11 @@ class Section:
         self.workspaces: dict[int, Workspace] = {}
         self._last_reader = [max(readers, default=-1) for readers in self.graph.readers]
 
+    @property
+    def over_batch(self) -> bool:
+        """Whether a step needs all samples of a batch at once."""
+        return any(task.over_batch for task in self.tasks)
+
     def workspace(self) -> Workspace:
         """Return memory for a pass that nobody uses."""
         number = self.blocks.take()
@@ -66,18 +72,43 @@ class Section:
             self.workspaces[number] = Workspace(arena, self.shapes, [task.array for task in self.tasks])
         return self.workspaces[number]
 
+    def leave(self, x: Any, run: SectionPass) -> tuple[Any, list[Any]]:
+        """Return what is kept of a pass whose output is known: its input, and what its reductions came to."""
+        kept = x, run.reduced
+        run.close()
+        return kept
+
+    def again(self, kept: Sequence[tuple[Any, list[Any]]], phases: Sequence[Phase]) -> list[SectionPass]:
+        """Return the passes of which that was kept, run again."""
+        inputs, reduced = zip(*kept, strict=True)
+        return self.forward(inputs, phases, given=reduced)
+
     def forward(
         self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None, given: Sequence[Any] | None = None
     ) -> list[SectionPass]:
         """Return passes that take each step together, through the first so many nodes (default: all)."""
         nodes = self.last - self.first if nodes is None else nodes
         again = [None] * len(xs) if given is None else given
-        end = steps, last = self.graph.ends[nodes]
+        end = self.graph.ends[nodes]
         if end == NOWHERE:
             raise PassError("a pass cannot end between layers that are executed in strips; leave out strips")
         runs = [
             SectionPass(self.workspace(), phase, len(x), end, g) for x, phase, g in zip(xs, phases, again, strict=True)
         ]
+        self._run(runs, xs)
+        return runs
+
+    def run(self, run: SectionPass, x: Any) -> None:
+        """Take a new pass forward to its end."""
+        self._run([run], [x])
+
+    def _run(self, runs: Sequence[SectionPass], xs: Sequence[Any]) -> None:
+        steps, last = runs[0].steps, runs[0].value
+        for run, held in zip(runs, self._through(runs, xs, steps, last), strict=True):
+            run.output = self.tasks[steps - 1].whole(held[last]) if steps else held[last]
+
+    def _through(self, runs: Sequence[SectionPass], xs: Sequence[Any], steps: int, last: int) -> list[dict[int, Any]]:
+        """Return the values that are there after the first so many steps, `last` among them."""
         values: list[dict[int, Any]] = [{0: x} for x in xs]
         for task in self.tasks[:steps]:
             found = task.forward(runs, [[held[value] for value in task.inputs] for held in values])
@@ -86,9 +117,7 @@ class Section:
                     if self._last_reader[value] == task.at and value != last:
                         held.pop(value, None)
                 held[task.output] = y
-        for run, held in zip(runs, values, strict=True):
-            run.output = self.tasks[steps - 1].whole(held[last]) if steps else held[last]
-        return runs
+        return values
 
     def backward(
         self,
@@ -112,6 +141,19 @@ class Section:
         stop, value = self.graph.ends[first]
         if wanted and stop in self.graph.absorbed:
             raise PassError("a way back cannot end between a layer and its activation; go back as far as the layer")
+        gradients = self._back(runs, dys, stop, wanted, value, done)
+        return [held.get(value) if wanted else None for held in gradients]
+
+    def _back(
+        self,
+        runs: Sequence[SectionPass],
+        dys: Sequence[Any],
+        stop: int,
+        wanted: bool,
+        value: int,
+        done: Callable[[Layer], None] | None = None,
+    ) -> list[dict[int, Any]]:
+        """Return the gradients of values that are known once passes have gone back through the steps from `stop` on."""
         end = runs[0].steps
         gradients = [
             {run.value: self.tasks[end - 1].part(dy) if end else dy} for run, dy in zip(runs, dys, strict=True)
@@ -127,7 +169,23 @@ class Section:
             if done is not None:
                 for layer in task.layers:
                     done(layer)
-        return [held.get(value) if wanted else None for held in gradients]
+        return gradients
+
+    # Up to a reduction, in one pass of several that are reduced together.
+
+    def partial_result(self, run: SectionPass, x: Any, at: int) -> tuple[StepContext, Any, Any]:
+        """Take a new pass up to a step; return its call, its view and its partial result."""
+        task: Any = self.tasks[at]
+        (value,) = task.inputs
+        (held,) = self._through([run], [x], at, value)
+        ctx, view = task.called(run, held[value])
+        return ctx, view, task.partial_result("forward", ctx, view)
+
+    def partial_result_back(self, run: SectionPass, dy: Any, at: int, wanted: bool) -> Any:
+        """Take a pass back to a step; return its partial result. `wanted`: the gradient of the section's input is."""
+        task: Any = self.tasks[at]
+        (held,) = self._back([run], [dy], at + 1, True, -1)
+        return task.partial_result("backward", *task.called_back(run, held[task.output], wanted or task.inputs != (0,)))
 
     def _add(self, run: SectionPass, gradients: dict[int, Any], value: int, dx: Any) -> None:
         if len(self.graph.readers[value]) == 1:

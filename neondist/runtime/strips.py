@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
-from ..comm import ProcessGrid
-from ..geometry import Overlapping
 from ..halo import GlobalArray
 from ..layers import Context, Layer, StepContext
-from ..plan import LayerPlan
 from ..plan.section import Segment
 from .arena import Blocks
 from .section import Section
@@ -41,12 +38,10 @@ class Strips:
         self.params: dict[str, Any] = {}
         self.grads, self.state = self.params, self.params
         self.strips: list[tuple[tuple[Slices, Slices], Section]] = []
-        inside = replace(context, grid=ProcessGrid.serial())
         for at, planned in segment.strips(context.grid.tile):
             placed = [planned.placed[id(layer)] for layer in self.leaves]
-            made = {
-                id(layer): _on_strip(layer, one, at, inside) for layer, one in zip(self.leaves, placed, strict=True)
-            }
+            inside = replace(context, grid=context.grid.of_strip(planned.grid, at))
+            made = {id(layer): on_strip(layer, one, at, inside) for layer, one in zip(self.leaves, placed, strict=True)}
             seen = placed[0].view(at).need.relative_to(self.input.need)
             cells = placed[-1].tile(at).relative_to(self.tile)
             where = (slice(None), *seen.slices), (slice(None), *cells.slices)
@@ -81,15 +76,57 @@ class Strips:
         return dview
 
 
-def _on_strip(layer: Layer, placed: LayerPlan | Segment, strip: int, context: Context) -> Layer:
-    """Return a layer of the same arrays, whose tile is that of a strip."""
-    made, cells = copy.copy(layer), placed.tile(strip)
-    made.context = context
-    made.regions = None, Overlapping.one(made.output_shape[:-1], cells)
+def on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> Layer:
+    """Return a layer of the same arrays, whose tile is that of a strip; of weights by cell, those of its cells.
+
+    Parameters
+    ----------
+    placed : LayerPlan
+    """
+    made = copy.copy(layer)
+    made.context, made.regions, made.gathers = context, placed.regions, None
     shape = context.batch_size, *layer.input_shape
     made.input = GlobalArray(
         context.grid, shape, layer.window, dtype=str(context.dtype), backend=context.backend, reuse=True
     )
     made.input.take(placed.view(strip))
-    made.ifmshape, made.ofmshape = made.input.local_shape[1:], (*cells.shape, made.output_shape[-1])
+    made.ifmshape, made.ofmshape = made.input.local_shape[1:], (*made.tile.shape, made.output_shape[-1])
+    cuts = {}
+    for name, parameter in layer.parameters_for(layer.input_shape).items():
+        if parameter.layout.cut:
+            of, grid = (parameter.layout, parameter.shape), layer.context.grid
+            whole = of[0].box(of[1], grid.shape, grid.tile)
+            cells = of[0].box(of[1], context.grid.shape, strip).relative_to(whole).slices
+            cuts[name] = whole.shape, cells, of[0].shape_on(of[1], context.grid.shape, strip)
+    if cuts:
+        parts = {name: _part(layer.params[name], cut) for name, cut in cuts.items()}
+        made.params, made.grads = dict(layer.params) | parts, _StripGradients(layer.grads, cuts)
     return made
+
+
+class _StripGradients(dict[str, Any]):
+    """Gradients by name: what is assigned is added to those of the layer, of weights by cell to those of a strip."""
+
+    def __init__(self, whole: Any, cuts: dict[str, _Cut]) -> None:
+        super().__init__(whole)
+        self.whole, self.cuts = whole, cuts
+
+    def __getitem__(self, name: str) -> Any:
+        return 0.0  # for those who add to it: what is assigned is added already
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        if name not in self.cuts:
+            self.whole[name] = values
+            return
+        part = _part(self.whole[name], self.cuts[name])
+        part += values
+
+
+_Cut: TypeAlias = tuple[tuple[int, ...], Slices, tuple[int, ...]]
+"""Of a rank's array: its shape with the axes of cells, where those of a strip are, and the shape of that part."""
+
+
+def _part(array: Any, cut: _Cut) -> Any:
+    """Return a strip's part of a rank's array: not a copy, because it has all cells along the other axes."""
+    whole, cells, shape = cut
+    return array.reshape(whole)[cells].reshape(shape)

@@ -61,24 +61,40 @@ class Task(ABC):
 class JoinTask(Task):
     """Several values become one."""
 
-    def __init__(self, at: int, graph: Graph, join: Branches, kernels: Kernels) -> None:
+    def __init__(self, at: int, graph: Graph, join: Branches, kernels: Kernels, boxes: Sequence[Box]) -> None:
         super().__init__(at, graph)
         self.join, self.channels, self.kernels = join, [graph.shapes[value][-1] for value in self.inputs], kernels
+        #: of inputs of which others see more cells: their shape, and what is joined
+        cells = boxes[self.output]
+        self.wider = {
+            place: (boxes[value].shape, (slice(None), *cells.relative_to(boxes[value]).slices))
+            for place, value in enumerate(self.inputs)
+            if boxes[value] != cells
+        }
 
     def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Write the joined values where their reader wants them."""
         found = [run.workspace.value_place(self.gives(run), run.samples) for run in runs]
         for run, values, y in zip(runs, inputs, found, strict=True):
+            seen = [value[self.wider[at][1]] if at in self.wider else value for at, value in enumerate(values)]
             if self.absorbed(run) is None:
-                self.join.combine(self.kernels, values, y)
+                self.join.combine(self.kernels, seen, y)
             else:
-                self.join.combine(self.kernels, values, y, clip=True)  # type: ignore[call-arg]
+                self.join.combine(self.kernels, seen, y, clip=True)  # type: ignore[call-arg]
                 run.joined[self.at] = y
         return found
 
     def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return parts of dy, or dy itself."""
-        return [self.join.split(self._before(run, dy), self.channels) for run, dy in zip(runs, dys, strict=True)]
+        found: list[Any] = [
+            list(self.join.split(self._before(run, dy), self.channels)) for run, dy in zip(runs, dys, strict=True)
+        ]
+        for parts in found:
+            for at, (shape, cells) in self.wider.items():
+                part = parts[at]
+                parts[at] = self.kernels.xp.zeros((len(part), *shape, self.channels[at]), part.dtype)
+                parts[at][cells] = part
+        return found
 
     def _before(self, run: SectionPass, dy: Any) -> Any:
         """Return the gradient of what was joined."""
@@ -158,21 +174,22 @@ class LayerTask(Task):
         return found
 
     def _forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        calls = [self._seen(run, x) for run, (x,) in zip(runs, inputs, strict=True)]
+        calls = [self.called(run, x) for run, (x,) in zip(runs, inputs, strict=True)]
         self._reduce("forward", calls, [run.given[self.at] for run in runs if run.given is not None])
-        return [self._computed(ctx, view) for ctx, view in calls]
+        return [self.computed(ctx, view) for ctx, view in calls]
 
-    def _seen(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
+    def called(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
         """Return a new call's ctx and view."""
         layer, space, samples, behind = self.layer, run.workspace, run.samples, self.absorbed(run)
         x = x if self.opens is None else x[..., self.opens.plan.own.slices[0]]
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_place, self.gives(run), samples))
         if behind is not None and behind.layer is not None:
             ctx.activation = behind.layer.activation
-        run.contexts[self.at], ctx.repeats = ctx, run.given is not None
+        run.contexts[self.at], ctx.repeats = ctx, self.at < run.first_new
         return ctx, x if not self.windowed else self.halo("forward", ctx, space.view(self.at, samples), x)
 
-    def _computed(self, ctx: StepContext, view: Any) -> Any:
+    def computed(self, ctx: StepContext, view: Any) -> Any:
+        """Return the outputs, where `ctx` has what is reduced."""
         layer = self.layer
         y = self.compute(ctx, view)
         if layer.scatters is not None:
@@ -199,17 +216,17 @@ class LayerTask(Task):
         return y
 
     def _backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: bool) -> list[Sequence[Any]]:
-        calls = [self._given(run, dy, needed) for run, dy in zip(runs, dys, strict=True)]
-        self._reduce("backward", calls)
+        calls = [self.called_back(run, dy, needed) for run, dy in zip(runs, dys, strict=True)]
+        self._reduce("backward", calls, [run.given_back[self.at] for run in runs if run.given_back is not None])
         return [[self._computed_back(run, *call)] for run, call in zip(runs, calls, strict=True)]
 
-    def _given(self, run: SectionPass, dy: Any, needed: bool) -> tuple[StepContext, Any]:
+    def called_back(self, run: SectionPass, dy: Any, needed: bool) -> tuple[StepContext, Any]:
         """Return a call's ctx, and the gradient of what the layer's forward returned."""
         layer, ctx = self.layer, run.contexts[self.at]
         assert ctx is not None
         if ctx.activation is not None and not ctx.activated:
             dy = ctx.activation.bprop(ctx.output, dy)
-        ctx.needs_input_gradient = needed
+        ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.at < run.done_back
         if self.opens is not None:
             shape = run.samples, *self.opens.plan.own.shape
             ctx.offer(partial(ctx.xp.empty, shape, layer.context.dtype))
@@ -280,24 +297,36 @@ class LayerTask(Task):
             for (ctx, _), reduced in zip(calls, known, strict=True):
                 ctx.reduced = reduced
             return
+        counts = [ctx.samples[1] - ctx.samples[0] for ctx, _ in calls]
+        for at, ((ctx, _), reduced) in enumerate(zip(calls, self.combined(direction, mine, counts), strict=True)):
+            ctx.reduced, ctx.repeats = reduced, how.over_batch and at > 0
+
+    def combined(self, direction: str, mine: list[Any], counts: Sequence[int]) -> list[Any]:
+        """Return what all ranks' partial results come to, for each of the passes; collective.
+
+        Parameters
+        ----------
+        mine : list of array or None
+            This rank's, of each pass.
+        counts : how many samples it has
+        """
+        how = self.reductions[direction]
         if how.over_batch:
-            mine = [joined(how, mine)]
-        self._check_reduced(how, mine, calls)
+            mine = [joined(how, mine)] * len(mine)
+        self._check_reduced(how, mine, counts)
         if mine[0] is not None and how.group is not None:
             self.array.reductions.direction = direction
             cut = self.joins if direction == "forward" else None
             with self.observers.during("reduce" if cut is None else "redistribute", self.name, direction):
-                log = self.array.reductions
-                mine = [combine(log, how, one) if cut is None else cut.adjoint(one) for one in mine]
-        for at, (ctx, _) in enumerate(calls):
-            ctx.repeats = how.over_batch and at > 0
-            ctx.reduced = mine[0 if how.over_batch else at]
+                log, found = self.array.reductions, mine[:1] if how.over_batch else mine
+                found = [combine(log, how, one) if cut is None else cut.adjoint(one) for one in found]
+                return found * len(mine) if how.over_batch else found
+        return mine
 
-    def _check_reduced(self, how: Reduction, partials: Sequence[Any], calls: Sequence[tuple[StepContext, Any]]) -> None:
+    def _check_reduced(self, how: Reduction, partials: Sequence[Any], counts: Sequence[int]) -> None:
         """Raise PlanError if partial results have other sizes than the layer has declared."""
-        for one, (ctx, _) in zip(partials, calls, strict=False):
-            first, last = ctx.samples
-            declared = how.each * (last - first) + how.once
+        for one, samples in zip(partials, counts, strict=True):
+            declared = how.each * samples + how.once
             if one is not None and one.size != declared:
                 raise PlanError(
                     f"layer '{self.name}' ({type(self.layer).__name__}): reduces {one.size} numbers"

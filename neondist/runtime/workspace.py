@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..halo import GlobalArray, Phase
@@ -77,9 +78,15 @@ class SectionPass:
         Of this rank.
     steps, value : int
         How many steps it takes, and the value that they give.
-    given : list or None
-        For a pass that is run again: what the reductions of each step came to.
+    given, given_back : list or None
+        For a pass that is run again: what the reductions of each step came to, forward and backward.
+    first_new : int
+        The steps before this one have been run before, and change no state.
+    done_back : int
+        The steps from this one on have given the gradients of their weights before.
     """
+
+    given_back: list[Any] | None = None
 
     def __init__(
         self, workspace: Workspace, phase: Phase, samples: int, end: tuple[int, int], given: list[Any] | None
@@ -87,6 +94,7 @@ class SectionPass:
         self._workspace: Workspace | None = workspace
         self.phase, self.samples, self.given = phase, samples, given
         self.steps, self.value = end
+        self.first_new, self.done_back = 0 if given is None else self.steps, self.steps
         self.contexts: list[StepContext | None] = [None] * self.steps
         self.output: Any = None
         #: what joins gave whose activation is gone back through with it
@@ -107,6 +115,14 @@ class SectionPass:
     def reduced(self) -> list[Any]:
         """What the reductions of each step came to."""
         return [None if ctx is None else ctx.reduced for ctx in self.contexts]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let the pass be as before, after it has been gone back through in the block."""
+        with self.workspace.arena.kept(self.samples):
+            contexts = self.contexts[:]
+            yield
+            self.contexts = contexts
 
     def close(self) -> None:
         """Give the memory back; there is no way back through the pass any more."""

@@ -56,6 +56,7 @@ class ModulePlan:
     input_shape: tuple[int, ...]
     batch_size: int
     steps: TorchPlan
+    streams = False
     wide_tiles = None
 
     @property
@@ -158,10 +159,11 @@ class TorchModel(Whole):
         sync: str | None = None,
         recompute: bool | None = None,
         strips: int | Literal["auto"] | None = None,
+        memory: int | str | None = None,
     ) -> None:
         """Say whether to recompute; refuse what is for layers alone."""
         self.recompute = self.recompute if recompute is None else recompute
-        given = {"accumulate": accumulate, "sync": sync, "strips": strips}
+        given = {"accumulate": accumulate, "sync": sync, "strips": strips, "memory": memory}
         for name in (name for name, value in given.items() if value is not None and value is not False):
             raise ConfigError(f"{name}: is for layers of neondist, and a TorchModel has none; leave it out")
 

@@ -78,7 +78,7 @@ class FitExperiment(Registered):
     nonfinite : {'stop', 'skip'}
         What happens where a loss or gradient is not finite: an error that names the layer and the step, or the step
         changes nothing.
-    accumulate, sync, recompute, strips : optional
+    accumulate, sync, recompute, strips, memory : optional
         How a step is executed, as in Model; instead of the model's own.
 
     Raises
@@ -110,6 +110,7 @@ class FitExperiment(Registered):
         sync: Literal["allreduce", "bucketed"] | None = None,
         recompute: bool | None = None,
         strips: Count | Literal["auto"] | None = None,
+        memory: int | str | None = None,
     ) -> None:
         self.dataset, self.model = dataset, model
         self.batch_size, self.epochs, self.dist_flag = int(batch_size), int(epochs), bool(dist_flag)
@@ -117,7 +118,7 @@ class FitExperiment(Registered):
         self.metrics = all_metrics(metrics)
         self.checkpoint = CheckpointSchedule.of(checkpoint)
         settle(model, backend, dtype, seed)
-        model.execute(accumulate, sync, recompute, strips)
+        model.execute(accumulate, sync, recompute, strips, memory)
         model.nonfinite = nonfinite
 
     @checked

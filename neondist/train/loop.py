@@ -96,7 +96,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     sent, summed = model.whole.bytes_sent - totals.sent, model.whole.bytes_summed - totals.summed
     batches = [samples[first : first + run.batch_size] for first in range(run.samples_seen, len(split), run.batch_size)]
     mine = (batch[slice(*model.grid.sample_range(len(batch)))] for batch in batches)
-    with closing(split.batches(mine, model.dtype)) as read:
+    with closing(split.batches(mine, model.dtype, model.streams)) as read:
         for batch, (x, targets) in zip(batches, read, strict=True):
             if run.stop is not None:
                 return
@@ -170,7 +170,7 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
     parts = (at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts))
-    with closing(split.batches(parts, model.dtype)) as read:
+    with closing(split.batches(parts, model.dtype, model.streams)) as read:
         for count, (x, targets) in zip(counts, read, strict=True):
             y, targets, cost = model.judged(x, targets, count)
             sums[0] += cost

@@ -54,9 +54,11 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None) 
     with about(model):
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         get_backend(model.backend)
-        _check_room_for_layers(plan)
+        if not plan.streams:
+            _check_room_for_layers(plan)
     with about(dataset):
-        _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
+        if not plan.streams:
+            _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
     with about(model.layers[-1] if model.layers else model):
         model.cost.check(plan.output_shape, dataset.classes)
     model.optimizer.check(experiment.epochs)

@@ -65,6 +65,13 @@ class HDF5Tiles:
                 raise DataError(f"{self.path}: {self.name} has changed since the run began; start anew")
         return out
 
+    def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+        """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
+        inner = (slice(of.start + cut.start, of.start + cut.stop) for of, cut in zip(self.tile, cells, strict=True))
+        part = HDF5Tiles(self.path, self.name, *self._expected, tuple(inner), self.numbers, self._state)
+        part._file = self._opened()
+        return part[indices]
+
     def close(self) -> None:
         """Close the file; a later read opens it again."""
         file, self._file, self._array = self._file, None, None
@@ -73,12 +80,16 @@ class HDF5Tiles:
 
     def _open(self) -> CheckedArray:
         if self._array is None:
-            self._file = open_file(self.path)
-            array = CheckedArray(self._file, self.name, self.tile)
+            array = CheckedArray(self._opened(), self.name, self.tile)
             if (array.shape, array.dtype) != self._expected:
                 raise DataError(f"{self.path}: {self.name} has changed since the run began; start anew")
             self._array = array
         return self._array
+
+    def _opened(self) -> Any:
+        if self._file is None:
+            self._file = open_file(self.path)
+        return self._file
 
 
 class StreamedSplit(Split):
@@ -94,14 +105,14 @@ class StreamedSplit(Split):
         self._reader: ThreadPoolExecutor | None = None
 
     def batches(
-        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32"
-    ) -> Generator[tuple[np.ndarray, np.ndarray]]:
+        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazily: bool = False
+    ) -> Generator[tuple[Any, np.ndarray]]:
         """Yield `images` and `targets` of one part after the other; a thread reads the next part meanwhile.
 
         An error of the thread is raised where its batch would come. The thread ends when the split is closed.
         """
-        if not self._ahead:
-            yield from super().batches(parts, dtype)
+        if lazily or not self._ahead:
+            yield from super().batches(parts, dtype, lazily)
             return
         parts, following = iter(parts), None
         try:

@@ -11,6 +11,7 @@ import numpy as np
 from ...comm import ProcessGrid, Transport
 from ...errors import NonFiniteError
 from ...layers import Layer
+from ...lazy import LazyTile
 from ...observer import Observer
 from ...parallel import finite
 
@@ -88,7 +89,8 @@ def locate(grid: ProcessGrid, x: Any, again: Callable[[], object]) -> str:
     """Return in words what first is not finite while the gradients are computed `again`; collective."""
     found = _Finite()
     with np.errstate(all="ignore"), grid.observers.watched_by(found):
-        found.note("the images", x)
+        if not isinstance(x, LazyTile):
+            found.note("the images", x)
         again()
     return first(grid.world, found.notes) or "the sum of the cost or the gradients over all ranks"
 

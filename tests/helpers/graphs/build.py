@@ -10,6 +10,7 @@ import neondist as nd
 
 from .case import Case, Grid, leaves
 
+EXECUTION = ("strips", "memory", "recompute", "accumulate")
 CONTAINERS = ("Sequential", "Sum", "Concat")
 
 
@@ -48,7 +49,7 @@ def _model(case: Case, dist: bool, scheme: str, executed: bool) -> Any:
         backend=backend_of(case.backend if case.backend in KERNELS else "numpy"),
         dtype=case.dtype,
         scheme=scheme,
-        **({"strips": case.strips, "recompute": case.recompute, "accumulate": case.accumulate} if executed else {}),
+        **({field: getattr(case, field) for field in EXECUTION} if executed else {}),
     )
 
 

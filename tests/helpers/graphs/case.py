@@ -41,7 +41,7 @@ class Case:
         Whether the distributed model is made by `nd.distribute` from the serial one, and not from Dist classes.
     layout : str
         Of images and gradients, one of `layouts.LAYOUTS`.
-    strips, recompute, accumulate
+    strips, memory, recompute, accumulate
         How the distributed model executes a step.
     nudge : float
         How far images are moved, to see how well conditioned a case is.
@@ -63,6 +63,7 @@ class Case:
     layout: str = "plain"
     seed: int = 0
     strips: int | str | None = None
+    memory: str | None = None
     recompute: bool = False
     accumulate: int = 1
     nudge: float = 0.0

@@ -249,12 +249,13 @@ def _case(d: Draw, grids: Sequence[Grid], others: Sequence[Grid]) -> Case | None
         seed=d.int(0, 999),
     )  # fmt: skip
     how = {
-        "strips": d.pick([1, 2, 3, 5, "auto"]) if d.maybe(0.4) else None,
+        "strips": d.pick([1, 2, 3, 5, "auto"]) if d.maybe(0.6) else None,
+        "memory": "1TiB" if d.maybe(0.5) else None,  # with `strips`, as much as can goes in strips from the image on
         "recompute": d.maybe(0.3),
         "accumulate": d.int(2, 3) if d.maybe(0.2) else 1,
     }
     for scheme in (case.scheme, "halo"):  # not every scheme can serve every network, nor every way to execute it
-        for more in (how, {"strips": how["strips"]}):
+        for more in (how, {"strips": how["strips"], "memory": how["memory"]}):
             if refusal(case.changed(scheme=scheme, **more)) is None:
                 return case.changed(scheme=scheme, **more)
     return None

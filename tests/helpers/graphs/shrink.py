@@ -59,6 +59,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         "cost": "SumSquared",
         "seed": 0,
         "strips": None,
+        "memory": None,
         "recompute": False,
         "accumulate": 1,
     }

@@ -1,0 +1,216 @@
+"""The first nodes of a network, strip after strip from the image on: so go images that fit into no memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from ..geometry import GridShape, Overlapping, Partition, StripGrid, Window, hulls, sources
+from ..layers import Layer
+from .graph import Graph, Step
+from .layer import LayerPlan
+from .planner import operations
+from .section import PlannedSection
+from .segments import Found
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Nodes from the image up to one value, of which a rank has one strip at a time in memory.
+
+    Strips are to a tile what tiles are to an image, with `overlap_tile`: each is computed from all of the image that it
+    depends on, and no halo travels. Before a layer that reduces is computed, all strips go up to its `reduce`, which
+    adds up over strips and ranks; and on the way back to its `reduce_backward`.
+
+    Attributes
+    ----------
+    graph : Graph
+        Of these nodes alone.
+    nodes : int
+    grid : StripGrid
+    """
+
+    graph: Graph
+    nodes: int
+    grid: StripGrid
+
+    @classmethod
+    def of(cls, graph: Graph, nodes: int, grid: GridShape, strips: int) -> Stream:
+        """Return that of so many nodes of a network, in so many strips of each tile."""
+        cut = StripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
+        return cls(graph.part(0, nodes), nodes, cut)
+
+    def __str__(self) -> str:
+        layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
+        sweeps = sum(len(self.reducing(direction)) for direction in ("forward", "backward")) + 1
+        tiled = len(self.graph.shapes[self.graph.output]) > 1
+        strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
+        return f"streamed: {layers[0]} to {layers[-1]} in {strips}, which go through {sweeps + tiled} times a step"
+
+    def beside(self, graph: Graph) -> Graph:
+        """Return the network's graph, in which the value that the stream gives is whole."""
+        return Graph(graph.steps, graph.shapes, graph.ends, whole=self.graph.output)
+
+    @property
+    def rows(self) -> int:
+        """Rows, or slabs, of the largest tile of the last map."""
+        shapes = [shape for shape in self.graph.shapes if len(shape) > 1]
+        last = self.grid.whole.partition(shapes[-1][:-1])
+        return max(hi - lo for lo, hi in (last.range(0, part) for part in range(last.parts[0])))
+
+    @property
+    def work(self) -> float:
+        """Multiplications of a sample in a training step, on all tiles, what strips compute twice included."""
+        graph, total = self.graph, 0.0
+        reducing = {direction: self.reducing(direction) for direction in ("forward", "backward")}
+        ends_in_map = len(graph.shapes[graph.output]) > 1
+        for at, step in enumerate(graph.steps):
+            if step.layer is None or len(graph.shapes[step.output]) < 2:
+                continue
+            cells = self.cells[step.output]
+            lengths = ([cells.range(axis, part) for part in range(parts)] for axis, parts in enumerate(cells.parts))
+            computed = prod(sum(max(0, hi - lo) for lo, hi in axis) for axis in lengths)
+            forward = sum(r >= at for r in reducing["forward"]) + ends_in_map + len(reducing["backward"]) + 1
+            backward = sum(b < at for b in reducing["backward"]) + 1
+            total += (forward + 2 * backward) * computed * operations(step.layer, graph.shapes[step.inputs[0]])
+        return total
+
+    def reducing(self, direction: str) -> list[int]:
+        """Return the steps before which all strips are reduced."""
+        return [
+            at
+            for at, step in enumerate(self.graph.steps)
+            if step.layer is not None
+            and any(one.direction == direction for one in step.layer.reductions_for(self.graph.shapes[step.inputs[0]]))
+        ]
+
+    @cached_property
+    def cells(self) -> list[Partition]:
+        """Which cells of every value each strip has; of a vector, all."""
+        graph, shapes = self.graph, self.graph.shapes
+        own = [self.grid.partition(shape[:-1]) for shape in shapes]
+        found: list[Partition | None] = [None] * len(shapes)
+        found[graph.output] = own[graph.output]
+        counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.sums_image}
+        for at in reversed(range(len(graph.steps))):
+            step = graph.steps[at]
+            outputs = found[step.output] or own[step.output]
+            if at in counts or graph.absorbed.get(at) in counts:  # it counts own cells, whether anybody reads them
+                outputs = found[step.output] = hulls(outputs, own[step.output])
+            for value in step.inputs:
+                needed = outputs if step.layer is None else self._needed(step.layer, outputs, value)
+                before = found[value]
+                found[value] = needed if before is None else hulls(before, needed)
+        found[0] = hulls(found[0] or own[0], own[0])  # what nobody looks at is somebody's too
+        return [cells or own[value] for value, cells in enumerate(found)]
+
+    def _needed(self, layer: Layer, outputs: Partition, value: int) -> Partition:
+        shape = self.graph.shapes[value]
+        if not outputs.extent:  # a vector: sums over what is there
+            return self.grid.partition(shape[:-1])
+        return sources(outputs, layer.window_for(shape) or Window.of_one(len(shape) - 1), shape[:-1])
+
+    @cached_property
+    def section(self) -> PlannedSection:
+        """What is executed for each strip: to it they are what tiles are to a network."""
+        graph, cells = self.graph, self.cells
+        placed = {
+            id(step.layer): LayerPlan(
+                step.layer,
+                graph.shapes[step.inputs[0]],
+                graph.shapes[step.output],
+                self.grid,
+                (cells[step.inputs[0]], cells[step.output] if cells[step.output].extent else None),
+            )
+            for step in graph.steps
+            if step.layer is not None
+        }
+        joined = {step.output: cells[step.output] for step in graph.steps if step.layer is None}
+        return PlannedSection(0, self.nodes, graph, placed, self.grid, {0: cells[0], **joined}, True)
+
+    @cached_property
+    def regions(self) -> Found:
+        """Which cells of its input and output a tile has of each layer, by the layer's id."""
+        tiles = [cells if cells.extent else None for cells in self.tiles]
+        return {
+            id(step.layer): (tiles[step.inputs[0]], tiles[step.output])
+            for step in self.graph.steps
+            if step.layer is not None
+        }
+
+    @cached_property
+    def tiles(self) -> list[Partition]:
+        """The cells of every value that all strips of a tile have together."""
+        return [self._of_tiles(cells) if cells.extent else cells for cells in self.cells]
+
+    def _of_tiles(self, cells: Partition) -> Overlapping:
+        ranges = [[cells.range(axis, part) for part in range(parts)] for axis, parts in enumerate(cells.parts)]
+        count = self.grid.strips
+        parts = [ranges[0][at : at + count] for at in range(0, len(ranges[0]), count)]
+        filled = [[(lo, hi) for lo, hi in strips if lo < hi] or strips[:1] for strips in parts]
+        ranges[0] = [(min(lo for lo, _ in strips), max(hi for _, hi in strips)) for strips in filled]
+        whole = self.grid.whole
+        return Overlapping(
+            cells.extent, whole.parts(len(cells.extent)), whole.tiles, tuple(tuple(axis) for axis in ranges)
+        )
+
+    def strips(self, tile: int) -> list[int]:
+        """Return the numbers of a tile's strips that have cells of the output, or that a layer counts."""
+        shapes, graph = self.graph.shapes, self.graph
+        counted = {graph.output, *(graph.steps[at].inputs[0] for at in self.reducing("forward"))}
+        ends = [self.grid.partition(shapes[value][:-1]) for value in counted if len(shapes[value]) > 1]
+        numbers = self._numbers(tile)
+        found = [
+            at for at, part in numbers.items() if any(lo < hi for lo, hi in (cells.range(0, part) for cells in ends))
+        ]
+        return found or list(numbers)[:1]
+
+    def _numbers(self, tile: int) -> dict[int, int]:
+        """Return the numbers of a tile's strips, and the part of the first axis that each has."""
+        ndim, count = len(self.graph.shapes[0]) - 1, self.grid.strips
+        first = self.grid.whole.partition(self.graph.shapes[0][:-1]).coords(tile)[0] * count
+        return dict(zip(self.grid.of_tile(tile, ndim), range(first, first + count), strict=True))
+
+    def length(self, tile: int) -> int:
+        """Return the numbers of a sample that the largest strip needs."""
+        maps = [(cells, cells.extent[0]) for cells in self.cells if cells.extent]
+        numbers, alike = self._numbers(tile), dict[tuple[object, ...], int]()
+        for at in self.strips(tile):
+            ranges = [(cells.range(0, numbers[at]), n) for cells, n in maps]
+            alike.setdefault(tuple((hi - lo, lo == 0, hi == n) for (lo, hi), n in ranges), at)  # ends are padded
+        return max(self.section.live_ranges(at).length for at in alike.values())
+
+
+def can_stream(graph: Graph, nodes: int, grid: GridShape, found: Found) -> bool:
+    """Tell whether all of so many nodes can go in strips, and nothing that `find_regions` has found is cut apart."""
+    steps, value = graph.ends[nodes]
+    if not any(step.layer is not None for step in graph.steps[:steps]) or any(
+        not _goes(step, graph, grid, last=step.output == value) for step in graph.steps[:steps]
+    ):
+        return False
+    following = graph.steps[steps:]
+    return not any(step.layer and found.get(id(step.layer), (None,))[0] is not None for step in following)
+
+
+def _goes(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
+    """Tell whether a step sees a bounded neighbourhood, or sums what it has, and has no weights by cell on the way."""
+    layer, shape = step.layer, graph.shapes[step.inputs[0]]
+    if len(graph.shapes[step.output]) < 2 and not last:
+        return False
+    if layer is None:
+        return True
+    window = layer.window_for(shape)
+    return (
+        len(shape) > 1
+        and (layer.scheme is None or layer.scheme.exact)
+        and not layer.no_recompute
+        and not layer.reverse_halos
+        and layer.gathers_for(shape, grid) is None
+        and (window is None or window.mode != "wrap")
+        and layer.view_window_for(shape, grid) == window
+        and layer.halos_for(shape, grid) == ([] if window is None else [(shape, window)])
+        and (last or not any(parameter.layout.cut for parameter in layer.parameters_for(shape).values()))
+    )

@@ -1,0 +1,236 @@
+"""Images that do not fit into memory go through the first layers strip by strip, and give the numbers of whole ones."""
+
+import numpy as np
+import pytest
+from hdf5_toys import small_hdf5
+from hypothesis import given
+from hypothesis import strategies as st
+from support import worst
+from test_accumulate import steps
+from test_interleaving import built as every_layer
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.data import HDF5Dataset
+from neondist.errors import PassError
+from neondist.geometry import StripGrid
+from neondist.lazy import LazyTile
+from neondist.memory import PROCESS, as_bytes
+
+ENOUGH = "1TiB"
+"""With `strips`, whatever can goes in strips, although all would fit."""
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)),
+    st.integers(1, 6),
+)
+def test_strips_make_up_each_tile(extent, parts, count):
+    grid = nd.GridShape(1, *parts)
+    strips = StripGrid(1, *parts, strips=count)
+    tiles, cut = grid.partition(extent), strips.partition(extent)
+    seen = []
+    for tile in range(grid.tiles):
+        numbers, box = strips.of_tile(tile, len(extent)), tiles.box(tile)
+        boxes = [cut.box(number) for number in numbers]
+        assert sum(one.size for one in boxes) == box.size
+        assert all(one.empty or one.intersect(box) == one for one in boxes)
+        seen += numbers
+    assert sorted(seen) == list(range(strips.tiles))
+
+
+def residual(**more):
+    """Convolutions, norms that reduce, dropout, residual blocks, and a map summed by both FC and pooling."""
+    relu = nd.ReLU()
+    layers = [
+        nd.ConvLayerDist(4, 5, padding=2, padding_mode="reflect", bias=False),
+        nd.BatchNormLayerDist(),
+        nd.ActivationLayerDist(relu),
+        nd.Sum(
+            [
+                [nd.ConvLayerDist(4, 3, padding=1, bias=False), nd.GroupNormLayerDist(2), nd.ActivationLayerDist(relu)],
+                [],
+            ]
+        ),
+        nd.MaxPoolingLayerDist(3, 2, 1),
+        nd.DropoutLayerDist(0.3),
+        nd.Sum(
+            [
+                [nd.ConvLayerDist(6, 3, padding=1, stride=2, bias=False), nd.BatchNormLayerDist()],
+                [nd.ConvLayerDist(6, 1, 2)],
+            ]
+        ),
+        nd.Concat([[], [nd.ConvLayerDist(3, 3, padding="same", bias=False), nd.InstanceNormLayerDist(affine=True)]]),
+        nd.FCLayerDist(7, activation=nd.Tanh()),
+        nd.FCLayerDist(4),
+    ]
+    return nd.ConvnetDist(layers, seed=2, dtype="float64", optimizer=nd.SGD(learning_rate=0.1, momentum=0.9), **more)
+
+
+def trained(model, grid, batch=4):
+    """What three steps, and passes before and after, give."""
+    model.build((23, 17, 2), batch, grid)
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(batch, 23, 17, 2)), rng.normal(size=(batch, *model.output_shape))
+    runs = [model.forward(model.scatter(x * factor)) for factor in (1, 2)]  # their strips take turns
+    found = {f"dx {at}": model.gather_input(runs[at].backward(model.scatter_output(dy))) for at in (1, 0)}
+    found |= {f"y {at}": model.gather(run.output) for at, run in enumerate(runs)}
+    found["dx again"] = model.gather_input(runs[1].backward(model.scatter_output(dy)))
+    found |= model.gradients()
+    del runs
+    losses = [model.train_batch(model.scatter(x), np.arange(batch) % 4) for _ in range(3)]
+    found["evaluated"] = model.gather(model.fprop(model.scatter(x), training=False))
+    return found | model.state() | {"losses": np.array(losses)}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return trained(residual(), nd.ProcessGrid.serial())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "more"),
+    [
+        (1, 1, {"strips": 1, "accumulate": 3}),
+        (1, 1, {"strips": 3}),
+        (2, 1, {"strips": 100}),
+        (2, 2, {"strips": 1, "accumulate": 2}),
+        (3, 1, {"strips": 3, "recompute": True}),
+        (4, 2, {"strips": 1, "recompute": True, "accumulate": 2}),
+        (6, 1, {"strips": 2}),
+    ],
+    ids=str,
+)
+def test_a_residual_network(whole, ranks, replicas, more):
+    def job(comm):
+        model = residual(memory=ENOUGH, **more)
+        found = trained(model, nd.ProcessGrid(comm, replicas=replicas))
+        assert model.compiled.stream.nodes == 9  # the first fully connected layer ends it
+        assert model.bytes_sent == 0
+        return found
+
+    for found in loopback.run(ranks, job):
+        assert worst(found, whole) < 1e-10
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6])
+def test_every_layer(ranks):
+    """What cannot go in strips, here LCN, ends the stream."""
+    expected = steps(every_layer(batch=8))
+
+    def job(comm):
+        model = every_layer("Dist", nd.ProcessGrid(comm), batch=8, strips=2, memory=ENOUGH)
+        assert model.compiled.stream.nodes == 1
+        return steps(model)
+
+    for found in loopback.run(ranks, job):
+        assert worst(found, expected) < 1e-10
+
+
+def plain(**more):
+    relu = nd.ReLU()
+    layers = [
+        nd.ConvLayerDist(16, 3, padding=1, activation=relu),
+        nd.ConvLayerDist(32, 3, stride=2, padding=1, activation=relu),
+        nd.ConvLayerDist(64, 3, padding=1, activation=relu),
+        nd.MaxPoolingLayerDist(2),
+        nd.GlobalAvgPoolingLayerDist(),
+        nd.FCLayerDist(10),
+    ]
+    return nd.ConvnetDist(layers, **more)
+
+
+@pytest.mark.parametrize(("extent", "limit", "ranks"), [(32768, "8GiB", 2), (65536, "16GiB", 2), (8192, "2500MB", 4)])
+def test_what_does_not_fit_goes_in_as_many_strips_as_it_takes(extent, limit, ranks):
+    plan = plain(memory=limit).plan((extent, extent, 3), nd.GridShape(1, ranks))
+    assert plan.stream.nodes == 5
+    assert all(plan.memory(rank) + PROCESS <= as_bytes("memory", limit) / ranks for rank in range(ranks))
+    strips = plan.stream.grid.strips
+    assert f"streamed: conv1 to global_avg_pooling1 in {strips} strips of each tile" in plan.describe()
+    fewer = plain(memory=ENOUGH, strips=2 * -(-plan.stream.rows // strips)).plan((extent, extent, 3), plan.grid)
+    assert fewer.stream.grid.strips < strips
+    assert fewer.memory(0) > plan.memory(0)
+
+
+def test_what_fits_is_not_streamed():
+    assert plain(memory="8GiB").plan((512, 512, 3), nd.GridShape(1, 2)).stream is None
+
+
+def test_memory_that_is_not_enough():
+    layers = [nd.ConvLayer(64, 3, padding=1), nd.LCNLayer(9), nd.FCLayer(4)]
+    with pytest.raises(nd.ConfigError, match=r"memory: a rank may use .*, but needs .* at least, .* layer 'lcn1'"):
+        nd.Convnet(layers, memory="2GiB").plan((8192, 8192, 3))
+    with pytest.raises(nd.ConfigError, match="4 ranks on a machine; each of them takes 472 MB before it holds"):
+        plain(memory="1GiB").plan((64, 64, 3), nd.GridShape(1, 4))
+    for wrong in ("8 parsecs", "", "-3GB", "GiB", 0, "1e99999GB"):
+        with pytest.raises(nd.ConfigError, match=r"memory: .* is no amount of memory; give one such as 8GiB"):
+            plain(memory=wrong)
+    filters = nd.GB([nd.LocalFilteringLayer(4, 3), nd.L2PoolingLayer(3), nd.LCNLayer(3), nd.FCLayer(4)])
+    with pytest.raises(nd.ConfigError, match="memory: GB trains its stages one by one; leave out memory"):
+        filters.execute(memory="8GiB")
+    assert [as_bytes("memory", text) for text in ("8GiB", "500 MB", "1.5k", 77)] == [8 << 30, 5 * 10**8, 1536, 77]
+
+
+def test_a_pass_cannot_end_in_a_stream():
+    model = nd.Convnet([nd.ConvLayer(2, 3), nd.ConvLayer(2, 3)], memory=ENOUGH, strips=2)
+    model.build((9, 8, 1), 1)
+    with pytest.raises(PassError, match="leave out memory"):
+        nd.models.optimal_stimulus(model, 0, [(3, 3, 0)])
+
+
+class Watched(HDF5Dataset):
+    """Notes the largest array that is read."""
+
+    largest = 0
+
+    def load(self, grid):
+        splits = super().load(grid)
+        for split in filter(None, splits):
+            self._watch(split)
+        return splits
+
+    def _watch(self, split):
+        lazily, images = split.lazily, split.images
+
+        def noted(*args):
+            found: LazyTile = lazily(*args)
+            read = found.read
+
+            def part(cells):
+                cut = read(cells)
+                self.largest = max(self.largest, cut[0].size)
+                return cut
+
+            found.read = part
+            found.samples = lambda numbers: found
+            return found
+
+        def refused(*args):
+            raise AssertionError("a whole tile was read")
+
+        split.lazily, split.images = noted, refused if self.strict else images
+
+    strict = True
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_images_are_read_strip_by_strip(tmp_path, ranks):
+    file = tmp_path / "images.h5"
+    small_hdf5(file, shape=(40, 10, 2), counts=(3, 2))
+
+    def train(comm, **more):
+        data = Watched(file)
+        data.strict = bool(more)
+        layers = [nd.ConvLayerDist(3, 3, padding=1), nd.GlobalAvgPoolingLayerDist(), nd.FCLayerDist(4)]
+        model = nd.ConvnetDist(layers, dtype="float64", seed=1, **more)
+        fit = nd.FitExperiment(data, model, batch_size=1, epochs=2)
+        return fit.run(nd.ProcessGrid(comm), hooks=[]).history, data.largest
+
+    for (streamed, largest), (expected, _) in loopback.run(
+        ranks, lambda comm: (train(comm, memory=ENOUGH, strips=4), train(comm))
+    ):
+        for one, other in zip(streamed, expected, strict=True):
+            assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
+            assert one["test_loss"] == pytest.approx(other["test_loss"], rel=1e-12)
+        assert 0 < largest <= (4 + 2) * 10 * 2
