@@ -16,6 +16,8 @@ LARGE = 1 << 16
 PURPOSES = {
     "conv2d": "outputs of a strip, before they go through the activation into the next layer's view",
     "conv3d": "the same, of volumes",
+    "mkldnn_convolution": "outputs of a strip, by oneDNN",
+    "mkldnn::_convolution_transpose_pointwise": "gradient of what a strip sees, by oneDNN",
     "convolution": "gradient of what a strip sees, before it goes into the gradient of the view",
     "convolution_backward": "gradient of weights, by oneDNN",
     "reshape": "windows of some rows, gathered for the gradient of weights by GEMM",
