@@ -104,6 +104,8 @@ class Plan(Sequence[LayerPlan]):
     @property
     def wide_tiles(self) -> Partition | None:
         """The tiles of the image that the model reads, if they overlap."""
+        if self.stream is not None:
+            return self.stream.tiles[0]
         return self.layers[0].regions[0] if self.layers else None
 
     # What is sent, in bytes of a training step.
@@ -184,8 +186,16 @@ class Plan(Sequence[LayerPlan]):
 
     def strip_length(self, tile: int) -> int:
         """Return the numbers of a sample that strips need beside it, one at a time."""
-        streamed = 0 if self.stream is None else self.stream.length(tile)
+        streamed = 0 if self.stream is None else self.stream.held(tile)
         return streamed + max((segment.length(tile) for segment in self.segments), default=0)
+
+    @property
+    def streamed(self) -> int:
+        """Bytes of a strip of the stream on the rank that needs most."""
+        if self.stream is None:
+            return 0
+        held = max(self.stream.held(tile) for tile in range(self.grid.tiles))
+        return held * self._held_samples(0) * self.itemsize
 
     @property
     def segments(self) -> list[Segment]:
@@ -364,10 +374,8 @@ def _in_strips(
     strips = 1 if rows is None else -(-most // rows)
     while True:
         made = planned(Stream.of(plan.graph, nodes, plan.grid, strips))
-        count = _needed(made)
-        streamed = max(made.stream.length(tile) for tile in range(plan.grid.tiles)) if made.stream else 0
-        streamed *= made.itemsize * max(made._held_samples(replica) for replica in range(plan.grid.replicas))
-        room = limit - (count - streamed)
+        count, streamed = _needed(made), made.streamed
+        room = limit - (count - streamed)  # for strips, beside what else there is
         if count <= limit or room <= 0 or strips >= most or rows is not None:
             return count, made
         strips = min(most, max(strips + 1, int(strips * streamed / room)))

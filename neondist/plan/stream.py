@@ -183,6 +183,11 @@ class Stream:
             alike.setdefault(tuple((hi - lo, lo == 0, hi == n) for (lo, hi), n in ranges), at)  # ends are padded
         return max(self.section.live_ranges(at).length for at in alike.values())
 
+    def held(self, tile: int) -> int:
+        """Return the same with its part of the image, as it is read and as it is normalised."""
+        image = max(self.cells[0].box(at).size for at in self.strips(tile)) * self.graph.shapes[0][-1]
+        return self.length(tile) + 2 * image
+
 
 def can_stream(graph: Graph, nodes: int, grid: GridShape, found: Found) -> bool:
     """Tell whether all of so many nodes can go in strips, and nothing that `find_regions` has found is cut apart."""
