@@ -58,7 +58,8 @@ class CellKernels:
 
     def add(self, parts: Sequence[Any], y: Any, clip: bool = False) -> None:
         """Write the sum of all parts, at least 0 if `clip`, into y, all of any strides."""
-        self.copy(parts[0], y)
+        if parts[0] is not y:
+            self.copy(parts[0], y)
         for part in parts[1:]:
             y += part
         if clip:

@@ -191,7 +191,7 @@ class Section:
         if len(self.graph.readers[value]) == 1:
             gradients[value] = dx
         elif value in gradients:
-            gradients[value] += dx
+            self.context.backend.kernels.add([gradients[value], dx], gradients[value])
         else:
             total = gradients[value] = run.workspace.sum_place(value, run.samples)
             self.context.backend.kernels.copy(dx, total)

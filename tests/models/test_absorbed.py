@@ -100,10 +100,13 @@ def test_what_goes_together():
 
 
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"recompute": True}, {"strips": 3}], ids=str)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "not compiled"])
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
-def test_the_same_numbers(apart, more, backend):
+def test_the_same_numbers(apart, more, backend, compiled, monkeypatch):
     if backend == "torch":
         pytest.importorskip("torch")
+    if not compiled:
+        monkeypatch.setattr("neondist.backends.cells.compiled", lambda: None)
     model = built(nd.ReLU, backend=backend, **more)
     assert worst(steps(model), apart) < 1e-10
 
