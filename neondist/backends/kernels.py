@@ -71,6 +71,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         groups: int,
         begin: Callable[[tuple], Any],
         outside: Sides | None = None,
+        weighted: bool = True,
     ) -> tuple[Any, Any]:
         """Return the gradients of weights and bias, and write that of x into dx, strip by strip.
 
@@ -84,6 +85,8 @@ class Kernels(CellKernels, Convolution, Pooling):
             `begin(index)` returns the gradient of a strip of the convolution, contiguous.
         outside : (before, after) for every axis, optional
             Cells at the ends of x that are zero; in dx, where nobody wants them, they are whatever is quickest.
+        weighted : bool
+            False: those of weights and bias are not wanted, and zero.
         """
         kernel = weights.shape[:-2]
         rows, *columns = outside or ((0, 0),) * len(kernel)
@@ -92,9 +95,10 @@ class Kernels(CellKernels, Convolution, Pooling):
         for strip in strips(x, dy, kernel, stride, dilation, self.strip):
             dz, seen = begin(strip.out), x[strip.view]
             how = stride, dilation, groups
-            part = self.conv_backward_weights(seen, dz, kernel, *how, (strip.outside(rows, x), *columns))
-            by_weights = part if by_weights is None else self.xp.add(by_weights, part, out=by_weights)
-            by_bias += self.channel_sum(dz)
+            if weighted:
+                part = self.conv_backward_weights(seen, dz, kernel, *how, (strip.outside(rows, x), *columns))
+                by_weights = part if by_weights is None else self.xp.add(by_weights, part, out=by_weights)
+                by_bias += self.channel_sum(dz)
             if accumulator is not None:
                 accumulator.add(
                     strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, ((0, 0), *columns))

@@ -138,6 +138,7 @@ class ConvLayer(Layer):
             *self._how,
             lambda part: ctx.activation_gradient(None if ctx.y is None else ctx.y[part], dy[part]),
             self.input.outside,
+            ctx.needs_weight_gradients,
         )
         ctx.grads["weights"] = by_weights
         if self.bias:

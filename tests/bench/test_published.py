@@ -21,7 +21,8 @@ PUBLISHED = {
     "resnet": (64, {8: 0.2441, 16: 0.2471, 32: 0.2446, 64: 0.2503, 128: 0.2536, 256: 0.2598}),
     "vgg": (32, {8: 4.124, 16: 4.210, 32: 4.351, 64: 4.553, 128: 4.680, 256: 4.686, 512: 4.884}),
 }
-# paraDL's 0.5 µs; NVLink 2 between the GPUs of a node, and two ports of EDR InfiniBand for each (from articles on ABCI; paraDL's own model of it has 12.5 GB/s)
+# paraDL's 0.5 µs; NVLink 2 between the GPUs of a node, and two ports of EDR InfiniBand for each, from articles on ABCI
+# (paraDL's own model of it has 12.5 GB/s)
 ABCI = Machine(4, Link(5e-7, 5e10), Link(5e-7, 2.5e10))
 relu = nd.ReLU
 
