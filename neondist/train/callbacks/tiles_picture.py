@@ -52,6 +52,9 @@ def first_window(plans: Sequence[LayerPlan]) -> LayerPlan | None:
     return None
 
 
+_ROWS = 256  # that are read at once
+
+
 def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
     """Return the first image of `dataset.selection` on every rank, whole or every s-th cell, (h, w, C); collective.
 
@@ -61,8 +64,12 @@ def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> n
     step = -(-max(height, width) // PIXELS)
     piece = None
     if grid.replica == 0:
-        here = tuple(slice(-lo % step, None, step) for lo in box.lo)
-        piece = (tuple(-(-lo // step) for lo in box.lo), dataset.selection.images([0], dtype)[0][here])
+        top, left = (slice(-lo % step, None, step) for lo in box.lo)
+        cells, (rows, cols) = dataset.selection.lazily([0], dtype), box.shape
+        band = -(-_ROWS // step) * step  # the image may not fit into memory
+        bands = [slice(at, min(at + band, rows)) for at in range(top.start, rows, band)] or [slice(0, 0)]
+        read = [cells.read([rows_of, slice(0, cols)])[0, ::step, left] for rows_of in bands]
+        piece = (tuple(-(-lo // step) for lo in box.lo), np.concatenate(read))
     image = np.zeros((-(-height // step), -(-width // step), channels))
     for part in grid.world.allgather(piece):
         if part is not None:
