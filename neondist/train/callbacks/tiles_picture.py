@@ -68,7 +68,7 @@ def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> n
         cells, (rows, cols) = dataset.selection.lazily([0], dtype), box.shape
         band = -(-_ROWS // step) * step  # the image may not fit into memory
         bands = [slice(at, min(at + band, rows)) for at in range(top.start, rows, band)] or [slice(0, 0)]
-        read = [cells.read([rows_of, slice(0, cols)])[0, ::step, left] for rows_of in bands]
+        read = [cells.read([rows_of, slice(0, cols)])[0, ::step, left].copy() for rows_of in bands]
         piece = (tuple(-(-lo // step) for lo in box.lo), np.concatenate(read))
     image = np.zeros((-(-height // step), -(-width // step), channels))
     for part in grid.world.allgather(piece):
