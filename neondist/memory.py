@@ -58,7 +58,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt")
     for unit, base in (("", 1024), ("b", 1000), ("ib", 1024))
 }
-PROCESS = 450 << 20
+PROCESS = 600 << 20
 """bytes of a rank before its first step, and of what kernels take for a moment: Python, its libraries, their buffers"""
 
 
