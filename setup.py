@@ -11,7 +11,7 @@ setup(
         Extension(
             "neondist.backends._cells",
             ["neondist/backends/_cells.c"],
-            depends=["neondist/backends/_cells_typed.h"],
+            depends=[f"neondist/backends/{name}.h" for name in ("_cells_typed", "_pool", "_pool_typed")],
             extra_compile_args=["-std=c11", "-O3", "-fno-math-errno", "-fno-trapping-math"],
             define_macros=[("Py_LIMITED_API", "0x030b0000")] if stable else [],
             py_limited_api=stable,

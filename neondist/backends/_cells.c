@@ -7,6 +7,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -259,7 +260,10 @@ end:
     return PyErr_Occurred() ? NULL : PyBool_FromLong(done);
 }
 
-static PyMethodDef methods[] = {{"run", run, METH_VARARGS, run_doc}, {NULL, NULL, 0, NULL}};
+#include "_pool.h"
+
+static PyMethodDef methods[] = {
+    {"run", run, METH_VARARGS, run_doc}, {"max_pool", max_pool, METH_VARARGS, max_pool_doc}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_cells", "Kernels over the cells of channels-last arrays.", 0, methods, NULL, NULL, NULL,
     NULL};

@@ -105,8 +105,8 @@ class Kernels(CellKernels, Convolution, Pooling):
                 )
         return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
 
-    def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints) -> list[Any]:
-        """Write the maxima into y, of any strides, strip by strip; return the places of each strip."""
+    def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints) -> Any:
+        """Write the maxima into y, of any strides, strip by strip; return the places, of each strip."""
         places = []
         for strip in strips(x, y, kernel, stride, (1,) * len(kernel), self.strip):
             best, place = self.max_pool(x[strip.view], kernel, stride)
@@ -114,7 +114,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             places.append(place)
         return places
 
-    def max_pool_back_into(self, dx: Any, dy: Any, places: Sequence[Any], kernel: Ints, stride: Ints) -> None:
+    def max_pool_back_into(self, dx: Any, dy: Any, places: Any, kernel: Ints, stride: Ints) -> None:
         """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
         accumulator = StripAccumulator(dx, dy, self.copy)
         for strip, place in zip(strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip), places, strict=True):
@@ -124,3 +124,27 @@ class Kernels(CellKernels, Convolution, Pooling):
 
 class HostKernels(CompiledCells, Kernels):
     """Kernels over NumPy's arrays."""
+
+    def max_pool_into(self, y: np.ndarray, x: np.ndarray, kernel: Ints, stride: Ints) -> Any:
+        """Write the maxima into y; return the places: one byte each if this is compiled."""
+        places = np.empty(y.shape, np.uint8)
+        done = self._max_pool(False, x, y, places, kernel, stride)
+        return places if done else super().max_pool_into(y, x, kernel, stride)
+
+    def max_pool_back_into(self, dx: np.ndarray, dy: np.ndarray, places: Any, kernel: Ints, stride: Ints) -> None:
+        """Write the gradient of x into dx, as `max_pool_into` has gone."""
+        if isinstance(places, list):
+            super().max_pool_back_into(dx, dy, places, kernel, stride)
+        elif not self._max_pool(True, dx, dy, places, kernel, stride):  # their cells are not in one piece
+            whole = np.empty(dx.shape, dx.dtype)
+            self._max_pool(True, whole, np.ascontiguousarray(dy, dx.dtype), places, kernel, stride)
+            self.copy(whole, dx)
+
+    def _max_pool(
+        self, back: bool, x: np.ndarray, y: np.ndarray, places: np.ndarray, kernel: Ints, stride: Ints
+    ) -> bool:
+        if self.compiled is None:
+            return False
+        sizes = tuple(kernel), tuple(stride)
+        done: bool = self.compiled.max_pool(back, x, y, places, *sizes, self.threads, self.start)
+        return done

@@ -159,13 +159,11 @@ class TorchKernels(HostKernels):
             return self.max_pool_backward(dy[:, None], place, (1, *extent), (1, *kernel), (1, *stride))[:, 0]
         return pool.max_backward(dy, place, extent, kernel, stride)
 
-    def max_pool_back_into(
-        self, dx: np.ndarray, dy: np.ndarray, places: Sequence[Any], kernel: Ints, stride: Ints
-    ) -> None:
+    def max_pool_back_into(self, dx: np.ndarray, dy: np.ndarray, places: Any, kernel: Ints, stride: Ints) -> None:
         """Write the gradient of x into dx: without a copy, where that is whole and strips are of whole images."""
         parts = list(strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip))
         whole = dx.flags.c_contiguous and all(part.last and not part.rows.start for part in parts)
-        if not whole or len(stride) == 1 or not self._pools(dy, dy.shape[1:-1]):
+        if not (whole and isinstance(places, list)) or len(stride) == 1 or not self._pools(dy, dy.shape[1:-1]):
             return super().max_pool_back_into(dx, dy, places, kernel, stride)
         for part, place in zip(parts, places, strict=True):
             pool.max_backward_into(dx[part.samples], dy[part.samples], place, kernel, stride)

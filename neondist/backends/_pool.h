@@ -1,0 +1,125 @@
+/* Max pooling (N, *spatial, C), for up to three spatial axes, in one pass over memory; part of _cells.c. */
+
+enum { LAST = 3, WIDE = 16 }; /* the axis of a row; channels from which on a cell fills vectors */
+
+/* Samples are an axis with windows of one cell, as are spatial axes that are not there. */
+typedef struct {
+    int back, once, itemsize; /* once: no two windows meet, and in a row no cell is left out */
+    char *x, *y;              /* or their gradients */
+    unsigned char *places;    /* in y's order: which cell of the window it was */
+    Py_ssize_t extent[LAST + 1], out[LAST + 1], x_step[LAST + 1], y_step[LAST + 1];
+    Py_ssize_t kernel[LAST + 1], stride[LAST + 1], channels;
+    Py_ssize_t rows[LAST], shares, next;
+} Pool;
+
+#define T float
+#define INT int32_t
+#define NAME(x) x##_float
+#include "_pool_typed.h"
+#undef T
+#undef INT
+#undef NAME
+#define T double
+#define INT int64_t
+#define NAME(x) x##_double
+#include "_pool_typed.h"
+#undef T
+#undef INT
+#undef NAME
+
+static void pool_shares(void *given) {
+    Pool *job = given;
+    const Py_ssize_t all = job->rows[0] * job->rows[1] * job->rows[2];
+    for (Py_ssize_t share; (share = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->shares;)
+        for (Py_ssize_t i = all * share / job->shares; i < all * (share + 1) / job->shares; i++) {
+            Py_ssize_t at[LAST] = {i / job->rows[2] / job->rows[1], i / job->rows[2] % job->rows[1], i % job->rows[2]};
+            (job->itemsize == sizeof(float) ? pool_row_float : pool_row_double)(job, at);
+        }
+}
+
+/* Describe the arrays and windows to the job; 0: it cannot have them. */
+static int describe_pool(Pool *job, const Py_buffer *x, const Py_buffer *y, const Py_buffer *places) {
+    const int last = x->ndim - 1, axes = last - 1;
+    if (axes < 1 || axes > LAST || y->ndim != x->ndim || places->ndim != x->ndim || !(is(x, 'f') || is(x, 'd')) ||
+        !is(y, is(x, 'f') ? 'f' : 'd') || !is(places, 'B') || !whole(places))
+        return 0;
+    job->itemsize = (int)x->itemsize;
+    job->channels = x->shape[last];
+    Py_ssize_t window = 1;
+    for (int a = 0; a <= LAST; a++) {
+        const int axis = a ? a - LAST + axes : 0, there = a == 0 || axis > 0;
+        job->extent[a] = there ? x->shape[axis] : 1;
+        job->out[a] = there ? y->shape[axis] : 1;
+        job->x_step[a] = there ? x->strides[axis] : 0;
+        job->y_step[a] = there ? y->strides[axis] : 0;
+        const Py_ssize_t k = job->kernel[a], s = job->stride[a];
+        if (k < 1 || k > 256 || s < 1 || (window *= k) > 256 ||
+            job->out[a] != (job->extent[a] < k ? 0 : (job->extent[a] - k) / s + 1))
+            return 0;
+        job->once = (a == 0 || job->once) && (a == LAST ? s == k : s >= k);
+    }
+    for (int axis = 0; axis <= last; axis++)
+        if (x->strides[axis] % x->itemsize || y->strides[axis] % y->itemsize || places->shape[axis] != y->shape[axis])
+            return 0;
+    return y->shape[last] == job->channels && (size_t)x->buf % x->itemsize == 0 && (size_t)y->buf % y->itemsize == 0 &&
+           (job->channels < 2 || (x->strides[last] == x->itemsize && y->strides[last] == y->itemsize));
+}
+
+PyDoc_STRVAR(max_pool_doc,
+             "max_pool(back, x, y, places, kernel, stride, threads, start)\n--\n\n"
+             "Write the maxima of windows and their places, or go back; return False if these are no arrays for it.\n\n"
+             "Parameters\n----------\n"
+             "back : bool\n    Whether x is to become the gradient of x, and y is that of y.\n"
+             "x : array (N, *extent, C)\n"
+             "y : array (N, *out, C)\n    Of the same dtype.\n"
+             "places : array (N, *out, C) of uint8\n    The first maximum's, in row-major order; of no numbers the last.\n"
+             "kernel, stride : tuple of int\n    For up to three axes; up to 256 cells.\n"
+             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+
+static PyObject *max_pool(PyObject *self, PyObject *args) {
+    PyObject *arrays[3], *sizes[2];
+    Py_buffer views[3];
+    int threads, held = 0, fits = 0;
+    unsigned long long start;
+    Pool job = {.kernel = {1, 1, 1, 1}, .stride = {1, 1, 1, 1}};
+    if (!PyArg_ParseTuple(args, "pOOOO!O!iK", &job.back, arrays, arrays + 1, arrays + 2, &PyTuple_Type, sizes,
+                          &PyTuple_Type, sizes + 1, &threads, &start))
+        return NULL;
+    const Py_ssize_t axes = PyTuple_Size(sizes[0]);
+    for (Py_ssize_t axis = 0; axis < axes && axes <= LAST && axes == PyTuple_Size(sizes[1]); axis++) {
+        const Py_ssize_t a = LAST + 1 - axes + axis;
+        job.kernel[a] = PyNumber_AsSsize_t(PyTuple_GetItem(sizes[0], axis), PyExc_OverflowError);
+        job.stride[a] = PyNumber_AsSsize_t(PyTuple_GetItem(sizes[1], axis), PyExc_OverflowError);
+        if (PyErr_Occurred())
+            return NULL;
+    }
+    for (; held < 3; held++) {
+        const int writes = job.back ? held == 0 : held > 0;
+        if (PyObject_GetBuffer(arrays[held], views + held, PyBUF_STRIDES | PyBUF_FORMAT | (writes ? PyBUF_WRITABLE : 0)))
+            goto end;
+    }
+    fits = axes == views[0].ndim - 2 && axes == PyTuple_Size(sizes[1]) && describe_pool(&job, views, views + 1, views + 2);
+    if (fits) {
+        job.x = views[0].buf;
+        job.y = views[1].buf;
+        job.places = views[2].buf;
+        for (int a = 0; a < LAST; a++)
+            job.rows[a] = job.back ? job.extent[a] : job.out[a];
+        if (job.back) /* rows that begin with a window's, as far as one window's stride */
+            job.rows[2] = (job.extent[2] + job.stride[2] - 1) / job.stride[2];
+        else if (job.out[LAST] == 0)
+            job.rows[0] = 0;
+        const int several = start != 0 && threads > 1 && views[0].len / job.itemsize >= FEW;
+        job.shares = several ? 4 * threads : 1; /* threads are not equally fast */
+        Py_BEGIN_ALLOW_THREADS;
+        if (several)
+            ((Start)(size_t)start)(pool_shares, &job, threads, 0);
+        else
+            pool_shares(&job);
+        Py_END_ALLOW_THREADS;
+    }
+end:
+    while (held > 0)
+        PyBuffer_Release(views + --held);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(fits);
+}

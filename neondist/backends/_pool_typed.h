@@ -1,0 +1,175 @@
+/* Max pooling of numbers of one type T, and integers INT as wide as it; included once for each type. */
+
+/* Copy or add cells, `to_step` and `from_step` numbers apart; few channels are known to the compiler. */
+static inline void NAME(move)(T *restrict to, Py_ssize_t to_step, const T *restrict from, Py_ssize_t from_step,
+                              Py_ssize_t cells, Py_ssize_t channels, int add) {
+    if (to_step == channels && from_step == channels) {
+        channels *= cells;
+        cells = 1;
+    }
+#define EACH(n, does)                                   \
+    for (Py_ssize_t o = 0; o < cells; o++) {            \
+        T *a = to + o * to_step;                        \
+        const T *b = from + o * from_step;              \
+        IVDEP for (Py_ssize_t c = 0; c < (n); c++) a[c] does b[c]; \
+    }
+#define BOTH(n)          \
+    if (add)             \
+        EACH(n, +=)      \
+    else                 \
+        EACH(n, =)
+#define CASE(n) \
+    case n:     \
+        BOTH(n) \
+        break;
+    switch (channels) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+    default:
+        BOTH(channels)
+    }
+#undef EACH
+#undef BOTH
+#undef CASE
+}
+
+/* Where numbers of k cells, `gap` apart, are above the best, or none at all, keep them and their place. */
+static inline void NAME(better)(T *best, INT *place, const T *x, Py_ssize_t gap, Py_ssize_t n, INT at, INT k) {
+    for (; k >= 2; k -= 2, at += 2, x += 2 * gap)
+        IVDEP for (Py_ssize_t i = 0; i < n; i++) {
+            const T v = x[i], u = x[i + gap], b = best[i];
+            const int wins = (v > b) | (v != v);
+            const T b2 = wins ? v : b;
+            const INT p = wins ? at : place[i], next = at + 1;
+            const int after = (u > b2) | (u != u);
+            best[i] = after ? u : b2;
+            place[i] = after ? next : p;
+        }
+    if (k)
+        IVDEP for (Py_ssize_t i = 0; i < n; i++) {
+            const T v = x[i], b = best[i];
+            const int wins = (v > b) | (v != v);
+            best[i] = wins ? v : b;
+            place[i] = wins ? at : place[i];
+        }
+}
+
+/* The maxima of cells lo to hi of a row of outputs, or of some channels of one cell. */
+CLONES static void NAME(maxima)(const Pool *job, const char *x, char *y, unsigned char *places, Py_ssize_t cells,
+                                Py_ssize_t channels) {
+    const Py_ssize_t size = sizeof(T), numbers = cells * channels, step = job->stride[LAST] * job->x_step[LAST] / size;
+    const int together = cells == 1 || step == channels;
+    const Py_ssize_t k = job->kernel[LAST], gap = job->x_step[LAST] / size;
+    _Alignas(64) T best[ROW], part[ROW];
+    _Alignas(64) INT place[ROW];
+    INT at = 0;
+    NAME(move)(best, channels, (const T *)x, step, cells, channels, 0);
+    memset(place, 0, numbers * sizeof(INT));
+    for (Py_ssize_t d = 0; d < job->kernel[1]; d++)
+        for (Py_ssize_t h = 0; h < job->kernel[2]; h++, at += (INT)k) {
+            const T *row = (const T *)(x + d * job->x_step[1] + h * job->x_step[2]);
+            if (!together && channels >= WIDE) {
+                for (Py_ssize_t o = 0; o < cells; o++)
+                    NAME(better)(best + o * channels, place + o * channels, row + o * step, gap, channels, at, (INT)k);
+            } else if (together) {
+                NAME(better)(best, place, row, gap, numbers, at, (INT)k);
+            } else {
+                for (Py_ssize_t w = 0; w < k; w++) {
+                    NAME(move)(part, channels, row + w * gap, step, cells, channels, 0);
+                    NAME(better)(best, place, part, 0, numbers, at + (INT)w, 1);
+                }
+            }
+        }
+    NAME(move)((T *)y, job->y_step[LAST] / size, best, channels, cells, channels, 0);
+    IVDEP for (Py_ssize_t i = 0; i < numbers; i++) places[i] = (unsigned char)place[i];
+}
+
+/* Give gradients of cells, `from_step` numbers apart, to k cells of each window, from place `at` on. */
+CLONES static void NAME(give)(T *dx, Py_ssize_t to_step, Py_ssize_t gap, const T *dy, Py_ssize_t from_step,
+                              const unsigned char *places, Py_ssize_t cells, Py_ssize_t channels, INT at, INT k,
+                              int add) {
+    const Py_ssize_t numbers = cells * channels;
+    _Alignas(64) T given[ROW], part[ROW];
+    _Alignas(64) INT place[ROW];
+    IVDEP for (Py_ssize_t i = 0; i < numbers; i++) place[i] = places[i];
+    if (cells > 1 && from_step != channels) {
+        NAME(move)(given, channels, dy, from_step, cells, channels, 0);
+        dy = given;
+    }
+    for (; k > 0; k--, at++, dx += gap) {
+        if (channels >= WIDE) {
+            for (Py_ssize_t o = 0; o < cells; o++) {
+                T *to = dx + o * to_step;
+                const T *from = dy + o * channels;
+                const INT *where = place + o * channels;
+                IVDEP for (Py_ssize_t c = 0; c < channels; c++) {
+                    const T v = from[c], old = add ? to[c] : 0;
+                    to[c] = where[c] == at ? old + v : old;
+                }
+            }
+            continue;
+        }
+        IVDEP for (Py_ssize_t i = 0; i < numbers; i++) {
+            const T v = dy[i];
+            part[i] = place[i] == at ? v : 0;
+        }
+        NAME(move)(dx, to_step, part, channels, cells, channels, add);
+    }
+}
+
+/* Write row (n, d, h) of the gradient of x, between columns z and end, from cells lo to hi of those of y. */
+static void NAME(pull)(const Pool *job, const Py_ssize_t *row, Py_ssize_t lo, Py_ssize_t hi, Py_ssize_t first,
+                              Py_ssize_t channels) {
+    const Py_ssize_t size = sizeof(T), k = job->kernel[LAST], s = job->stride[LAST], step = job->x_step[LAST] / size;
+    Py_ssize_t from[LAST], to[LAST], seen = 1;
+    for (int a = 0; a < LAST; a++) { /* the windows that see the row */
+        from[a] = row[a] < job->kernel[a] ? 0 : (row[a] - job->kernel[a]) / job->stride[a] + 1;
+        to[a] = MIN(job->out[a], row[a] / job->stride[a] + 1);
+        seen = seen && from[a] < to[a];
+    }
+    T *dx = (T *)(job->x + row[0] * job->x_step[0] + row[1] * job->x_step[1] + row[2] * job->x_step[2]) + first;
+    Py_ssize_t clear = seen && job->once ? hi * s : lo ? (lo - 1) * s + k : 0;
+    const Py_ssize_t end = hi < job->out[LAST] ? (hi - 1) * s + k : job->extent[LAST];
+    if (step == channels && clear < end)
+        memset(dx + clear * step, 0, (end - clear) * step * size);
+    else
+        for (; clear < end; clear++)
+            memset(dx + clear * step, 0, channels * size);
+    for (Py_ssize_t d = from[1]; d < to[1]; d++)
+        for (Py_ssize_t h = from[2]; h < to[2]; h++) {
+            const Py_ssize_t cell = ((row[0] * job->out[1] + d) * job->out[2] + h) * job->out[LAST] + lo;
+            const unsigned char *places = job->places + cell * job->channels + first;
+            const char *dy = job->y + row[0] * job->y_step[0] + d * job->y_step[1] + h * job->y_step[2];
+            const Py_ssize_t at = (row[1] - d * job->stride[1]) * job->kernel[2] + row[2] - h * job->stride[2];
+            NAME(give)(dx + lo * s * step, s * step, step, (const T *)(dy + lo * job->y_step[LAST]) + first,
+                       job->y_step[LAST] / size, places, hi - lo, channels, (INT)(at * k), (INT)k, !job->once);
+        }
+}
+
+/* Go over a row of outputs, or the rows of x that begin with its windows, piece after piece. */
+static void NAME(pool_row)(const Pool *job, Py_ssize_t *at) {
+    const Py_ssize_t out = job->out[LAST], size = sizeof(T);
+    const Py_ssize_t stop = job->back ? MIN((at[2] + 1) * job->stride[2], job->extent[2]) : 0;
+    for (Py_ssize_t first = 0, channels; first < job->channels; first += channels) {
+        channels = MIN(ROW, job->channels - first);
+        Py_ssize_t lo = 0, hi;
+        do {
+            hi = MIN(lo + MAX(1, ROW / job->channels), out);
+            if (job->back) {
+                Py_ssize_t row[LAST] = {at[0], at[1], at[2] * job->stride[2]};
+                for (; row[2] < stop; row[2]++)
+                    NAME(pull)(job, row, lo, hi, first, channels);
+            } else {
+                char *x = job->x + first * size, *y = job->y + first * size + lo * job->y_step[LAST];
+                Py_ssize_t cell = 0;
+                for (int a = 0; a < LAST; a++) {
+                    x += at[a] * job->stride[a] * job->x_step[a];
+                    y += at[a] * job->y_step[a];
+                    cell = (cell + at[a]) * job->out[a + 1];
+                }
+                NAME(maxima)(job, x + lo * job->stride[LAST] * job->x_step[LAST], y,
+                             job->places + (cell + lo) * job->channels + first, hi - lo, channels);
+            }
+            lo = hi;
+        } while (lo < out);
+    }
+}
