@@ -23,9 +23,19 @@ class Convolution:
     xp: Any
 
     def conv_forward(
-        self, x: Any, weights: Any, stride: Ints, dilation: Ints, groups: int, bias: Any | None = None
+        self,
+        x: Any,
+        weights: Any,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: Any | None = None,
+        zeros: Sides | None = None,
     ) -> Any:
-        """Return the valid convolution (cross-correlation) of x with the weights, plus bias, (N, *out, C_out)."""
+        """Return the valid convolution (cross-correlation) of x with the weights, plus bias, (N, *out, C_out).
+
+        `zeros` tells how many cells at the ends of every axis of x are zero: they need no products.
+        """
         kernel, channels = weights.shape[:-2], weights.shape[-1]
         out = out_extent(x.shape[1:-1], kernel, stride, dilation)
         y = self.xp.empty((len(x), *out, channels), x.dtype)
@@ -50,10 +60,7 @@ class Convolution:
         groups: int,
         zeros: Sides | None = None,
     ) -> Any:
-        """Return the gradient of the weights (*kernel, C_in / groups, C_out).
-
-        `zeros` tells how many cells at the ends of every axis of x are zero: they need no products.
-        """
+        """Return the gradient of the weights (*kernel, C_in / groups, C_out); `zeros` as in `conv_forward`."""
         inner, outer = x.shape[-1] // groups, dy.shape[-1] // groups
         total = self.xp.zeros((groups, prod(kernel) * inner, outer), x.dtype)
         for where, columns in self._gathered(x, kernel, stride, dilation, groups):

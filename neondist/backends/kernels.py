@@ -7,6 +7,7 @@ channels-last (N, *spatial, C), weights (*kernel, C_in / groups, C_out). Extents
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         groups: int,
         bias: Any | None,
         finish: Callable[[Any, Any], None],
+        outside: Sides | None = None,
     ) -> None:
         """Write finish(valid convolution of x plus bias) into y, strip by strip.
 
@@ -56,9 +58,14 @@ class Kernels(CellKernels, Convolution, Pooling):
             Of any strides.
         finish : callable
             `finish(z, y)` writes what shall be kept of a strip z into that strip of y; it may overwrite z.
+        outside : (before, after) for every axis, optional
+            Cells at the ends of x that are zero.
         """
-        for strip in strips(x, y, weights.shape[:-2], stride, dilation, self.strip):
-            finish(self.conv_forward(x[strip.view], weights, stride, dilation, groups, bias), y[strip.out])
+        kernel, how = weights.shape[:-2], (stride, dilation, groups)
+        rows, *columns = outside or ((0, 0),) * len(kernel)
+        for strip in strips(x, y, kernel, stride, dilation, self._conv_strip(x, y, weights, stride, dilation)):
+            zeros = strip.outside(rows, x), *columns
+            finish(self.conv_forward(x[strip.view], weights, *how, bias, zeros), y[strip.out])
 
     def conv_back_into(
         self,
@@ -91,19 +98,25 @@ class Kernels(CellKernels, Convolution, Pooling):
         kernel = weights.shape[:-2]
         rows, *columns = outside or ((0, 0),) * len(kernel)
         by_weights, by_bias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
-        accumulator = None if dx is None else StripAccumulator(clear_sides(dx, columns), dy, self.copy)
-        for strip in strips(x, dy, kernel, stride, dilation, self.strip):
+        inside = None if dx is None else clear_sides(dx, (rows, *columns))
+        accumulator = None if inside is None else StripAccumulator(inside, dy, self.copy, rows[0])
+        for strip in strips(x, dy, kernel, stride, dilation, self._conv_strip(x, dy, weights, stride, dilation)):
             dz, seen = begin(strip.out), x[strip.view]
             how = stride, dilation, groups
+            zeros = strip.outside(rows, x), *columns
             if weighted:
-                part = self.conv_backward_weights(seen, dz, kernel, *how, (strip.outside(rows, x), *columns))
+                part = self.conv_backward_weights(seen, dz, kernel, *how, zeros)
                 by_weights = part if by_weights is None else self.xp.add(by_weights, part, out=by_weights)
                 by_bias += self.channel_sum(dz)
             if accumulator is not None:
-                accumulator.add(
-                    strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, ((0, 0), *columns))
-                )
+                accumulator.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, zeros))
         return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
+
+    def _conv_strip(self, x: Any, y: Any, weights: Any, stride: Ints, dilation: Ints) -> int:
+        """Return the numbers of a strip: more where the overlap, or what weights take once a strip, would count."""
+        step, span = stride[0], dilation[0] * (weights.shape[0] - 1) + 1
+        row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
+        return max(self.strip, min(4 * self.strip, max(4 * (span - step) * row, 8 * weights.size)))
 
     def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints) -> Any:
         """Write the maxima into y, of any strides, strip by strip; return the places, of each strip."""

@@ -64,14 +64,17 @@ class TorchKernels(HostKernels):
         dilation: Ints,
         groups: int,
         bias: np.ndarray | None = None,
+        zeros: Sides | None = None,
     ) -> np.ndarray:
         """Return the valid convolution plus bias (N, *out, C_out): 1.3 to 4, depthwise 30."""
         out = out_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
         if weights.size * prod(out) * len(x) < self.small or not self._convolves(x, (len(x), *out, weights.shape[-1])):
-            return super().conv_forward(x, weights, stride, dilation, groups, bias)
+            return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
+        sides = zeros or ((0, 0),) * len(stride)
         if len(stride) == 1:
-            return self.conv_forward(x[:, None], weights[None], (1, *stride), (1, *dilation), groups, bias)[:, 0]
-        return conv.forward(x, weights, stride, dilation, groups, bias)
+            how = (1, *stride), (1, *dilation), groups, bias, ((0, 0), *sides)
+            return self.conv_forward(x[:, None], weights[None], *how)[:, 0]
+        return conv.forward(x, weights, stride, dilation, groups, bias, sides)
 
     def conv_backward_input(
         self,

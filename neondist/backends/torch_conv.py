@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -13,6 +14,7 @@ from .windows import Sides, blocks, cropped
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
+_WORTH = 0.97  # of the products: with fewer left, oneDNN's padding is worth a copy
 _SMALL = 20480  # channels * rows of a single volume, up to which PyTorch takes its own kernel instead of oneDNN's
 _BLOCK = 1 << 19  # gathered numbers at a time; measured best of 2^17 ... 2^22
 
@@ -23,14 +25,21 @@ def takes(x: np.ndarray) -> bool:
 
 
 def forward(
-    x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int, bias: np.ndarray | None = None
+    x: np.ndarray,
+    weights: np.ndarray,
+    stride: Ints,
+    dilation: Ints,
+    groups: int,
+    bias: np.ndarray | None,
+    zeros: Sides,
 ) -> np.ndarray:
     """Return the convolution plus bias (N, *out, C_out); the bias costs no pass of its own."""
+    x, padding = _unpadded(x, weights.shape[:-2], stride, dilation, zeros)
     seen, kernel, none = channels_first(x), kernels(weights), (0,) * len(stride)
     added = None if bias is None else tensor(bias)
     if takes(x):
-        return channels_last(torch.mkldnn_convolution(seen, kernel, added, none, stride, dilation, groups))
-    return channels_last(_aten.convolution(seen, kernel, added, stride, none, dilation, False, none, groups))
+        return channels_last(torch.mkldnn_convolution(seen, kernel, added, padding, stride, dilation, groups))
+    return channels_last(_aten.convolution(seen, kernel, added, stride, padding, dilation, False, none, groups))
 
 
 def backward_input(
@@ -56,15 +65,25 @@ def backward_input(
 def backward_weights(
     x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int, zeros: Sides
 ) -> np.ndarray:
-    """Return the gradient of the weights (*kernel, C_in / groups, C_out), in the order of memory of `arranged`."""
+    """Return the gradient of the weights (*kernel, C_in / groups, C_out), in the order of memory of `arranged`.
+
+    PyTorch takes slow kernels of its own for 1 x 1, with one thread and few samples: rows become samples.
+    """
     if groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and torch.backends.cpu.get_cpu_capability() != "AVX512":
         return weights_by_gemm(x, dy, kernel, stride, dilation, zeros[0])
-    if takes(x):
-        x, dy = _for_onednn(x, dy, kernel, stride, dilation)
+    padding: Ints = (0,) * len(stride)
+    if prod(kernel) * prod(stride) == 1:
+        x, dy = (cells.reshape(-1, *(1,) * (len(kernel) - 1), *cells.shape[-2:]) for cells in (x, dy))
+    else:
+        axis = _to_halve(x, dy)
+        sides = [(0, 0) if at == axis else two for at, two in enumerate(zeros, start=1)]
+        x, padding = _unpadded(x, kernel, stride, dilation, sides)
+        if axis:
+            x, dy = _halves(x, dy, axis, stride[axis - 1], dilation[axis - 1] * (kernel[axis - 1] - 1) + 1)
     none, only = (0,) * len(stride), (False, True, False)
     like = torch.empty((dy.shape[-1], x.shape[-1] // groups, *kernel), dtype=tensor(x).dtype)
     _, gradient, _ = _aten.convolution_backward(
-        channels_first(dy), channels_first(x), like, None, stride, none, dilation, False, none, groups, only
+        channels_first(dy), channels_first(x), like, None, stride, padding, dilation, False, none, groups, only
     )
     return gradient.movedim((0, 1), (-1, -2)).numpy()
 
@@ -84,23 +103,35 @@ def in_order(gradient: np.ndarray) -> np.ndarray:
     return rows.t().contiguous().reshape(gradient.shape).numpy()
 
 
-def _for_onednn(
-    x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and dy as more samples, where PyTorch would take a slow kernel of its own for one or a few.
+def _unpadded(x: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, zeros: Sides) -> tuple[np.ndarray, Ints]:
+    """Return x without zeros at both ends, and how many oneDNN is to think of instead: it spares their products."""
+    padding = _padding(x.shape[1:-1], tuple(kernel), tuple(stride), tuple(dilation), tuple(map(min, zeros)))
+    return (cropped(x, [(p, p) for p in padding]), padding) if any(padding) else (x, padding)
 
-    That is so for kernels of one cell, with one thread: rows become samples; and for small single volumes: they are cut
-    into two that overlap by what windows span.
-    """
-    if prod(kernel) * prod(stride) == 1:
-        one = (1,) * (len(kernel) - 1)
-        return x.reshape(-1, *one, *x.shape[-2:]), dy.reshape(-1, *one, *dy.shape[-2:])
-    if len(kernel) < 3 or len(x) > 1 or x[0, :, :, 0].size > _SMALL:
-        return x, dy
-    even = (axis for axis, rows in enumerate(dy.shape[1:-1], start=1) if rows % 2 == 0)
-    axis = next(even, 1)
+
+@lru_cache
+def _padding(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints, zeros: Ints) -> Ints:
+    """Return how many zeros at both ends are worth the copy that x becomes without them."""
+    padding, left = [], 1.0
+    for n, k, s, d, z in zip(extent, kernel, stride, dilation, zeros, strict=True):
+        p = min(z, d * (k - 1), (n - 1) // 2)
+        spared = 2 * sum(max(0, -(-(p - d * at) // s)) for at in range(k))  # windows, of each cell of the kernel
+        padding.append(p)
+        left *= 1 - spared / (k * ((n - d * (k - 1) - 1) // s + 1))
+    return tuple(padding) if left < _WORTH else (0,) * len(kernel)
+
+
+def _to_halve(x: np.ndarray, dy: np.ndarray) -> int:
+    """Return the axis along which a single volume is to be two samples, or 0: PyTorch has a slow kernel for small."""
+    if x.ndim < 5 or len(x) > 1 or x[0, :, :, 0].size > _SMALL or not takes(x):
+        return 0
+    return next((axis for axis in (1, 2, 3) if dy.shape[axis] % 2 == 0), 1)
+
+
+def _halves(x: np.ndarray, dy: np.ndarray, axis: int, step: int, span: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a single volume as two samples, whose views overlap by what windows span."""
     rows = dy.shape[axis]
-    count, step, span = -(-rows // 2), stride[axis - 1], dilation[axis - 1] * (kernel[axis - 1] - 1) + 1
+    count = -(-rows // 2)
     shape = (2, *x.shape[1:axis], (count - 1) * step + span, *x.shape[axis + 1 :])
     strides = ((rows - count) * step * x.strides[axis], *x.strides[1:])
     both = np.ascontiguousarray(np.lib.stride_tricks.as_strided(x, shape, strides))

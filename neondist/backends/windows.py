@@ -118,11 +118,11 @@ def cropped(array: Any, sides: Sides | None) -> Any:
     return array[(slice(None), *(slice(before, n - after) for (before, after), n in ends))]
 
 
-def clear_sides(dx: Any, columns: Sides) -> Any:
-    """Fill the ends of all spatial axes but the first with zeros; return what is between them."""
-    for axis, (before, after) in enumerate(columns, start=2):
+def clear_sides(dx: Any, sides: Sides) -> Any:
+    """Fill the ends of all spatial axes with zeros; return what is between them."""
+    for axis, (before, after) in enumerate(sides, start=1):
         whole = (slice(None),) * axis
-        stop = dx.shape[axis] - after
+        stop = max(before, dx.shape[axis] - after)
         dx[(*whole, slice(0, before))] = 0
         dx[(*whole, slice(stop, None))] = 0
         dx = dx[(*whole, slice(before, stop))]
@@ -130,17 +130,23 @@ def clear_sides(dx: Any, columns: Sides) -> Any:
 
 
 class StripAccumulator:
-    """Adds up, in `dx`, what strips send back; they overlap, and cells that no window sees become zero."""
+    """Adds up, in `dx`, what strips send back; they overlap, and cells that no window sees become zero.
 
-    def __init__(self, dx: Any, dy: Any, copy: Callable[[Any, Any], None]) -> None:
-        self.dx, self.copy, self.done = dx, copy, 0
+    Parameters
+    ----------
+    first : int
+        Which row of the view is the first of dx. Strips bring no rows before it, nor behind the last.
+    """
+
+    def __init__(self, dx: Any, dy: Any, copy: Callable[[Any, Any], None], first: int = 0) -> None:
+        self.dx, self.copy, self.first, self.done = dx, copy, first, 0
         if not dy.size:
             dx[...] = 0
 
     def add(self, strip: Strip, part: Any) -> None:
         """Take the gradient of the rows that a strip sees; strips come in order."""
-        dx, start, stop = self.dx[strip.samples], strip.seen.start, strip.seen.stop
-        done = self.done if strip.rows.start else 0
+        dx, start = self.dx[strip.samples], max(0, strip.seen.start - self.first)
+        stop, done = start + part.shape[1], self.done if strip.rows.start else 0
         old = max(0, done - start)
         dx[:, done:start] = 0
         dx[:, start : start + old] += part[:, :old]

@@ -123,7 +123,7 @@ class ConvLayer(Layer):
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the convolution plus bias, after the activation."""
         y, bias = ctx.out, ctx.params["bias"] if self.bias else None
-        self.kernels.conv_into(y, view, ctx.params["weights"], *self._how, bias, ctx.activate)
+        self.kernels.conv_into(y, view, ctx.params["weights"], *self._how, bias, ctx.activate, self.input.outside)
         ctx.save(view=view, y=None if ctx.activation is None else y)
         return y
 

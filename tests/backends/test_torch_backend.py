@@ -72,7 +72,9 @@ def test_weights_in_order_again(shape):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("sides", [((2, 0), (1, 1), (0, 2)), ((0, 3), (2, 1), (3, 3)), ((9, 0), (8, 0), (0, 7))])
+@pytest.mark.parametrize(
+    "sides", [((2, 0), (1, 1), (0, 2)), ((0, 3), (2, 1), (3, 3)), ((9, 0), (8, 0), (0, 7)), ((1, 2), (2, 1), (3, 2))]
+)
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 def test_what_padding_spares(monkeypatch, dtype, sides, ndim):
     from neondist.backends.torch_conv import weights_by_gemm
@@ -90,6 +92,7 @@ def test_what_padding_spares(monkeypatch, dtype, sides, ndim):
         for kernels_ in fast, plain:
             agree(kernels_.conv_backward_input(dy, w, extent, *how, 1, sides), cropped(dx, sides))
             agree(kernels_.conv_backward_weights(x, dy, w.shape[:-2], *how, 1, sides), dw)
+            agree(kernels_.conv_forward(x, w, *how, 1, None, sides), plain.conv_forward(x, w, *how, 1))
         agree(weights_by_gemm(x, dy, w.shape[:-2], *how, sides[0]), dw)
         for strip, cpu in (1, "AVX2"), (1, "AVX512"), (1 << 20, "AVX2"):  # which takes other ways on some CPUs
             monkeypatch.setattr(fast, "strip", strip)
@@ -100,6 +103,9 @@ def test_what_padding_spares(monkeypatch, dtype, sides, ndim):
             agree(cropped(into, sides), cropped(dx, sides))
             agree(again[0], dw)
             assert np.isfinite(into).all()
+            y = np.empty_like(dy, order="C")
+            fast.conv_into(y, x, w, *how, 1, None, fast.copy, sides)
+            agree(y, plain.conv_forward(x, w, *how, 1))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
