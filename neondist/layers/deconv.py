@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from ..backends import Normal
 from ..errors import ConfigError
 from ..geometry import GridShape, Window
 from ..halo import ExchangePolicy
@@ -114,7 +115,13 @@ class DeconvLayer(Layer):
 
     def finish(self, ctx: StepContext, y: Any) -> Any:
         """Return what all windows add up to, plus bias."""
-        return y + ctx.params["bias"] if self.bias else y.copy()
+        out = ctx.out
+        if self.bias:
+            shift = ctx.params["bias"][None]
+            self.kernels.normalise(y, Normal(ctx.xp.zeros_like(shift), ctx.xp.ones_like(shift), shift), out)
+        else:
+            self.kernels.copy(y, out)
+        return out
 
     def to_gather(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradient of the bias; return dy."""
