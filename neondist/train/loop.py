@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
+from typing import Any
 
 import numpy as np
 
@@ -96,7 +97,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     sent, summed = model.whole.bytes_sent - totals.sent, model.whole.bytes_summed - totals.summed
     batches = [samples[first : first + run.batch_size] for first in range(run.samples_seen, len(split), run.batch_size)]
     mine = (batch[slice(*model.grid.sample_range(len(batch)))] for batch in batches)
-    with closing(split.batches(mine, model.dtype, model.streams)) as read:
+    with closing(_batches(model, split, mine)) as read:
         for batch, (x, targets) in zip(batches, read, strict=True):
             if run.stop is not None:
                 return
@@ -110,6 +111,12 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
             totals.seconds = time.perf_counter() - start
             totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
             _call(hooks, lambda hook: hook.after_step(run))
+
+
+def _batches(model: Trainable, split: Split, parts: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:
+    """Yield images and targets; those of a model that streams are read when it asks for them."""
+    more = {"lazily": True} if getattr(model, "streams", False) else {}  # trainables of others need not know of it
+    return split.batches(parts, model.dtype, **more)
 
 
 def judge(run: TrainState, metrics: Sequence[Metric]) -> Record:
@@ -170,7 +177,7 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
     parts = (at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts))
-    with closing(split.batches(parts, model.dtype, model.streams)) as read:
+    with closing(_batches(model, split, parts)) as read:
         for count, (x, targets) in zip(counts, read, strict=True):
             y, targets, cost = model.judged(x, targets, count)
             sums[0] += cost
