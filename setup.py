@@ -6,13 +6,15 @@ from setuptools import Extension, setup
 # one build for all later versions of Python, where there is a stable ABI with buffers
 stable = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
+headers = "_cells_typed", "_pool", "_pool_typed", "_winograd", "_winograd_typed"
+
 setup(
     ext_modules=[
         Extension(
             "neondist.backends._cells",
             ["neondist/backends/_cells.c"],
-            depends=[f"neondist/backends/{name}.h" for name in ("_cells_typed", "_pool", "_pool_typed")],
-            extra_compile_args=["-std=c11", "-O3", "-fno-math-errno", "-fno-trapping-math"],
+            depends=[f"neondist/backends/{name}.h" for name in headers],
+            extra_compile_args=["-std=c11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"],
             define_macros=[("Py_LIMITED_API", "0x030b0000")] if stable else [],
             py_limited_api=stable,
             optional=True,  # without a compiler NumPy and PyTorch do the same, slower

@@ -6,8 +6,9 @@ Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 from . import at_start, datasets, session  # noqa: F401 - the latter two are names of before
 from .backends import Backend, Kernels, available, get_backend
 from .comm import ProcessGrid, loopback
-from .costs import Cost, CrossEntropy, Dice, SoftmaxCrossEntropy, SumSquared
-from .data import CIFAR10, MNIST, Dataset, HDF5Dataset, Photographs, Split, Synthetic
+from .costs import BCE, MAE, MSE, Cost, CrossEntropy, Dice, DiceCE, Focal, Huber, SoftmaxCrossEntropy, SumSquared
+from .data import CIFAR10, MNIST, Dataset, HDF5Dataset, ImageFiles, Photographs, Split, Synthetic
+from .data.augment import Brightness, Contrast, Elastic, Flip, Noise, QuarterTurns, Shift, Transform
 from .errors import (
     ConfigError,
     DataError,
@@ -22,6 +23,7 @@ from .errors import (
     ShapeError,
     UserError,
 )
+from .formats import TileSink, TileSource, create_sink, open_source
 from .geometry import Box, GridShape, HaloPlan, RepartitionPlan, Window, split
 from .halo import (
     Auto,
@@ -95,36 +97,77 @@ from .layers import (
     UpsampleLayer,
     UpsampleLayerDist,
 )
-from .metrics import LogLoss, Metric, Misclassification, TopK
+from .metrics import (
+    F1,
+    PSNR,
+    ROCAUC,
+    SSIM,
+    Accuracy,
+    ConfusionMatrix,
+    IoU,
+    LogLoss,
+    Metric,
+    Misclassification,
+    Precision,
+    Recall,
+    TopK,
+)
 from .models import GB, MLP, Convnet, ConvnetDist, DistModel, GBDist, MLPDist, Model, distribute
 from .observer import Observer
-from .optim import SGD, Adam, CosineDecay, Optimizer, StepDecay
-from .train import DebugHalo, FitExperiment, Hook, fit, pretrain
+from .optim import (
+    LAMB,
+    SGD,
+    Adam,
+    AdamW,
+    CosineDecay,
+    FlatLayout,
+    OneCycle,
+    Optimizer,
+    Plateau,
+    RMSprop,
+    StepDecay,
+    Warmup,
+)
+from .train import Best, DebugHalo, FitExperiment, Hook, MLflow, TensorBoard, fit, pretrain
 from .version import __version__
 
 Scheme = ExchangePolicy
 """Border schemes are what users call exchange policies."""
 
 __all__ = [
+    "BCE",
     "CIFAR10",
+    "F1",
     "GB",
+    "LAMB",
+    "MAE",
     "MLP",
     "MNIST",
+    "MSE",
+    "PSNR",
+    "ROCAUC",
     "SGD",
+    "SSIM",
+    "Accuracy",
     "Activation",
     "ActivationLayer",
     "ActivationLayerDist",
     "Adam",
+    "AdamW",
     "Auto",
     "AvgPoolingLayer",
     "AvgPoolingLayerDist",
     "Backend",
     "BatchNormLayer",
     "BatchNormLayerDist",
+    "Best",
     "Box",
+    "Brightness",
     "Concat",
     "ConfigError",
+    "ConfusionMatrix",
     "Constant",
+    "Contrast",
     "ConvLayer",
     "ConvLayerDist",
     "Convnet",
@@ -141,10 +184,12 @@ __all__ = [
     "DeconvLayerDist",
     "DeepHalo",
     "Dice",
+    "DiceCE",
     "Dist",
     "DistModel",
     "DropoutLayer",
     "DropoutLayerDist",
+    "Elastic",
     "Every",
     "ExchangePolicy",
     "FCLayer",
@@ -152,6 +197,9 @@ __all__ = [
     "FanInNormal",
     "FanInUniform",
     "FitExperiment",
+    "FlatLayout",
+    "Flip",
+    "Focal",
     "GBDist",
     "Gaussian",
     "GlobalArray",
@@ -168,10 +216,13 @@ __all__ = [
     "HaloOneway",
     "HaloPlan",
     "Hook",
+    "Huber",
     "Identity",
+    "ImageFiles",
     "Initializer",
     "InstanceNormLayer",
     "InstanceNormLayerDist",
+    "IoU",
     "Kernels",
     "L2PoolingLayer",
     "L2PoolingLayerDist",
@@ -186,6 +237,7 @@ __all__ = [
     "LogLoss",
     "Logistic",
     "MLPDist",
+    "MLflow",
     "MaxPoolingLayer",
     "MaxPoolingLayerDist",
     "Metric",
@@ -193,8 +245,10 @@ __all__ = [
     "Model",
     "NeondistError",
     "Node",
+    "Noise",
     "NotReadyError",
     "Observer",
+    "OneCycle",
     "Optimizer",
     "OutputError",
     "OverlapTile",
@@ -204,9 +258,14 @@ __all__ = [
     "Parameter",
     "PassError",
     "Photographs",
+    "Plateau",
+    "Precision",
     "ProcessGrid",
     "Quantised",
+    "QuarterTurns",
+    "RMSprop",
     "ReLU",
+    "Recall",
     "RectLin",
     "Reduction",
     "RemoteError",
@@ -216,6 +275,7 @@ __all__ = [
     "Sequential",
     "ShapeError",
     "Shard",
+    "Shift",
     "Softmax",
     "SoftmaxCrossEntropy",
     "Split",
@@ -226,20 +286,27 @@ __all__ = [
     "SumSquared",
     "Synthetic",
     "Tanh",
+    "TensorBoard",
+    "TileSink",
+    "TileSource",
     "Tiled",
     "TopK",
     "Tower",
+    "Transform",
     "Uniform",
     "UpsampleLayer",
     "UpsampleLayerDist",
     "UserError",
+    "Warmup",
     "Window",
     "__version__",
     "available",
+    "create_sink",
     "distribute",
     "fit",
     "get_backend",
     "loopback",
+    "open_source",
     "pretrain",
     "split",
 ]

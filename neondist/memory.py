@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError, DataError
 from .job import detect
@@ -91,6 +92,14 @@ def share_of(memory: int, ranks: int) -> int:
             f" holds any image: give more than {words(PROCESS * here)}, or start fewer ranks"
         )
     return found
+
+
+def least_room(world: Any) -> int | None:
+    """Return the bytes that each rank may still take where least is left; None: a system does not tell; collective."""
+    job, free = detect(os.environ), free_memory()
+    here = min(world.size, (job.local_size if job else None) or world.size)
+    found = world.allgather(None if free is None else free // here)
+    return None if None in found else min(found)
 
 
 def words(count: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import cache
 from math import ceil, pi
 from typing import Any
 
@@ -20,6 +21,7 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
+_LEVELS = 1 << 16
 _BLOCK = 1 << 14  # numbers at a time that stay in the cache
 
 
@@ -55,6 +57,21 @@ def normal(stream: int, index: Any) -> Any:
     index = xp.asarray(index, np.uint64)
     radius = xp.sqrt(-2.0 * xp.log1p(-uniform(stream, index)))
     return radius * xp.cos(2.0 * pi * uniform(key(stream, "angle"), index))
+
+
+def coarse_normal(stream: int, index: np.ndarray) -> np.ndarray:
+    """Return numbers as of `normal` in NumPy at a quarter of its cost: of 2¹⁶ values, each as probable, within 4.4."""
+    level = _bits(stream, index)
+    level >>= np.uint64(48)
+    return _quantiles().take(level.view(np.int64))
+
+
+@cache
+def _quantiles() -> np.ndarray:
+    from statistics import NormalDist  # it imports much
+
+    lower = np.array([NormalDist().inv_cdf((at + 0.5) / _LEVELS) for at in range(_LEVELS // 2)])
+    return np.concatenate([lower, -lower[::-1]])
 
 
 def box_index(shape: Sequence[int], slices: Sequence[slice], xp: Any = np) -> Any:

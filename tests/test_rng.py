@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 import neondist as nd
 from neondist import rng
@@ -13,6 +14,12 @@ def test_the_bits_choose_as_the_numbers_do(rate, shape):
     index = np.arange(np.prod(shape, dtype=int), dtype=np.uint64).reshape(shape) * np.uint64(7)
     for stream in 0, 12345, 2**64 - 1:
         np.testing.assert_array_equal(rng.at_least(rate, stream, index), rng.uniform(stream, index) >= rate)
+
+
+def test_coarse_normal_numbers_are_quantiles_at_the_uniform_ones():
+    index, stream = np.arange(100000, dtype=np.uint64).reshape(100, -1), rng.key(3, "x")
+    expected = norm.ppf((np.floor(65536 * rng.uniform(stream, index)) + 0.5) / 65536)
+    np.testing.assert_allclose(rng.coarse_normal(stream, index), expected, rtol=0, atol=1e-12)
 
 
 def test_normal_numbers_are_normal():

@@ -261,9 +261,15 @@ end:
 }
 
 #include "_pool.h"
+#include "_winograd.h"
 
 static PyMethodDef methods[] = {
-    {"run", run, METH_VARARGS, run_doc}, {"max_pool", max_pool, METH_VARARGS, max_pool_doc}, {NULL, NULL, 0, NULL}};
+    {"run", run, METH_VARARGS, run_doc},
+    {"max_pool", max_pool, METH_VARARGS, max_pool_doc},
+#ifdef WINOGRAD
+    {"winograd", winograd, METH_VARARGS, winograd_doc},
+#endif
+    {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_cells", "Kernels over the cells of channels-last arrays.", 0, methods, NULL, NULL, NULL,
     NULL};

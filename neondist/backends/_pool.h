@@ -1,10 +1,10 @@
 /* Max pooling (N, *spatial, C), for up to three spatial axes, in one pass over memory; part of _cells.c. */
 
-enum { LAST = 3, WIDE = 16 }; /* the axis of a row; channels from which on a cell fills vectors */
+enum { LAST = 3, WIDE = 16, NONE = 255 }; /* the axis of a row; channels from which on a cell fills vectors; no place */
 
 /* Samples are an axis with windows of one cell, as are spatial axes that are not there. */
 typedef struct {
-    int back, once, itemsize; /* once: no two windows meet, and in a row no cell is left out */
+    int back, clears, once, itemsize; /* once: no two windows meet, and in a row no cell is left out */
     char *x, *y;              /* or their gradients */
     unsigned char *places;    /* in y's order: which cell of the window it was */
     Py_ssize_t extent[LAST + 1], out[LAST + 1], x_step[LAST + 1], y_step[LAST + 1];
@@ -53,7 +53,7 @@ static int describe_pool(Pool *job, const Py_buffer *x, const Py_buffer *y, cons
         job->x_step[a] = there ? x->strides[axis] : 0;
         job->y_step[a] = there ? y->strides[axis] : 0;
         const Py_ssize_t k = job->kernel[a], s = job->stride[a];
-        if (k < 1 || k > 256 || s < 1 || (window *= k) > 256 ||
+        if (k < 1 || k > 256 || s < 1 || (window *= k) > (job->clears ? NONE : 256) ||
             job->out[a] != (job->extent[a] < k ? 0 : (job->extent[a] - k) / s + 1))
             return 0;
         job->once = (a == 0 || job->once) && (a == LAST ? s == k : s >= k);
@@ -66,10 +66,11 @@ static int describe_pool(Pool *job, const Py_buffer *x, const Py_buffer *y, cons
 }
 
 PyDoc_STRVAR(max_pool_doc,
-             "max_pool(back, x, y, places, kernel, stride, threads, start)\n--\n\n"
+             "max_pool(back, clears, x, y, places, kernel, stride, threads, start)\n--\n\n"
              "Write the maxima of windows and their places, or go back; return False if these are no arrays for it.\n\n"
              "Parameters\n----------\n"
              "back : bool\n    Whether x is to become the gradient of x, and y is that of y.\n"
+             "clears : bool\n    Whether a maximum that is not positive has no place, so that no gradient goes there.\n"
              "x : array (N, *extent, C)\n"
              "y : array (N, *out, C)\n    Of the same dtype.\n"
              "places : array (N, *out, C) of uint8\n    The first maximum's, in row-major order; of no numbers the last.\n"
@@ -82,7 +83,7 @@ static PyObject *max_pool(PyObject *self, PyObject *args) {
     int threads, held = 0, fits = 0;
     unsigned long long start;
     Pool job = {.kernel = {1, 1, 1, 1}, .stride = {1, 1, 1, 1}};
-    if (!PyArg_ParseTuple(args, "pOOOO!O!iK", &job.back, arrays, arrays + 1, arrays + 2, &PyTuple_Type, sizes,
+    if (!PyArg_ParseTuple(args, "ppOOOO!O!iK", &job.back, &job.clears, arrays, arrays + 1, arrays + 2, &PyTuple_Type, sizes,
                           &PyTuple_Type, sizes + 1, &threads, &start))
         return NULL;
     const Py_ssize_t axes = PyTuple_Size(sizes[0]);

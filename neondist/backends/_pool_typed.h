@@ -80,6 +80,8 @@ CLONES static void NAME(maxima)(const Pool *job, const char *x, char *y, unsigne
             }
         }
     NAME(move)((T *)y, job->y_step[LAST] / size, best, channels, cells, channels, 0);
+    if (job->clears)
+        IVDEP for (Py_ssize_t i = 0; i < numbers; i++) place[i] = best[i] > 0 ? place[i] : NONE;
     IVDEP for (Py_ssize_t i = 0; i < numbers; i++) places[i] = (unsigned char)place[i];
 }
 

@@ -13,7 +13,8 @@ import numpy as np
 from ..errors import ConfigError, ShapeError
 from ..registry import suggest
 from ..registry.arguments import checked
-from .kernels import HostKernels, Kernels
+from .host import HostKernels
+from .kernels import Kernels
 
 
 class Backend:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .cells import CellKernels, CompiledCells
+from .cells import CellKernels
 from .conv import Convolution
 from .pool import Pooling
 from .windows import Sides, StripAccumulator, clear_sides, strips
@@ -57,7 +57,8 @@ class Kernels(CellKernels, Convolution, Pooling):
         y : array (N, *out, C_out)
             Of any strides.
         finish : callable
-            `finish(z, y)` writes what shall be kept of a strip z into that strip of y; it may overwrite z.
+            `finish(z, y)` writes what shall be kept of a strip z into that strip of y; it may overwrite z, which may be
+            y itself.
         outside : (before, after) for every axis, optional
             Cells at the ends of x that are zero.
         """
@@ -89,7 +90,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         dy : array (N, *out, C_out)
             Only its shape is used.
         begin : callable
-            `begin(index)` returns the gradient of a strip of the convolution, contiguous.
+            `begin(index)` returns the gradient of a strip of the convolution, contiguous; strips may overlap.
         outside : (before, after) for every axis, optional
             Cells at the ends of x that are zero; in dx, where nobody wants them, they are whatever is quickest.
         weighted : bool
@@ -118,46 +119,26 @@ class Kernels(CellKernels, Convolution, Pooling):
         row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
         return max(self.strip, min(4 * self.strip, max(4 * (span - step) * row, 8 * weights.size)))
 
-    def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints) -> Any:
-        """Write the maxima into y, of any strides, strip by strip; return the places, of each strip."""
+    def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints, clears: bool = False) -> Any:
+        """Write the maxima into y, of any strides, strip by strip; return the places, of each strip.
+
+        Parameters
+        ----------
+        clears : bool
+            Whether on the way back no gradient goes to a maximum that is not positive.
+        """
         places = []
         for strip in strips(x, y, kernel, stride, (1,) * len(kernel), self.strip):
             best, place = self.max_pool(x[strip.view], kernel, stride)
             self.copy(best, y[strip.out])
-            places.append(place)
+            places.append((place, best > 0 if clears else None))
         return places
 
     def max_pool_back_into(self, dx: Any, dy: Any, places: Any, kernel: Ints, stride: Ints) -> None:
         """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
         accumulator = StripAccumulator(dx, dy, self.copy)
-        for strip, place in zip(strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip), places, strict=True):
-            extent = dx[strip.view].shape[1:-1]
-            accumulator.add(strip, self.max_pool_backward(dy[strip.out], place, extent, kernel, stride))
-
-
-class HostKernels(CompiledCells, Kernels):
-    """Kernels over NumPy's arrays."""
-
-    def max_pool_into(self, y: np.ndarray, x: np.ndarray, kernel: Ints, stride: Ints) -> Any:
-        """Write the maxima into y; return the places: one byte each if this is compiled."""
-        places = np.empty(y.shape, np.uint8)
-        done = self._max_pool(False, x, y, places, kernel, stride)
-        return places if done else super().max_pool_into(y, x, kernel, stride)
-
-    def max_pool_back_into(self, dx: np.ndarray, dy: np.ndarray, places: Any, kernel: Ints, stride: Ints) -> None:
-        """Write the gradient of x into dx, as `max_pool_into` has gone."""
-        if isinstance(places, list):
-            super().max_pool_back_into(dx, dy, places, kernel, stride)
-        elif not self._max_pool(True, dx, dy, places, kernel, stride):  # their cells are not in one piece
-            whole = np.empty(dx.shape, dx.dtype)
-            self._max_pool(True, whole, np.ascontiguousarray(dy, dx.dtype), places, kernel, stride)
-            self.copy(whole, dx)
-
-    def _max_pool(
-        self, back: bool, x: np.ndarray, y: np.ndarray, places: np.ndarray, kernel: Ints, stride: Ints
-    ) -> bool:
-        if self.compiled is None:
-            return False
-        sizes = tuple(kernel), tuple(stride)
-        done: bool = self.compiled.max_pool(back, x, y, places, *sizes, self.threads, self.start)
-        return done
+        cut = strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip)
+        for strip, (place, positive) in zip(cut, places, strict=True):
+            extent, part = dx[strip.view].shape[1:-1], dy[strip.out]
+            part = part if positive is None else part * positive
+            accumulator.add(strip, self.max_pool_backward(part, place, extent, kernel, stride))

@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_info
 from . import torch_conv as conv
 from . import torch_pool as pool
 from .allocator import keep_freed_memory
-from .kernels import HostKernels
+from .host import HostKernels
 from .torch_arrays import tensor
 from .windows import Sides, out_extent, strips
 
@@ -68,7 +68,9 @@ class TorchKernels(HostKernels):
     ) -> np.ndarray:
         """Return the valid convolution plus bias (N, *out, C_out): 1.3 to 4, depthwise 30."""
         out = out_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
-        if weights.size * prod(out) * len(x) < self.small or not self._convolves(x, (len(x), *out, weights.shape[-1])):
+        few = weights.size * prod(out) * len(x) < self.small
+        other = few or self.transforms(x, weights.shape, stride, dilation, groups)
+        if other or not self._convolves(x, (len(x), *out, weights.shape[-1])):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
         sides = zeros or ((0, 0),) * len(stride)
         if len(stride) == 1:
@@ -87,7 +89,7 @@ class TorchKernels(HostKernels):
         crop: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of x (N, *extent, C_in), without `crop`: 1.6 to 3.4, depthwise 37."""
-        if not self._convolves(dy, dy.shape):
+        if self.transforms(dy, weights.shape, stride, dilation, groups) or not self._convolves(dy, dy.shape):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         sides = crop or ((0, 0),) * len(stride)
         if len(stride) == 1:
@@ -106,7 +108,8 @@ class TorchKernels(HostKernels):
         zeros: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of the weights: 1 to 1.5, few channels 2 to 4, depthwise 15."""
-        if not self._convolves(x, dy.shape):
+        shape = *kernel, x.shape[-1] // groups, dy.shape[-1]
+        if self.transforms(x, shape, stride, dilation, groups) or not self._convolves(x, dy.shape):
             return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
         sides = zeros or ((0, 0),) * len(stride)
         if len(stride) == 1:
@@ -116,7 +119,8 @@ class TorchKernels(HostKernels):
 
     def conv_into(self, y: np.ndarray, x: np.ndarray, weights: np.ndarray, *how: Any) -> None:
         """Write finish(convolution plus bias) into y: the weights are brought into oneDNN's order once."""
-        super().conv_into(y, x, conv.arranged(weights), *how)
+        other = self.transforms(x, weights.shape, *how[:3])
+        super().conv_into(y, x, weights if other else conv.arranged(weights), *how)
 
     def conv_back_into(
         self, dx: np.ndarray | None, x: np.ndarray, dy: np.ndarray, weights: np.ndarray, *how: Any
@@ -166,9 +170,10 @@ class TorchKernels(HostKernels):
         """Write the gradient of x into dx: without a copy, where that is whole and strips are of whole images."""
         parts = list(strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip))
         whole = dx.flags.c_contiguous and all(part.last and not part.rows.start for part in parts)
-        if not (whole and isinstance(places, list)) or len(stride) == 1 or not self._pools(dy, dy.shape[1:-1]):
+        whole = whole and isinstance(places, list) and all(positive is None for _, positive in places)
+        if not whole or len(stride) == 1 or not self._pools(dy, dy.shape[1:-1]):
             return super().max_pool_back_into(dx, dy, places, kernel, stride)
-        for part, place in zip(parts, places, strict=True):
+        for part, (place, _) in zip(parts, places, strict=True):
             pool.max_backward_into(dx[part.samples], dy[part.samples], place, kernel, stride)
 
     def window_sum(self, x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:

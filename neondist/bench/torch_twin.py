@@ -148,9 +148,13 @@ def _known(piece: Any, names: tuple[str, ...]) -> str:
 
 
 def _optimizer(model: Model, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
-    how = {name: value for name, value in model.optimizer.arguments().items() if name != "schedule"}
+    kind, how = _known(model.optimizer, OPTIMIZERS), model.optimizer.arguments()
+    for name, nothing in (("decay_all", True), ("clip_norm", None), ("ema", None)):
+        if how.pop(name) != nothing:
+            raise ConfigError(f"{name}: {kind} of PyTorch has no counterpart; leave it out")
+    how.pop("schedule")
     rate = how.pop("learning_rate")
-    if _known(model.optimizer, OPTIMIZERS) == "SGD":
+    if kind == "SGD":
         return torch.optim.SGD(tensors, rate, **how)
     betas = how.pop("beta1"), how.pop("beta2")
     return torch.optim.Adam(tensors, rate, betas, **how)

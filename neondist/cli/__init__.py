@@ -1,7 +1,8 @@
 """The command line: neondist run | evaluate | predict | check | bench | doctor | data.
 
 arguments: what can be typed; options: what several commands share. experiment: from words to an experiment. A file for
-each command, which adds its options and runs it: run (and check), apply (evaluate, predict), bench, doctor, data.
+each command, which adds its options and runs it: run (and check), apply (evaluate, predict), bench, doctor, data, files
+(init, schema, report). complete: what shells are told.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..launcher.parent_watch import die_with_launcher
 from ..launcher.report import report
 from ..signals import INTERRUPTED, Signals, listening
 from .arguments import parser
+from .complete import complete
 
 __all__ = ["main"]
 
@@ -71,7 +73,10 @@ def _flushed(argv: Sequence[str], signals: Signals) -> int:
 
 
 def _command(argv: Sequence[str], signals: Signals) -> int:
-    arguments = parser().parse_args(argv)
+    typed = parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow
+        complete(typed)
+    arguments = typed.parse_args(argv)
     arguments.signals = signals
     if not arguments.stops:
         signals.give_up()

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..comm import ProcessGrid, Transport
+from ..errors import ConfigError
 from ..launcher.ranks import on_ranks
 from . import options
 from .experiment import loaded, validated
@@ -22,6 +23,9 @@ def add(commands: Any) -> None:
     one.add_argument(
         "--split", choices=["train", "validation", "test"], default="test", help="which samples (default test)"
     )
+    one.add_argument("--input", metavar="X", help="images of any size in a file, instead of the data set's")
+    one.add_argument("--labels", metavar="T", help="their classes, or targets, in a file")
+    _block(one)
     one.set_defaults(command=evaluate, watched=True)
 
     one = commands.add_parser("predict", help="write a checkpoint's outputs for new images", allow_abbrev=False)
@@ -29,24 +33,36 @@ def add(commands: Any) -> None:
     _checkpoint(one)
     one.add_argument(
         "--input", metavar="X", required=True,
-        help="images: .npy, .h5 (or FILE.h5:NAME of a data set in it), a picture, or a folder of pictures",
+        help="images of any size: a file of a known kind, such as .npy, .h5 (or FILE.h5:NAME) or .tif",
     )  # fmt: skip
-    one.add_argument("--output", metavar="Y", required=True, help="where to write: .npy, or .h5")
-    one.add_argument("--classes", action="store_true", help="write the number of the largest output, not all outputs")
+    one.add_argument("--output", metavar="Y", required=True, help="where to write, a file of such a kind")
+    one.add_argument("--classes", action="store_true", help="write the number of each cell's largest output")
+    one.add_argument("--probabilities", action="store_true", help="write the softmax of each cell's outputs")
+    one.add_argument("--raw", action="store_true", help="write the outputs as they are: what is done by default")
+    _block(one)
+    one.add_argument("--overwrite", action="store_true", help="replace what is there, or was begun with something else")
     one.set_defaults(command=predict, watched=True)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the cost and the metrics of a checkpoint as one line of JSON."""
 
-    def work(experiment: Any, grid: ProcessGrid) -> None:
-        from ..train import evaluate_checkpoint
+    files = arguments.input, arguments.labels
+    if (None in files) != (files == (None, None)) or (arguments.block is not None and None in files):
+        raise ConfigError("evaluate: --input, --labels and --block are about files; give both files, or none of these")
 
-        found = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split)
+    def work(experiment: Any, grid: ProcessGrid) -> None:
+        from ..train import evaluate_checkpoint, evaluate_files
+
+        if None in files:
+            found = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split)
+        else:
+            found = evaluate_files(experiment, arguments.checkpoint, *files, grid, arguments.block)
         if grid.rank == 0:
             print(json.dumps(found))
 
-    return _on_ranks(arguments, partial(validated, arguments), work)
+    find = partial(validated, arguments) if None in files else lambda world, ranks: loaded(arguments, world)
+    return _on_ranks(arguments, find, work)
 
 
 def predict(arguments: argparse.Namespace) -> int:
@@ -56,11 +72,19 @@ def predict(arguments: argparse.Namespace) -> int:
         from ..train import predict
 
         files = arguments.checkpoint, arguments.input, arguments.output
-        shape = predict(experiment, *files, grid, arguments.classes)
+        names = "classes", "probabilities", "raw", "block", "overwrite"
+        shape = predict(experiment, *files, grid, **{name: getattr(arguments, name) for name in names})
         if grid.rank == 0:
             print(f"written: {arguments.output}, {' x '.join(map(str, shape))}")
 
     return _on_ranks(arguments, lambda world, ranks: loaded(arguments, world), work)
+
+
+def _block(one: argparse.ArgumentParser) -> None:
+    one.add_argument(
+        "--block", type=options.positive, metavar="CELLS",
+        help="go block by block, of so many cells along each axis at most (default: if the images do not fit)",
+    )  # fmt: skip
 
 
 def _checkpoint(one: argparse.ArgumentParser) -> None:

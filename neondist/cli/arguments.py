@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..launcher.report import speaks
-from . import apply, bench, data, doctor, options, run
+from . import apply, bench, data, doctor, files, options, run
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, begun=None)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, apply, bench, doctor, data):
+    for command in (run, apply, bench, doctor, data, files):
         command.add(commands)
     return top
 

@@ -57,8 +57,8 @@ def convert(arguments: argparse.Namespace) -> int:
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
     from ..data.convert import convert, parts_of
-    from ..data.image_loader import Loader
     from ..errors import ConfigError
+    from ..formats.image_loader import Loader
 
     if arguments.size is not None and min(arguments.size) < 1:
         raise ConfigError(f"--size {arguments.size[0]} {arguments.size[1]}: give a height and a width from 1")

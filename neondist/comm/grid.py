@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from html import escape
 from typing import Any
 
 from ..errors import ConfigError
@@ -134,6 +135,9 @@ class ProcessGrid:
     def sample_range(self, batch: int) -> tuple[int, int]:
         """Return the half-open range of samples, of a batch, that this rank's replica takes."""
         return split(batch, self.replicas, self.replica)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
 
     def __repr__(self) -> str:
         return f"ProcessGrid(rank {self.rank} of {self.size}, {'closed' if self.closed else self.shape})"

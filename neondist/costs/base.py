@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
 from ..registry import Registered
 
 Total: TypeAlias = Callable[[Any], Any]
@@ -23,9 +23,27 @@ class Cost(Registered, ABC):
     """A cost of outputs against targets, summed over what this rank holds.
 
     Sums of ranks add up; the model divides the total by `global batch * cells(output shape)`, so that no rank has to
-    know how much of the output the others hold. All arrays may be empty. Outputs may lie on a device, where targets,
-    which are NumPy's, then have to be brought: `namespace(y).asarray(targets)`.
+    know how much of the output the others hold, or, if the cost is `weighted`, by the total of all ranks' `weight`. All
+    arrays may be empty. Outputs may lie on a device, where targets, which are NumPy's, then have to be brought:
+    `namespace(y).asarray(targets)`.
+
+    Attributes
+    ----------
+    weighted : bool
+        Whether what the mean divides by depends on the targets.
+    ignore_index : int or None
+        Cells of this label count nowhere; metrics do not see them either.
+    parts : sequence of (factor, Cost)
+        The costs whose means are added; a cost of its own is its only part.
     """
+
+    weighted = False
+    ignore_index: int | None = None
+
+    @property
+    def parts(self) -> Sequence[tuple[float, Cost]]:
+        """The costs whose means are added, each times its factor."""
+        return ((1.0, self),)
 
     @abstractmethod
     def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
@@ -37,6 +55,10 @@ class Cost(Registered, ABC):
     @abstractmethod
     def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return the gradient of `value` with respect to `y`: a new array of its shape and dtype."""
+
+    def weight(self, shape: Sequence[int], targets: Any) -> float:
+        """Return this rank's share of what the mean divides by, for outputs of the local `shape` (n, *spatial, C)."""
+        return float(shape[0] * self.cells(tuple(shape[1:])))
 
     def cells(self, y_shape: tuple[int, ...]) -> int:
         """Return the number of terms per sample in a GLOBAL output of shape `y_shape` (without the batch axis)."""
@@ -55,3 +77,13 @@ class Cost(Registered, ABC):
             raise ShapeError(
                 f"the last layer has {y_shape[-1]} outputs, but the data set has {classes} classes; give it {classes}"
             )
+
+    def check_weights(self, name: str, weights: Sequence[float] | None, outputs: int) -> None:
+        """Raise ConfigError, about this cost, unless there is a weight for each output, and one is not 0."""
+        if weights is None:
+            return
+        wrong = "" if len(weights) == outputs else f"{len(weights)} weights for {outputs} outputs; give {outputs}"
+        if wrong or not any(weights):
+            error = ConfigError(f"{name}: {wrong or 'all are 0; give one that is not'}")
+            error.subject = self
+            raise error

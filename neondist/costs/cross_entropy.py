@@ -2,48 +2,116 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..namespace import namespace
+from ..registry.ranges import NotNegative, Share
 from .base import Cost, Total, alone
-from .labels import is_dense, one_hot, pick
+from .labels import is_dense, one_hot, pick, without_ignored
 
 
 class CrossEntropy(Cost):
     """Negative log likelihood of the targets under the softmax of the outputs, as `torch.nn.CrossEntropyLoss`.
 
     Outputs `y` are scores (n, C) or (n, *spatial, C), local to this rank, without a softmax layer. Targets are
-    integer labels (n,) or (n, *spatial), or probabilities of the shape of `y`. The mean is over batch and cells.
+    integer labels (n,) or (n, *spatial), or probabilities of the shape of `y`. The mean is over batch and cells; with
+    `class_weights` or `ignore_index`, of labels, the sum is divided by the sum of their weights over the whole batch.
+
+    Parameters
+    ----------
+    class_weights : sequence of float, optional
+        What an error in a cell of each class counts; default 1.
+    ignore_index : int, optional
+        Cells with this label count nowhere. A batch of nothing else has a mean of 0.
+    label_smoothing : float
+        This share of each target is spread over all classes, in [0, 1) (Szegedy et al. 2016).
     """
+
+    def __init__(
+        self,
+        *,
+        class_weights: Sequence[NotNegative] | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: Share = 0.0,
+    ) -> None:
+        self.class_weights, self.ignore_index = class_weights, ignore_index
+        self.label_smoothing = float(label_smoothing)
+        self.weighted = class_weights is not None or ignore_index is not None
 
     def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return the sum of -log p over the local cells, summed in float64."""
         xp, shifted = namespace(y), _shifted(y)
-        if is_dense(y, targets):
-            targets = xp.asarray(targets)
-            fitted = (targets * shifted).sum(axis=-1, dtype="f8")
-            weight = targets.sum(axis=-1, dtype="f8")
-        else:
+        if self._plain(y, targets):
             fitted, weight = pick(shifted, targets)[..., 0], 1.0
+        else:
+            wanted = self.wanted(y, targets)
+            fitted = (wanted * shifted).sum(axis=-1, dtype="f8")
+            weight = wanted.sum(axis=-1, dtype="f8")
         mass = xp.exp(shifted, out=shifted).sum(axis=-1, dtype="f8")
         return (weight * xp.log(mass) - fitted).sum()
 
     def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
-        """Return softmax(y) minus the targets, (n, C) or (n, *spatial, C)."""
-        xp, p = namespace(y), _shifted(y)
-        xp.exp(p, out=p)
-        p /= p.sum(axis=-1, keepdims=True)
-        if is_dense(y, targets):
-            targets = xp.asarray(targets)
-            p *= targets.sum(axis=-1, keepdims=True)
-            p -= targets
-        else:
+        """Return softmax(y) minus the targets, each weighted, (n, C) or (n, *spatial, C)."""
+        p = softmax(y)
+        if self._plain(y, targets):
             p -= one_hot(p, targets)
+        else:
+            wanted = self.wanted(y, targets)
+            p *= wanted.sum(axis=-1, keepdims=True)
+            p -= wanted
         return p
+
+    def weight(self, shape: Sequence[int], targets: Any) -> float:
+        """Return the sum of the weights of all local labels that count; of probabilities the number of cells."""
+        if is_dense(shape, targets, self.ignore_index):
+            return super().weight(shape, targets)
+        labels = targets if self.ignore_index is None else targets[targets != self.ignore_index]
+        if self.class_weights is None:
+            return float(labels.size)
+        return float(namespace(labels).asarray(self.class_weights, "f8")[labels].sum())
+
+    def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
+        """Raise UserError if outputs do not fit the classes, or the weights the outputs."""
+        super().check(y_shape, classes)
+        self.check_weights("class_weights", self.class_weights, y_shape[-1])
+
+    def wanted(self, y: Any, targets: Any) -> Any:
+        """Return the weights of -log p of every class in every cell, of the shape of `y`."""
+        xp, keep = namespace(y), None
+        if is_dense(y.shape, targets, self.ignore_index):
+            wanted = xp.asarray(targets)
+        else:
+            targets, keep = without_ignored(targets, self.ignore_index)
+            wanted = one_hot(y, targets).astype(y.dtype)
+        if self.label_smoothing:
+            wanted = wanted * (1 - self.label_smoothing) + self.label_smoothing / y.shape[-1]
+        if self.class_weights is not None:
+            wanted = wanted * xp.asarray(self.class_weights, y.dtype)
+        return wanted if keep is None else wanted * xp.asarray(keep)[..., None]
+
+    def _plain(self, y: Any, targets: Any) -> bool:
+        """Tell whether targets are labels that all count alike."""
+        return not (self.weighted or self.label_smoothing or is_dense(y.shape, targets))
 
 
 class SoftmaxCrossEntropy(CrossEntropy):
     """Cross entropy for each cell of a segmentation, under the name that people look for; the same as CrossEntropy."""
+
+
+def softmax(y: Any) -> Any:
+    """Return the softmax over the last axis, a new array."""
+    p = _shifted(y)
+    namespace(y).exp(p, out=p)
+    p /= p.sum(axis=-1, keepdims=True)
+    return p
+
+
+def log_softmax(y: Any) -> Any:
+    """Return the logarithm of the softmax over the last axis, a new array."""
+    xp, shifted = namespace(y), _shifted(y)
+    shifted -= xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted
 
 
 def _shifted(y: Any) -> Any:

@@ -1,13 +1,15 @@
-"""Dice loss for segmentation."""
+"""Dice loss for segmentation, alone and with the cross entropy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..namespace import namespace
-from ..registry.ranges import Positive
+from ..registry.ranges import NotNegative, Positive, Share
 from .base import Cost, Total, alone
-from .labels import is_dense, one_hot
+from .cross_entropy import CrossEntropy, softmax
+from .labels import is_dense, one_hot, without_ignored
 
 
 class Dice(Cost):
@@ -21,26 +23,28 @@ class Dice(Cost):
     ----------
     smooth : float
         Positive; keeps a class that is nowhere from dividing by zero.
+    ignore_index : int, optional
+        Cells with this label are left out of all sums.
     """
 
-    def __init__(self, smooth: Positive = 1.0) -> None:
-        self.smooth = smooth
+    def __init__(self, smooth: Positive = 1.0, *, ignore_index: int | None = None) -> None:
+        self.smooth, self.ignore_index = smooth, ignore_index
 
     def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return this rank's share: its own sums over those of the whole image."""
-        p, t = _softmax(y), _one_hot(y, targets)
-        both, overlap = _over_cells(p + t), _over_cells(p * t)
+        p, t, keep = softmax(y), *self._one_hot(y, targets)
+        both, overlap = _over_cells((p + t) * keep), _over_cells(p * t)
         whole = total(both)
         return ((both - 2 * overlap) / (whole + self.smooth)).sum() / y.shape[-1]
 
     def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return the gradient of the whole image's loss with respect to the local scores."""
-        p, t = _softmax(y), _one_hot(y, targets)
-        both, overlap = total(namespace(y).stack([_over_cells(p + t), _over_cells(p * t)]))
+        p, t, keep = softmax(y), *self._one_hot(y, targets)
+        both, overlap = total(namespace(y).stack([_over_cells((p + t) * keep), _over_cells(p * t)]))
         spatial = (slice(None), *(None for _ in y.shape[1:-1]))
         whole = (both + self.smooth)[spatial]
         by_p = ((2 * overlap + self.smooth)[spatial] / whole - 2 * t) / (whole * y.shape[-1])
-        by_p = by_p.astype(y.dtype)
+        by_p = (by_p * keep).astype(y.dtype)
         return p * (by_p - (by_p * p).sum(axis=-1, keepdims=True))
 
     def sums_for(self, y_shape: tuple[int, ...]) -> int:
@@ -51,15 +55,76 @@ class Dice(Cost):
         """Return 1: a sample's cost is one number."""
         return 1
 
+    def _one_hot(self, y: Any, targets: Any) -> tuple[Any, Any]:
+        """Return the targets, zeros where they do not count, and which cells count."""
+        xp = namespace(y)
+        if is_dense(y.shape, targets, self.ignore_index):
+            return xp.asarray(targets), 1.0
+        labels, keep = without_ignored(targets, self.ignore_index)
+        t = one_hot(y, labels).astype(y.dtype)
+        if keep is None:
+            return t, 1.0
+        counts = xp.asarray(keep, y.dtype)[..., None]
+        return t * counts, counts
 
-def _softmax(y: Any) -> Any:
-    p = namespace(y).exp(y - y.max(axis=-1, keepdims=True))
-    p /= p.sum(axis=-1, keepdims=True)
-    return p
 
+class DiceCE(Cost):
+    """Dice and the mean cross entropy, added (Isensee et al. 2021); outputs and targets are theirs.
 
-def _one_hot(y: Any, targets: Any) -> Any:
-    return namespace(y).asarray(targets) if is_dense(y, targets) else one_hot(y, targets).astype(y.dtype)
+    Parameters
+    ----------
+    dice_weight, ce_weight : float
+        Factors.
+    smooth : float
+        As in Dice.
+    class_weights, ignore_index, label_smoothing : optional
+        As in CrossEntropy; `ignore_index` of both.
+    """
+
+    def __init__(
+        self,
+        *,
+        dice_weight: Positive = 1.0,
+        ce_weight: Positive = 1.0,
+        smooth: Positive = 1.0,
+        class_weights: Sequence[NotNegative] | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: Share = 0.0,
+    ) -> None:
+        self.ignore_index, self.weights = ignore_index, (float(dice_weight), float(ce_weight))
+        self.dice = Dice(smooth, ignore_index=ignore_index)
+        self.cross_entropy = CrossEntropy(
+            class_weights=class_weights, ignore_index=ignore_index, label_smoothing=label_smoothing
+        )
+
+    @property
+    def parts(self) -> Sequence[tuple[float, Cost]]:
+        """Dice, whose mean is over samples, and the cross entropy, whose mean is over cells."""
+        return tuple(zip(self.weights, (self.dice, self.cross_entropy), strict=True))
+
+    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+        """Return the number of samples times the mean over all cells of `y`."""
+        return sum(scale * part.value(y, targets, total) for scale, part in self._scaled(y, targets))
+
+    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
+        """Return the gradient of `value`."""
+        dice, entropy = (
+            y.dtype.type(scale) * part.gradient(y, targets, total) for scale, part in self._scaled(y, targets)
+        )
+        return dice + entropy
+
+    def cells(self, y_shape: tuple[int, ...]) -> int:
+        """Return 1: a sample's cost is one number."""
+        return 1
+
+    def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
+        """Raise UserError as the cross entropy does."""
+        super().check(y_shape, classes)
+        self.check_weights("class_weights", self.cross_entropy.class_weights, y_shape[-1])
+
+    def _scaled(self, y: Any, targets: Any) -> list[tuple[float, Cost]]:
+        weights = [part.weight(y.shape, targets) for _, part in self.parts]
+        return [(f * len(y) / w if w else 0.0, part) for (f, part), w in zip(self.parts, weights, strict=True)]
 
 
 def _over_cells(array: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,46 +11,76 @@ from ..errors import DataError, ShapeError
 from ..namespace import namespace
 
 
-def is_dense(y: Any, targets: Any) -> bool:
+def is_dense(shape: Sequence[int], targets: Any, ignored: int | None = None) -> bool:
     """Return whether `targets` has one value per output (one-hot, probabilities), and not one label per cell.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the outputs, (n, C) or (n, *spatial, C).
+    ignored : int, optional
+        A label that is not looked at, whatever it is.
 
     Raises
     ------
     ShapeError
-        The shape of `targets` is neither that of `y` nor that of `y` without its last axis.
+        The shape of `targets` is neither that of the outputs nor that without its last axis.
     DataError
         `targets` has one value per cell, but they are not integers, or not in [0, classes).
     """
-    if targets.shape == y.shape:
+    shape = tuple(shape)
+    if targets.shape == shape:
         return True
-    if targets.shape != y.shape[:-1]:
+    if targets.shape != shape[:-1]:
         raise ShapeError(
-            f"targets of shape {targets.shape} do not fit outputs of shape {y.shape}: give labels of shape"
-            f" {y.shape[:-1]} or values of shape {y.shape}; one label per image needs an FC or a global pooling"
+            f"targets of shape {targets.shape} do not fit outputs of shape {shape}: give labels of shape"
+            f" {shape[:-1]} or values of shape {shape}; one label per image needs an FC or a global pooling"
             " layer at the end"
         )
-    classes = y.shape[-1]
+    classes = shape[-1]
     if targets.dtype.kind not in "iu":
         raise DataError(f"targets: labels must be integers from 0 to {classes - 1}, not {targets.dtype}")
-    if targets.size:
-        low, high = int(targets.min()), int(targets.max())
+    labels = targets if ignored is None else targets[targets != ignored]
+    if labels.size:
+        low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= classes:
             wrong = low if low < 0 else high
             raise DataError(
                 f"targets: label {wrong} is outside the {classes} classes (0 to {classes - 1}) of the last layer;"
-                " give that layer more outputs or correct the labels"
+                " give that layer more outputs, correct the labels, or give the cost ignore_index"
             )
     return False
 
 
+def without_ignored(labels: np.ndarray, ignored: int | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return labels with class 0 where they are to be ignored, and where they are not; None: nowhere ignored."""
+    if ignored is None:
+        return labels, None
+    keep = labels != ignored
+    return np.where(keep, labels, 0), keep
+
+
+def values_of(y: Any, targets: Any) -> Any:
+    """Return targets as numbers of the shape and dtype of `y`.
+
+    They have it, or that without a last axis of one output; labels become their one-hot vectors.
+    """
+    xp = namespace(y)
+    if y.shape[-1] == 1 and targets.shape == y.shape[:-1]:
+        targets = targets[..., None]
+    if is_dense(y.shape, targets):
+        return xp.asarray(targets, y.dtype)
+    return one_hot(y, targets).astype(y.dtype)
+
+
 def labels_of(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Return integer labels of the shape of `y` without its last axis; of dense targets the largest."""
-    return targets.argmax(axis=-1) if is_dense(y, targets) else targets
+    return targets.argmax(axis=-1) if is_dense(y.shape, targets) else targets
 
 
 def tells_classes(y: np.ndarray, targets: np.ndarray) -> bool:
     """Return whether `targets` are labels, one-hot vectors or probabilities, and not numbers to be met (regression)."""
-    if not is_dense(y, targets):
+    if not is_dense(y.shape, targets):
         return True
     sums = targets.sum(axis=-1, dtype=np.float64)
     return bool(targets.min(initial=0) >= 0 and np.allclose(sums, 1, rtol=0, atol=1e-3))

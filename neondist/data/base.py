@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Sequence
 from copy import copy
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, Protocol
 
@@ -13,9 +14,11 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from ..comm import ProcessGrid, agree
 from ..errors import ConfigError, DataError, NotReadyError, ShapeError
+from ..geometry import Box, Overlapping
 from ..io.hdf5 import checksum
 from ..lazy import LazyTile
 from ..registry import Registered
+from .augment import AugmentedTile, Transform
 
 SPLITS = ("train", "validation", "test")
 
@@ -43,11 +46,19 @@ class Split:
     scale : float
         The raw value that stands for 1, 255 for bytes.
 
+    Attributes
+    ----------
+    epoch : int
+        That of the augmentation, if there is one; the training loop sets it.
+
     Raises
     ------
     ShapeError
         If there are not as many labels as tiles.
     """
+
+    epoch = 0
+    _tile: AugmentedTile | None = None
 
     def __init__(
         self, tiles: Tiles, labels: Tiles, mean: ArrayLike = 0.0, std: ArrayLike = 1.0, scale: float = 255.0
@@ -67,11 +78,27 @@ class Split:
 
     def images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> np.ndarray:
         """Return this rank's tile of the samples `indices`, local shape (n, *tile, C), normalised and contiguous."""
-        return normalised(self.tiles[_sample_numbers(indices)], *self.normalisation, dtype)
+        numbers = _sample_numbers(indices)
+        if self._tile is not None:
+            return self._tile.images(partial(self._part, dtype), numbers, self.epoch)
+        return normalised(self.tiles[numbers], *self.normalisation, dtype)
 
     def lazily(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> LazyTile:
         """Return the same as `images`, of which cells are read and normalised when they are asked for."""
         return _LazyImages(self, _sample_numbers(indices), np.dtype(dtype))
+
+    def _part(self, dtype: DTypeLike, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+        return normalised(part_of(self.tiles, numbers, cells), *self.normalisation, dtype)
+
+    def augmented(self, tile: AugmentedTile) -> Split:
+        """Return a split that gives `tile` of the samples, where this one's tiles are the cells that it holds."""
+        found = copy(self)
+        found._tile = tile
+        return found
+
+    def plain(self) -> Split:
+        """Return the split as it is without augmentation."""
+        return self if self._tile is None else self.augmented(self._tile.plain())
 
     def part(self, first: int, end: int) -> Split:
         """Return the samples from `first` to before `end` as a split of their own; nothing is copied."""
@@ -93,7 +120,10 @@ class Split:
 
     def targets(self, indices: ArrayLike) -> np.ndarray:
         """Return the targets of the samples `indices`: classes (n,) int64, or tiles of target images (n, *tile)."""
-        return self.labels[_sample_numbers(indices)]
+        numbers = _sample_numbers(indices)
+        if self._tile is not None and self._tile.moves and _are_maps(self.labels, self._tile.box):
+            return self._tile.labels(partial(part_of, self.labels), numbers, self.epoch)
+        return self.labels[numbers]
 
     def batches(
         self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazily: bool = False
@@ -117,7 +147,8 @@ class Split:
 class _LazyImages(LazyTile):
     def __init__(self, split: Split, numbers: np.ndarray, dtype: np.dtype) -> None:
         self._split, self._numbers, self.dtype = split, numbers, dtype
-        self.shape = (len(numbers), *_shape(split.tiles))
+        own = _shape(split.tiles) if split._tile is None else (*split._tile.box.shape, split._tile.shape[-1])
+        self.shape = (len(numbers), *own)
 
     def samples(self, numbers: range) -> LazyTile:
         """Return some of the samples."""
@@ -125,8 +156,10 @@ class _LazyImages(LazyTile):
 
     def read(self, cells: Sequence[slice]) -> np.ndarray:
         """Return normalised cells (n, *cells, C)."""
-        raw = part_of(self._split.tiles, self._numbers, tuple(cells))
-        return normalised(raw, *self._split.normalisation, self.dtype)
+        read = partial(self._split._part, self.dtype)
+        if self._split._tile is None:
+            return read(self._numbers, tuple(cells))
+        return self._split._tile.images(read, self._numbers, self._split.epoch, cells)
 
 
 class _Slice:
@@ -229,7 +262,7 @@ class Dataset(Registered, ABC):
         Each holds this rank's tile, `tile_slices(grid, sample_shape)`; no messages.
         """
 
-    def open(self, grid: ProcessGrid, checked: bool = False) -> None:
+    def open(self, grid: ProcessGrid, checked: bool = False, augment: Sequence[Transform] = (), seed: int = 0) -> None:
         """Load this rank's part of all splits (collective): if one rank cannot, every rank raises.
 
         Parameters
@@ -237,17 +270,28 @@ class Dataset(Registered, ABC):
         grid : ProcessGrid
         checked : bool
             Whether `check` has been called on every rank just now.
+        augment : sequence of Transform
+            Steps that the images of `train`, and their label maps, go through, others in every `train.epoch`. What is
+            kept in memory are the cells that a tile may come from.
+        seed : int
+            Of the augmentation.
 
         Raises
         ------
         DataError
             If the source is missing, damaged, too large or not what it should be, on any rank.
+        ConfigError
+            A step does not suit images of this shape.
         """
         error: Exception | None = None
         try:
             if not checked:
                 self.check()
-            self.train, *own, self.test = self.load(grid)
+            for transform in augment:
+                transform.check(self.sample_shape)
+            tile = AugmentedTile(augment, seed, self.sample_shape, grid.tile_box(self.sample_shape[:-1]))
+            reading = Overlapping.one(self.sample_shape[:-1], tile.held) if augment else None
+            self.train, *own, self.test = self.load(grid.reading(reading))
             self.validation = own[0] if own else None
             if self.validation is None and self._kept is not None:
                 samples = len(self.train)
@@ -255,12 +299,27 @@ class Dataset(Registered, ABC):
                 self.train, self.validation = self.train.part(0, first), self.train.part(first, samples)
             if len(self.splits) == 1:
                 raise DataError("dataset: has neither a validation nor a test split; give validation, such as 0.1")
+            if augment:
+                self._augment(tile)
         except MemoryError as problem:
             what = f" ({problem})" if str(problem) else ""
             error = DataError(f"dataset: a rank has no memory for its part{what}; use more ranks, or fewer samples")
         except Exception as problem:
             error = problem
         agree(grid.world, error)
+
+    def _augment(self, tile: AugmentedTile) -> None:
+        """Let the training split give augmented tiles, and the others tiles of what has been read with them."""
+        for split in self.splits.values() if tile.moves else ():
+            if _are_maps(split.labels, tile.box) and _shape(split.labels)[: tile.box.ndim] != tile.held.shape:
+                raise DataError(
+                    f"augment: label maps that are not as large as the images, {tile.shape[:-1]}, cannot be moved with"
+                    " them; leave out Flip, QuarterTurns, Shift and Elastic"
+                )
+        self.train = self.train.augmented(tile)
+        if tile.moves:
+            others = (self.validation, self.test)
+            self.validation, self.test = (None if one is None else one.augmented(tile.plain()) for one in others)
 
     def count_kept(self, samples: int) -> int:
         """Return how many of the training samples are kept for validation; DataError if that would be all."""
@@ -287,13 +346,18 @@ def part_of(tiles: Tiles, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.n
         found: np.ndarray = tiles.part(numbers, cells)
         return found
     if isinstance(tiles, np.ndarray):
-        return np.stack([tiles[number][cells] for number in numbers])
+        return np.stack([tiles[number][cells] for number in numbers]) if len(numbers) else tiles[(slice(0), *cells)]
     return tiles[numbers][(slice(None), *cells)]
 
 
 def _shape(tiles: Tiles) -> tuple[int, ...]:
     """Return the shape of a tile; where it is not told, of the first one."""
     return tuple(getattr(tiles, "shape", None) or tiles[np.arange(1)].shape)[1:]
+
+
+def _are_maps(labels: Tiles, box: Box) -> bool:
+    """Tell whether labels are tiles (N, *tile, ...) of maps."""
+    return len(_shape(labels)) >= len(box.lo)
 
 
 def _is_fraction(value: object) -> bool:

@@ -8,7 +8,7 @@ no distributed test can pass.
 from .box import Box
 from .gradient_window import GradientWindow, halo_volume
 from .grid_shape import GridShape, StripGrid, grid_shape
-from .plan import HaloPlan, Piece, RepartitionPlan, TransferPlan, fold
+from .plan import HaloPlan, Piece, RepartitionPlan, TransferPlan, fold, sources_within
 from .regions import Overlapping, hulls, looked_at, sources
 from .split import Partition, factorisations, split
 from .upsampling import Upsampling
@@ -35,5 +35,6 @@ __all__ = [
     "looked_at",
     "same_padding",
     "sources",
+    "sources_within",
     "split",
 ]

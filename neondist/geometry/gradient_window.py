@@ -44,6 +44,10 @@ class GradientWindow(Window):
             hi.append(max(first, (b - 1 + p) // s + 1) if b > a else first)
         return Box(tuple(lo), tuple(hi))
 
+    def pace(self, axis: int) -> tuple[int, int]:
+        """Return the inverse of the window's."""
+        return 1, self.window.stride[axis]
+
     def along(self, axis: int) -> Window:
         """Return the window of one axis."""
         return GradientWindow(self.window.along(axis), self.extent[axis : axis + 1])

@@ -64,6 +64,8 @@ class HaloPlan(TransferPlan):
     buffer: Box
     extent: tuple[int, ...]
     window: Window
+    #: whether tiles overlap: what a tile needs beside its own has no owner then, or is outside of the image
+    overlaps: bool = False
 
     @property
     def trivial(self) -> bool:
@@ -72,14 +74,15 @@ class HaloPlan(TransferPlan):
 
     @property
     def outside(self) -> list[Box]:
-        """What of the buffer lies outside the image and holds the window's fill value."""
+        """What of the buffer lies outside the image, or has no owner, and holds the window's fill value."""
         if self.window.mode != "zeros":
             return []
         found = []
-        for axis, n in enumerate(self.extent):
+        inside = self.own if self.overlaps else Box.of(self.extent)
+        for axis, (first, end) in enumerate(inside.axes()):
             lo, hi = self.buffer.lo, self.buffer.hi
-            found.append(Box(lo, (*hi[:axis], min(0, hi[axis]), *hi[axis + 1 :])))
-            found.append(Box((*lo[:axis], max(n, lo[axis]), *lo[axis + 1 :]), hi))
+            found.append(Box(lo, (*hi[:axis], min(first, hi[axis]), *hi[axis + 1 :])))
+            found.append(Box((*lo[:axis], max(end, lo[axis]), *lo[axis + 1 :]), hi))
         return [box for box in found if not box.empty]
 
     @classmethod
@@ -118,6 +121,7 @@ class HaloPlan(TransferPlan):
             buffer=need.hull(own).hull(folded),
             extent=partition.extent,
             window=window,
+            overlaps=partition.overlaps,
         )
 
 

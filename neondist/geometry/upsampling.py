@@ -46,6 +46,10 @@ class Upsampling(Window):
         f = self.factor[axis]
         return (2 * o + 1 - f) // (2 * f) if self.linear else o // f
 
+    def pace(self, axis: int) -> tuple[int, int]:
+        """Return 1 and the factor."""
+        return 1, self.factor[axis]
+
     def along(self, axis: int) -> Window:
         """Return the window of one axis."""
         return Upsampling(self.factor[axis : axis + 1], self.linear)

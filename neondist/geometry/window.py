@@ -113,6 +113,10 @@ class Window:
         ]
         return Box(tuple(lo), tuple(hi))
 
+    def pace(self, axis: int) -> tuple[int, int]:
+        """Return a and b: b outputs further the window looks at cells a further."""
+        return self.stride[axis], 1
+
     def along(self, axis: int) -> Window:
         """Return the window of one axis."""
         fields = self.kernel[axis], self.stride[axis], (self.padding[axis],), self.dilation[axis]

@@ -56,21 +56,11 @@ class Draft:
 
     def finish(self) -> None:
         """Give the file its name, once its content is on the disk."""
-        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):  # of a folder, os.replace tells
-            raise OSError(errno.EEXIST, "something that is no regular file is there", str(self.path))
         self.file.flush()
         os.fsync(self.file.fileno())
-        if not os.path.samestat(self._who, os.lstat(self.part)):
-            raise OSError(errno.EBUSY, "another process writes it", str(self.path))
-        self.file.close()
-        os.replace(self.part, self.path)
+        give_name(self.part, self.path, self._who)
         self._named = True
-        if os.name == "posix":  # the folder's entry as well, so that a crash cannot lose the new name
-            entry = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(entry)
-            finally:
-                os.close(entry)
+        self.file.close()
 
     def discard(self) -> None:
         """Leave nothing behind, after an error; after `finish`, do nothing."""
@@ -79,6 +69,21 @@ class Draft:
                 self.part.unlink()
         with suppress(OSError):
             self.file.close()
+
+
+def give_name(part: Path, path: Path, who: os.stat_result) -> None:
+    """Give the file `part`, whose content is on the disk, its name; OSError if it is not that of `who`."""
+    if path.exists() and not (path.is_file() or path.is_dir()):  # of a folder, os.replace tells
+        raise OSError(errno.EEXIST, "something that is no regular file is there", str(path))
+    if not os.path.samestat(who, os.lstat(part)):
+        raise OSError(errno.EBUSY, "another process writes it", str(path))
+    os.replace(part, path)
+    if os.name == "posix":  # the folder's entry as well, so that a crash cannot lose the new name
+        entry = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(entry)
+        finally:
+            os.close(entry)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from .lock import NAME as LOCK
 from .lock import FolderLock
 
 CHECKPOINT = "checkpoint.h5"
+BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
 CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
 FILES = (
@@ -26,10 +27,12 @@ FILES = (
     "metrics.jsonl",
     CHECKPOINT,
     "checkpoint-*.h5",
+    BEST,
     WEIGHTS,
     "ledger.jsonl",
     "curves.png",
     "tiles.png",
+    "report.html",
 )
 """All that a run may write; * stands for the number of a stage or of a step."""
 

@@ -14,6 +14,7 @@ class ActivationLayer(Layer):
     """Applies `activation` to every cell: input and output (N, *spatial, C), local."""
 
     saves_input = saves_output = False
+    saves_beside = (0, 0)
     only_activates = True
 
     def __init__(self, activation: Activation, *, name: str | None = None) -> None:
@@ -25,14 +26,14 @@ class ActivationLayer(Layer):
         y = ctx.out
         if said_with(self.activation, "clips", "fprop"):
             ctx.activate(view, y)
-            ctx.save(y=y)
+            ctx.save(y=None if ctx.cleared else y)
         else:
             self.kernels.copy(view, y)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return dy, which has gone through the activation already where `forward` has left that to others."""
-        return self.kernels.relu_backward(ctx.y, dy, ctx.out) if ctx.activated else dy
+        return self.kernels.relu_backward(ctx.y, dy, ctx.out) if ctx.activated and not ctx.cleared else dy
 
 
 class ActivationLayerDist(Dist, ActivationLayer):

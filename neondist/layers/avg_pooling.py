@@ -23,6 +23,7 @@ class AvgPoolingLayer(PoolingLayer):
     """
 
     saves_input = saves_output = False
+    saves_beside = (0, 0)
 
     def __init__(
         self,

@@ -112,6 +112,10 @@ class LayerDescription(Node):
         """Return the window of what `forward` gets, where that is not all that an output depends on."""
         return self.window_for(input_shape)
 
+    def reach_for(self, input_shape: Shape) -> Window | None:
+        """Return the window of all that an output depends on, alike for every cell; None: there is no such window."""
+        return None if self.no_recompute else self.window_for(input_shape) or Window.of_one(len(input_shape) - 1)
+
     def channels_for(self, input_shape: Shape) -> int:
         """Return the number of output channels."""
         return input_shape[-1]
@@ -179,9 +183,19 @@ class Layer(LayerDescription):
         False: it needs nothing of the memory that `forward` returned.
     saves_activated : bool
         False: nor of that where it has applied an activation.
+    saves_beside : (int, int) or None
+        Bytes, and numbers, that `forward` saves beside view and outputs for each number of the outputs; None: nobody
+        knows. Said where `forward` is.
+    reduce_saves : bool
+        False: a pass that is run again need not call `reduce`. Said where that is.
+    sums_alone : bool
+        Whether `forward` looks at `ctx.reduced` alone; said there.
     absorbs : str
         Which activation behind it goes with its own pass over memory, as `ctx.activation`: one of which this field is
         true. It is said in the classes that have `forward` and `backward`.
+    clears : bool
+        Whether, with `ctx.clears`, no gradient of its input is where that is not positive; said where `forward` and
+        `backward` are.
     only_activates : bool
         Whether all that it does is to apply `activation`; said where `forward` is.
     gathers, scatters : GlobalArray or None
@@ -196,7 +210,11 @@ class Layer(LayerDescription):
     saves_input = True
     saves_output = True
     saves_activated = True
+    saves_beside: tuple[int, int] | None = None
+    reduce_saves = True
+    sums_alone = False
     absorbs = ""
+    clears = False
     only_activates = False
     gathers: GlobalArray | None = None
     scatters: GlobalArray | None = None

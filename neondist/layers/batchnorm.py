@@ -35,6 +35,8 @@ class BatchNormLayer(NormLayer):
         self.momentum, self.eps = momentum, eps
 
     absorbs = "clips"
+    saves_beside = (0, 0)
+    reduce_saves = False
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the moments of the batch, and the sums of the gradients."""

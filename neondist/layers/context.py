@@ -78,6 +78,12 @@ class StepContext:
     repeats = False
     #: whether `forward` has applied the layer's activation itself
     activated = False
+    #: whether the pooling behind it takes the gradient through the activation: `backward` needs no output
+    cleared = False
+    #: whether this pooling does so
+    clears = False
+    #: the view, of a pass of which something is kept for its repetition
+    whole_view: Any = None
     #: what the activation gave, where the layer did not apply it
     output: Any = None
     #: `out`, once somebody has asked for it
@@ -114,6 +120,19 @@ class StepContext:
         for name, kept in self._saved.items():
             if self._layer.context.backend.owns(kept) and self.xp.may_share_memory(kept, memory):
                 self.save(**{name: kept.copy()})
+
+    def to_keep(self, owns: Callable[[Any], bool]) -> dict[str, Any]:
+        """Return what was saved, but for the view; copies of what lies in memory that `owns` tells of."""
+        return {name: self._to_keep(kept, owns) for name, kept in self._saved.items()}
+
+    def _to_keep(self, kept: Any, owns: Callable[[Any], bool]) -> Any:
+        if kept is self.whole_view and kept is not None:
+            return _VIEW
+        return kept.copy() if self._layer.context.backend.owns(kept) and owns(kept) else kept
+
+    def resume(self, view: Any, left: dict[str, Any]) -> None:
+        """Save what `to_keep` has returned of a call before, with this view."""
+        self._saved = {name: view if kept is _VIEW else kept for name, kept in left.items()}
 
     # What belongs to the layer, and where this call's cells are.
 
@@ -162,7 +181,8 @@ class StepContext:
     @property
     def input_tile(self) -> Box:
         """The cells of the view that came in: without halo and padding."""
-        return self._layer.input.own
+        entry = self._layer.input
+        return entry.own.intersect(entry.need)  # the image itself may reach further in a strip: others read it too
 
     def owned(self, array: Any) -> Any:
         """Return the part of an array over the view that no other call or rank has too."""
@@ -185,7 +205,7 @@ class StepContext:
         """Return random numbers for every cell of the input tile, keyed by seed, layer, step and GLOBAL index."""
         layer = self._layer
         stream = rng.key(layer.context.seed, purpose, str(layer.name), self.step)
-        return CellRandom(stream, self.samples, layer.input.own, layer.input_shape, self.xp)
+        return CellRandom(stream, self.samples, self.input_tile, layer.input_shape, self.xp)
 
     # Memory and activations.
 
@@ -207,7 +227,7 @@ class StepContext:
 
     def activation_gradient(self, y: Any, dy: Any) -> Any:
         """Return the gradient of z of `activate`, contiguous, given (a part of) the outputs and their gradient."""
-        if self.activation is None or not self.activated:
+        if self.activation is None or self.cleared or not self.activated:
             return self.xp.ascontiguousarray(dy)
         return self.activation.begin(y, dy, self.kernels)
 
@@ -248,5 +268,6 @@ class CellRandom:
         return rng.normal(self.stream, self.index)
 
 
+_VIEW = object()
 _OWN = {"activation", "phase", "step", "training"}
 _RESERVED = frozenset(name for name in dir(StepContext) if not name.startswith("__")) | _OWN

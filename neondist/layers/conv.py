@@ -41,6 +41,7 @@ class ConvLayer(Layer):
     needs_image = True
     absorbs = "elementwise"
     saves_output = False
+    saves_beside = (0, 0)
     window: Window
 
     def __init__(
@@ -124,7 +125,7 @@ class ConvLayer(Layer):
         """Return the convolution plus bias, after the activation."""
         y, bias = ctx.out, ctx.params["bias"] if self.bias else None
         self.kernels.conv_into(y, view, ctx.params["weights"], *self._how, bias, ctx.activate, self.input.outside)
-        ctx.save(view=view, y=None if ctx.activation is None else y)
+        ctx.save(view=view, y=None if ctx.activation is None or ctx.cleared else y)
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:

@@ -27,6 +27,7 @@ class PadLayer(Layer):
 
     needs_image = True
     saves_input = saves_output = False
+    saves_beside = (0, 0)
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..backends import Normal
 from ..errors import ConfigError
-from ..geometry import GridShape, Window
+from ..geometry import GradientWindow, GridShape, Window
 from ..halo import ExchangePolicy
 from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
@@ -40,6 +40,7 @@ class DeconvLayer(Layer):
 
     reverse_halos = True
     saves_output = False
+    saves_beside = (0, 0)
     no_recompute = "its windows slide over the output"
 
     def __init__(
@@ -86,6 +87,10 @@ class DeconvLayer(Layer):
             raise ConfigError(f"padding {self.padding} cuts off all of the output {extent}; use less")
         return *extent, self.out_channels
 
+    def reach_for(self, input_shape: Shape) -> Window:
+        """Return which inputs have outputs in their windows."""
+        return GradientWindow(self.sliding(input_shape), self.output_shape_for(input_shape)[:-1])
+
     def halos_for(self, input_shape: Shape, grid: GridShape) -> list[tuple[Shape, Window]]:
         """Return the output's halo."""
         return [(self.output_shape_for(input_shape), self.sliding(input_shape))]
@@ -105,6 +110,9 @@ class DeconvLayer(Layer):
         self.over = self.sliding(self.input_shape)
         self.scatters = self.make_array(self.output_shape, self.over)
         self.scatters.reverse = self.reverse_halos
+        inputs, outputs = self.regions
+        if inputs is not None and outputs is not None:
+            self.scatters.cut(outputs, inputs)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return what this rank's windows add to the outputs, those of other tiles too."""

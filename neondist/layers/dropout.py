@@ -17,6 +17,7 @@ class DropoutLayer(Layer):
     """
 
     saves_input = saves_output = False
+    saves_beside = (1, 0)
 
     def __init__(self, rate: Share = 0.5, *, name: str | None = None) -> None:
         super().__init__(name=name)
@@ -27,12 +28,17 @@ class DropoutLayer(Layer):
         if not ctx.training or not self.rate:
             ctx.save(mask=None)
             return view
-        ctx.save(mask=ctx.random("dropout").at_least(self.rate) * view.dtype.type(1 / (1 - self.rate)))
-        return view * ctx.mask
+        ctx.save(mask=ctx.random("dropout").at_least(self.rate))
+        return self._masked(ctx, view)
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the masked gradient."""
-        return dy if ctx.mask is None else dy * ctx.mask
+        return dy if ctx.mask is None else self._masked(ctx, dy)
+
+    def _masked(self, ctx: StepContext, array: Any) -> Any:
+        found = ctx.xp.multiply(array, array.dtype.type(1 / (1 - self.rate)), out=ctx.out)
+        found *= ctx.mask
+        return found
 
 
 class DropoutLayerDist(Dist, DropoutLayer):

@@ -19,6 +19,9 @@ class GlobalAvgPoolingLayer(Layer):
     """
 
     saves_input = saves_output = False
+    saves_beside = (0, 0)
+    reduce_saves = False
+    sums_alone = True
     layout = Shard
 
     def output_shape_for(self, input_shape: Shape) -> Shape:

@@ -26,6 +26,8 @@ class SampleNormLayer(NormLayer):
     """
 
     absorbs = "clips"
+    saves_beside = (0, 0)
+    reduce_saves = False
 
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
         super().__init__(name=name)

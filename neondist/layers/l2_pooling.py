@@ -15,6 +15,7 @@ class L2PoolingLayer(PoolingLayer):
     """Root of the sum of squares over each window (Le et al. 2012); the gradient where all are zero is zero."""
 
     pools_squares = True
+    saves_beside = (0, 1)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the roots."""

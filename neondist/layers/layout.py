@@ -89,6 +89,8 @@ class Parameter:
 
     `layout` says which part each rank keeps: Replicate, all of it; Tiled, what belongs to its own output tile; Shard,
     what multiplies its own input tile. Shapes, names and first values of whole arrays are the same with any.
+    `decays` says whether it is more than a bias, or a scale of a norm, which weight decay may leave alone; None: if it
+    has several axes.
     """
 
     shape: Shape
@@ -96,6 +98,7 @@ class Parameter:
     fan_in: int = 1
     fan_out: int = 1
     layout: Replicate = field(default_factory=Replicate)
+    decays: bool | None = None
 
     def size_on(self, grid: GridShape, tile: int) -> int:
         """Return how many of its numbers the rank of a tile keeps."""

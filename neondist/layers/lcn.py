@@ -46,6 +46,7 @@ class LCNLayer(Layer):
     """
 
     saves_input = saves_output = False
+    saves_beside = (0, 1)
     no_recompute = "its two stages exchange means"
 
     def __init__(

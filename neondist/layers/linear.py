@@ -31,6 +31,7 @@ class FCLayer(Layer):
     """
 
     saves_output = False
+    saves_beside = (0, 0)
     layout = Shard
 
     def __init__(

@@ -47,6 +47,7 @@ class LocalFilteringLayer(Layer):
     window: Window
     autoencodes = True
     saves_output = False
+    saves_beside = (0, 0)
 
     no_recompute = "each tile keeps the weights of its own outputs alone"
 
@@ -90,7 +91,7 @@ class LocalFilteringLayer(Layer):
         tiled = Tiled(len(out))
         layout = tiled if block is None else Replicate()
         found = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out, layout)}
-        return found | ({"bias": Parameter((*out, self.out_channels), layout=tiled)} if self.bias else {})
+        return found | ({"bias": Parameter((*out, self.out_channels), layout=tiled, decays=False)} if self.bias else {})
 
     def block_for(self, out: Shape) -> Shape | None:
         """Return the cells that share a filter on each axis of an output of this extent, or None if none do."""

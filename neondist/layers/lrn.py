@@ -24,6 +24,8 @@ class LRNLayer(Layer):
         alpha and beta at least 0, k positive.
     """
 
+    saves_beside = (0, 2)
+
     def __init__(
         self,
         depth: Count = 5,

@@ -63,12 +63,14 @@ class MaxPoolingLayer(PoolingLayer):
     """Maximum over each window; padding never wins, and of equal values the first in row-major order does."""
 
     saves_input = saves_output = False
+    clears = True
+    saves_beside = (1, 0)
     fill = -inf
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the maxima."""
         y = ctx.out
-        ctx.save(places=self.kernels.max_pool_into(y, view, *self._kernel_and_stride))
+        ctx.save(places=self.kernels.max_pool_into(y, view, *self._kernel_and_stride, ctx.clears))
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:

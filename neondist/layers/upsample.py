@@ -31,6 +31,7 @@ class UpsampleLayer(Layer):
 
     needs_image = True
     saves_input = saves_output = False
+    saves_beside = (0, 0)
 
     window: Upsampling
 

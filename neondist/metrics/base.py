@@ -3,28 +3,117 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..errors import ShapeError
 from ..registry import Registered
+from .outputs import Outputs
+
+Found: TypeAlias = "float | list[Any]"
+"""A number, or one for each class, or a table of those; NaN where there is nothing to count."""
 
 
 class Metric(Registered, ABC):
-    """A number that judges outputs against targets: a mean over samples (and cells); smaller is better."""
+    """A number that judges outputs against targets: a mean over samples (and cells), unless it says otherwise."""
 
     name: str = ""
     """What the number is called in results, such as 'misclassification'."""
     #: whether it wants outputs as NumPy's arrays; False: as the model gives them
     on_host = True
+    #: which of two models it likes better
+    larger_is_better = False
 
     @abstractmethod
-    def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+    def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the sum over the local samples and cells, and their number.
 
         `y` is (n, C) or (n, *spatial, C); `targets` are integer labels (n,) or (n, *spatial), or arrays of the shape of
         `y`: one-hot vectors, or numbers to be met. The metric is the sum over the count, each added over all ranks and
-        batches; a sum of NaN says that it does not suit the targets. Arrays may be empty.
+        batches; a sum of NaN says that it does not suit the targets. Arrays may be empty. With a `result` of its own, a
+        metric may give any sums, always as many.
         """
+
+    def result(self, sums: np.ndarray) -> dict[str, Found]:
+        """Return the numbers by their names, given what `measure` gave, added over all ranks and batches."""
+        return {self.name: float(sums[0] / sums[1]) if sums[1] else float("nan")}
 
     def check(self, classes: int | None) -> None:
         """Raise ConfigError if the metric cannot be used with that number of classes (None: no classes)."""
+
+    def check_outputs(self, y_shape: tuple[int, ...]) -> None:
+        """Raise ShapeError if the metric cannot be used with outputs of that global shape, without the batch."""
+
+    def meter(self, outputs: Outputs) -> Meter:
+        """Return what adds up over one evaluation; for metrics that are no sum over cells."""
+        return Meter(self, outputs)
+
+
+class Meter:
+    """Adds up what a metric measures, over batches and ranks."""
+
+    def __init__(self, metric: Metric, outputs: Outputs) -> None:
+        self.metric, self.outputs = metric, outputs
+        self.sums: Any = None
+
+    def add(self, y: Any, targets: Any) -> None:
+        """Take note of a batch; on all ranks."""
+        found = np.asarray(self.metric.measure(y, targets), "f8")
+        self.sums = found if self.sums is None else self.sums + found
+
+    def result(self) -> dict[str, Found]:
+        """Return the numbers by their names; collective, every rank gets the same."""
+        if self.sums is None:  # there was no batch
+            return {self.metric.name: float("nan")}
+        return self.metric.result(self.outputs.total(self.sums))
+
+
+class PerSample(Metric):
+    """A metric of whole images, whose mean over the samples is told; tiles of an image are measured together."""
+
+    @abstractmethod
+    def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
+        """Return numbers of each sample (n, k) from this rank's tiles (n, *tile, C), in float64; collective."""
+
+    @abstractmethod
+    def of_samples(self, sums: np.ndarray) -> np.ndarray:
+        """Return the metric of each sample (n,), given the sums (n, k) over all its tiles."""
+
+    def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
+        """Return the sum over whole samples, and their number."""
+        return self.over_tiles(y, targets, Outputs.of_one(y.shape[1:]))
+
+    def over_tiles(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> Sequence[float]:
+        """Return the sum over samples of which this rank has tiles, and their number; collective over the tiles."""
+        if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
+            targets = targets[..., None]
+        if targets.shape != y.shape:
+            return np.nan, len(y)
+        found = self.of_samples(outputs.over_tiles(y.shape, self.sums(y.astype("f8"), targets.astype("f8"), outputs)))
+        return float(found.sum()), len(y)
+
+    def check_outputs(self, y_shape: tuple[int, ...]) -> None:
+        """Raise ShapeError unless outputs are images."""
+        if len(y_shape) < 2:
+            raise ShapeError(
+                f"{type(self).__name__} compares images, but the last layer gives a vector of {y_shape[-1]}"
+                " numbers; leave it out"
+            )
+
+    def meter(self, outputs: Outputs) -> Meter:
+        """Return what adds up over one evaluation."""
+        return _SampleMeter(self, outputs)
+
+
+class _SampleMeter(Meter):
+    metric: PerSample
+
+    def add(self, y: Any, targets: Any) -> None:
+        self.sums = (0 if self.sums is None else self.sums) + np.array(self.metric.over_tiles(y, targets, self.outputs))
+
+    def result(self) -> dict[str, Found]:
+        if self.sums is None:
+            return {self.metric.name: float("nan")}
+        return self.metric.result(self.outputs.total_of_samples(self.sums))

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..costs.cross_entropy import CrossEntropy
 from .base import Metric
+from .classes import as_classes
 
 
 class LogLoss(Metric):
@@ -17,4 +18,8 @@ class LogLoss(Metric):
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the sum of -log p and the number of answers."""
+        if y.shape[-1] == 1:
+            if (found := as_classes(y, targets)) is None:
+                return math.nan, math.prod(y.shape[:-1])
+            y, targets = found
         return CrossEntropy().value(y, targets), math.prod(y.shape[:-1])

@@ -6,21 +6,23 @@ from math import prod
 
 import numpy as np
 
-from ..costs.labels import labels_of, tells_classes
 from .base import Metric
+from .classes import as_classes
 
 
 class Misclassification(Metric):
     """Share of samples (or cells) whose largest output is not that of their label; a tie goes to the lower class.
 
-    NaN where targets are real numbers, which have no classes.
+    Of one output, which is class 1 where it is above 0, labels are 0 and 1. NaN where targets are real numbers, which
+    have no classes.
     """
 
     name = "misclassification"
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the number of wrong answers and the number of answers."""
-        if not tells_classes(y, targets):
+        if (found := as_classes(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
-        wrong = y.argmax(axis=-1) != labels_of(y, targets)
+        scores, labels = found
+        wrong = scores.argmax(axis=-1) != labels
         return float(np.count_nonzero(wrong)), wrong.size

@@ -6,10 +6,11 @@ from math import prod
 
 import numpy as np
 
-from ..costs.labels import labels_of, pick, tells_classes
+from ..costs.labels import pick
 from ..errors import ConfigError
 from ..registry.ranges import Count
 from .base import Metric
+from .classes import as_classes
 
 
 class TopK(Metric):
@@ -29,9 +30,9 @@ class TopK(Metric):
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the number of misses and the number of answers."""
-        if not tells_classes(y, targets):
+        if (found := as_classes(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
-        labels = labels_of(y, targets)
+        y, labels = found
         mine = pick(y, labels)
         lower_class = np.arange(y.shape[-1]) < labels[..., None]
         ahead = ((y > mine) | ((y == mine) & lower_class)).sum(axis=-1)

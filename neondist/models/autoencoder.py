@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -176,7 +177,10 @@ class StageStep(TrainStep):
         """Let the optimiser change the weights."""
         stage = self.owner
         values, gradient = (own["weights"].reshape(-1) for own in (stage.layer.params, stage.layer.grads))
-        stage.optimizer.update(values, gradient, stage.slots, stage.step - stage.uncounted, stage.learning_rate_scale)
+        whole = self.parameters.layout()
+        layout = replace(whole, spans=((0, values.size),), decays=(True,), shared=0 if stage.shard.cut else values.size)
+        count, scale = stage.step - stage.uncounted, stage.learning_rate_scale
+        stage.optimizer.update(values, gradient, stage.slots, count, scale, layout)
         if stage.orthonormal:
             stage.layer.orthonormalise()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, scheme_text
 from ..layers import Context, Node, Sequential
-from ..memory import as_bytes, share_of
+from ..memory import PROCESS, as_bytes, share_of
 from ..optim import SGD, Optimizer
 from ..parallel import SYNCS, GradientSync, Parameters, ParameterShard, TrainedSubset, gather, load
 from ..plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
@@ -189,6 +190,10 @@ class Model(Whole):
         grid = grid or GridShape()
         memory = None if self.memory is None else share_of(self.memory, grid.size)
         training = Training(self.cost, self.optimizer, self.dtype, self.accumulate, self.recompute, self.strips, memory)
+        plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
+        if self.room is None or memory is not None or self.no_strips or plan.needed <= self.room:
+            return plan
+        training = replace(training, memory=max(1, self.room - PROCESS))
         return compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
 
     @checked
@@ -330,10 +335,10 @@ class Model(Whole):
         self.last_pass = None
         return ModelStep(self).run(x, targets, self._samples(x, batch_size))
 
-    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
-        """Return this rank's outputs, its targets, and its part of the summed cost; as for inference."""
+    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, list[float]]:
+        """Return this rank's outputs, its targets, and its share of each part of the summed cost; as for inference."""
         y, targets = self.fprop(x, training=False, batch_size=batch_size), self.local_targets(targets, batch_size)
-        return y, targets, float(self.cost.value(y, targets, self.output.total))
+        return y, targets, [float(part.value(y, targets, self.output.total)) for _, part in self.cost.parts]
 
     # Whole arrays and this rank's parts.
 

@@ -58,6 +58,8 @@ class ModelPass:
             The weights have changed since, or the pass was closed.
         """
         parameters, (images, output) = self._parameters, self._ends
+        if not self._executor.compiled.training.backward:
+            raise PassError("backward: the model was planned for inference, which keeps nothing for it; build it anew")
         dy = output.backend.real_array("dy", dy, output.dtype)
         if self._run.closed or self._version != parameters.version:
             why = "it was closed" if self._run.closed else "the weights have changed"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..costs.mean import parts_of, terms_of, weights_of
 from ..halo import Phase
 from ..parallel import finite
 from ..plan import micro_batches
@@ -68,7 +69,7 @@ class ModelStep(TrainStep):
         x, observers = images_for(model, x), context.grid.observers
         model.input.check_tile("x", x)
         first, local = context.grid.sample_range(batch)[0], model.local_targets(targets, batch)
-        scale, value = 1.0 / (batch * model.cost.cells(model.output_shape)), 0.0
+        scales, value = self._scales(local, batch), 0.0
         self.parameters.begin_gradients()
         parts = micro_batches(len(x), model.accumulate)
         rounds = [parts] if model.executor.over_batch else [[part] for part in parts]
@@ -79,9 +80,9 @@ class ModelStep(TrainStep):
                 with observers.during("cost"):
                     dys = []
                     for run, (lo, hi) in zip(runs, batches, strict=True):
-                        found, dy = self._cost_of(run.output, local[lo:hi])
+                        found, dy = self._cost_of(run.output, local[lo:hi], scales)
                         value += found
-                        dys.append(dy * context.dtype.type(scale))
+                        dys.append(dy)
                 last = batches is rounds[-1] and not trained.first
                 done = self.parameters.ready if last else None
                 model.executor.backward_together(runs, dys, trained.first, done=done)
@@ -93,8 +94,7 @@ class ModelStep(TrainStep):
             loss = model.output.total(value, replicas=True)
         self.parameters.sync.note(finite(loss))
         trained.sum_gradients()
-        total, good = self.parameters.hear(loss)
-        return total * scale, good
+        return self.parameters.hear(loss)
 
     def update(self) -> None:
         """Let the optimiser change the values."""
@@ -102,11 +102,24 @@ class ModelStep(TrainStep):
         count = model.step - model.uncounted
         model.trained.update(model.optimizer, model.slots, count, model.learning_rate_scale)
 
-    def _cost_of(self, y: Any, targets: Any) -> tuple[float, Any]:
-        """Return the cost of samples, and its gradient."""
-        cost, total, observers = self.model.cost, self.model.output.total, self.model.context.grid.observers
-        value = cost.value(y, targets, total)
-        observers.value(None, "cost", self.model.context.backend.xp.asarray(value).reshape(1))
-        dy = cost.gradient(y, targets, total)
-        observers.value(None, "gradient of the cost", dy)
-        return value, dy
+    def _scales(self, targets: Any, batch: int) -> list[float]:
+        """Return what the sum of each part of the cost is multiplied by; collective where it depends on targets."""
+        cost, output = self.model.cost, self.model.output
+        weights = weights_of(cost, (len(targets), *output.local_shape[1:]), targets)
+        if weights:
+            weights = output.total(np.array(weights), replicas=True).tolist()
+        terms = terms_of(cost, weights, batch, self.model.output_shape)
+        return [factor / count if count else 0.0 for factor, count in terms]
+
+    def _cost_of(self, y: Any, targets: Any, scales: list[float]) -> tuple[Any, Any]:
+        """Return this rank's share of the mean cost, from samples, and its gradient."""
+        total, observers = self.model.output.total, self.model.context.grid.observers
+        value, slopes = 0.0, []
+        for (_, part), scale in zip(parts_of(self.model.cost), scales, strict=True):
+            found = part.value(y, targets, total)
+            observers.value(None, "cost", self.model.context.backend.xp.asarray(found).reshape(1))
+            slope = part.gradient(y, targets, total)
+            observers.value(None, "gradient of the cost", slope)
+            value = value + scale * found
+            slopes.append(slope * self.model.dtype.type(scale))
+        return value, sum(slopes[1:], slopes[0])

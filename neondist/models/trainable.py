@@ -11,6 +11,7 @@ import numpy as np
 
 from ..backends import Backend
 from ..comm import ProcessGrid
+from ..errors import ConfigError
 from ..geometry import GridShape
 from ..halo import GlobalArray
 from ..layers import Layer
@@ -19,6 +20,7 @@ from ..parallel import GradientSync, Parameters, ParameterShard
 from ..registry import Registered
 from ..runtime.observers.ledger import Ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
+from .summary import Summary
 
 
 class Trainable(Protocol):
@@ -65,8 +67,11 @@ class Trainable(Protocol):
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one step, and return the mean cost of a sample of the whole batch; NaN if it was skipped."""
 
-    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
-        """Return this rank's outputs, its targets, as metrics take them, and its part of the cost; as for inference."""
+    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float | list[float]]:
+        """Return this rank's outputs, its targets, as metrics take them, and its part of the cost; as for inference.
+
+        Of a cost of several parts it is that of each.
+        """
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return this rank's parts of all that a checkpoint holds, by group: 'model' and 'optimizer'.
@@ -87,8 +92,14 @@ class Whole(Registered, Trainable, ABC):
     layers, leaves : sequence
         Those of neondist that it is made of, and all single ones.
     compiled : what `plan` has returned
+    memory : int or None
+        Bytes that the processes on one machine may use together, where somebody has said so.
+    room : int or None
+        Bytes that a rank has, where it is known. If a step takes more, and no `memory` is asked for, it is streamed.
     """
 
+    memory: int | None = None
+    room: int | None = None
     backend: str | Backend
     compiled: Any
     input: GlobalArray
@@ -126,6 +137,37 @@ class Whole(Registered, Trainable, ABC):
     @abstractmethod
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the output for its tile of the images."""
+
+    def summary(
+        self,
+        input_shape: Sequence[int] | None = None,
+        grid: GridShape | None = None,
+        batch_size: int | None = None,
+    ) -> Summary:
+        """Return a table: what every layer gives, its parameters, its tile, halo and memory, as `neondist check`.
+
+        Parameters
+        ----------
+        input_shape : (*spatial, C), global
+            Not needed once the model is built; then it is about the plan that runs.
+        grid, batch_size : optional
+            As in `plan`.
+
+        Raises
+        ------
+        ConfigError
+            The model is not built, and no shape is given.
+        """
+        if input_shape is not None:
+            return Summary(self.plan(input_shape, grid, batch_size).describe())
+        if getattr(self, "compiled", None) is None:
+            raise ConfigError("summary: the model is not built; give the shape of an image, such as (28, 28, 1)")
+        return Summary(self.compiled.describe())
+
+    def _repr_html_(self) -> str:
+        built = getattr(self, "compiled", None) is not None
+        classes = ", ".join(type(layer).__name__ for layer in self.layers)
+        return (self.summary() if built else Summary(f"{self} (not built): {classes}"))._repr_html_()
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Take note that an epoch begins or, if samples of it have been `seen`, goes on; `epoch` counts from 0."""

@@ -1,8 +1,26 @@
 """Optimisers: how gradients change the parameters, in place, on one flat array."""
 
-from .adam import Adam
-from .base import Optimizer, Scheduled
-from .schedule import CosineDecay, Schedule, StepDecay
+from .adam import LAMB, Adam, AdamW
+from .base import AVERAGE, Optimizer, Scheduled
+from .flat import FlatLayout
+from .rmsprop import RMSprop
+from .schedule import CosineDecay, OneCycle, Plateau, Schedule, StepDecay, Warmup
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "CosineDecay", "Optimizer", "Schedule", "Scheduled", "StepDecay"]
+__all__ = [
+    "AVERAGE",
+    "LAMB",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "CosineDecay",
+    "FlatLayout",
+    "OneCycle",
+    "Optimizer",
+    "Plateau",
+    "RMSprop",
+    "Schedule",
+    "Scheduled",
+    "StepDecay",
+    "Warmup",
+]

@@ -1,4 +1,4 @@
-"""Adam."""
+"""Adam, AdamW and LAMB."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from ..namespace import namespace
 from ..registry.ranges import NotNegative, Positive, Share
 from .base import Optimizer
-from .schedule import Schedule
+from .flat import BLOCK, FlatLayout
 
 
 class Adam(Optimizer):
@@ -21,10 +21,8 @@ class Adam(Optimizer):
         Memory of the running means of the gradient and of its square, in [0, 1).
     eps : float
         Added to the root of the mean square, against division by zero; above 0.
-    weight_decay : float
-        L2 penalty, added to the gradients.
-    schedule : Schedule, optional
-        A factor on the learning rate over the epochs.
+    **kwargs
+        weight_decay, decay_all, clip_norm, ema and schedule, as in Optimizer.
 
     Raises
     ------
@@ -41,10 +39,9 @@ class Adam(Optimizer):
         beta1: Share = 0.9,
         beta2: Share = 0.999,
         eps: Positive = 1e-8,
-        weight_decay: NotNegative = 0.0,
-        schedule: Schedule | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(learning_rate, weight_decay=weight_decay, schedule=schedule)
+        super().__init__(learning_rate, **kwargs)
         self.beta1, self.beta2, self.eps = float(beta1), float(beta2), float(eps)
 
     def apply(
@@ -57,7 +54,11 @@ class Adam(Optimizer):
         step: int,
     ) -> None:
         """Change one block in place by the bias-corrected mean over the bias-corrected root mean square."""
-        xp, mean, square = namespace(params), slots["mean"], slots["square"]
+        params -= self.direction(grads, slots, scratch, rate, step)
+
+    def direction(self, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> Any:
+        """Return the step down, in `scratch`, and change the slots of one block."""
+        xp, mean, square = namespace(grads), slots["mean"], slots["square"]
         mean *= self.beta1
         xp.multiply(grads, 1.0 - self.beta1, out=scratch)
         mean += scratch
@@ -71,4 +72,81 @@ class Adam(Optimizer):
         scratch += self.eps
         xp.divide(mean, scratch, out=scratch)
         scratch *= rate / (1.0 - self.beta1**count)
-        params -= scratch
+        return scratch
+
+
+class AdamW(Adam):
+    """Adam, with weight decay apart from the gradients (Loshchilov and Hutter 2019), as `torch.optim.AdamW`.
+
+    Parameters
+    ----------
+    learning_rate, beta1, beta2, eps
+        As in Adam.
+    weight_decay : float
+        Each step takes learning rate times this share of the parameters away.
+    **kwargs
+        decay_all, clip_norm, ema and schedule, as in Optimizer.
+    """
+
+    decay = "weights"
+
+    def __init__(self, learning_rate: NotNegative = 1e-3, *, weight_decay: NotNegative = 0.01, **kwargs: Any) -> None:
+        super().__init__(learning_rate, weight_decay=weight_decay, **kwargs)
+
+
+class LAMB(Adam):
+    """Adam, whose step for each parameter is as long as the parameter (You et al. 2020), for large batches.
+
+    The step, weight decay included, is scaled by the norm of the parameter over its own, both over all ranks where they
+    have parts of it; where one of them is 0, by 1.
+
+    Parameters
+    ----------
+    learning_rate, beta1, beta2, eps
+        As in Adam.
+    weight_decay : float
+        This many times the parameters is added to the step.
+    **kwargs
+        decay_all, clip_norm, ema and schedule, as in Optimizer.
+    """
+
+    decay = "direction"
+
+    def __init__(
+        self,
+        learning_rate: NotNegative = 1e-3,
+        *,
+        eps: Positive = 1e-6,
+        weight_decay: NotNegative = 0.01,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(learning_rate, eps=eps, weight_decay=weight_decay, **kwargs)
+
+    def apply(
+        self,
+        params: Any,
+        grads: Any,
+        slots: dict[str, Any],
+        scratch: Any,
+        rate: float,
+        step: int,
+    ) -> None:
+        """Put Adam's direction in the place of the gradients."""
+        grads[...] = self.direction(grads, slots, scratch, 1.0, step)
+
+    def finish(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
+        """Go in the directions, each as far as its parameter says."""
+        xp = namespace(params)
+        sizes, lengths = (xp.sqrt(layout.square_norms(array)) for array in (params, grads))
+        both = (sizes > 0) & (lengths > 0)
+        trust = xp.where(both, sizes / xp.where(both, lengths, 1.0), 1.0)
+        factors = (rate * trust).astype(params.dtype)
+        for at, (start, stop) in enumerate(layout.spans):
+            for first in range(start, stop, BLOCK):
+                block = slice(first, min(first + BLOCK, stop))
+                grads[block] *= factors[at]
+                params[block] -= grads[block]
+
+    def norms_for(self, cut: int) -> int:
+        """Return as many as of other optimisers, and both norms."""
+        return super().norms_for(cut) + 2 * cut

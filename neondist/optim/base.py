@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..namespace import namespace
 from ..registry import Registered
 from ..registry.arguments import checked
-from ..registry.ranges import NotNegative
+from ..registry.ranges import NotNegative, Positive, Share
+from .flat import BLOCK, FlatLayout
 from .schedule import Schedule
 
-BLOCK = 1 << 15  # cells per block: parameters, gradients, slots and scratch of one block stay in the cache
+AVERAGE = "average"
+"""The slot of the parameters' running mean."""
 
 
 class Scheduled:
@@ -20,13 +23,18 @@ class Scheduled:
 
     schedule: Schedule | None
 
-    def scale(self, epoch: float) -> float:
-        """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `scale`."""
+    def scale(self, epoch: float, losses: Sequence[float | None] = ()) -> float:
+        """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `scale`.
+
+        `losses` are those of the validation split after each epoch so far.
+        """
+        if isinstance(self.schedule, Schedule):  # of others, a factor is all that is asked for
+            return float(self.schedule.factor_after(epoch, losses))
         return 1.0 if self.schedule is None else float(self.schedule.factor(epoch))
 
     def check(self, epochs: int) -> None:
         """Raise ConfigError, about the schedule, if a run of so many epochs would train on at rate 0."""
-        if isinstance(self.schedule, Schedule):  # of others, a factor is all that is asked for
+        if isinstance(self.schedule, Schedule):
             try:
                 self.schedule.check(epochs)
             except ConfigError as error:
@@ -45,26 +53,57 @@ class Optimizer(Scheduled, Registered, ABC):
     learning_rate : float
         Length of a step, at least 0.
     weight_decay : float
-        This many times the parameters is added to the gradient of every parameter (an L2 penalty), as in PyTorch.
+        This many times the parameters is added to their gradients (an L2 penalty), as in PyTorch.
+    decay_all : bool
+        False: weight decay leaves biases, and the scales and shifts of norms, alone.
+    clip_norm : float, optional
+        Gradients are scaled down to this norm, if that of all of them together, over all ranks, is larger, as by
+        `torch.nn.utils.clip_grad_norm_`.
+    ema : float, optional
+        Keep a running mean of the parameters, which gets 1 - ema of them at each step: it is evaluated, and it is what
+        `predict` and `evaluate` take from checkpoints. Running statistics of norms are those of the parameters.
     schedule : Schedule, optional
         A factor on the learning rate over the epochs.
     """
 
     slot_names: tuple[str, ...] = ()
+    #: what weight decay is: a part of the gradient, of the step ('direction') or apart from both ('weights')
+    decay: Literal["gradient", "weights", "direction"] = "gradient"
 
     @checked
     def __init__(
-        self, learning_rate: NotNegative, *, weight_decay: NotNegative = 0.0, schedule: Schedule | None = None
+        self,
+        learning_rate: NotNegative,
+        *,
+        weight_decay: NotNegative = 0.0,
+        decay_all: bool = True,
+        clip_norm: Positive | None = None,
+        ema: Share | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
+        self.decay_all, self.clip_norm, self.ema = decay_all, clip_norm, ema
         self.schedule = schedule
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The names of all arrays that are kept from step to step."""
+        return self.slot_names if self.ema is None else (*self.slot_names, AVERAGE)
 
     def slots(self, params: Any) -> dict[str, Any]:
         """Return new zeroed slots for parameters; the caller keeps them and gives them to `update`."""
-        return {name: namespace(params).zeros_like(params) for name in self.slot_names}
+        return {name: namespace(params).zeros_like(params) for name in self.kept}
 
-    def update(self, params: Any, grads: Any, slots: dict[str, Any], step: int, scale: float = 1.0) -> None:
-        """Change `params` and `slots` in place by one step.
+    def update(
+        self,
+        params: Any,
+        grads: Any,
+        slots: dict[str, Any],
+        step: int,
+        scale: float = 1.0,
+        layout: FlatLayout | None = None,
+    ) -> None:
+        """Change `params` and `slots` in place by one step; collective, where a norm is of several ranks.
 
         Parameters
         ----------
@@ -76,18 +115,33 @@ class Optimizer(Scheduled, Registered, ABC):
             Number of updates before this one: 0 at the first.
         scale : float
             Factor on the learning rate.
+        layout : FlatLayout, optional
+            Where each parameter is; default: there is one, whole on this rank.
         """
+        layout = layout or FlatLayout.of_one(params.size)
         rate = self.learning_rate * scale
         xp = namespace(params)
+        if self.clip_norm is not None:
+            norm = xp.sqrt(layout.square_norms(grads).sum())
+            self._scale(grads, layout, xp.minimum(self.clip_norm / (norm + 1e-6), 1.0))
         scratch = xp.empty(min(BLOCK, params.size), params.dtype)
-        for start in range(0, params.size, BLOCK):
-            block = slice(start, start + BLOCK)
+        for block, decays in layout.blocks(self.decay_all or not self.weight_decay):
             p, g = params[block], grads[block]
             room = scratch[: p.size]
-            if self.weight_decay:
+            decays = decays and self.weight_decay > 0
+            if decays and self.decay == "gradient":
                 xp.multiply(p, self.weight_decay, out=room)
                 g += room
-            self.apply(p, g, {name: slot[block] for name, slot in slots.items()}, room, rate, step)
+            if decays and self.decay == "weights":
+                p *= 1 - rate * self.weight_decay
+            mine = {name: slots[name][block] for name in self.slot_names}
+            self.apply(p, g, mine, room, rate, step)
+            if decays and self.decay == "direction":
+                xp.multiply(p, self.weight_decay, out=room)
+                g += room
+        self.finish(params, grads, rate, layout)
+        if self.ema is not None:
+            self._average(params, slots[AVERAGE], scratch, step, layout)
 
     @abstractmethod
     def apply(
@@ -104,3 +158,23 @@ class Optimizer(Scheduled, Registered, ABC):
         All arrays are 1-D and equally long; `grads` and `scratch` may be overwritten. `rate` is the scaled learning
         rate, `step` counts from 0.
         """
+
+    def finish(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
+        """Change all parameters, after `apply` has seen all blocks; for rules that need whole parameters."""
+
+    def norms_for(self, cut: int) -> int:
+        """Return how many numbers (float64) ranks add up over the tiles in a step, for so many parameters cut."""
+        return cut * (self.clip_norm is not None)
+
+    def _scale(self, array: Any, layout: FlatLayout, factor: Any) -> None:
+        factor = factor.astype(array.dtype)
+        for block, _ in layout.blocks(alike=True):
+            array[block] *= factor
+
+    def _average(self, params: Any, average: Any, scratch: Any, step: int, layout: FlatLayout) -> None:
+        xp, keep = namespace(params), self.ema if step else 0.0
+        for block, _ in layout.blocks(alike=True):
+            mine, room = average[block], scratch[: params[block].size]
+            mine *= keep
+            xp.multiply(params[block], 1.0 - (keep or 0.0), out=room)
+            mine += room

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from ..errors import ConfigError
 from ..registry import Registered
-from ..registry.ranges import Count, Positive
+from ..registry.ranges import Count, Index, Positive, Share
 
 
 class Schedule(Registered, ABC):
@@ -16,6 +17,10 @@ class Schedule(Registered, ABC):
     @abstractmethod
     def factor(self, epoch: float) -> float:
         """Return the factor at `epoch`, counted from 0; 2.5 is the middle of the third epoch."""
+
+    def factor_after(self, epoch: float, losses: Sequence[float | None]) -> float:
+        """Return the factor at `epoch`, given the losses of the validation split after the epochs so far."""
+        return self.factor(epoch)
 
     def check(self, epochs: int) -> None:
         """Raise ConfigError if a run of so many epochs would train on at rate 0."""
@@ -41,25 +46,147 @@ class StepDecay(Schedule):
 
 
 class CosineDecay(Schedule):
-    """Let the learning rate fall to zero along half a cosine (Loshchilov and Hutter 2017, without restarts).
+    """Let the learning rate fall along half a cosine (Loshchilov and Hutter 2017, without restarts).
 
     Parameters
     ----------
     epochs : int
-        Length of the fall; afterwards the factor stays 0.
+        Length of the fall; afterwards the factor stays what it is.
+    floor : float
+        The last factor, in [0, 1).
     """
 
-    def __init__(self, epochs: Count) -> None:
-        self.epochs = int(epochs)
+    def __init__(self, epochs: Count, floor: Share = 0.0) -> None:
+        self.epochs, self.floor = int(epochs), float(floor)
 
     def check(self, epochs: int) -> None:
-        """Raise ConfigError if the fall ends before a run of so many epochs does."""
-        if epochs > self.epochs:
-            raise ConfigError(
-                f"epochs: the learning rate is 0 after {self.epochs} epochs, and {epochs} are to be trained;"
-                f" set this to {epochs} as well"
-            )
+        """Raise ConfigError if the rate is 0 before a run of so many epochs ends."""
+        if not self.floor:
+            _check_end(self.epochs, epochs)
 
     def factor(self, epoch: float) -> float:
-        """Return (1 + cos(pi * epoch / epochs)) / 2, never past the end of the fall."""
-        return 0.5 * (1.0 + math.cos(math.pi * min(epoch / self.epochs, 1.0)))
+        """Return the factor, never past the end of the fall."""
+        return _cosine(1.0, self.floor, min(epoch / self.epochs, 1.0))
+
+
+class Warmup(Schedule):
+    """Let the learning rate rise along a line, and then follow another schedule, as from its own beginning.
+
+    Parameters
+    ----------
+    epochs : float
+        Length of the rise, such as 0.5.
+    start : float
+        The first factor, in [0, 1).
+    then : Schedule, optional
+        Default: the rate stays.
+    """
+
+    def __init__(self, epochs: Positive, start: Share = 0.01, then: Schedule | None = None) -> None:
+        self.epochs, self.start, self.then = float(epochs), float(start), then
+
+    def check(self, epochs: int) -> None:
+        """Raise ConfigError if what follows ends too early."""
+        if self.then is not None:
+            self.then.check(math.ceil(epochs - self.epochs))
+
+    def factor(self, epoch: float) -> float:
+        """Return the factor at `epoch`."""
+        return self.factor_after(epoch, ())
+
+    def factor_after(self, epoch: float, losses: Sequence[float | None]) -> float:
+        """Return the factor at `epoch`, given the losses that what follows may ask for."""
+        if epoch < self.epochs:
+            return self.start + (1.0 - self.start) * epoch / self.epochs
+        return 1.0 if self.then is None else self.then.factor_after(epoch - self.epochs, losses)
+
+
+class OneCycle(Schedule):
+    """Up to the learning rate and down again along cosines (Smith and Topin 2018).
+
+    As `torch.optim.lr_scheduler.OneCycleLR`, which moves the momentum as well; the learning rate is its max_lr.
+
+    Parameters
+    ----------
+    epochs : int
+        Length of the cycle.
+    rise : float
+        The share of it before the peak, in [0, 1).
+    start, floor : float
+        The first and the last factor, in [0, 1).
+    """
+
+    def __init__(self, epochs: Count, rise: Share = 0.3, start: Share = 0.04, floor: Share = 4e-6) -> None:
+        self.epochs, self.rise, self.start, self.floor = int(epochs), float(rise), float(start), float(floor)
+
+    def check(self, epochs: int) -> None:
+        """Raise ConfigError if the cycle ends before a run of so many epochs does."""
+        _check_end(self.epochs, epochs)
+
+    def factor(self, epoch: float) -> float:
+        """Return the factor, never past the end of the cycle."""
+        done = min(epoch / self.epochs, 1.0)
+        if done < self.rise:
+            return _cosine(self.start, 1.0, done / self.rise)
+        return _cosine(1.0, self.floor, (done - self.rise) / (1.0 - self.rise))
+
+
+class Plateau(Schedule):
+    """Lower the learning rate when the loss of the validation split falls no more.
+
+    As `torch.optim.lr_scheduler.ReduceLROnPlateau`. Without a validation split it is the loss of the test split. It is
+    told the losses of all epochs so far, so that a resumed run goes on alike.
+
+    Parameters
+    ----------
+    factor : float
+        What one drop multiplies the learning rate by, in [0, 1).
+    patience : int
+        Epochs without a better loss that are forgiven.
+    threshold : float
+        A loss is better if it is lower by this share of the best one, in [0, 1).
+    cooldown : int
+        Epochs after a drop that are not counted.
+    floor : float
+        The lowest factor, in [0, 1).
+    """
+
+    def __init__(
+        self,
+        factor: Share = 0.1,
+        patience: Index = 10,
+        *,
+        threshold: Share = 1e-4,
+        cooldown: Index = 0,
+        floor: Share = 0.0,
+    ) -> None:
+        self.drop, self.patience, self.threshold = float(factor), int(patience), float(threshold)
+        self.cooldown, self.floor = int(cooldown), float(floor)
+
+    def factor(self, epoch: float) -> float:
+        """Return 1: nothing is known of any loss."""
+        return 1.0
+
+    def factor_after(self, epoch: float, losses: Sequence[float | None]) -> float:
+        """Return the factor after the drops so far."""
+        factor, best, bad, pause = 1.0, math.inf, 0, 0
+        for loss in losses:
+            better = loss is not None and loss < best * (1.0 - self.threshold)
+            best = loss if better and loss is not None else best
+            bad = 0 if better or pause else bad + 1
+            pause = max(0, pause - 1)
+            if bad > self.patience:
+                factor, bad, pause = max(factor * self.drop, self.floor), 0, self.cooldown
+        return factor
+
+
+def _cosine(first: float, last: float, done: float) -> float:
+    return last + (first - last) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def _check_end(length: int, epochs: int) -> None:
+    if epochs > length:
+        raise ConfigError(
+            f"epochs: the learning rate is 0 after {length} epochs, and {epochs} are to be trained;"
+            f" set this to {epochs} as well"
+        )

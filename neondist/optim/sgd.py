@@ -8,7 +8,6 @@ from ..errors import ConfigError
 from ..namespace import namespace
 from ..registry.ranges import NotNegative, Share
 from .base import Optimizer
-from .schedule import Schedule
 
 
 class SGD(Optimizer):
@@ -20,12 +19,10 @@ class SGD(Optimizer):
         Length of a step.
     momentum : float
         Share of the last step's direction that is kept, in [0, 1).
-    weight_decay : float
-        L2 penalty, added to the gradients.
     nesterov : bool
         Look one step ahead (Sutskever et al. 2013); needs momentum.
-    schedule : Schedule, optional
-        A factor on the learning rate over the epochs.
+    **kwargs
+        weight_decay, decay_all, clip_norm, ema and schedule, as in Optimizer.
 
     Raises
     ------
@@ -38,11 +35,10 @@ class SGD(Optimizer):
         learning_rate: NotNegative = 0.01,
         *,
         momentum: Share = 0.0,
-        weight_decay: NotNegative = 0.0,
         nesterov: bool = False,
-        schedule: Schedule | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(learning_rate, weight_decay=weight_decay, schedule=schedule)
+        super().__init__(learning_rate, **kwargs)
         self.momentum, self.nesterov = float(momentum), bool(nesterov)
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov: true needs a momentum; give momentum: 0.9 or leave nesterov out")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from .. import rng
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
 from ..namespace import namespace, to_host
-from ..optim import Optimizer
+from ..optim import FlatLayout, Optimizer
 from .flags import HEADER, Flag
 from .shard import ParameterShard
 from .sync import AllReduce, GradientSync, finite
@@ -111,11 +112,11 @@ class Parameters:
         self.values, self.buffers = self._flat(self.trained), self._flat(self.kept)
         buffer = context.backend.xp.zeros((HEADER + self.values.size,), context.dtype)
         ends = list(accumulate(prod(shard.local_shape) for shard in self.trained))
-        spans = list(pairwise([0, *ends]))
-        self.sync = sync(context.grid, buffer, spans, self.shared)
+        self.spans = list(pairwise([0, *ends]))
+        self.sync = sync(context.grid, buffer, self.spans, self.shared)
         self.reductions, self.grads = self.sync.reductions, self.sync.grads
         self._spans: dict[int, list[tuple[int, int]]] = {id(layer): [] for layer in layers}
-        for shard, span in zip(self.trained, spans, strict=True):
+        for shard, span in zip(self.trained, self.spans, strict=True):
             self._spans[id(shard.layer)].append(span)
         self.layers, self.version = layers, 0
         for layer in layers:
@@ -159,7 +160,14 @@ class Parameters:
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
         """Change all values by their gradients."""
         self.version += 1
-        optimizer.update(self.values, self.grads, slots, step, scale)
+        optimizer.update(self.values, self.grads, slots, step, scale, self.layout())
+
+    def layout(self, chosen: Sequence[bool] | None = None) -> FlatLayout:
+        """Return where the trained parameters are in the flat arrays, or those of them that are chosen."""
+        mine = [True] * len(self.trained) if chosen is None else chosen
+        found = [(span, shard.decays) for span, shard, yes in zip(self.spans, self.trained, mine, strict=True) if yes]
+        spans, decays = zip(*found, strict=True) if found else ((), ())
+        return FlatLayout(spans, decays, self.shared, partial(self.reductions.allreduce, "tiles"))
 
     def hear(self, loss: Any) -> tuple[float, bool]:
         """Return a step's loss (1,), and whether it and all gradients are finite, the same on every rank.

@@ -33,6 +33,12 @@ class ParameterShard:
         return self.parameter.layout.cut
 
     @property
+    def decays(self) -> bool:
+        """Whether it is more than a bias, or a scale of a norm."""
+        decays = self.parameter.decays
+        return len(self.parameter.shape) > 1 if decays is None else decays
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's part."""
         return self.parameter.layout.shape_on(self.parameter.shape, self.grid.shape, self.grid.tile)

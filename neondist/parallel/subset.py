@@ -42,8 +42,5 @@ class TrainedSubset:
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
         """Change these parameters by their gradients; `slots` are as long as all parameters."""
         self.parameters.version += 1
-        parts = {name: self.cut(slot) for name, slot in slots.items()}
-        values, gradients = self.cut(self.parameters.values), self.cut(self.parameters.grads)
-        for at, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
-            mine = {name: part[at] for name, part in parts.items()}
-            optimizer.update(value, gradient, mine, step, scale=scale)
+        parameters = self.parameters
+        optimizer.update(parameters.values, parameters.grads, slots, step, scale, parameters.layout(self.chosen))

@@ -1,16 +1,17 @@
 """From layers to what a step does, from arithmetic alone.
 
-plan: `compile_plan`, and the Plan that check prints and the executor runs. graph: its steps and values. layer: one
+fit: `compile_plan`. plan: the Plan that check prints and the executor runs. graph: its steps and values. layer: one
 layer on all tiles. memory: what lives when, and where. section: nodes whose arrays are in memory together, and segments
 in strips. stream: nodes in strips from the image on. A segment is layers one after the other of which only the first
 one's input is exchanged; segments: those that schemes ask for. planner, choices: which segments, and which schemes,
 cost least. report: a plan to read.
 """
 
+from .fit import compile_plan
 from .graph import Graph, Step, of_layer
 from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
-from .plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
+from .plan import GRADIENTS, LOSS, Plan, Training, largest_of, micro_batches
 from .section import PlannedSection
 from .stream import Stream
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import ShapeError, UserError
@@ -58,6 +59,9 @@ class Graph:
     absorbed : dict of step to step
         Layers that do nothing but activate, each by the step before it, which does so in its own pass over memory: its
         result is what both give, and no value by itself.
+    cleared : dict of step to step
+        Steps whose max(z, 0) is gone back through by the pooling behind them, which keeps no place of what is not
+        positive: nobody needs what they gave.
     whole : int
         A vector that each rank has whole, whoever reads it.
     shards : set of int
@@ -74,6 +78,7 @@ class Graph:
             for value in step.inputs:
                 self.readers[value].append(at)
         self.absorbed = {at: at - 1 for at in range(1, len(self.steps)) if self._absorbed(at)}
+        self.cleared = dict(found for at in range(1, len(self.steps)) if (found := self._cleared(at)))
         self.shards = {step.output for step in self.steps if self._stays_cut(step)}
 
     def _absorbed(self, at: int) -> bool:
@@ -83,6 +88,19 @@ class Graph:
             return False
         by = before.layer or before.join
         return by is not None and layer.activation is not None and by.can_absorb(layer.activation)
+
+    def _cleared(self, at: int) -> tuple[int, int] | None:
+        """Return the step that a pooling spares a look at its output, and the pooling."""
+        layer, before = self.steps[at].layer, self.steps[at - 1]
+        if layer is None or not layer.clears or before.layer is None or self.readers[before.output] != [at]:
+            return None
+        by, activation = self.absorbed.get(at - 1, at - 1), before.layer.activation
+        maker = self.steps[by].layer
+        keeps = maker is None or (maker.saves_activated and not maker.saves_output)
+        clips = activation and all(said_with(activation, "clips", method) for method in ("fprop", "bprop"))
+        said = all(said_with(layer, "clears", method) for method in ("forward", "backward"))
+        exact = layer.scheme is None or layer.scheme.exact
+        return (by, at) if keeps and clips and said and exact else None
 
     def _stays_cut(self, step: Step) -> bool:
         readers = self.readers[step.output]
@@ -109,6 +127,19 @@ class Graph:
         if needed and self.wants_shard(step) and first not in self.shards:
             found.append(Cut("backward", self.shapes[first][0]))
         return found
+
+    @cached_property
+    def made(self) -> dict[int, int]:
+        """The step that makes each value: of an activation that goes with the step before it, that one."""
+        return {step.output: self.absorbed.get(at, at) for at, step in enumerate(self.steps)}
+
+    def looked_at(self, value: int) -> bool:
+        """Tell whether what made a value looks at it again on the way back."""
+        at = self.made.get(value)
+        if at is None or at in self.cleared:
+            return False
+        layer, absorbs = self.steps[at].layer, value != self.steps[at].output
+        return absorbs if layer is None else layer.keeps_output or (absorbs and layer.saves_activated)
 
     def part(self, first: int, last: int) -> Graph:
         """Return the steps of the nodes from `first` up to `last`, whose input is value 0 then."""

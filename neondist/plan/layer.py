@@ -103,7 +103,15 @@ class LayerPlan:
 
     def view(self, tile: int) -> HaloPlan:
         """Return which cells of the input a tile's rank has, and sees."""
-        return HaloPlan.of(self._inputs(self.input_shape), self._seen, tile, self.regions[1])
+        outputs = None if self.reverse else self.regions[1]  # in reverse it sees its tile alone
+        return HaloPlan.of(self._inputs(self.input_shape), self._seen, tile, outputs)
+
+    def added_to(self, tile: int) -> HaloPlan | None:
+        """Return which cells of the output a tile's rank adds to, and its own, where the halo adds; else None."""
+        inputs, outputs = self.regions
+        if not self.reverse or inputs is None or outputs is None:
+            return None
+        return HaloPlan.of(outputs, self._halos[0][1], tile, inputs)
 
     def tile(self, tile: int) -> Box:
         """Return a tile's cells of the output."""
@@ -112,7 +120,8 @@ class LayerPlan:
     def check_arrays(self, arrays: Sequence[GlobalArray], tile: int) -> None:
         """Raise PlanError if the arrays of the built layer would send other cells than the plan says."""
         declared = [
-            (shape, HaloPlan.of(self._inputs(shape), window, tile, self.regions[1])) for shape, window in self._halos
+            (shape, self.added_to(tile) or HaloPlan.of(self._inputs(shape), window, tile, self.regions[1]))
+            for shape, window in self._halos
         ]
         if self._gathers is not None:
             shape, window = self._gathers
@@ -235,6 +244,8 @@ class LayerPlan:
     @cached_property
     def _exchanged(self) -> list[tuple[list[HaloPlan], int]]:
         """The plans of all tiles for every halo, and its channels."""
+        if self.added_to(0) is not None:  # strips and blocks keep what they add
+            return []
         return [(_plans(*self._over(shape, window)), shape[-1]) for shape, window in self._halos]
 
     @cached_property
@@ -245,7 +256,7 @@ class LayerPlan:
         return self.regions[0] or self.grid.partition(shape[:-1])
 
     def _over(self, shape: Shape, window: Window) -> tuple[Partition, Window, int, Partition | None]:
-        return self._inputs(shape), window, self.grid.tiles, self.regions[1]
+        return self._inputs(shape), window, self.grid.tiles, None if self.reverse else self.regions[1]
 
 
 @lru_cache(maxsize=64)  # virtual ranks, and every look at the same model, ask for the same

@@ -93,7 +93,12 @@ def aligned(live: LiveRange) -> LiveRange:
 
 
 def plan_memory(
-    graph: Graph, held: Sequence[int], windowed: Sequence[bool], numbers: Sequence[int], gradient: bool = False
+    graph: Graph,
+    held: Sequence[int],
+    windowed: Sequence[bool],
+    numbers: Sequence[int],
+    gradient: bool = False,
+    backward: bool = True,
 ) -> MemoryPlan:
     """Return what lives when on one rank.
 
@@ -103,9 +108,10 @@ def plan_memory(
     windowed : whether that is more than the input itself
     numbers : of each value, the numbers of its tile
     gradient : whether that of the input is needed
+    backward : False: there is no way back, for which anything would have to be kept
     """
     steps, end = graph.steps, 2 * len(graph.steps) - 1
-    made = {step.output: graph.absorbed.get(at, at) for at, step in enumerate(steps)}
+    made = graph.made
     gone = {steps[by].output for by in graph.absorbed.values()}  # values that are no more than an intermediate result
     plan = MemoryPlan(len(steps))
 
@@ -116,9 +122,13 @@ def plan_memory(
             return end
         at = made[value]
         last = end - at
-        if steps[at].join is not None and value == steps[at].output:
+        if steps[at].join is not None and (value == steps[at].output or at in graph.cleared):
             last = max([last, *(read_last(v) for v in steps[at].inputs if len(graph.readers[v]) == 1)])
         return last
+
+    def looked_at(value: int) -> list[int]:
+        """Return when what made a value looks at it again."""
+        return [end - made[value]] if graph.looked_at(value) else []
 
     for value, readers in enumerate(graph.readers):
         if len(readers) == 1 and windowed[readers[0]]:
@@ -126,20 +136,21 @@ def plan_memory(
         elif value and value not in gone:
             first = made[value]
             saved = [end - at for at in readers if not windowed[at] and _saves(steps[at])]
-            last = max([first, *readers, *saved, *_looked_at(steps, value, made)])
-            plan.values[value] = plan.add(numbers[value], first, last)
-        if (value or gradient) and len(readers) > 1:
+            kept = [*saved, *looked_at(value)] if backward else []
+            plan.values[value] = plan.add(numbers[value], first, max([first, *readers, *kept]))
+        if backward and (value or gradient) and len(readers) > 1:
             plan.sums[value] = plan.add(numbers[value], end - max(readers), read_last(value))
     for at, step in enumerate(steps):
-        if step.layer is None or (at in graph.absorbed and steps[graph.absorbed[at]].join is None):
+        by = graph.absorbed.get(at)
+        if step.layer is None or (by is not None and (steps[by].join is None or by in graph.cleared)):
             continue
         (value,) = step.inputs
         back, homed = end - at, plan.homes.get(value) == at
         if windowed[at]:
             first = made.get(value, at) if homed else at
-            last = max([at, *([back] if _saves(step) else []), *(_looked_at(steps, value, made) if homed else [])])
-            plan.views[at] = plan.add(held[at], first, last)
-        if value or gradient:
+            kept = [*([back] if _saves(step) else []), *(looked_at(value) if homed else [])]
+            plan.views[at] = plan.add(held[at], first, max([at, *(kept if backward else [])]))
+        if backward and (value or gradient):
             alone = len(graph.readers[value]) == 1
             plan.gradients[at] = plan.add(held[at], back, read_last(value) if alone else back)
     return plan
@@ -147,13 +158,3 @@ def plan_memory(
 
 def _saves(step: Step) -> bool:
     return step.layer is not None and step.layer.saves_input
-
-
-def _looked_at(steps: Sequence[Step], value: int, made: dict[int, int]) -> list[int]:
-    """Return when what made a value looks at it again."""
-    at = made.get(value)
-    if at is None:
-        return []
-    layer, absorbs = steps[at].layer, value != steps[at].output
-    looks = absorbs if layer is None else layer.keeps_output or (absorbs and layer.saves_activated)
-    return [2 * len(steps) - 1 - at] if looks else []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from itertools import pairwise
 from math import isqrt, prod
 from typing import Any, overload
@@ -14,19 +14,15 @@ import numpy as np
 
 from ..comm import group_of
 from ..costs import Cost
-from ..errors import ConfigError, UserError
+from ..costs.mean import parts_of
 from ..geometry import GridShape, Partition, split
-from ..layers import Layer, Sequential
-from ..memory import words
 from ..optim import Optimizer
 from ..parallel import HEADER
 from . import report
-from .graph import Graph, Lowering, of_layer
+from .graph import Graph
 from .layer import LayerCosts, LayerPlan
-from .planner import PASSES, operations
 from .section import PlannedSection, Rows, Segment, in_segments
-from .segments import Found, find_regions
-from .stream import Stream, can_stream
+from .stream import Stream
 
 Shape = tuple[int, ...]
 LOSS, GRADIENTS = "loss", "gradients"
@@ -45,6 +41,8 @@ class Training:
     strips: Rows | None = None
     memory: int | None = None
     """bytes that a rank may use; None: as many as it takes"""
+    backward: bool = True
+    """False: there is only a forward pass"""
 
 
 @dataclass
@@ -136,11 +134,15 @@ class Plan(Sequence[LayerPlan]):
         shared, own = (
             sum(p.size_on(self.grid, tile) for p in parameters if bool(p.layout.cut) is cut) for cut in (False, True)
         )
+        norms = self.training.optimizer.norms_for(sum(bool(p.layout.cut) for p in parameters))
         found[GRADIENTS] = size * ((HEADER + shared) * (self.grid.size > 1) + own * (self.grid.replicas > 1))
+        found[GRADIENTS] += 8 * norms * (self.grid.tiles > 1)
         tiled = len(self.output_shape) > 1
         whole, inside = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
         once, each = ranks[whole or "tiles"] > 1, inside is not None and ranks[inside] > 1
-        found[LOSS] = 8 * (once + each * samples * self.training.cost.sums_for(self.output_shape))
+        parts = [part for _, part in parts_of(self.training.cost)]
+        sums = sum(part.sums_for(self.output_shape) for part in parts)
+        found[LOSS] = 8 * (once * (1 + sum(part.weighted for part in parts)) + each * samples * sums)
         return {name: count for name, count in found.items() if count}
 
     def redistributed(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
@@ -167,13 +169,21 @@ class Plan(Sequence[LayerPlan]):
         return self.arena(replica, tile) + sum(plan.held_by(tile) for plan in self) * self._per_parameter
 
     def arena(self, replica: int, tile: int) -> int:
-        """Return the bytes of one block for all views and gradients, and of what sections are recomputed from.
+        """Return the bytes of one block for all views and gradients, and of what is saved or recomputed from.
 
         Arrays that never live at the same moment of a step share memory in the block.
         """
         inputs = self.sections[self.stream is None :]
         kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
-        return (self.length(tile) + self.strip_length(tile) + kept) * self._held_samples(replica) * self.itemsize
+        numbers, samples = self.length(tile) + self.strip_length(tile) + kept, self._held_samples(replica)
+        saved = 0 if self.stream is None else self.stream.saved(tile, self.itemsize)
+        saved += max((section.saved(tile, self.itemsize) for section in self.sections), default=0)
+        return (numbers * self.itemsize + saved) * samples
+
+    @property
+    def needed(self) -> int:
+        """What `memory` says of the rank that needs most."""
+        return max(self.memory(tile) for tile in range(self.grid.tiles))
 
     @property
     def peak(self) -> int:
@@ -221,7 +231,17 @@ class Plan(Sequence[LayerPlan]):
             wide = None if reader is None else reader.regions[0]
             regions = {} if wide is None else {0: wide}
             found.append(
-                PlannedSection(first, last, graph, {**layers, **segments}, self.grid, regions, first > 0, segments)
+                PlannedSection(
+                    first,
+                    last,
+                    graph,
+                    {**layers, **segments},
+                    self.grid,
+                    regions,
+                    first > 0,
+                    segments,
+                    self.training.backward,
+                )
             )
         return found
 
@@ -255,6 +275,9 @@ class Plan(Sequence[LayerPlan]):
         streamed = "" if self.stream is None else str(self.stream)
         return report.table(self, self.costs(), self.peak, sums, self.pretraining_bytes(), streamed)
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.describe())}</pre>"
+
     def describe(self) -> str:
         """Return the same as plain text, with the grid above: what `neondist check` prints."""
         dtype, shape = self.training.dtype, report.by(self.input_shape)
@@ -279,133 +302,13 @@ class Plan(Sequence[LayerPlan]):
     @property
     def _per_parameter(self) -> int:
         """Bytes of a trained number, its gradient, and what the optimiser keeps of it."""
-        return self.itemsize * (2 + len(self.training.optimizer.slot_names))
+        return self.itemsize * (2 + len(self.training.optimizer.kept))
 
     def _held_samples(self, replica: int) -> int:
         """Return how many of a rank's samples are in memory at once: a micro-batch, if none waits for another."""
         samples = self.samples(replica)
         over_batch = any(one.over_batch for plan in self for one in plan.reductions)
         return samples if over_batch else largest_of(micro_batches(samples, self.training.accumulate))
-
-
-def compile_plan(
-    chain: Sequential, input_shape: Shape, grid: GridShape, batch_size: int | None, training: Training
-) -> Plan:
-    """Return the plan of a chain of layers.
-
-    Parameters
-    ----------
-    batch_size : int, optional
-        Global; default: one sample for each replica, of which no planner of segments knows.
-
-    Raises
-    ------
-    UserError
-        A layer does not fit; the error names it, and carries it as `subject`.
-    """
-    graph = Lowering(chain.layers, input_shape).graph
-    samples = None if batch_size is None else max(1, split(batch_size, grid.replicas, 0)[1])
-    with _named(chain):
-        regions = find_regions(chain, graph, grid, samples)
-
-    def planned(stream: Stream | None = None) -> Plan:
-        whole, found = graph, regions
-        if stream is not None:
-            whole, found = stream.beside(graph), regions | stream.regions
-        plans = []
-        for step in whole.steps:
-            if (layer := step.layer) is not None:
-                shapes, gradient = (whole.shapes[step.inputs[0]], whole.shapes[step.output]), 0 not in step.inputs
-                tiles, moved = found.get(id(layer), (None, None)), whole.redistributions(step, gradient)
-                with _named(chain, layer):
-                    plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, moved))
-        return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream)
-
-    plan = planned()
-    return plan if training.memory is None else fitted(plan, planned, regions)
-
-
-def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Plan:
-    """Return the plan, or that of a stream, which computes least of those that fit into the memory that there is.
-
-    Where the rows of a strip are asked for, of the longest stream.
-
-    Parameters
-    ----------
-    planned : callable
-        Returns the plan with a stream.
-    regions : as `find_regions` returns them
-
-    Raises
-    ------
-    ConfigError
-        None fits: it names the layer that needs most, and the least that would do.
-    """
-    limit, rows = plan.training.memory, plan.training.strips
-    assert limit is not None
-    least = [(_needed(plan), plan)]
-    found = [(_work(plan), plan)] if least[0][0] <= limit else []
-    if found and rows is None:
-        return plan
-    for nodes in range(len(plan.graph.ends) - 1, 0, -1):
-        if not can_stream(plan.graph, nodes, plan.grid, regions):
-            continue
-        count, made = _in_strips(plan, nodes, planned, limit, None if rows == "auto" else rows)
-        if count <= limit:
-            if rows is not None:
-                return made
-            found.append((_work(made), made))
-        least.append((count, made))
-    if found:
-        return min(found, key=lambda pair: pair[0])[1]
-    count, made = min(least, key=lambda pair: pair[0])
-    layer = max(made.layers, key=lambda each: max(box.size for box in each.kept) * each.input_shape[-1])
-    raise ConfigError(
-        f"memory: a rank may use {words(limit)}, but needs {words(count)} at least, most of it for layer"
-        f" '{layer.name}'; give more memory, or use more ranks or smaller batches"
-    )
-
-
-def _in_strips(
-    plan: Plan, nodes: int, planned: Callable[[Stream], Plan], limit: int, rows: int | None
-) -> tuple[int, Plan]:
-    """Return the plan with so many nodes in as few strips as fit, or of so many rows, and the bytes that it needs."""
-    most = Stream.of(plan.graph, nodes, plan.grid, 1).rows
-    strips = 1 if rows is None else -(-most // rows)
-    while True:
-        made = planned(Stream.of(plan.graph, nodes, plan.grid, strips))
-        count, streamed = _needed(made), made.streamed
-        room = limit - (count - streamed)  # for strips, beside what else there is
-        if count <= limit or room <= 0 or strips >= most or rows is not None:
-            return count, made
-        strips = min(most, max(strips + 1, int(strips * streamed / room)))
-
-
-def _work(plan: Plan) -> float:
-    """Return the multiplications of a sample in a training step."""
-    stream = plan.stream
-    steps = 0 if stream is None else len(stream.graph.steps)
-    behind = {id(step.layer) for step in plan.graph.steps[steps:]}
-    layers = [each for each in plan if id(each.layer) in behind]
-    beside = sum(prod(each.output_shape[:-1]) * operations(each.layer, each.input_shape) for each in layers)
-    return PASSES * beside + (0 if stream is None else stream.work)
-
-
-def _needed(plan: Plan) -> int:
-    """Return the bytes of the rank that needs most."""
-    return max(plan.memory(tile) for tile in range(plan.grid.tiles))
-
-
-@contextmanager
-def _named(chain: Sequential, layer: Layer | None = None) -> Iterator[None]:
-    """Put the layer that an error is about, by default its subject, in front of the message."""
-    try:
-        yield
-    except UserError as error:
-        about: Any = layer or error.subject
-        if about is None:
-            raise
-        raise of_layer(error, next(i for i, node in enumerate(chain.layers) if about in node.leaves), about) from error
 
 
 def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:

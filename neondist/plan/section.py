@@ -41,6 +41,8 @@ class PlannedSection:
         Whether the gradient of the first value is needed in training.
     segments : dict of id to Segment
         What of it is executed in strips.
+    backward : bool
+        False: no pass goes back, so that nothing is kept for it.
     """
 
     first: int
@@ -51,6 +53,7 @@ class PlannedSection:
     regions: Mapping[int, Partition]
     gradient: bool
     segments: Mapping[int, Segment] = field(default_factory=dict)
+    backward: bool = True
 
     def live_ranges(self, tile: int) -> MemoryPlan:
         """Return what lives when on a tile's rank."""
@@ -61,7 +64,18 @@ class PlannedSection:
             for view, plan in zip(views, steps, strict=True)
         ]
         windowed = [view is not None and not view.trivial for view in views]
-        return plan_memory(self.graph, held, windowed, [prod(shape) for shape in self.tile_shapes(tile)], self.gradient)
+        numbers = [prod(shape) for shape in self.tile_shapes(tile)]
+        return plan_memory(self.graph, held, windowed, numbers, self.gradient, self.backward)
+
+    def saved(self, tile: int, itemsize: int) -> int:
+        """Return the bytes of a sample that layers save on a tile's rank beside their views and outputs."""
+        found = 0
+        for step in self.graph.steps:
+            if step.layer is not None:
+                few, numbers = step.layer.saves_beside or (0, 0)
+                cells = self.placed[id(step.layer)].tile(tile).size
+                found += cells * self.graph.shapes[step.output][-1] * (few + numbers * itemsize)
+        return found
 
     def boxes(self, tile: int) -> list[Box]:
         """Return the cells of a tile of every value of the graph."""
@@ -96,7 +110,7 @@ class Segment:
     """
 
     saves_input, keeps_output, gives_shards, layout = True, False, False, None
-    only_activates = False
+    only_activates, clears, activation, saves_beside = False, False, None, None
 
     def __init__(self, plans: Sequence[LayerPlan], rows: Rows, itemsize: int) -> None:
         self.plans, self.rows, self.itemsize = list(plans), rows, itemsize

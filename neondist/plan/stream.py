@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ..geometry import GridShape, Overlapping, Partition, StripGrid, Window, hulls, sources
-from ..layers import Layer
+from ..geometry import GridShape, Overlapping, Partition, StripGrid, hulls
+from ..layers import Layer, said_with
 from .graph import Graph, Step
 from .layer import LayerPlan
 from .planner import operations
 from .section import PlannedSection
 from .segments import Found
+from .traced import needed_by, section_of, trace
 
 Shape = tuple[int, ...]
 
@@ -31,17 +32,20 @@ class Stream:
         Of these nodes alone.
     nodes : int
     grid : StripGrid
+    sparing : int
+        Of how many strips of a tile, the last ones, something is kept that spares a part of their second way forward.
     """
 
     graph: Graph
     nodes: int
     grid: StripGrid
+    sparing: int = 0
 
     @classmethod
-    def of(cls, graph: Graph, nodes: int, grid: GridShape, strips: int) -> Stream:
+    def of(cls, graph: Graph, nodes: int, grid: GridShape, strips: int, sparing: int = 0) -> Stream:
         """Return that of so many nodes of a network, in so many strips of each tile."""
         cut = StripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
-        return cls(graph.part(0, nodes), nodes, cut)
+        return cls(graph.part(0, nodes), nodes, cut, min(strips, sparing))
 
     def __str__(self) -> str:
         layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
@@ -73,7 +77,8 @@ class Stream:
             cells = self.cells[step.output]
             lengths = ([cells.range(axis, part) for part in range(parts)] for axis, parts in enumerate(cells.parts))
             computed = prod(sum(max(0, hi - lo) for lo, hi in axis) for axis in lengths)
-            forward = sum(r >= at for r in reducing["forward"]) + ends_in_map + len(reducing["backward"]) + 1
+            again = 1 if at in self.again else 1 - self.sparing / self.grid.strips
+            forward = sum(r >= at for r in reducing["forward"]) + ends_in_map + again * (len(reducing["backward"]) + 1)
             backward = sum(b < at for b in reducing["backward"]) + 1
             total += (forward + 2 * backward) * computed * operations(step.layer, graph.shapes[step.inputs[0]])
         return total
@@ -88,48 +93,65 @@ class Stream:
         ]
 
     @cached_property
+    def again(self) -> frozenset[int]:
+        """The steps that a strip of which something is kept takes again: their values are needed on the way back."""
+        graph, steps = self.graph, self.graph.steps
+        wanted = [
+            value
+            for value in range(1, len(graph.shapes))
+            if value in graph.made and (graph.looked_at(value) or any(_saves(steps[at]) for at in graph.readers[value]))
+        ]
+        found = {at for at, step in enumerate(steps) if not _leaves(step)}
+        ends = steps[-1].layer if len(graph.shapes[graph.output]) < 2 else None
+        if ends is not None:
+            found.add(len(steps) - 1)
+            if ends.saves_input or not said_with(ends, "sums_alone", "forward"):
+                wanted += steps[-1].inputs
+        wanted += [value for at in found if at < len(steps) - 1 or ends is None for value in steps[at].inputs]
+        made = {step.output: at for at, step in enumerate(steps)}
+        while wanted:
+            at = made.get(wanted.pop(), -1)
+            if at >= 0 and at not in found:
+                found.add(at)
+                wanted += steps[at].inputs
+        return frozenset(found)
+
+    def saved(self, tile: int, itemsize: int) -> int:
+        """Return the bytes of a sample that are kept of a tile's strips."""
+        beside = [
+            (self.cells[step.output], self.graph.shapes[step.output][-1], step.layer.saves_beside)
+            for at, step in enumerate(self.graph.steps)
+            if step.layer is not None and step.layer.saves_beside is not None and at not in self.again
+        ]
+        each = [
+            sum(
+                cells.box(at).size * channels * (few + numbers * itemsize) for cells, channels, (few, numbers) in beside
+            )
+            for at in self.strips(tile)[-self.sparing :]
+        ]
+        return sum(each) if self.sparing else 0
+
+    @cached_property
     def cells(self) -> list[Partition]:
         """Which cells of every value each strip has; of a vector, all."""
         graph, shapes = self.graph, self.graph.shapes
         own = [self.grid.partition(shape[:-1]) for shape in shapes]
-        found: list[Partition | None] = [None] * len(shapes)
-        found[graph.output] = own[graph.output]
         counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.sums_image}
-        for at in reversed(range(len(graph.steps))):
-            step = graph.steps[at]
-            outputs = found[step.output] or own[step.output]
-            if at in counts or graph.absorbed.get(at) in counts:  # it counts own cells, whether anybody reads them
-                outputs = found[step.output] = hulls(outputs, own[step.output])
-            for value in step.inputs:
-                needed = outputs if step.layer is None else self._needed(step.layer, outputs, value)
-                before = found[value]
-                found[value] = needed if before is None else hulls(before, needed)
-        found[0] = hulls(found[0] or own[0], own[0])  # what nobody looks at is somebody's too
-        return [cells or own[value] for value, cells in enumerate(found)]
+        # it counts own cells, whether anybody reads them
+        counted = {step.output for at, step in enumerate(graph.steps) if {at, graph.absorbed.get(at)} & counts}
+        found = trace(graph, own[graph.output], self._needed, {value: own[value] for value in counted})
+        return [hulls(found[0], own[0]), *found[1:]]  # what nobody looks at is somebody's too
 
     def _needed(self, layer: Layer, outputs: Partition, value: int) -> Partition:
         shape = self.graph.shapes[value]
         if not outputs.extent:  # a vector: sums over what is there
             return self.grid.partition(shape[:-1])
-        return sources(outputs, layer.window_for(shape) or Window.of_one(len(shape) - 1), shape[:-1])
+        return needed_by(layer, outputs, shape)
 
     @cached_property
     def section(self) -> PlannedSection:
         """What is executed for each strip: to it they are what tiles are to a network."""
-        graph, cells = self.graph, self.cells
-        placed = {
-            id(step.layer): LayerPlan(
-                step.layer,
-                graph.shapes[step.inputs[0]],
-                graph.shapes[step.output],
-                self.grid,
-                (cells[step.inputs[0]], cells[step.output] if cells[step.output].extent else None),
-            )
-            for step in graph.steps
-            if step.layer is not None
-        }
-        joined = {step.output: cells[step.output] for step in graph.steps if step.layer is None}
-        return PlannedSection(0, self.nodes, graph, placed, self.grid, {0: cells[0], **joined}, True)
+        return section_of(self.graph, self.cells, self.grid)
 
     @cached_property
     def regions(self) -> Found:
@@ -186,7 +208,25 @@ class Stream:
     def held(self, tile: int) -> int:
         """Return the same with its part of the image, as it is read and as it is normalised."""
         image = max(self.cells[0].box(at).size for at in self.strips(tile)) * self.graph.shapes[0][-1]
-        return self.length(tile) + 2 * image
+        return self.length(tile) + 2 * image + self._added_to(tile)
+
+    def _added_to(self, tile: int) -> int:
+        """Return the numbers beside it of what layers add to whose halo adds, and of its gradient."""
+        plans = [plan for plan in self.section.placed.values() if isinstance(plan, LayerPlan) and plan.reverse]
+        most = 0
+        for at in self.strips(tile) if plans else ():
+            added = [(plan.added_to(at), plan.output_shape[-1]) for plan in plans]
+            most = max(most, sum(2 * cells.buffer.size * channels for cells, channels in added if cells is not None))
+        return most
+
+
+def _saves(step: Step) -> bool:
+    return step.layer is not None and step.layer.saves_input
+
+
+def _leaves(step: Step) -> bool:
+    """Tell whether it is known what a step saves."""
+    return step.layer is None or said_with(step.layer, "saves_beside", "forward") is not None
 
 
 def can_stream(graph: Graph, nodes: int, grid: GridShape, found: Found) -> bool:
@@ -211,11 +251,10 @@ def _goes(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
     return (
         len(shape) > 1
         and (layer.scheme is None or layer.scheme.exact)
-        and not layer.no_recompute
-        and not layer.reverse_halos
+        and layer.reach_for(shape) is not None
         and layer.gathers_for(shape, grid) is None
         and (window is None or window.mode != "wrap")
         and layer.view_window_for(shape, grid) == window
-        and layer.halos_for(shape, grid) == ([] if window is None else [(shape, window)])
+        and (layer.reverse_halos or layer.halos_for(shape, grid) == ([] if window is None else [(shape, window)]))
         and (last or not any(parameter.layout.cut for parameter in layer.parameters_for(shape).values()))
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .arguments import check_arguments
+from .fields import fields
 from .names import below, named, suggest
 
 __all__ = ["Distributed", "Registered", "dist_class", "registered", "serial_class", "suggest"]
@@ -31,7 +32,9 @@ class Registered:
         check_arguments(cls, given | given.pop("kwargs", {}))
         bound.apply_defaults()
         values = dict(list(bound.arguments.items())[1:])
-        values.update(values.pop("kwargs", {}))
+        if "kwargs" in values:
+            more = values.pop("kwargs")
+            values = {name: field.default for name, field in fields(cls).items() if not field.required} | values | more
         values.pop("args", None)
         self._arguments = values
         return self

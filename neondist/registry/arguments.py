@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from ..errors import ConfigError
 from .fields import fields, hints_of
 from .names import below, named, suggest
-from .words import bases, members, ranges, words
+from .words import bases, looked_up_once, members, ranges, words
 
 _NUMBERS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
 
@@ -65,8 +65,13 @@ def within(value: Any, hint: Any) -> bool:
     return all(limit.allows(value) for limit in ranges(hint))
 
 
+@looked_up_once
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(hint), typing.get_args(hint)
+
+
 def _fits(value: Any, hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin, args = _parts(hint)
     kind = origin or hint
     if hint is Any or hint is object or not isinstance(kind, type):
         return origin is not typing.Literal or any(value == arg and type(value) is type(arg) for arg in args)
@@ -111,6 +116,7 @@ def _of_mappings(hint: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Mapping)
 
 
+@looked_up_once
 def _of_lists(hint: Any) -> bool:
     """Tell whether a type hint asks for a list whose items are alike."""
     kind = typing.get_origin(hint) or hint

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections.abc
+import functools
 import types
 import typing
+from collections.abc import Callable
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from .names import Named, below, named
 from .ranges import Range
@@ -23,12 +25,30 @@ _PLAIN: dict[Any, str] = {
 }
 
 
-def members(hint: Any) -> list[Any]:
+Found = TypeVar("Found")
+
+
+def looked_up_once(function: Callable[[Any], Found]) -> Callable[[Any], Found]:
+    """Keep what a function finds out of a type hint: every argument of every layer and window is checked by it."""
+    known = functools.lru_cache(maxsize=1024)(function)
+
+    @functools.wraps(function)
+    def look_up(hint: Any) -> Found:
+        try:
+            return known(hint)
+        except TypeError:  # a note of Annotated without a hash
+            return function(hint)
+
+    return look_up
+
+
+@looked_up_once
+def members(hint: Any) -> tuple[Any, ...]:
     """Return the alternatives of a union; any other hint is its own only one."""
     hint = bare(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [member for part in typing.get_args(hint) for member in members(part)]
-    return [hint]
+        return tuple(member for part in typing.get_args(hint) for member in members(part))
+    return (hint,)
 
 
 def bare(hint: Any) -> Any:
@@ -42,14 +62,15 @@ def bare(hint: Any) -> Any:
             return type(None) if hint is None else hint
 
 
-def ranges(hint: Any) -> list[Range]:
+@looked_up_once
+def ranges(hint: Any) -> tuple[Range, ...]:
     """Return the ranges of the numbers that a hint asks for."""
     if typing.get_origin(hint) is typing.Annotated:
         inside, *notes = typing.get_args(hint)
-        return [note for note in notes if isinstance(note, Range)] + ranges(inside)
+        return (*(note for note in notes if isinstance(note, Range)), *ranges(inside))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [found for part in typing.get_args(hint) for found in ranges(part)]
-    return []
+        return tuple(found for part in typing.get_args(hint) for found in ranges(part))
+    return ()
 
 
 def bases(hint: Any) -> list[type]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from ..errors import PassError
@@ -43,7 +43,7 @@ class Section:
         layer_task: Callable[[int, Graph, Layer], Task] = LayerTask,
     ) -> None:
         self.graph, self.context, self.blocks = planned.graph, context, blocks
-        self.first, self.last = planned.first, planned.last
+        self.first, self.last, self.backwards = planned.first, planned.last, planned.backward
         self.tasks: list[Task] = []
         boxes = planned.boxes(tile)
         for at, step in enumerate(self.graph.steps):
@@ -98,25 +98,42 @@ class Section:
         self._run(runs, xs)
         return runs
 
-    def run(self, run: SectionPass, x: Any) -> None:
-        """Take a new pass forward to its end."""
+    def run(self, run: SectionPass, x: Any, left: Mapping[int, Any] | None = None) -> None:
+        """Take a new pass forward to its end.
+
+        Parameters
+        ----------
+        left : what `left` has returned of a pass before: its steps are not taken, and their values not known
+        """
+        run.left = left or {}
         self._run([run], [x])
+
+    def left(self, run: SectionPass, again: Container[int]) -> dict[int, Any]:
+        """Return what is kept of the steps of a pass, but for those that are to be taken again."""
+        return {task.at: task.left(run) for task in self.tasks[: run.steps] if task.at not in again}
 
     def _run(self, runs: Sequence[SectionPass], xs: Sequence[Any]) -> None:
         steps, last = runs[0].steps, runs[0].value
         for run, held in zip(runs, self._through(runs, xs, steps, last), strict=True):
-            run.output = self.tasks[steps - 1].whole(held[last]) if steps else held[last]
+            run.output = self.tasks[steps - 1].whole(held.get(last)) if steps else held[last]
 
     def _through(self, runs: Sequence[SectionPass], xs: Sequence[Any], steps: int, last: int) -> list[dict[int, Any]]:
         """Return the values that are there after the first so many steps, `last` among them."""
         values: list[dict[int, Any]] = [{0: x} for x in xs]
         for task in self.tasks[:steps]:
-            found = task.forward(runs, [[held[value] for value in task.inputs] for held in values])
+            inputs = [[held.get(value) for value in task.inputs] for held in values]
+            if task.at in runs[0].left:
+                for run, given in zip(runs, inputs, strict=True):
+                    task.resume(run, given, run.left[task.at])
+                continue
+            found = task.forward(runs, inputs)
             for held, y in zip(values, found, strict=True):
                 for value in task.inputs:
                     if self._last_reader[value] == task.at and value != last:
                         held.pop(value, None)
                 held[task.output] = y
+            for run in runs if not self.backwards else ():
+                run.contexts[task.at] = None
         return values
 
     def backward(
@@ -139,7 +156,7 @@ class Section:
             Is called for each layer when its gradients are complete.
         """
         stop, value = self.graph.ends[first]
-        if wanted and stop in self.graph.absorbed:
+        if wanted and (stop in self.graph.absorbed or stop in self.graph.cleared.values()):
             raise PassError("a way back cannot end between a layer and its activation; go back as far as the layer")
         gradients = self._back(runs, dys, stop, wanted, value, done)
         return [held.get(value) if wanted else None for held in gradients]

@@ -36,6 +36,8 @@ class StreamPass:
     output: Any = None
 
     def __init__(self, x: Any, phase: Phase, steps: int) -> None:
+        #: by the strip's number, what its steps have left that are not taken again
+        self.left: dict[int, dict[int, Any]] = {}
         self.x, self.phase, self.samples = x, phase, len(x)
         self.reduced: dict[str, list[Any]] = {"forward": [None] * steps, "backward": [None] * steps}
         self.last: SectionPass | None = None
@@ -48,7 +50,7 @@ class StreamPass:
 
     def close(self) -> None:
         """Give the memory back; there is no way back through the pass any more."""
-        self.closed = True
+        self.closed, self.left = True, {}
         if self.last is not None:
             self.last.close()
             self.last = None
@@ -81,8 +83,10 @@ class Streamed:
             at: layer_task(at, graph, step.layer) for at, step in enumerate(graph.steps) if step.layer is not None
         }
         self.numbers, self.steps = planned.strips(tile), len(graph.steps)
+        self._keeps = self.numbers[max(0, len(self.numbers) - planned.sparing) :]
         blocks.provide(planned.length(tile))
         self._sections: dict[int, Section] = {}
+        self._now = -1
         image, extent = planned.tiles[0].box(tile), graph.shapes[graph.output][:-1]
         self._own: Box | None = planned.grid.whole.partition(extent).box(tile) if extent else None
         self._image = image
@@ -155,8 +159,11 @@ class Streamed:
             for place, (run, found) in enumerate(zip(runs, parts, strict=True)):
                 new = known if number == self.numbers[0] and not place else self.steps
                 inner = self._open(section, run, new)
+                inner.keeps = ends and run.phase.training and number in self._keeps
                 ctx, view, part = section.partial_result(inner, self._seen(run.x, number), at)
                 found.append(part)
+                if inner.keeps:
+                    run.left[number] = section.left(inner, self.planned.again)
                 if ends and number == self.numbers[-1]:
                     run.last, run.output = inner, (ctx, view)
                 else:
@@ -215,7 +222,10 @@ class Streamed:
             for place, run in enumerate(runs):
                 new = known if number == self.numbers[0] and not place else self.steps
                 inner = self._open(section, run, new)
+                inner.keeps = run.phase.training and number in self._keeps
                 section.run(inner, self._seen(run.x, number))
+                if inner.keeps:
+                    run.left[number] = section.left(inner, self.planned.again)
                 self.context.backend.kernels.copy(inner.output, run.output[self._written(number)])
                 if number == self.numbers[-1]:
                     run.last = inner
@@ -227,7 +237,7 @@ class Streamed:
         section, inner = self._section(number), run.last
         if number != self.numbers[-1] or inner is None:
             inner = self._open(section, run, self.steps)
-            section.run(inner, self._seen(run.x, number))
+            section.run(inner, self._seen(run.x, number), run.left.get(number))
         run.last = None
         inner.done_back = before
         return section, inner
@@ -241,6 +251,11 @@ class Streamed:
     # Where strips lie.
 
     def _section(self, number: int) -> Section:
+        if number != self._now and self._now in self._sections:
+            for layer in (layer for task in self._sections[self._now].tasks for layer in task.layers):
+                if layer.scatters is not None:  # what it adds to is for its strip alone
+                    layer.scatters.take(layer.scatters.plan)
+        self._now = number
         if number not in self._sections:
             planned, layers = self.planned.section, [task.layer for task in self.tasks.values()]
             inside = replace(self.context, grid=self.context.grid.of_strip(self.planned.grid, number))

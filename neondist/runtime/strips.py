@@ -90,6 +90,17 @@ def on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> Layer:
         context.grid, shape, layer.window, dtype=str(context.dtype), backend=context.backend, reuse=True
     )
     made.input.take(placed.view(strip))
+    if layer.scatters is not None:
+        made.scatters = GlobalArray(
+            context.grid,
+            (context.batch_size, *layer.output_shape),
+            layer.scatters.window,
+            dtype=str(context.dtype),
+            backend=context.backend,
+            reuse=True,
+        )
+        made.scatters.reverse = True
+        made.scatters.take(placed.added_to(strip))
     made.ifmshape, made.ofmshape = made.input.local_shape[1:], (*made.tile.shape, made.output_shape[-1])
     cuts = {}
     for name, parameter in layer.parameters_for(layer.input_shape).items():

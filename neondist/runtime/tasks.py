@@ -12,7 +12,7 @@ from ..comm import Redistribution
 from ..errors import PlanError
 from ..geometry import Box
 from ..halo import GlobalArray
-from ..layers import Branches, Layer, Reduction, Shard, StepContext
+from ..layers import Branches, Layer, Reduction, Shard, StepContext, said_with
 from ..plan import Graph, Step
 from .reduce import combine, joined
 from .workspace import SectionPass
@@ -31,10 +31,16 @@ class Task(ABC):
         self.at, self.inputs, self.output = at, step.inputs, step.output
         #: the step of an activation that goes with this one
         self.behind = graph.steps[at + 1] if graph.absorbed.get(at + 1) == at else None
+        #: the step of a pooling that takes gradients through its activation; and whether this one does so
+        self.cleared_by, self.clears = graph.cleared.get(at), at in graph.cleared.values()
 
     def absorbed(self, run: SectionPass) -> Step | None:
         """Return the step behind this one that a pass takes with it."""
         return self.behind if run.steps > self.at + 1 else None
+
+    def cleared(self, run: SectionPass) -> bool:
+        """Tell whether nobody looks at what it gave on the way back, because a pooling behind it does enough."""
+        return self.cleared_by is not None and run.steps > self.cleared_by
 
     def gives(self, run: SectionPass) -> int:
         """Return the value in whose place a pass wants the result."""
@@ -48,6 +54,14 @@ class Task(ABC):
     @abstractmethod
     def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return the gradients of each pass's inputs, None for those not needed, given that of the value."""
+
+    def left(self, run: SectionPass) -> Any:
+        """Return what has to be kept of a pass, so that it can be gone back through without going forward again."""
+        return None
+
+    def resume(self, run: SectionPass, inputs: Sequence[Any], left: Any) -> None:
+        """Let a pass be as if it had gone forward, but for its values; of inputs that are not there, None."""
+        assert left is None
 
     def whole(self, y: Any) -> Any:
         """Return a value as one outside of passes has it: a vector whole; collective over the tiles."""
@@ -81,7 +95,8 @@ class JoinTask(Task):
                 self.join.combine(self.kernels, seen, y)
             else:
                 self.join.combine(self.kernels, seen, y, clip=True)  # type: ignore[call-arg]
-                run.joined[self.at] = y
+                if not self.cleared(run):
+                    run.joined[self.at] = y if self.cleared_by is None else y.copy()
         return found
 
     def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
@@ -98,7 +113,7 @@ class JoinTask(Task):
 
     def _before(self, run: SectionPass, dy: Any) -> Any:
         """Return the gradient of what was joined."""
-        if self.absorbed(run) is None:
+        if self.absorbed(run) is None or self.cleared(run):
             return dy
         place = run.workspace.gradient_place(self.at + 1, self.output, run.samples)
         return self.kernels.relu_backward(run.joined[self.at], dy, place)
@@ -147,6 +162,7 @@ class LayerTask(Task):
         self.windowed = not self.array.plan.trivial
         self.reductions = {one.direction: one for one in layer.reductions_for(layer.input_shape)}
         self.over_batch = any(one.over_batch for one in self.reductions.values())
+        self._reduces_again = bool(self.reductions) and said_with(layer, "reduce_saves", "reduce") is not False
         self.observers = layer.context.grid.observers
 
     def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
@@ -179,14 +195,31 @@ class LayerTask(Task):
         return [self.computed(ctx, view) for ctx, view in calls]
 
     def called(self, run: SectionPass, x: Any) -> tuple[StepContext, Any]:
-        """Return a new call's ctx and view."""
+        """Return a new call's ctx and view; None without a tile."""
         layer, space, samples, behind = self.layer, run.workspace, run.samples, self.absorbed(run)
-        x = x if self.opens is None else x[..., self.opens.plan.own.slices[0]]
+        x = x if self.opens is None or x is None else x[..., self.opens.plan.own.slices[0]]
         ctx = self.context_class(layer, run.phase, samples, partial(space.value_place, self.gives(run), samples))
         if behind is not None and behind.layer is not None:
             ctx.activation = behind.layer.activation
         run.contexts[self.at], ctx.repeats = ctx, self.at < run.first_new
-        return ctx, x if not self.windowed else self.halo("forward", ctx, space.view(self.at, samples), x)
+        ctx.cleared, ctx.clears = self.cleared(run), self.clears
+        view = x if not self.windowed or x is None else self.halo("forward", ctx, space.view(self.at, samples), x)
+        ctx.whole_view = view if run.keeps and layer.saves_input else None
+        return ctx, view
+
+    def left(self, run: SectionPass) -> tuple[dict[str, Any], bool]:
+        """Return what the layer has saved, and whether it has applied its activation."""
+        ctx = run.contexts[self.at]
+        assert ctx is not None
+        return ctx.to_keep(run.workspace.arena.blocks.owns), ctx.activated
+
+    def resume(self, run: SectionPass, inputs: Sequence[Any], left: tuple[dict[str, Any], bool]) -> None:
+        """Make the view, if it is needed, and a ctx in which that is saved."""
+        (x,) = inputs
+        ctx, view = self.called(run, x if self.layer.saves_input else None)
+        saved, ctx.activated = left
+        ctx.resume(view, saved)
+        ctx.reduced = None if run.given is None else run.given[self.at]
 
     def computed(self, ctx: StepContext, view: Any) -> Any:
         """Return the outputs, where `ctx` has what is reduced."""
@@ -211,7 +244,10 @@ class LayerTask(Task):
             y = self._copied(ctx, y)
         if not layer.saves_input:
             ctx.shield(view)
-        if not (layer.keeps_output or (ctx.activation is not None and layer.saves_activated)):
+        keeps = layer.keeps_output or (ctx.activation is not None and layer.saves_activated)
+        if self.cleared_by is not None and not ctx.cleared:
+            ctx.output = None if ctx.output is None else y.copy()
+        if self.cleared_by is not None or not keeps:
             ctx.shield(y)
         return y
 
@@ -224,7 +260,7 @@ class LayerTask(Task):
         """Return a call's ctx, and the gradient of what the layer's forward returned."""
         layer, ctx = self.layer, run.contexts[self.at]
         assert ctx is not None
-        if ctx.activation is not None and not ctx.activated:
+        if ctx.activation is not None and not (ctx.activated or ctx.cleared):
             dy = ctx.activation.bprop(ctx.output, dy)
         ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.at < run.done_back
         if self.opens is not None:
@@ -292,7 +328,10 @@ class LayerTask(Task):
             for ctx, _ in calls:
                 ctx.reduced = None
             return
-        mine = [self.partial_result(direction, ctx, array) for ctx, array in calls]
+        if known and not self._reduces_again and direction == "forward":
+            mine = []
+        else:
+            mine = [self.partial_result(direction, ctx, array) for ctx, array in calls]
         if known:
             for (ctx, _), reduced in zip(calls, known, strict=True):
                 ctx.reduced = reduced

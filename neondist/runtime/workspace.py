@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,8 @@ class SectionPass:
         How many steps it takes, and the value that they give.
     given, given_back : list or None
         For a pass that is run again: what the reductions of each step came to, forward and backward.
+    keeps : bool
+        Whether something is kept of it when it is closed, so that another pass need not take all steps again.
     first_new : int
         The steps before this one have been run before, and change no state.
     done_back : int
@@ -87,6 +89,7 @@ class SectionPass:
     """
 
     given_back: list[Any] | None = None
+    keeps = False
 
     def __init__(
         self, workspace: Workspace, phase: Phase, samples: int, end: tuple[int, int], given: list[Any] | None
@@ -97,6 +100,8 @@ class SectionPass:
         self.first_new, self.done_back = 0 if given is None else self.steps, self.steps
         self.contexts: list[StepContext | None] = [None] * self.steps
         self.output: Any = None
+        #: what steps have left of a pass before, which are not taken again
+        self.left: Mapping[int, Any] = {}
         #: what joins gave whose activation is gone back through with it
         self.joined: dict[int, Any] = {}
 

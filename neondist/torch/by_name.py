@@ -42,6 +42,7 @@ class TorchLoss(Registered):
         if isinstance(found, type):
             found, given = called("arguments", found, **given), {}
         self.criterion: Any = functools.partial(found, **given) if given else found
+        self.ignore_index: int | None = getattr(self.criterion, "ignore_index", None)
 
     def check(self, output_shape: tuple[int, ...], classes: int | None) -> None:
         """Leave it to PyTorch."""

@@ -81,6 +81,8 @@ class ModulePlan:
         """Return the steps that communicate."""
         return self.steps.describe()
 
+    describe = table
+
 
 class TorchModel(Whole):
     """A PyTorch module, trained by the loop that trains models of neondist's own layers.
@@ -260,7 +262,7 @@ class TorchModel(Whole):
         with self.grid.observers.during("cost"), torch.no_grad(), self._about():
             (output, labels), loss = self._loss(model, x, targets, batch_size)
         y = _channels_last(output)
-        return y, _metric_targets(y, labels), loss.item() * batch_size * (self.grid.rank == 0)
+        return y, _metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the first output, channels last."""
@@ -420,11 +422,12 @@ def _channels_last(output: Any) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(y, 1, -1) if y.ndim > 2 else y)
 
 
-def _metric_targets(y: np.ndarray, labels: Any) -> np.ndarray:
+def _metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np.ndarray:
     """Return labels as metrics take them: NaN, for which those have no number, where they cannot judge by them."""
     found = _channels_last(labels) if pytree.tree_leaves(labels)[0].dim() == y.ndim else labels
     found = np.asarray(pytree.tree_leaves(found)[0])
     of_classes = found.shape == y.shape[:-1] and found.dtype.kind in "iu"
-    if found.shape == y.shape or (of_classes and found.min(initial=0) >= 0 and found.max(initial=0) < y.shape[-1]):
+    known = found if ignored is None else found[found != ignored]
+    if found.shape == y.shape or (of_classes and known.min(initial=0) >= 0 and known.max(initial=0) < y.shape[-1]):
         return found
     return np.full_like(y, np.nan)

@@ -29,9 +29,11 @@ def outline(experiment: Experiment, plan: Plan, resume: bool | str = False) -> l
         f"dataset: {type(dataset).__name__} {shape} {_plain(_without_places(dataset.arguments()))}",
         f"batch_size: {experiment.batch_size}, epochs: {experiment.epochs}, resume: {resume}",
         f"{experiment.checkpoint}, nonfinite: {model.nonfinite}",
+        f"best: {_plain(experiment.best.arguments()) if experiment.best is not None else None}",
         f"seed: {model.seed}, dtype: {model.dtype}, model: {model}",
         f"optimizer: {type(model.optimizer).__name__} {_plain(model.optimizer.arguments())}",
         f"cost: {type(model.cost).__name__} {_plain(model.cost.arguments())}",
+        *(f"augment: {type(step).__name__} {_plain(step.arguments())}" for step in experiment.augment),
         *map(_layer, plan),
         *(f"'{layer.name}': scheme {scheme_text(layer.scheme)}" for layer in model.leaves if layer.scheme is not None),
         *(

@@ -13,21 +13,24 @@ import numpy as np
 from ..backends import get_backend
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..data import Dataset
+from ..data.augment import Transform
 from ..errors import ConfigError
 from ..io import checkpoint
 from ..io.files import write_text
 from ..io.output import CHECKPOINT, clear, has_run, held, is_new, present, tidy
-from ..memory import room_for
+from ..memory import least_room, room_for
 from ..metrics import Metric, Misclassification
 from ..models import Whole
 from ..plan import Plan
 from ..registry import Registered, suggest
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index
+from .callbacks.best import Best, KeepBest
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
 from .callbacks.curves import Curves
 from .callbacks.hook import Hook, opened
 from .callbacks.ledger_log import LedgerLog
+from .callbacks.loggers import Logger
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.progress import ProgressBar
 from .callbacks.tiles_picture import TilesPicture
@@ -72,9 +75,15 @@ class FitExperiment(Registered):
         Instead of the model's own.
     metrics : sequence of Metric, optional
         Measured beside the misclassification.
+    augment : sequence of Transform, optional
+        Steps that each training image goes through, others in every epoch: nd.Flip, nd.Shift, nd.Noise and others.
     checkpoint : mapping, optional
         every_steps, every_epochs, every_minutes: when checkpoints are written, default every epoch, and one at the end
         in any case; keep: how many stay, default 1.
+    loggers : sequence of Logger, optional
+        TensorBoard or MLflow, which write the numbers of every epoch beside metrics.jsonl.
+    best : Best, optional
+        Keep the best epoch as checkpoint_best.h5, and end the run when none is better for long.
     nonfinite : {'stop', 'skip'}
         What happens where a loss or gradient is not finite: an error that names the layer and the step, or the step
         changes nothing.
@@ -104,7 +113,10 @@ class FitExperiment(Registered):
         dtype: Literal["float32", "float64"] | None = None,
         seed: Index | None = None,
         metrics: Sequence[Metric] | None = None,
+        augment: Sequence[Transform] | None = None,
         checkpoint: Mapping[str, float | int | None] | None = None,
+        best: Best | None = None,
+        loggers: Sequence[Logger] | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
         accumulate: Count | None = None,
         sync: Literal["allreduce", "bucketed"] | None = None,
@@ -115,8 +127,9 @@ class FitExperiment(Registered):
         self.dataset, self.model = dataset, model
         self.batch_size, self.epochs, self.dist_flag = int(batch_size), int(epochs), bool(dist_flag)
         self.grid = grid_factors(grid)
-        self.metrics = all_metrics(metrics)
-        self.checkpoint = CheckpointSchedule.of(checkpoint)
+        self.metrics, self.augment = all_metrics(metrics), list(augment or ())
+        self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
+        self.loggers = list(loggers or ())
         settle(model, backend, dtype, seed)
         model.execute(accumulate, sync, recompute, strips, memory)
         model.nonfinite = nonfinite
@@ -188,8 +201,9 @@ class FitExperiment(Registered):
         folder = None if output is None else Path(output)
         hooks = [ProgressBar()] if hooks is None else list(hooks)
         with opened(hooks):
+            room = least_room(grid.world)
             with all_or_none(grid.world):  # all that can be wrong is found before a file of an earlier run is touched
-                plan = validate(self, grid.size, grid.shape)
+                plan = validate(self, grid.size, grid.shape, room)
                 lines = outline(self, plan, resume)
             check_consistency(grid.world, lines)
             with held(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
@@ -208,18 +222,27 @@ def _train(
 ) -> RunResult:
     """Run an experiment that is right on every rank, in a folder that is its own."""
     model, dataset = experiment.model, experiment.dataset
-    dataset.open(grid.reading(plan.wide_tiles), checked=True)
+    dataset.open(grid.reading(plan.wide_tiles), checked=True, augment=experiment.augment, seed=model.seed)
     check_data_consistency(grid, dataset)
     with all_or_none(grid.world), room_for("model", "fewer or smaller layers"):
         model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
     model.step = model.uncounted = 0
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
+    if plan.streams and model.memory is None:
+        run.notes.append(f"a step does not fit into the memory that there is; {plan.stream}")
     begun = _start(run, folder, resume, init_from)
     writers: list[Hook] = []
     if folder is not None:
         _begin(experiment, grid, folder, begun.resumed, resolved)
         writers = _writers(folder, Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved))
     with closing(dataset), room_for("model", "smaller batches, or fewer or smaller layers"):
+        if experiment.best is not None:
+            keeping = KeepBest(experiment.best, experiment.metrics, folder, resolved)
+            keeping.begin(run)
+            writers.insert(0, keeping)  # before the checkpoint from which a run goes on
+        for logger in experiment.loggers:
+            logger.within(folder)
+        writers.extend(experiment.loggers)
         if not begun.pretrained:
             keep = (experiment.checkpoint, resolved)
             run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, begun.stage, *keep)

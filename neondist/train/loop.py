@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from ..costs.mean import parts_of, terms_of, weighted, weights_of
 from ..data import Dataset, Split
-from ..metrics import Metric, Misclassification
+from ..metrics import Metric, Misclassification, Outputs
 from ..models import Model, Trainable
+from ..models.averaged import averaged
 from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
-from .state import Record, Totals, TrainState
+from .state import Record, Totals, TrainState, without_nan
 
 
 @checked
@@ -71,7 +73,9 @@ def train_loop(
         while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
             _train_epoch(run, hooks, model.seed if seed is None else seed)
             if run.stop is None:
-                _close_epoch(run, judge(run, metrics))
+                with averaged(model.whole):
+                    judged = judge(run, metrics)
+                _close_epoch(run, judged)
                 _call(hooks, lambda hook: hook.after_epoch(run))
         for layer in model.whole.leaves:
             layer.settle()
@@ -91,8 +95,9 @@ def order(samples: int, seed: int, epoch: int) -> np.ndarray:
 def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     """Train what is left of the epoch, or until a hook sets `run.stop`."""
     model, split = run.model, run.dataset.train
-    samples = order(len(split), seed, run.epoch)
+    samples, split.epoch = order(len(split), seed, run.epoch), run.epoch
     model.begin_epoch(run.epoch, run.samples_seen)
+    losses = [record.selected("loss") for record in run.history[len(run.history) - run.epoch :]]
     totals, start = run.totals, time.perf_counter() - run.totals.seconds
     sent, summed = model.whole.bytes_sent - totals.sent, model.whole.bytes_summed - totals.summed
     batches = [samples[first : first + run.batch_size] for first in range(run.samples_seen, len(split), run.batch_size)]
@@ -101,7 +106,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
         for batch, (x, targets) in zip(batches, read, strict=True):
             if run.stop is not None:
                 return
-            model.learning_rate_scale = model.optimizer.scale(run.epoch + run.samples_seen / len(split))
+            model.learning_rate_scale = model.optimizer.scale(run.epoch + run.samples_seen / len(split), losses)
             run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
             run.samples_seen += len(batch)
             if math.isfinite(run.loss):
@@ -126,7 +131,7 @@ def judge(run: TrainState, metrics: Sequence[Metric]) -> Record:
         if name != "train":
             found = evaluate(run.model, split, run.batch_size, metrics)
             loss, error = found.pop("loss"), found.pop(Misclassification.name, math.nan)
-            record |= {f"{name}_loss": loss, f"{name}_error": None if math.isnan(error) else error}
+            record |= {f"{name}_loss": loss, f"{name}_error": without_nan(error)}
             record |= {metric if name == "test" else f"{name}_{metric}": value for metric, value in found.items()}
     return record
 
@@ -155,7 +160,7 @@ def _call(hooks: list[Hook], call: Callable[[Hook], None]) -> None:
         call(hook)
 
 
-def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[Metric] = ()) -> dict[str, float]:
+def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[Metric] = ()) -> dict[str, Any]:
     """Return the mean cost ('loss') and every metric, by its name, over all samples of `split`; collective.
 
     Parameters
@@ -173,21 +178,39 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     dict
         Equal on every rank; NaN where there is nothing to count.
     """
-    sums = np.zeros(1 + 2 * len(metrics))
+    costs, weights = np.zeros(len(parts_of(model.cost))), np.zeros(len(weighted(model.cost)))
+    meters = [metric.meter(_outputs(model)) for metric in metrics]
+    ignored = getattr(model.cost, "ignore_index", None)
     batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
     parts = (at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts))
     with closing(_batches(model, split, parts)) as read:
         for count, (x, targets) in zip(counts, read, strict=True):
             y, targets, cost = model.judged(x, targets, count)
-            sums[0] += cost
-            for at, metric in enumerate(metrics):
-                sums[1 + 2 * at : 3 + 2 * at] += metric.measure(to_host(y) if metric.on_host else y, targets)
-    sums = model.output.total(sums, replicas=True)
-    terms = len(split) * model.cost.cells(model.output_shape)
-    results = {"loss": _mean(sums[0], terms)}
-    return results | {m.name: _mean(*sums[1 + 2 * at : 3 + 2 * at]) for at, m in enumerate(metrics)}
+            costs += cost
+            if weights.size:
+                weights += weights_of(model.cost, y.shape, targets)
+            judged = (y, targets) if ignored is None else counted(y, targets, ignored)
+            for meter in meters:
+                meter.add(to_host(judged[0]) if meter.metric.on_host else judged[0], judged[1])
+    sums = model.output.total(np.concatenate([costs, weights]), replicas=True)
+    terms = terms_of(model.cost, sums[len(costs) :], len(split), model.output_shape)
+    means = [f * (total / n) if n else math.nan for total, (f, n) in zip(sums[: len(costs)], terms, strict=True)]
+    results: dict[str, Any] = {"loss": float(sum(means))}
+    for meter in meters:
+        results |= meter.result()
+    return results
 
 
-def _mean(total: float, count: float) -> float:
-    return float(total / count) if count else float("nan")
+def _outputs(model: Trainable) -> Outputs:
+    """Return where a model's outputs lie."""
+    output = model.output
+    return Outputs(model.grid, model.output_shape, output.total, getattr(output, "owns", True))
+
+
+def counted(y: Any, targets: Any, ignored: int) -> tuple[Any, Any]:
+    """Return outputs and labels of the cells that count."""
+    if targets.shape != y.shape[:-1] or targets.dtype.kind not in "iu":
+        return y, targets
+    keep = targets != ignored
+    return (y, targets) if keep.all() else (to_host(y)[keep], targets[keep])

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..comm import Transport
 from ..data import Dataset, Split
+from ..metrics import Metric
 from ..models import Autoencoder, Model, Reconstruction, Whole
 from ..namespace import to_host
 from ..registry.arguments import checked
@@ -99,7 +100,7 @@ def _train(run: TrainState, stage: Autoencoder, hooks: list[Hook], checkpoint: P
     stage.begin_epoch(0)
     if checkpoint is not None:
         restore(checkpoint, run)
-    metrics: list[Any] = [ReconstructionError(stage, run.dataset.train, run.batch_size)]
+    metrics: list[Any] = [ReconstructionError(stage, run.dataset.train.plain(), run.batch_size)]
     if checkpoint is None:
         run.history = [*run.history, Record(stage=stage.name, epoch=0, step=0, **judge(run, metrics))]
     train_loop(run, [NameStage(stage.name), *hooks], metrics)
@@ -132,6 +133,7 @@ class ReconstructionError:
     """
 
     name, on_host = "reconstruction_error", False
+    meter, result = Metric.meter, Metric.result  # of a metric that no file can name
 
     def __init__(self, stage: Autoencoder, split: Split, batch_size: int) -> None:
         grid, total = stage.grid, np.zeros(stage.output.local_shape[1:])

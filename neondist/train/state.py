@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ class Record(dict[str, Any]):
 
     epoch, step, train_loss; validation_loss and validation_error where there is a validation split, test_loss and
     test_error where there is a test split; further metrics of the test split by their names, of the validation split as
-    validation_NAME; seconds, samples_per_second, bytes_sent, bytes_summed.
+    validation_NAME, numbers or lists of them; seconds, samples_per_second, bytes_sent, bytes_summed.
     """
 
     @classmethod
@@ -41,6 +42,13 @@ class Record(dict[str, Any]):
     def selected(self, number: str) -> Any:
         """Return 'loss' or 'error' of that split; None if there is none."""
         return self.get(f"{self.selection}_{number}")
+
+
+def without_nan(value: Any) -> Any:
+    """Return a number of a record, or a list of them, with None for what is not finite, as JSON has it."""
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _renamed(name: str) -> str:

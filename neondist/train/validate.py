@@ -8,13 +8,16 @@ from typing import Any, Protocol
 
 from ..backends import get_backend
 from ..data import Dataset
+from ..data.augment import Transform
 from ..errors import ConfigError, GridError, UserError
 from ..geometry import GridShape, grid_shape, split
-from ..memory import require_room
+from ..memory import free_memory, require_room
 from ..metrics import Metric
 from ..models import Whole
 from ..plan import Plan
+from .callbacks.best import Best
 from .callbacks.checkpoint import CheckpointSchedule
+from .callbacks.loggers import Logger
 
 _BATCHES = 3  # of the samples: the one that trains, the next, and the first layer's view
 
@@ -29,16 +32,21 @@ class Experiment(Protocol):
     dist_flag: bool
     grid: dict[str, int]
     metrics: list[Metric]
+    augment: list[Transform]
     checkpoint: CheckpointSchedule
+    best: Best | None
+    loggers: list[Logger]
 
 
-def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None) -> Plan:
+def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, room: int | None = None) -> Plan:
     """Return the plan of an experiment on `ranks` ranks; needs no MPI.
 
     Parameters
     ----------
     grid : GridShape, optional
         Instead of the one that the experiment asks for.
+    room : int, optional
+        Bytes that a rank has; default: what a rank alone on this machine would have.
 
     Raises
     ------
@@ -52,6 +60,7 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None) 
     with about(dataset):
         dataset.check()
     with about(model):
+        model.room = free_memory() if room is None else room
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         get_backend(model.backend)
         if not plan.streams:
@@ -64,9 +73,19 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None) 
     model.optimizer.check(experiment.epochs)
     if model.num_pretrain_epochs:
         model.pretrain_optimizer.check(model.num_pretrain_epochs)
+    for transform in experiment.augment:
+        with about(transform):
+            transform.check(dataset.sample_shape)
     for metric in experiment.metrics:
         with about(metric):
             metric.check(dataset.classes)
+            metric.check_outputs(plan.output_shape)
+    for logger in experiment.loggers:
+        with about(logger):
+            logger.check()
+    if experiment.best is not None:
+        with about(experiment.best):
+            experiment.best.check(experiment.metrics)
     return plan
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from neondist.backends import Kernels, Normal, get_backend
 from neondist.backends import cells as cells_module
-from neondist.backends.kernels import HostKernels
+from neondist.backends.host import HostKernels
 
 pytestmark = pytest.mark.skipif(cells_module.compiled() is None, reason="neondist was installed without a C compiler")
 SHAPES = [

@@ -39,6 +39,9 @@ OPTIMIZERS = {
     "SGD": nd.SGD(0.1),
     "momentum": nd.SGD(0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
     "Adam": nd.Adam(0.01, weight_decay=0.01),
+    "AdamW": nd.AdamW(0.01, decay_all=False, clip_norm=0.1, ema=0.9),
+    "LAMB": nd.LAMB(0.01, decay_all=False),
+    "RMSprop": nd.RMSprop(0.01, centered=True, momentum=0.5),
 }
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from neondist.backends import Kernels
 from neondist.backends import cells as cells_module
-from neondist.backends.kernels import HostKernels
+from neondist.backends.host import HostKernels
 
 pytestmark = pytest.mark.skipif(cells_module.compiled() is None, reason="neondist was installed without a C compiler")
 REFERENCE = Kernels()
@@ -72,6 +72,12 @@ def check(kernels, x, kernel, stride, layouts=("whole",) * 4):
     np.testing.assert_array_equal(dx, REFERENCE.max_pool_backward(dy, place, x.shape[1:-1], kernel, stride))
     if dx.base is not None:
         assert np.isnan(dx.base).sum() == dx.base.size - dx.size
+    for each in (kernels, REFERENCE):  # what is not positive gets no gradient
+        places = each.max_pool_into(y, x, kernel, stride, clears=True)
+        cleared = np.full(x.shape, 7, x.dtype)
+        each.max_pool_back_into(cleared, dy, places, kernel, stride)
+        kept = dy * (expected > 0)
+        np.testing.assert_array_equal(cleared, REFERENCE.max_pool_backward(kept, place, x.shape[1:-1], kernel, stride))
 
 
 @given(cases(), st.tuples(*(LAYOUTS,) * 4), st.sampled_from(["float32", "float64"]), st.booleans())

@@ -145,7 +145,7 @@ def array(*shape):
 def test_kinds_of_input(tmp_path):
     import h5py
 
-    from neondist.data.sources import open_source
+    from neondist.train.inference.images import open_images
 
     def save(name, values):
         np.save(tmp_path / name, values)
@@ -165,38 +165,38 @@ def test_kinds_of_input(tmp_path):
         tmp_path / "b.h5",
         f"{tmp_path}/c.h5:y",
     ):
-        source = open_source(path, (4, 6, 1))
+        source = open_images(path, (4, 6, 1))
         assert source.shape == whole.shape
-        np.testing.assert_array_equal(source.read(range(1, 3), (slice(1, 3), slice(2, 5))), whole[1:3, 1:3, 2:5])
-        assert source.read(range(2, 2), (slice(1, 3), slice(2, 2))).shape == (0, 2, 0, 1)
+        np.testing.assert_array_equal(source.raw(range(1, 3), (slice(1, 3), slice(2, 5))), whole[1:3, 1:3, 2:5])
+        assert source.raw(range(2, 2), (slice(1, 3), slice(2, 2))).shape == (0, 2, 0, 1)
     for one in (whole[0], whole[0, ..., 0]):
         np.testing.assert_array_equal(
-            open_source(save("c.npy", one), (4, 6, 1)).read(range(1), (slice(0, 4), slice(0, 6))), whole[:1]
+            open_images(save("c.npy", one), (4, 6, 1)).raw(range(1), (slice(0, 4), slice(0, 6))), whole[:1]
         )
     with pytest.raises(DataError, match=r"which data set\? .*c\.h5:x, .*c\.h5:y"):
-        open_source(tmp_path / "c.h5", (4, 6, 1))
+        open_images(tmp_path / "c.h5", (4, 6, 1))
 
 
 def test_pictures(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
-    from neondist.data.sources import open_source
+    from neondist.train.inference.images import open_images
 
     whole = array(3, 8, 5, 3)
     for at, cells in enumerate(whole):
         image.fromarray(cells).save(tmp_path / f"{at}.png")
-    source = open_source(tmp_path, (8, 5, 3))
-    np.testing.assert_array_equal(source.read(range(1, 3), (slice(2, 4), slice(1, 5))), whole[1:, 2:4, 1:5])
+    source = open_images(tmp_path, (8, 5, 3))
+    np.testing.assert_array_equal(source.raw(range(1, 3), (slice(2, 4), slice(1, 5))), whole[1:, 2:4, 1:5])
     np.testing.assert_array_equal(
-        open_source(tmp_path / "1.png", (8, 5, 3)).read(range(1), (slice(0, 8), slice(0, 5))), whole[1:2]
+        open_images(tmp_path / "1.png", (8, 5, 3)).raw(range(1), (slice(0, 8), slice(0, 5))), whole[1:2]
     )
-    with pytest.raises(DataError, match=r"shape \[3, 8, 5, 3\]; the model takes \(N, H, W, 1\)"):
-        open_source(tmp_path, (8, 5, 1))
+    with pytest.raises(DataError, match=r"shape \[3, 8, 5, 3\] \(NYXC\); the model takes \(N, H, W, 1\)"):
+        open_images(tmp_path, (8, 5, 1))
     image.fromarray(whole[0, 1:]).save(tmp_path / "3.png")
     with pytest.raises(DataError, match=r"3\.png: its shape is \[7, 5, 3\]"):
-        open_source(tmp_path, (8, 5, 3)).read(range(4), (slice(0, 8), slice(0, 5)))
+        open_images(tmp_path, (8, 5, 3)).raw(range(4), (slice(0, 8), slice(0, 5)))
     (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:45])
     with pytest.raises(DataError, match=r"0\.png: cannot be read as an image"):
-        open_source(tmp_path, (8, 5, 3))
+        open_images(tmp_path, (8, 5, 3))
 
 
 def objects(path):
@@ -216,14 +216,14 @@ def bad_input(tmp_path):
         "missing.npy": "no such file",
         "missing.h5": "no such file",
         "missing": "no such file",
-        "text.npy": "cannot be read",
+        "text.npy": "damaged, or another kind of file",
         "text.h5": "not an HDF5 file",
         "text.csv": "no known kind",
         "empty": "has no pictures",
-        "objects.npy": "cannot be read",
+        "objects.npy": "not numbers",
         "words.npy": "not numbers",
         "axes.npy": r"shape \[3, 4\]; the model takes \(N, H, W, 2\)",
-        "none.npy": "has no images",
+        "none.npy": "is empty",
     }
 
 
@@ -235,7 +235,7 @@ def test_bad_input(folder, tmp_path):
         assert "\n" not in str(caught.value)
     raw = folder / "raw.npy"
     for target in (tmp_path / "y.txt", tmp_path / "text.csv" / "y.npy"):
-        with pytest.raises(OutputError, match="y"):
+        with pytest.raises((ConfigError, OutputError), match="y"):
             predict(made(), checkpoint, raw, target)
     with pytest.raises(ConfigError, match="split"):
         evaluate_checkpoint(made(), checkpoint, split="valid")

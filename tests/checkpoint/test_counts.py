@@ -18,10 +18,10 @@ class Counting(nd.Adam):
         super().__init__(learning_rate)
         self.counts = []
 
-    def update(self, params, grads, slots, step, scale=1.0):
+    def update(self, params, grads, slots, step, scale=1.0, layout=None):
         if params.size and (not self.counts or self.counts[-1] != step):  # GB updates a part after the other
             self.counts.append(step)
-        super().update(params, grads, slots, step, scale)
+        super().update(params, grads, slots, step, scale, layout)
 
 
 class Spoil(Hook):

@@ -100,10 +100,10 @@ def test_resume_from_a_crafted_position(texts, text):
 
 
 def test_what_images_were(texts, tmp_path):
-    from neondist.train.apply import _images
+    from neondist.train.inference.network import normalisation
 
     for text in crafted(texts[1]["images"]):
-        found = _outcome(lambda text: _images(texts[0], {"images": text}), text)
+        found = _outcome(lambda text: normalisation(texts[0], {"images": text}), text)
         assert found in (None, DataError), text
     bad = forged(texts[0], lambda file: _put(file, "images", '{"shape": [1, "a"], "factor": [1], "offset": [0]}'))
     np.save(tmp_path / "x.npy", np.ones((1, 7, 6, 2)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from checkpoint_toys import load, save
 
-from neondist.data.predictions import Predictions
+import neondist as nd
 from neondist.errors import OutputError
 from neondist.io.files import Draft, append, make_folder, partial, replacing, write_text
 
@@ -38,13 +38,11 @@ def test_a_checkpoint_is_not_written_through_a_link(tmp_path, victim):
 
 
 def test_predictions_are_not_written_through_a_link(tmp_path, victim):
-    from neondist.comm import SingleTransport
-
     for name in ("y.npy", "y.h5"):
         partial(tmp_path / name).symlink_to(victim)
-        sink = Predictions(tmp_path / name, (2, 3), "float32", SingleTransport())
-        sink.put((slice(0, 2), slice(0, 3)), np.ones((2, 3)))
-        sink.close()
+        with nd.create_sink(tmp_path / name, (2, 3), "float32", "NC") as sink:
+            sink.write([(0, 2), (0, 3)], np.ones((2, 3)))
+            sink.commit()
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.ones((2, 3), np.float32))
 
 

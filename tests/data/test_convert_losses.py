@@ -12,9 +12,9 @@ from test_convert import PIL, convert, converted
 
 import neondist as nd
 from neondist import memory
-from neondist.data.image_loader import Loader
-from neondist.data.sources import open_source
 from neondist.errors import DataError
+from neondist.formats.image_loader import Loader
+from neondist.train.inference.images import open_images
 
 assert PIL
 DRAW = np.random.default_rng(0)
@@ -141,8 +141,8 @@ def test_images_are_upright_when_the_camera_was_not(tmp_path, suffix):
     put(tmp_path / "in", picture(smooth), f"x{suffix}", exif=exif)
     _, (train, _) = converted(tmp_path, tmp_path / "in")
     np.testing.assert_allclose(train[0][0, ..., 0], np.rot90(smooth, -1), atol=6)
-    source = open_source(tmp_path / "in" / "a" / f"x{suffix}", (8, 12, 1))
-    np.testing.assert_array_equal(source.read(range(1), (slice(0, 8), slice(0, 12))), train[0][:1])
+    source = open_images(tmp_path / "in" / "a" / f"x{suffix}", (8, 12, 1))
+    np.testing.assert_array_equal(source.raw(range(1), (slice(0, 8), slice(0, 12))), train[0][:1])
     assert Loader().extents(tmp_path / "in" / "a" / f"x{suffix}") == (8, 12)
 
 

@@ -78,28 +78,28 @@ def test_zeroed_checksums_are_found(made):
 
 
 def test_images_to_predict_are_compared_too(made):
-    from neondist.data.sources import open_source
+    from neondist.train.inference.images import open_images
 
     sample = zero(made, "test/images", 3)[0]
-    source = open_source(f"{made}:test/images", (150, 140, 3))
+    source = open_images(f"{made}:test/images", (150, 140, 3))
     with pytest.raises(DataError, match=f"wrong checksum in sample {sample}"):
-        source.read(range(3), (slice(0, 150), slice(0, 140)))
+        source.raw(range(3), (slice(0, 150), slice(0, 140)))
 
 
 @pytest.mark.parametrize("kind", ["npy", "h5"])
 def test_images_to_predict_that_change_are_told(tmp_path, kind):
-    from neondist.data.sources import open_source
+    from neondist.train.inference.images import open_images
 
     cells = np.ones((200, 30, 20, 1), np.float32)
     np.save(tmp_path / "x.npy", cells)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["images"] = cells
     path = tmp_path / f"x.{kind}"
-    source = open_source(path, (30, 20, 1))
-    assert source.read(range(2), (slice(1, 3), slice(0, 4))).shape == (2, 2, 4, 1)
+    source = open_images(path, (30, 20, 1))
+    assert source.raw(range(2), (slice(1, 3), slice(0, 4))).shape == (2, 2, 4, 1)
     os.truncate(path, 4000)
     with pytest.raises(DataError, match="has changed since it was opened"):
-        source.read(range(198, 200), (slice(0, 30), slice(0, 20)))
+        source.raw(range(198, 200), (slice(0, 30), slice(0, 20)))
     source.close()
 
 

@@ -34,7 +34,9 @@ def test_page(page, tmp_path):
             assert block.commands, where
             _run_console(place, block, where)
         else:
-            assert block.language in ("text", "yaml") or block.language.startswith("{"), f"{where}: who runs this?"
+            assert block.language in ("text", "yaml", "json") or block.language.startswith("{"), (
+                f"{where}: who runs this?"
+            )
     _run_python(place, waiting, page.name)
 
 

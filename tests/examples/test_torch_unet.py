@@ -30,7 +30,7 @@ def test_torch_unet():
     expected = losses_of(ORIGINAL)
     assert len(expected) == 2
     assert float(expected[1]) < float(expected[0])
-    assert losses_of(TILED, mpirun.command(4), **mpirun.environment()) == expected
+    assert losses_of(TILED, mpirun.command(2), **mpirun.environment()) == expected
 
 
 def code_of(path):

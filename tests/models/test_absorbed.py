@@ -45,7 +45,9 @@ def layers(relu, dist=""):
     tail = [make("GlobalAvgPooling"), make("BatchNorm"), act(), make("FC", 3)]
     start = [make("BatchNorm"), act(), make("Conv", 4, 3, stride=2, padding=1, bias=False)]
     return [*start, *norm, block, act(), again, act(), nd.Concat([[], [make("MaxPooling", 1)]]), act(),
-            make("Crop", 1), conv(), make("BatchNorm"), act(), *last, *tail]  # fmt: skip
+            make("Conv", 4, 3, padding=1, activation=relu()), make("MaxPooling", 3, 1, 1),
+            nd.Sum([[conv(bias=True)], []]), act(), make("MaxPooling", (2, 1), 1), make("Crop", 1), conv(),
+            make("BatchNorm"), act(), *last, *tail]  # fmt: skip
 
 
 def built(relu, dist="", grid=None, **more):
@@ -91,12 +93,14 @@ def test_what_goes_together():
         type(graph.steps[by].layer or graph.steps[by].join).__name__.removesuffix("Layer")
         for by in graph.absorbed.values()
     ]
-    norms = ["BatchNorm", "InstanceNorm", "BatchNorm", "Sum", "Conv", "Sum", "BatchNorm"]
+    norms = ["BatchNorm", "InstanceNorm", "BatchNorm", "Sum", "Conv", "Sum", "Sum", "BatchNorm"]
     assert found == [*norms, "Conv"]  # the convolution's at the end is logistic; norms have tanh behind them
     plan = section.plan
     for at, by in graph.absorbed.items():
         assert graph.steps[by].output not in plan.values
-        assert (at in plan.gradients) == (graph.steps[by].join is not None)
+        assert (at in plan.gradients) == (graph.steps[by].join is not None and by not in graph.cleared)
+    cleared = [type(graph.steps[by].layer or graph.steps[by].join).__name__ for by in graph.cleared]
+    assert cleared == ["ConvLayer", "Sum"]
 
 
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"recompute": True}, {"strips": 3}], ids=str)
@@ -137,6 +141,8 @@ def test_passes_that_end_between():
             alone.executor.passing(x, Phase(training=False), nodes) as other,
         ):
             np.testing.assert_allclose(one.output, other.output, rtol=0, atol=1e-12)
+            found = [each.executor.backward(run, run.output.copy()) for each, run in ((model, one), (alone, other))]
+            np.testing.assert_allclose(*found, rtol=0, atol=1e-10)
     run = model.executor.forward(x, Phase(training=True))
     with pytest.raises(PassError, match="between a layer and its activation"):
         model.executor.backward(run, np.ones((4, 3)), first=1)

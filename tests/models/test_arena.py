@@ -200,10 +200,10 @@ def test_live_ranges_of_a_chain():
         [tuple(plan.ranges[found[at]][1:]) if at in found else None for at in range(4)]
         for found in (plan.views, plan.gradients)
     )
-    # conv1 needs its input, and its output for the ReLU, which is no view; pooling layers' inputs nobody needs
+    # conv1 needs its input, but no output: the pooling takes gradients through its ReLU, and needs no input either
     assert views == [(0, 7), None, None, (2, 4)]
     assert gradients == [None, (6, 7), (5, 6), (4, 5)]
-    assert [tuple(plan.ranges[plan.values[value]][1:]) for value in (1, 2, 4)] == [(0, 7), (1, 2), (3, 4)]
+    assert [tuple(plan.ranges[plan.values[value]][1:]) for value in (1, 2, 4)] == [(0, 1), (1, 2), (3, 4)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -251,7 +251,8 @@ def test_torch_allocates_strips_alone(monkeypatch):
 def test_check_plans_what_is_built(network):
     model = nd.Convnet(networks()[network], backend="numpy")
     model.build((8, 8, 2), batch_size=4)
-    planned = model.plan((8, 8, 2), batch_size=4).peak
+    plan = model.plan((8, 8, 2), batch_size=4)
+    planned = plan.peak - 4 * plan.sections[0].saved(0, 4)
     rounded = 4 * 4 * 16 * (2 * len(model.leaves) + 9 * len(networks()[network]))  # every span to a cache line
     made = 4 * 4 * model.executor.blocks.length
-    assert 0.94 * planned <= made <= planned + rounded  # the plan knows nothing of what LCN keeps outside of its view
+    assert planned <= made <= planned + rounded

@@ -16,6 +16,7 @@ from neondist.errors import PassError
 from neondist.geometry import StripGrid
 from neondist.lazy import LazyTile
 from neondist.memory import PROCESS, as_bytes
+from neondist.train import Hook
 
 ENOUGH = "1TiB"
 """With `strips`, whatever can goes in strips, although all would fit."""
@@ -153,6 +154,81 @@ def test_what_does_not_fit_goes_in_as_many_strips_as_it_takes(extent, limit, ran
     assert fewer.memory(0) > plan.memory(0)
 
 
+def pooled(**more):
+    """Of the last convolution, places and signs of maxima are all that the way back needs."""
+    relu = nd.ReLU()
+    layers = [
+        nd.ConvLayerDist(3, 3, padding=1, activation=relu),
+        nd.ConvLayerDist(4, 3, stride=2, padding=1, bias=False),
+        nd.BatchNormLayerDist(),
+        nd.ActivationLayerDist(relu),
+        nd.ConvLayerDist(5, 3, padding="same", activation=relu),
+        nd.MaxPoolingLayerDist(2),
+        nd.DropoutLayerDist(0.3),
+        nd.GlobalAvgPoolingLayerDist(),
+        nd.FCLayerDist(4),
+    ]
+    return nd.ConvnetDist(layers, seed=2, dtype="float64", optimizer=nd.SGD(learning_rate=0.1, momentum=0.9), **more)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_what_is_kept_spares_work(ranks):
+    whole, shape, grid = trained(pooled(), nd.ProcessGrid.serial()), (23, 17, 2), nd.GridShape(1, ranks)
+    plans = {PROCESS * ranks + (1 << 40): None}
+    for share in (0.5, 0):
+        plan = pooled(memory=ENOUGH, strips=1).plan(shape, grid, 4)
+        most = max(plan.memory(tile) - round((1 - share) * 4 * plan.stream.saved(tile, 8)) for tile in range(ranks))
+        plans[(PROCESS + most) * ranks] = share
+    for memory in plans:
+        plan = pooled(memory=memory, strips=1).plan(shape, grid, 4)
+        assert plan.stream.again == {0, 1, 2, 3, 7}  # not the last convolution, pooling and dropout
+
+        def job(comm, memory=memory):
+            return trained(pooled(memory=memory, strips=1), nd.ProcessGrid(comm, rows=ranks, cols=1))
+
+        for found in loopback.run(ranks, job):
+            assert worst(found, whole) < 1e-10
+        plans[memory] = plan.stream.sparing / plan.stream.grid.strips
+    assert [*plans.values()][::2] == [1, 0] or ranks > 3
+    assert sorted(plans.values(), reverse=True) == [*plans.values()]
+
+
+def unet(**more):
+    relu = nd.ReLU()
+
+    def conv(channels):
+        return nd.ConvLayerDist(channels, 3, padding="same", activation=relu)
+
+    up = nd.DeconvLayerDist(3, 2, stride=2)
+    below = [nd.MaxPoolingLayerDist(2), conv(4), nd.InstanceNormLayerDist(), up, nd.ActivationLayerDist(relu)]
+    layers = [
+        nd.PadLayerDist(((0, 1), (0, 1))),
+        nd.Concat([[conv(3)], below]),
+        conv(3),
+        nd.DeconvLayerDist(4, (5, 3), stride=(2, 1), padding=(2, 1), output_padding=(1, 0), activation=relu),
+        nd.MaxPoolingLayerDist((3, 2)),
+        nd.DeconvLayerDist(3, 3, dilation=2, padding=1, bias=False),
+        nd.GlobalAvgPoolingLayerDist(),
+        nd.FCLayerDist(4),
+    ]
+    return nd.ConvnetDist(layers, seed=2, dtype="float64", optimizer=nd.SGD(learning_rate=0.1, momentum=0.9), **more)
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 1), (2, 2), (3, 1), (4, 2), (6, 1)])
+def test_a_unet(ranks, rows):
+    whole = trained(unet(), nd.ProcessGrid.serial())
+
+    def job(comm):
+        model = unet(memory=ENOUGH, strips=rows)
+        found = trained(model, nd.ProcessGrid(comm))
+        assert model.compiled.stream.nodes == 7
+        assert model.bytes_sent == 0
+        return found
+
+    for found in loopback.run(ranks, job):
+        assert worst(found, whole) < 1e-10
+
+
 def test_what_fits_is_not_streamed():
     assert plain(memory="8GiB").plan((512, 512, 3), nd.GridShape(1, 2)).stream is None
 
@@ -234,3 +310,46 @@ def test_images_are_read_strip_by_strip(tmp_path, ranks):
             assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
             assert one["test_loss"] == pytest.approx(other["test_loss"], rel=1e-12)
         assert 0 < largest <= (4 + 2) * 10 * 2
+
+
+class Told(Hook):
+    def before_run(self, run):
+        self.notes = run.notes
+
+
+def test_what_does_not_fit_is_streamed_without_being_asked(tmp_path, monkeypatch):
+    file = tmp_path / "images.h5"
+    small_hdf5(file, shape=(60, 50, 2), counts=(3, 2))
+
+    def train(comm):
+        fit = nd.FitExperiment(HDF5Dataset(file), pooled(), batch_size=2, epochs=1)
+        grid = nd.ProcessGrid(comm)
+        plan = fit.model.plan((60, 50, 2), grid.shape, 2)
+        return fit.run(grid, hooks=[told := Told()]).history, plan.needed, fit.model.streams, told.notes
+
+    for ranks in (1, 2):
+        (whole, needed, streams, notes), *_ = loopback.run(ranks, train)
+        assert (streams, notes) == (False, [])
+        with monkeypatch.context() as patch:
+            patch.setattr("neondist.models.model.PROCESS", needed // 3)
+            patch.setattr("neondist.memory.free_memory", lambda room=ranks * (needed - 1): room)
+            for found, _, streams, notes in loopback.run(ranks, train):
+                assert streams
+                assert "a step does not fit into the memory that there is; streamed: conv1 to " in notes[0]
+                assert found[0]["train_loss"] == pytest.approx(whole[0]["train_loss"], rel=1e-12)
+            patch.setattr("neondist.models.model.PROCESS", needed - 2)
+            with pytest.raises(nd.ConfigError, match=r"memory: a rank may use 1 B, but needs .* at least, .* layer '"):
+                loopback.run(ranks, train)
+
+
+def test_random_numbers_are_those_of_the_rows_that_a_strip_sees():
+    """The image of a strip may reach further than its first layer looks."""
+
+    def found(**more):
+        layers = [nd.DropoutLayerDist(0.5), nd.UpsampleLayerDist(2), nd.ConvLayerDist(2, 2, 3)]
+        model = nd.ConvnetDist(layers, seed=1, dtype="float64", **more)
+        model.build((4, 3, 1), 2)
+        return {"y": model.fprop(np.ones((2, 4, 3, 1))), "dx": model.bprop(np.ones((2, *model.output_shape)))}
+
+    for strips in (1, 2, 3):
+        assert worst(found(strips=strips, memory=ENOUGH), found()) < 1e-12

@@ -36,7 +36,7 @@ class FlippedFCDist(nd.Dist, FlippedFC):
     pass
 
 
-class Flip(nd.Layer):
+class Mirror(nd.Layer):
     """Says nothing of vectors, and gets whole ones."""
 
     def forward(self, ctx, view):
@@ -46,7 +46,7 @@ class Flip(nd.Layer):
         return 2 * dy[:, ::-1]
 
 
-class FlipDist(nd.Dist, Flip):
+class MirrorDist(nd.Dist, Mirror):
     pass
 
 
@@ -89,13 +89,13 @@ def fc(n, activation=None):
 CHAINS = {
     "one after the other": (lambda: [fc(7, nd.Tanh()), fc(3, nd.ReLU()), fc(5, nd.Logistic()), fc(4)], 3),
     "pooled": (lambda: [nd.ConvLayerDist(3, 3), nd.GlobalAvgPoolingLayerDist(), fc(4)], 1),
-    "a layer of a user's that says so": (lambda: [fc(5), DoubledDist(), fc(5), FlipDist(), DoubledDist(),
+    "a layer of a user's that says so": (lambda: [fc(5), DoubledDist(), fc(5), MirrorDist(), DoubledDist(),
                                                   fc(4)], 3),
     "others between": (lambda: [fc(6, nd.Tanh()), nd.BatchNormLayerDist(), fc(5), nd.DropoutLayerDist(0.3), fc(5),
-                                FlipDist(), fc(4), nd.ActivationLayerDist(nd.Tanh()), fc(4)], 0),
+                                MirrorDist(), fc(4), nd.ActivationLayerDist(nd.Tanh()), fc(4)], 0),
     "over all channels": (lambda: [fc(5, nd.Softmax()), fc(5, MeanFree()), FlippedFCDist(3), fc(4)], 0),
     "read twice": (lambda: [fc(5), nd.Sum([fc(4), [fc(3), fc(4)]]), fc(4)], 2),
-    "read by others too": (lambda: [fc(4), nd.Sum([fc(4), FlipDist(), []]), fc(4)], 0),
+    "read by others too": (lambda: [fc(4), nd.Sum([fc(4), MirrorDist(), []]), fc(4)], 0),
 }  # fmt: skip
 GRIDS = {3: {}, 4: {"replicas": 2}, 6: {"rows": 2, "cols": 3}}
 

@@ -25,12 +25,13 @@ def handles():
     return number
 
 
+@pytest.mark.skipif(world.size not in (1, 2, 6), reason="others have no shapes of grids that these lack")
 @pytest.mark.parametrize("closed", [True, False])
 def test_many_grids_and_models_leave_no_communicator(closed):
     """MPI has some thousands; a program may make a grid for each of its evaluations. A single one left is seen."""
     own = world.Dup()
     before = handles()
-    use_grids(own, 100 if world.size == 2 else 30, closed)
+    use_grids(own, 40 if world.size <= 2 else 15, closed)
     assert handles() - before <= (0 if closed else 2 * SHAPES)
     own.Free()
     assert handles() <= before

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from neondist.optim import SGD, Adam
-from neondist.optim.base import BLOCK
+from neondist.optim.flat import BLOCK
 
 SIZE = BLOCK + 37  # more than one block, the last one ragged
 

@@ -68,7 +68,7 @@ def test_numbers_are_those_of_our_layers(name, scheme):
                 torch.testing.assert_close(x.grad, dx, rtol=1e-11, atol=1e-11)
 
     with captured_once():
-        for grid in GRIDS:
+        for grid in GRIDS if name == "images" else GRIDS[-1:]:
             loopback.run(np.prod(grid), lambda world, grid=grid: body(world, grid))
 
 

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from torch import nn  # noqa: E402
+from torch_runs import captured_once  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -115,7 +116,8 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / f"{name}.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    yield tmp_path
+    with captured_once():
+        yield tmp_path
     sys.modules.pop("nets", None)
 
 
@@ -314,3 +316,12 @@ def test_without_torch(folder):
 def test_importing_neondist_imports_no_torch():
     code = "import sys, neondist, neondist.config, neondist.train; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "NEONDIST_TESTS_HIDE": ""}, check=True)
+
+
+def test_cells_that_the_criterion_ignores_have_no_metric():
+    from neondist.torch.experiment import _metric_targets
+
+    y, labels = np.zeros((2, 3, 4)), torch.tensor([[0, 3, 255], [255, 1, 2]])
+    assert nd.torch.TorchLoss("CrossEntropyLoss", {"ignore_index": 255}).ignore_index == 255
+    np.testing.assert_array_equal(_metric_targets(y, labels, 255), labels.numpy())
+    assert np.isnan(_metric_targets(y, labels, -100)).all()

@@ -191,7 +191,7 @@ def test_on_ranks_of_mpi():
 
 
 def test_on_ranks_of_torchrun():
-    check_ranks([sys.executable, HELPERS / "torch_ranks.py", "3", str(HELPERS / "torch_training.py"), "torch"], 3, {})
+    check_ranks([sys.executable, HELPERS / "torch_ranks.py", "2", str(HELPERS / "torch_training.py"), "torch"], 2, {})
 
 
 def check_ranks(command, ranks, environment):

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError, DataError, OutputError
+from ...formats.image_loader import Loader
 from ...io import hdf5
 from ...io.hdf5 import ChecksumTable
 from ...memory import require_room
 from ..chunks import chunk_shape
-from ..image_loader import Loader
 from ..split_source import SplitSource
 from .from_arrays import npy_parts, npz_parts
 from .from_images import image_parts

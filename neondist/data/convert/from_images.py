@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
-from ..image_loader import SUFFIXES, Loader
+from ...formats.image_loader import SUFFIXES, Loader
 from ..split_source import Block, SplitSource, per_block
 
 _CLASS = np.dtype("i8")

@@ -69,7 +69,8 @@ class HDF5Tiles:
         """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
         inner = (slice(of.start + cut.start, of.start + cut.stop) for of, cut in zip(self.tile, cells, strict=True))
         part = HDF5Tiles(self.path, self.name, *self._expected, tuple(inner), self.numbers, self._state)
-        part._file = self._opened()
+        with faults(self.path):
+            part._array = self._open().part(part.tile)
         return part[indices]
 
     def close(self) -> None:
@@ -80,16 +81,13 @@ class HDF5Tiles:
 
     def _open(self) -> CheckedArray:
         if self._array is None:
-            array = CheckedArray(self._opened(), self.name, self.tile)
+            if self._file is None:
+                self._file = open_file(self.path)
+            array = CheckedArray(self._file, self.name, self.tile)
             if (array.shape, array.dtype) != self._expected:
                 raise DataError(f"{self.path}: {self.name} has changed since the run began; start anew")
             self._array = array
         return self._array
-
-    def _opened(self) -> Any:
-        if self._file is None:
-            self._file = open_file(self.path)
-        return self._file
 
 
 class StreamedSplit(Split):
@@ -99,7 +97,7 @@ class StreamedSplit(Split):
     h5py's lock, for which all that is left of h5py then waits, and the other ranks in MPI_Finalize for this one.
     """
 
-    def __init__(self, tiles: HDF5Tiles, labels: Any, ahead: bool = True, **normalisation: Any) -> None:
+    def __init__(self, tiles: Any, labels: Any, ahead: bool = True, **normalisation: Any) -> None:
         super().__init__(tiles, labels, **normalisation)
         self._ahead = ahead
         self._reader: ThreadPoolExecutor | None = None
@@ -131,8 +129,9 @@ class StreamedSplit(Split):
         if reader is not None:
             reader.shutdown()
         for tiles in (self.tiles, self.labels):
-            if isinstance(tiles, HDF5Tiles):
-                tiles.close()
+            close = getattr(tiles, "close", None)  # arrays have none
+            if close is not None:
+                close()
 
     def _start(self, part: ArrayLike | None, dtype: DTypeLike) -> Future[tuple[np.ndarray, np.ndarray]] | None:
         if part is None:

@@ -13,10 +13,10 @@ import numpy as np
 from ... import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
+from ...formats.image_loader import Loader, pictures_in
 from ...io.hdf5 import checksum
 from ...registry.ranges import Index
 from ..base import Dataset, Split, tile_slices
-from ..image_loader import Loader, pictures_in
 from .synthetic import Extent
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
@@ -134,6 +135,12 @@ class Gratings:
         for image, number in zip(out, numbers, strict=True):
             self._fill(image, int(number))
         return out
+
+    def part(self, indices: Any, cells: tuple[slice, ...]) -> np.ndarray:
+        """Return cells (n, *cells, C) of some images; slices count from the tile's first cell."""
+        part, inner = copy(self), zip(self._tile, cells, strict=False)
+        part._tile = (*(slice(t.start + c.start, t.start + c.stop) for t, c in inner), self._tile[-1])
+        return part[indices]
 
     def _fill(self, image: np.ndarray, number: int) -> None:
         """Make one tile, a few rows at a time: the 64-bit temporaries stay in cache."""

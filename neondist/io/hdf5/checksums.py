@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import product
 from math import ceil, prod
 from typing import Any
@@ -67,16 +68,26 @@ class CheckedArray:
         if self.array is None:
             raise KeyError(f"has no array '{name}'")
         self.name, self.shape, self.dtype = name, self.array.shape, self.array.dtype
-        self.tile = (*tile, *(slice(0, n) for n in self.shape[1 + len(tile) :]))
         table = find(file, f"{GROUP}/{name}")
-        self._wide = self.tile
-        self._sums: np.ndarray | None = None
-        if table is not None:
-            self.block = _block_of(name, self.shape, table)
+        self.block = () if table is None else _block_of(name, self.shape, table)
+        self._cut(tile, table, (0,) * (len(self.shape) - 1))
+
+    def part(self, tile: Slices) -> CheckedArray:
+        """Return the same array, of which other cells of a sample are read, all within the present tile."""
+        found = copy(self)
+        found._cut(tile, self._sums, [w.start for w in self._wide])
+        return found
+
+    def _cut(self, tile: Slices, sums: Any, first: Sequence[int]) -> None:
+        """Note the tile and its checksums; those of `sums` begin with the cell `first` of a sample."""
+        self.tile = (*tile, *(slice(0, n) for n in self.shape[1 + len(tile) :]))
+        self._wide, self._sums = self.tile, None
+        if self.block:
             pairs = list(zip(self.tile, self.block[1:], self.shape[1:], strict=True))
             self._wide = tuple(slice(t.start // b * b, min(n, ceil(t.stop / b) * b)) for t, b, n in pairs)
-            cut = tuple(slice(w.start // b, ceil(w.stop / b)) for w, b in zip(self._wide, self.block[1:], strict=True))
-            self._sums = table[(slice(None), *cut)]
+            starts = zip(self._wide, self.block[1:], first, strict=True)
+            cut = tuple(slice((w.start - f) // b, ceil((w.stop - f) / b)) for w, b, f in starts)
+            self._sums = sums[(slice(None), *cut)]
             self._blocks = list(_blocks([w.stop - w.start for w in self._wide], self.block[1:]))
 
     def read(self, first: int, out: np.ndarray) -> None:

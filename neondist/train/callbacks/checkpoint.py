@@ -120,11 +120,22 @@ def _record(record: Any) -> Record:
     for name, value in record.items():
         if name in ("epoch", "step", "bytes_sent", "bytes_summed"):
             whole(f"'{name}' of an epoch's record", value)
-        elif value is not None and type(value) not in ((str,) if name == "stage" else (int, float)):
-            raise ValueError(f"'{name}' of an epoch's record is no number")
-        elif type(value) is int and abs(value) >= LARGEST:
-            raise ValueError(f"'{name}' of an epoch's record is too large")
+        elif name == "stage":
+            of_kind("'stage' of an epoch's record", value, str)
+        else:
+            _numbers(name, value)
     return Record.of(record)
+
+
+def _numbers(name: str, value: Any, depth: int = 0) -> None:
+    """Check a number of a record, or a list of them, or a table."""
+    if type(value) is list and depth < 2:
+        for item in value:
+            _numbers(name, item, depth + 1)
+    elif value is not None and type(value) not in (int, float):
+        raise ValueError(f"'{name}' of an epoch's record is no number")
+    elif type(value) is int and abs(value) >= LARGEST:
+        raise ValueError(f"'{name}' of an epoch's record is too large")
 
 
 KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 from ...comm import all_or_none
 from ...io.files import append, write_text
-from ..state import Record, TrainState
+from ..state import Record, TrainState, without_nan
 from .hook import Hook
 
 
@@ -37,5 +36,4 @@ class MetricsLog(Hook):
 
 def line(record: Record) -> str:
     """Return a record as one line of JSON."""
-    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(clean, allow_nan=False) + "\n"
+    return json.dumps({name: without_nan(value) for name, value in record.items()}, allow_nan=False) + "\n"

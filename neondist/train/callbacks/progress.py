@@ -14,8 +14,10 @@ from ..pretrain import ReconstructionError
 from ..state import Record, TrainState
 from .hook import Hook
 
-MISSED = ReconstructionError.name
 _WORDS = {"train": "training"}
+_LONGER = {ReconstructionError.name: "reconstruction error"}
+_KNOWN = {"seconds", "samples_per_second", *(f"{name}_{number}" for name in SPLITS for number in ("loss", "error"))}
+"""what an epoch's line has in any case"""
 
 
 class ProgressBar(Hook):
@@ -130,6 +132,11 @@ def headline(run: TrainState) -> str:
     )
 
 
+def _is_metric(name: str, value: Any) -> bool:
+    """Tell whether it is one number of a metric that was asked for."""
+    return name not in _KNOWN and type(value) is float and not math.isnan(value)
+
+
 def summary(record: Record, epochs: int) -> str:
     """Return an epoch's numbers in one line."""
     parts = [
@@ -140,7 +147,7 @@ def summary(record: Record, epochs: int) -> str:
             for name in SPLITS
             if record.get(key := f"{name}_error") is not None
         ),
-        *([f"reconstruction error {record[MISSED]:.3f}"] if MISSED in record else []),
+        *(f"{_LONGER.get(name, name)} {value:.3f}" for name, value in record.items() if _is_metric(name, value)),
         f"{record['seconds']:.1f} s",
         f"{record['samples_per_second']:,.0f} samples/s",
         *([f"{record['bytes_sent'] / 1e6:,.1f} MB sent"] if record["bytes_sent"] else []),

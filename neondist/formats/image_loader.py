@@ -95,14 +95,33 @@ class Loader:
             turned = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
             return image.size if turned else image.size[::-1]
 
+    def look(self, path: Path) -> tuple[tuple[int, ...], np.dtype]:
+        """Return the shape and dtype of what `load` returns for an image that is not scaled, without decoding it."""
+        with _opened(path, None) as image:
+            if image.format != "TIFF":
+                _check_depth(path, image)
+                wanted = self._mode_of(path, image)
+                turned = image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+                width, height = image.size[::-1] if turned else image.size
+                kind = {"I": "i4", "F": "f4"}.get(wanted, "u2" if wanted in _WIDE_MODES else "u1")
+                return (height, width, 1 if wanted in _WIDE_MODES else len(wanted)), np.dtype(kind)
+        cells = self.load(path)
+        return cells.shape, cells.dtype
+
+    def _mode_of(self, path: Path, image: Any) -> str:
+        """Return what an image is kept as, where nobody asks for another mode."""
+        mode = image.mode
+        wanted = _WITH_ALPHA.get(mode, mode) if image.has_transparency_data else {"1": "L", "P": "RGB"}.get(mode, mode)
+        if wanted not in _KEPT:
+            raise DataError(f"{path}: has {mode} pixels; give --mode RGB to convert them, or save them as RGB")
+        return str(wanted)
+
     def _picture(self, path: Path, image: Any) -> Any:
         _check_depth(path, image)
         image = _upright(image, path)
         mode, transparent = image.mode, image.has_transparency_data
         if self.mode is None:
-            wanted = _WITH_ALPHA.get(mode, mode) if transparent else {"1": "L", "P": "RGB"}.get(mode, mode)
-            if wanted not in _KEPT:
-                raise DataError(f"{path}: has {mode} pixels; give --mode RGB to convert them, or save them as RGB")
+            wanted = self._mode_of(path, image)
         else:
             wanted = self.mode
             if mode in _WIDE_MODES:

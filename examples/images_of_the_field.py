@@ -1,0 +1,117 @@
+"""Images for the examples segmentation.yaml, volumes.yaml and climate.yaml: made up, in the files of their fields.
+
+python examples/images_of_the_field.py slides|volumes|climate [DIR] [SIDE]    writes DIR and one to predict for
+python examples/images_of_the_field.py picture OUT.png IMAGE RESULT [TRUTH]      draws them side by side
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import neondist as nd
+
+
+def blobs(rng, shape, count, radii):
+    """Return cells of balls, flattened at random, each of its own radius: 1 inside, 0 outside."""
+    found = np.zeros(shape, np.uint8)
+    for _ in range(count):
+        radius = rng.uniform(*radii)
+        centre, stretch = rng.uniform(0, shape), rng.uniform(0.7, 1.4, len(shape))
+        reach = [(max(0, int(c - 1.5 * radius)), int(c + 1.5 * radius) + 2) for c in centre]
+        box = tuple(slice(a, min(b, n)) for (a, b), n in zip(reach, shape, strict=True))
+        grids = np.ogrid[box]
+        distance = sum(((g - c) * s / radius) ** 2 for g, c, s in zip(grids, centre, stretch, strict=True))
+        found[box] |= (distance < 1).astype(np.uint8)
+    return found
+
+
+def smooth(rng, shape, spacing):
+    """Return a field that changes over about `spacing` cells, of mean 0 and deviation about 1."""
+    field = rng.normal(size=[n // spacing + 3 for n in shape])
+    for axis, n in enumerate(shape):
+        at = np.arange(n) / spacing
+        low = at.astype(int)
+        part = (at - low).reshape(-1, *[1] * (len(shape) - axis - 1))
+        field = (1 - part) * field.take(low, axis) + part * field.take(low + 1, axis)
+    return field / field.std()
+
+
+def observed(rng, mask, spacing, noise):
+    """Return what a microscope or scanner would show: bright objects, uneven light, noise; uint8."""
+    light = 60 + 8 * smooth(rng, mask.shape, spacing) + 50 * mask
+    return np.clip(light + noise * rng.standard_normal(mask.shape, np.float32), 0, 255).astype(np.uint8)
+
+
+def save(path, array, axes):
+    """Write a whole array with one more axis, of one channel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    array = array[..., None]
+    with nd.create_sink(path, array.shape, array.dtype, axes, overwrite=True) as sink:
+        sink.write([(0, n) for n in array.shape], array)
+        sink.commit()
+
+
+def images(folder, shape, axes, suffix, count, density, radii, spacing, noise):
+    """Write images and masks to train with, and one of each, `new`, to predict for."""
+    for number in range(count + 1):
+        rng = np.random.default_rng(number)
+        mask = blobs(rng, shape, int(np.prod(shape) * density), radii)
+        name = f"{number:02}" if number < count else "new"
+        save(
+            folder / ("images" if number < count else ".") / f"{name}{suffix}",
+            observed(rng, mask, spacing, noise),
+            axes,
+        )
+        save(folder / ("masks" if number < count else "truth") / f"{name}{suffix}", mask, axes)
+
+
+def climate(folder, side):
+    """Write fields of temperature, and what falls as rain where warm air meets cold: a target for each cell."""
+    for name, times in (("train", 40), ("new", 4)):
+        rng = np.random.default_rng(times)
+        shape = side, 2 * side
+        warm = np.stack([smooth(rng, shape, 12) for _ in range(times)])
+        across, along = np.gradient(warm, axis=(1, 2))
+        rain = np.log1p(50 * (across**2 + along**2))
+        kelvin = 280 + 8 * warm + 0.2 * rng.standard_normal(warm.shape)
+        save(folder / ("fields" if name == "train" else ".") / f"{name}.nc", kelvin.astype(np.float32), "TYXC")
+        save(folder / ("rain" if name == "train" else "truth") / f"{name}.nc", rain.astype(np.float32), "TYXC")
+
+
+def picture(out, *paths):
+    """Draw the middle of each array: what was seen, what was found, and what is true."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, places = plt.subplots(1, len(paths), figsize=(3 * len(paths), 3), squeeze=False, layout="constrained")
+    for place, path, title in zip(places[0], paths, ("seen", "found", "true"), strict=False):
+        with nd.open_source(path) as source:
+            spare = len(source.shape) - 3
+            middle = [(n // 2, n // 2 + 1) for n in source.shape[:spare]]
+            sides = [(max(0, n // 2 - 200), min(n, n // 2 + 200)) for n in source.shape[spare:-1]]
+            cells = source.read([*middle, *sides, (0, 1)]).squeeze(axis=(*range(spare), -1))
+        place.imshow(cells, cmap="gray")
+        place.set_title(title, fontsize=11)
+        place.set(xticks=[], yticks=[])
+    figure.savefig(out, dpi=100)
+
+
+def main(what, folder="data", side=None, *more):
+    """Write the images of one example, or a picture."""
+    if what == "picture":
+        picture(folder, side, *more)
+    elif what == "slides":
+        n = int(side or 4096)
+        images(Path(folder), (n, n), "YXC", ".tif", 6, 1 / 3000, (8, 20), 256, 25)
+    elif what == "volumes":
+        n = int(side or 64)
+        images(Path(folder), (n, n, n), "ZYXC", ".nii", 8, 1 / 12000, (5, 10), 32, 30)
+    else:
+        climate(Path(folder), int(side or 96))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,257 @@
+/* Convolutions 3 x 3, or d x 3 x 3, of stride 1 by Winograd's F(2 x 2, 3 x 3) (Lavin and Gray 2016): 2.25 times fewer
+   products; part of _cells.c.
+
+   A tile is 2 x 2 outputs and the 4 x 4 cells that they see: y = A^T [sum over channels of (G w G^T) (B^T x B)] A, so
+   that there are 16 products of matrices (tiles, channels). A block of tiles goes through all of it in the cache. */
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define WINOGRAD
+
+enum { LINE = 64, SCRATCH = 1 << 19, MOST = 144, AT_ONCE = 16 }; /* bytes; of V and M; tiles; rows of weights */
+
+typedef struct {
+    char *at;
+    Py_ssize_t extent[4], step[4]; /* of samples, planes, rows, cells */
+} Cells;
+
+struct transforms;
+
+/* Of U, V and M each of 16 parts is `apart` numbers behind the one before. */
+typedef struct {
+    int back, lanes, weights; /* weights: the stage */
+    const struct transforms *does;
+    Cells x, y;
+    char *w, *u, *scratch;
+    const void *bias;
+    Py_ssize_t before[3], w_step[5], depth, inner, outer, k, tiles[2]; /* k: rows of the matrix (k, outer) */
+    Py_ssize_t v_row, m_row, u_row, v_apart, m_apart, u_apart, longest;
+    Py_ssize_t all, block, shares, room, u_room; /* tiles; bytes of a thread's scratch, a share's dU */
+    Py_ssize_t parts, next, arrived; /* of the stage */
+} Winograd;
+
+typedef struct {
+    Py_ssize_t n, d, h, w;
+} Place;
+
+/* Where tile t's outputs begin; at first, or behind the tile before. */
+static inline void place(const Winograd *job, Place *at, Py_ssize_t t, int first) {
+    at->w += 2;
+    if (!first && at->w < job->y.extent[3])
+        return;
+    const Py_ssize_t row = t / job->tiles[1], plane = row / job->tiles[0];
+    at->w = t % job->tiles[1] * 2;
+    at->h = row % job->tiles[0] * 2;
+    at->d = plane % job->y.extent[1];
+    at->n = plane / job->y.extent[1];
+}
+
+/* The addresses of `side` x `side` cells from so many planes, rows and columns behind a place; `none` outside. */
+static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssize_t h, Py_ssize_t w, const int side,
+                         char *none, char **found) {
+    char *plane = all->at + at->n * all->step[0] + (at->d + d) * all->step[1];
+    const int seen = at->d + d >= 0 && at->d + d < all->extent[1];
+    h += at->h;
+    w += at->w;
+    for (int i = 0; i < side; i++) {
+        const int row = seen && h + i >= 0 && h + i < all->extent[2];
+        char *cell = plane + (h + i) * all->step[2] + w * all->step[3];
+        for (int j = 0; j < side; j++, cell += all->step[3])
+            *found++ = row && w + j >= 0 && w + j < all->extent[3] ? cell : none;
+    }
+}
+
+#define T float
+#define BYTES 64
+#define ROWS 12
+#define TARGET __attribute__((target("avx512f")))
+#define NAME(x) x##_float_512
+#include "_winograd_typed.h"
+#undef T
+#undef NAME
+#define T double
+#define NAME(x) x##_double_512
+#include "_winograd_typed.h"
+#undef T
+#undef NAME
+#undef BYTES
+#undef ROWS
+#undef TARGET
+#define T float
+#define BYTES 32
+#define ROWS 6
+#define TARGET __attribute__((target("avx2,fma")))
+#define NAME(x) x##_float_256
+#include "_winograd_typed.h"
+#undef T
+#undef NAME
+#define T double
+#define NAME(x) x##_double_256
+#include "_winograd_typed.h"
+#undef T
+#undef NAME
+#undef BYTES
+#undef ROWS
+#undef TARGET
+
+static const struct transforms {
+    void (*weights)(const Winograd *, void *, Py_ssize_t, Py_ssize_t);
+    void (*weights_back)(const Winograd *, void *, Py_ssize_t, Py_ssize_t);
+    void (*tiles)(const Winograd *, void *, void *, Py_ssize_t, Py_ssize_t);
+} TRANSFORMS[2][2] = {
+#define FOR(x) {weights_##x, weights_back_##x, tiles_##x}
+    {FOR(float_256), FOR(double_256)},
+    {FOR(float_512), FOR(double_512)},
+#undef FOR
+};
+
+/* Take parts of the job's stage until there are none: run by every thread. */
+static void winograd_parts(void *given) {
+    Winograd *job = given;
+    char *scratch = job->scratch + __atomic_fetch_add(&job->arrived, 1, __ATOMIC_RELAXED) * job->room;
+    for (Py_ssize_t part; (part = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->parts;) {
+        if (job->weights) {
+            const Py_ssize_t lo = part * AT_ONCE, hi = MIN(lo + AT_ONCE, job->k);
+            (job->back ? job->does->weights_back : job->does->weights)(job, job->u, lo, hi);
+            continue;
+        }
+        char *u = job->u + (job->back ? part * job->u_room : 0);
+        const Py_ssize_t hi = job->all * (part + 1) / job->parts;
+        for (Py_ssize_t lo = job->all * part / job->parts; lo < hi; lo += job->block)
+            job->does->tiles(job, scratch, u, lo, MIN(lo + job->block, hi));
+    }
+}
+
+static void winograd_stage(Winograd *job, int weights, Py_ssize_t parts, int threads, Start start) {
+    job->weights = weights;
+    job->parts = parts;
+    job->next = job->arrived = 0;
+    if (threads > 1)
+        start(winograd_parts, job, threads, 0);
+    else
+        winograd_parts(job);
+}
+
+/* Run the job; -1: no memory. */
+static int run_winograd(Winograd *job, Py_ssize_t size, int threads, Start start) {
+    const Py_ssize_t lanes = job->lanes;
+    job->tiles[0] = (job->y.extent[2] + 1) / 2;
+    job->tiles[1] = (job->y.extent[3] + 1) / 2;
+    job->all = job->y.extent[0] * job->y.extent[1] * job->tiles[0] * job->tiles[1];
+    if (start == NULL || job->all * job->inner * job->outer < FEW)
+        threads = 1;
+    job->v_row = (job->k + lanes - 1) / lanes * lanes;
+    job->m_row = job->u_row = (job->outer + lanes - 1) / lanes * lanes;
+    job->longest = MAX(job->v_row, job->m_row);
+    const Py_ssize_t fit = SCRATCH / 16 / (job->v_row + job->m_row) / size, even = job->all / threads / 2 + 1;
+    job->block = MIN(MAX(24, MIN(MOST, fit / 12 * 12)), even); /* 12 divides by all ROWS */
+    job->shares = job->back ? threads : (job->all + job->block - 1) / job->block;
+    job->v_apart = job->block * job->v_row + lanes;
+    job->m_apart = job->block * job->m_row + lanes;
+    job->u_apart = job->k * ((job->u_row + lanes) / (2 * lanes)) * 2 * lanes + lanes; /* panels are of two vectors */
+    job->room = (16 * (job->v_apart + job->m_apart) + 2 * job->longest) * size;
+    job->u_room = 16 * job->u_apart * size;
+    char *room = calloc(1, threads * job->room + (job->back ? job->shares : 1) * job->u_room + LINE);
+    if (room == NULL)
+        return -1;
+    job->scratch = room + LINE - (size_t)room % LINE;
+    job->u = job->scratch + threads * job->room;
+    const Py_ssize_t rows = (job->k + AT_ONCE - 1) / AT_ONCE;
+    if (!job->back)
+        winograd_stage(job, 1, rows, threads, start);
+    winograd_stage(job, 0, job->shares, threads, start);
+    if (job->back)
+        winograd_stage(job, 1, rows, threads, start);
+    free(room);
+    return 0;
+}
+
+/* Describe cells (N, *spatial, C) of two or three axes; 0: they are none for it. */
+static int describe_cells(Cells *all, const Py_buffer *view, const Py_buffer *like) {
+    const int last = view->ndim - 1;
+    if (last < 3 || last > 4 || view->ndim != like->ndim || !is(view, is(like, 'f') ? 'f' : 'd') ||
+        (size_t)view->buf % view->itemsize || view->strides[last] != view->itemsize)
+        return 0;
+    all->at = view->buf;
+    for (int a = 0; a < 4; a++) {
+        const int axis = a && last == 3 ? a - 1 : a, there = a != 1 || last == 4;
+        all->extent[a] = there ? view->shape[axis] : 1;
+        all->step[a] = there ? view->strides[axis] : 0;
+        if (all->step[a] % view->itemsize)
+            return 0;
+    }
+    return 1;
+}
+
+/* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
+static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y) {
+    const int wide = __builtin_cpu_supports("avx512f") != 0, first = w->ndim - 5;
+    if (!wide && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
+        return 0;
+    if (!(is(x, 'f') || is(x, 'd')) || !is(w, is(x, 'f') ? 'f' : 'd') || w->ndim != x->ndim ||
+        !describe_cells(&job->x, x, x) || !describe_cells(&job->y, y, x))
+        return 0;
+    job->does = &TRANSFORMS[wide][is(x, 'd')];
+    job->lanes = (wide ? 64 : 32) / x->itemsize;
+    for (int axis = 0; axis < 5; axis++) {
+        job->w_step[axis] = axis + first < 0 ? 0 : w->strides[axis + first];
+        if (job->w_step[axis] % x->itemsize)
+            return 0;
+    }
+    job->w = w->buf;
+    job->depth = first < 0 ? 1 : w->shape[0];
+    job->inner = x->shape[x->ndim - 1];
+    job->outer = y->shape[x->ndim - 1];
+    job->k = job->depth * job->inner;
+    return x->shape[0] == y->shape[0] && w->shape[1 + first] == 3 && w->shape[2 + first] == 3 && job->depth > 0 &&
+           w->shape[3 + first] == job->inner && w->shape[4 + first] == job->outer &&
+           (size_t)w->buf % w->itemsize == 0 && MIN(job->inner, job->outer) >= job->lanes;
+}
+
+PyDoc_STRVAR(winograd_doc,
+             "winograd(back, x, weights, y, bias, before, threads, start)\n--\n\n"
+             "Write a convolution of stride 1, or the gradient of its weights; return False if these are no arrays for "
+             "it.\n\n"
+             "Parameters\n----------\n"
+             "back : bool\n    Whether weights is to become the gradient of the weights, and y is that of y.\n"
+             "x : array (N, *extent, C)\n    Of two or three axes; beyond its ends are zeros.\n"
+             "weights : array (3, 3, C, C') or (depth, 3, 3, C, C')\n"
+             "y : array (N, *out, C')\n    x, weights and y are of one dtype.\n"
+             "bias : array (C',), or None\n"
+             "before : tuple of int\n    How far in front of x its first windows begin, for planes, rows and columns.\n"
+             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+
+static PyObject *winograd(PyObject *self, PyObject *args) {
+    PyObject *arrays[4];
+    Py_buffer views[4];
+    int threads, held = 0, done = 0;
+    unsigned long long start;
+    Winograd job = {0};
+    Py_ssize_t *before = job.before;
+    if (!PyArg_ParseTuple(args, "pOOOO(nnn)iK", &job.back, arrays, arrays + 1, arrays + 2, arrays + 3, before,
+                          before + 1, before + 2, &threads, &start))
+        return NULL;
+    const int written = job.back ? 1 : 2, count = arrays[3] == Py_None ? 3 : 4;
+    for (; held < count; held++) {
+        const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (held == written ? PyBUF_WRITABLE : 0);
+        if (PyObject_GetBuffer(arrays[held], views + held, flags))
+            goto end;
+    }
+    const Py_buffer *x = views, *bias = views + 3;
+    int fits = describe_winograd(&job, x, views + 1, views + 2);
+    if (fits && count > 3) {
+        fits = bias->ndim == 1 && whole(bias) && bias->shape[0] == job.outer && is(bias, is(x, 'f') ? 'f' : 'd');
+        job.bias = bias->buf;
+    }
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS;
+        done = run_winograd(&job, x->itemsize, threads, (Start)(size_t)start) ? -1 : 1;
+        Py_END_ALLOW_THREADS;
+    }
+end:
+    while (held > 0)
+        PyBuffer_Release(views + --held);
+    if (done < 0)
+        return PyErr_NoMemory();
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(done);
+}
+#endif

@@ -1,0 +1,29 @@
+"""What a shell may put where the cursor is: commands, options, files, and fields after --set."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks by argcomplete, and end; the environment says what was typed."""
+    from argcomplete import autocomplete
+    from argcomplete.completers import FilesCompleter
+
+    def words(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **more: Any) -> list[str]:
+        if action.dest == "settings":
+            return fields_of(getattr(parsed_args, "file", None))
+        return list(FilesCompleter()(prefix=prefix, action=action, parsed_args=parsed_args, **more))
+
+    completer: Any = words
+    autocomplete(parser, default_completer=completer)
+
+
+def fields_of(file: str | None) -> list[str]:
+    """Return the fields of an experiment file that --set can change."""
+    import neondist.train  # noqa: F401  registers the classes that a file may name
+
+    from ..config.keys import keys_of
+
+    return [] if file is None else keys_of(file)

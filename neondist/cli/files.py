@@ -1,0 +1,154 @@
+"""`neondist init`, `schema` and `report`: a first experiment file, what editors know of such files, a page on a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, OutputError
+from ..io.files import write_text
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
+_MASKS = ("masks", "labels")
+
+
+def add(commands: Any) -> None:
+    """Say what can be typed."""
+    one = commands.add_parser("schema", help="print the JSON Schema of experiment files, for editors")
+    one.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="your own classes")
+    one.add_argument("--tags", action="store_true", help="print the tags instead, as yaml.customTags takes them")
+    one.set_defaults(command=print_schema)
+
+    one = commands.add_parser("init", help="write an experiment for a folder of images")
+    one.add_argument("images", metavar="DIR", help="subfolders are classes; or images/ and masks/ of the same names")
+    one.add_argument("--to", metavar="FILE.yaml", help="default: the folder's name, here")
+    one.set_defaults(command=init)
+
+    one = commands.add_parser("report", help="write report.html about a run: one page that needs no other file")
+    one.add_argument("run", metavar="DIR", help="the folder of the run")
+    one.add_argument("--to", metavar="FILE.html", help="default: report.html in the folder")
+    one.set_defaults(command=report)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the page."""
+    from ..train.html_report import report as page
+
+    folder = Path(arguments.run)
+    target = Path(arguments.to or folder / "report.html")
+    write_text(target, page(folder))
+    print(target)
+    return 0
+
+
+def print_schema(arguments: argparse.Namespace) -> int:
+    """Print it."""
+    import neondist.train  # noqa: F401  registers the classes that a file may name
+
+    from ..config.schema import schema, tags
+    from .experiment import import_module
+
+    for module in arguments.modules:
+        import_module(module)
+    print(json.dumps(tags() if arguments.tags else schema(), indent=1))
+    return 0
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Look at the folder and write the file."""
+    folder = Path(arguments.images)
+    target = Path(arguments.to or f"{folder.resolve().name}.yaml")
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; name one that has images in it")
+    if target.exists():
+        raise OutputError(f"{target}: exists already; choose another name with --to")
+    masks = next((name for name in _MASKS if (folder / name).is_dir() and (folder / "images").is_dir()), None)
+    write_text(target, _segmentation(folder, masks) if masks else _classification(folder))
+    print(f"{target}: try `neondist check {target}`, then `neondist run {target}`")
+    return 0
+
+
+def _classification(folder: Path) -> str:
+    classes = sorted(one for one in folder.iterdir() if one.is_dir() and _images(one))
+    if len(classes) < 2:
+        raise DataError(
+            f"{folder}: has {len(classes)} subfolders with images; give a subfolder for each class, or images/ and"
+            " masks/"
+        )
+    kind = _suffix([path for one in classes for path in _images(one)])
+    names = ", ".join(one.name for one in classes)
+    return _FILE.format(
+        what=f"Which of {len(classes)} classes is an image of? {names[:200]}",
+        images=json.dumps(str(folder / "*" / f"*{kind}")), labels="folders", layers=_CLASSIFIER.format(len(classes)),
+        cost="!CrossEntropy {}", metrics="!Accuracy {}, !F1 {}, !ConfusionMatrix {}", number="validation_error",
+    )  # fmt: skip
+
+
+def _segmentation(folder: Path, masks: str) -> str:
+    import numpy as np
+
+    from ..formats import open_source
+
+    images, drawn = _images(folder / "images"), _images(folder / masks)
+    if not images or not drawn:
+        raise DataError(f"{folder}: images/ has {len(images)} images, {masks}/ has {len(drawn)}; give both some")
+    largest = 0
+    for path in drawn[:20]:
+        with open_source(path) as source:
+            mask = np.asarray(source.read([(0, n) for n in source.shape]))
+        largest = max(largest, int(mask.max()))
+    return _FILE.format(
+        what=f"Which class has each cell of an image? The first masks hold 0 to {largest}",
+        images=json.dumps(str(folder / "images" / f"*{_suffix(images)}")),
+        labels=json.dumps(str(folder / masks / f"*{_suffix(drawn)}")), layers=_SEGMENTER.format(largest + 1),
+        cost="!DiceCE {}  # ignore_index: 255 leaves cells out", metrics="!IoU {}, !F1 {}", number="validation_loss",
+    )  # fmt: skip
+
+
+def _images(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES)
+
+
+def _suffix(paths: list[Path]) -> str:
+    found = [path.suffix for path in paths]
+    return max(set(found), key=found.count)
+
+
+_FILE = """\
+# {what}
+# Fields and their defaults: the reference of neondist; `neondist schema` lets an editor complete and check them.
+!FitExperiment
+dataset: !ImageFiles
+  images: {images}
+  labels: {labels}
+  crop: [64, 64]         # what the network sees at once; larger ones show more of an image
+  crops_per_image: 4
+  validation: 0.2        # this share of the images is judged, and not trained with
+augment: [!Flip {{}}]      # images are as likely mirrored; leave out what would change their meaning
+model: !ConvnetDist
+  layers:
+{layers}
+  cost: {cost}
+  optimizer: !AdamW
+    learning_rate: 0.001
+    decay_all: false       # weight decay leaves biases and norms alone
+    schedule: !Warmup {{epochs: 1, then: !CosineDecay {{epochs: 29}}}}  # together the epochs below
+batch_size: 16
+epochs: 30
+metrics: [{metrics}]
+best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5, and ends a run that gets no better
+"""
+_BLOCK = """\
+    - !ConvLayerDist {{out_channels: {0}, kernel_size: 3, padding: 1}}
+    - !BatchNormLayerDist {{}}
+    - !ActivationLayerDist {{activation: !ReLU {{}}}}"""
+_CLASSIFIER = "\n    - !MaxPoolingLayerDist {{kernel_size: 2}}\n".join(
+    [_BLOCK.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 32, 64)]
+    + ["    - !GlobalAvgPoolingLayerDist {{}}\n    - !FCLayerDist {{out_features: {}}}"]
+)
+_SEGMENTER = "\n".join(
+    [_BLOCK.format(n).replace("{", "{{").replace("}", "}}") for n in (16, 16, 32)]
+    + ["    - !ConvLayerDist {{out_channels: {}, kernel_size: 1}}"]
+)

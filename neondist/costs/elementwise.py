@@ -1,0 +1,159 @@
+"""Costs of single outputs: squared, absolute and Huber's differences, and the binary cross entropy."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from ..namespace import namespace
+from ..registry.ranges import NotNegative, Positive
+from .base import Cost, Total, alone
+from .labels import is_dense, one_hot, values_of, without_ignored
+
+
+class Regression(Cost):
+    """The mean over batch, cells and outputs of what a difference costs.
+
+    Outputs `y` are (n, C) or (n, *spatial, C), local to this rank. Targets are numbers of the shape of `y`, or, of one
+    output, without the last axis; integer labels of several outputs stand for their one-hot vectors.
+    """
+
+    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+        """Return the sum over everything local, summed in float64."""
+        return self.costs(y - values_of(y, targets)).sum(dtype="f8")
+
+    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
+        """Return the slope at every difference."""
+        return self.slopes(y - values_of(y, targets))
+
+    @abstractmethod
+    def costs(self, difference: Any) -> Any:
+        """Return what each difference costs."""
+
+    @abstractmethod
+    def slopes(self, difference: Any) -> Any:
+        """Return the derivative of `costs`."""
+
+    def cells(self, y_shape: tuple[int, ...]) -> int:
+        """Return the number of outputs of a sample."""
+        return math.prod(y_shape)
+
+    def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
+        """Raise ShapeError as for other costs, but that one output may be any number."""
+        if y_shape[-1] > 1:
+            super().check(y_shape, classes)
+
+
+class MSE(Regression):
+    """Mean squared error, as `torch.nn.MSELoss`; for the sum over a sample see SumSquared."""
+
+    def costs(self, difference: Any) -> Any:
+        """Return the squares."""
+        return difference * difference
+
+    def slopes(self, difference: Any) -> Any:
+        """Return twice the differences."""
+        return 2 * difference
+
+
+class MAE(Regression):
+    """Mean absolute error, as `torch.nn.L1Loss`; the gradient at 0 is 0."""
+
+    def costs(self, difference: Any) -> Any:
+        """Return the absolute values."""
+        return abs(difference)
+
+    def slopes(self, difference: Any) -> Any:
+        """Return the signs."""
+        return namespace(difference).sign(difference)
+
+
+class Huber(Regression):
+    """Half the square of small differences, and of large ones the absolute value (Huber 1964), as torch.nn.HuberLoss.
+
+    Parameters
+    ----------
+    delta : float
+        From where on a difference d is large, and costs ``delta * (|d| - delta / 2)``.
+    """
+
+    def __init__(self, delta: Positive = 1.0) -> None:
+        self.delta = float(delta)
+
+    def costs(self, difference: Any) -> Any:
+        """Return the squares of small ones, and lines beyond."""
+        xp, size = namespace(difference), abs(difference)
+        return xp.where(size <= self.delta, 0.5 * size * size, self.delta * (size - 0.5 * self.delta))
+
+    def slopes(self, difference: Any) -> Any:
+        """Return the differences, none beyond delta."""
+        xp = namespace(difference)
+        return xp.minimum(xp.maximum(difference, -self.delta), self.delta)
+
+
+class BCE(Cost):
+    """Binary cross entropy of every output through a logistic function, as `torch.nn.BCEWithLogitsLoss`.
+
+    Outputs `y` are scores (n, C) or (n, *spatial, C), local to this rank, without a logistic layer. Targets are numbers
+    from 0 to 1 of the shape of `y`; or labels (n,) or (n, *spatial): 0 and 1 for one output, otherwise classes, each
+    against the rest. The mean is over batch, cells and outputs.
+
+    Parameters
+    ----------
+    pos_weight : float or sequence of float, optional
+        What an error in a positive target counts, of each output; default 1.
+    ignore_index : int, optional
+        Cells with this label count nowhere, nor in the mean. A batch of nothing else has a mean of 0.
+    """
+
+    def __init__(
+        self, *, pos_weight: NotNegative | Sequence[NotNegative] | None = None, ignore_index: int | None = None
+    ) -> None:
+        self.pos_weight, self.ignore_index = pos_weight, ignore_index
+        self.weighted = ignore_index is not None
+
+    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+        """Return the sum over everything local, summed in float64."""
+        xp = namespace(y)
+        t, positive, keep = self._targets(y, targets)
+        lost = xp.log1p(xp.exp(-abs(y)))  # of what is right
+        found = positive * t * (lost + xp.maximum(-y, 0)) + (1 - t) * (lost + xp.maximum(y, 0))
+        return (found * keep).sum(dtype="f8")
+
+    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
+        """Return p (1 - t) - (1 - p) t, the latter times its weight, with p the logistic function of `y`."""
+        xp = namespace(y)
+        t, positive, keep = self._targets(y, targets)
+        small = xp.exp(-abs(y))
+        p = xp.where(y >= 0, 1 / (1 + small), small / (1 + small))
+        rest = xp.where(y >= 0, small / (1 + small), 1 / (1 + small))
+        return (keep * (p * (1 - t) - positive * t * rest)).astype(y.dtype)
+
+    def weight(self, shape: Sequence[int], targets: Any) -> float:
+        """Return the number of local outputs in cells that count."""
+        if tuple(targets.shape) == tuple(shape):
+            return super().weight(shape, targets)
+        return float((targets != self.ignore_index).sum() * shape[-1])
+
+    def cells(self, y_shape: tuple[int, ...]) -> int:
+        """Return the number of outputs of a sample."""
+        return math.prod(y_shape)
+
+    def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
+        """Raise UserError if outputs do not fit the classes, or the weights the outputs."""
+        if y_shape[-1] > 1 or classes != 2:
+            super().check(y_shape, classes)
+        many = self.pos_weight if isinstance(self.pos_weight, Sequence) else None
+        self.check_weights("pos_weight", many, y_shape[-1])
+
+    def _targets(self, y: Any, targets: Any) -> tuple[Any, Any, Any]:
+        """Return the targets as numbers, the weights of positive ones, and which cells count."""
+        xp, outputs = namespace(y), y.shape[-1]
+        positive = 1.0 if self.pos_weight is None else xp.asarray(self.pos_weight, y.dtype)
+        if targets.dtype.kind == "f" or is_dense((*y.shape[:-1], max(2, outputs)), targets, self.ignore_index):
+            return values_of(y, targets), positive, 1.0
+        labels, keep = without_ignored(targets, self.ignore_index)
+        t = xp.asarray(labels, y.dtype)[..., None] if outputs == 1 else one_hot(y, labels).astype(y.dtype)
+        return t, positive, 1.0 if keep is None else xp.asarray(keep, y.dtype)[..., None]

@@ -1,0 +1,52 @@
+"""Focal loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..namespace import namespace
+from ..registry.ranges import NotNegative
+from .base import Total, alone
+from .cross_entropy import CrossEntropy, log_softmax
+
+
+class Focal(CrossEntropy):
+    """Cross entropy in which cells that are right already count little (Lin et al. 2017).
+
+    With p the softmax of the outputs, a cell of class t costs -(1 - p_t)^gamma log p_t, times its weight. Outputs and
+    targets are those of CrossEntropy, and so is what the mean divides by: gamma 0 is CrossEntropy.
+
+    Parameters
+    ----------
+    gamma : float
+        How little, at least 0.
+    class_weights, ignore_index : optional
+        As in CrossEntropy.
+    """
+
+    def __init__(
+        self,
+        gamma: NotNegative = 2.0,
+        *,
+        class_weights: Sequence[NotNegative] | None = None,
+        ignore_index: int | None = None,
+    ) -> None:
+        super().__init__(class_weights=class_weights, ignore_index=ignore_index)
+        self.gamma = float(gamma)
+
+    def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
+        """Return the sum over the local cells, summed in float64."""
+        xp, log_p = namespace(y), log_softmax(y)
+        return -(self.wanted(y, targets) * (-xp.expm1(log_p)) ** self.gamma * log_p).sum(dtype="f8")
+
+    def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
+        """Return the gradient with respect to the scores."""
+        xp, log_p = namespace(y), log_softmax(y)
+        p, rest = xp.exp(log_p), -xp.expm1(log_p)
+        tiny = np.finfo(y.dtype).tiny
+        by_p = self.gamma * p * log_p * rest**self.gamma / xp.maximum(rest, tiny) - rest**self.gamma  # times p
+        by_p = (self.wanted(y, targets) * by_p).astype(y.dtype)
+        return by_p - p * by_p.sum(axis=-1, keepdims=True)

@@ -1,0 +1,106 @@
+"""One step of an augmentation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+
+from ... import rng
+from ...errors import ConfigError
+from ...geometry import Box
+from ...registry import Registered
+from ...registry.ranges import between
+
+Axis: TypeAlias = Literal["depth", "height", "width"]
+Probability: TypeAlias = Annotated[float, between(0, 1)]
+Range: TypeAlias = tuple[int, int]
+AXES = ("depth", "height", "width")
+NUMBERS = 4  # that a step has of each sample: whether it applies, and one for each axis
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is random for one step, one sample and one epoch; a function of the seed and these alone.
+
+    Attributes
+    ----------
+    shape : (*spatial, C) of the whole image
+    numbers : `NUMBERS` numbers in [0, 1)
+    stream : key of further numbers, one for each cell of arrays as large as the image or smaller
+    sample : number of the sample
+    """
+
+    shape: tuple[int, ...]
+    numbers: Sequence[float]
+    stream: int
+    sample: int
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """The spatial axes of the whole image."""
+        return self.shape[:-1]
+
+    def index(self, shape: tuple[int, ...], cells: Sequence[slice]) -> Any:
+        """Return the indices, in `stream`, of some cells of this sample's whole array of `shape`: uint64."""
+        return rng.box_index(shape, cells) + np.uint64(self.sample * prod(shape) % (1 << 64))
+
+
+class Transform(Registered, ABC):
+    """One step of an augmentation, said of whole images; a tile of its result is made from a box of its input.
+
+    Input and output have one shape, (*spatial, C). `image` gets and gives cells as the network sees them, normalised;
+    it may write to what it gets. A step that `moves` cells moves the labels of maps as well.
+    """
+
+    moves = False
+    rate: float = 1.0
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise ConfigError if images (*spatial, C) cannot be transformed so."""
+
+    def applies(self, draw: Draw) -> bool:
+        """Tell whether this sample is changed in this epoch, which is so with probability `rate`."""
+        return draw.numbers[0] < self.rate
+
+    def reach(self, box: Box, extent: Sequence[int]) -> Box:
+        """Return the cells that `source` may be in for a box, whatever is drawn."""
+        return box
+
+    def source(self, box: Box, draw: Draw) -> Box:
+        """Return the cells of the image before this step from which a box after it is made; neither is empty."""
+        return box
+
+    @abstractmethod
+    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+        """Return the cells of `box` (*box.shape, C), given those of `source`."""
+
+    def labels(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+        """Return the labels (*box.shape, ...) of `box`, given those of `source`: each is one of the given."""
+        return cells
+
+
+def axis_numbers(who: Transform, axes: Sequence[str], shape: Sequence[int]) -> list[int]:
+    """Return the numbers of axes that are given by name; ConfigError if images (*spatial, C) have no such axis."""
+    names = AXES[-(len(shape) - 1) :]
+    for name in axes:
+        if name not in names:
+            raise ConfigError(
+                f"{type(who).__name__}: axes: images of shape {tuple(shape)} have no {name}; choose from"
+                f" {', '.join(names)}"
+            )
+    return [names.index(name) for name in axes]
+
+
+def box_of(ranges: Sequence[Range]) -> Box:
+    """Return the box of the ranges of all axes."""
+    return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
+
+
+def along_axes(box: Box, extent: Sequence[int], change: Callable[[int, int, int], Range]) -> Box:
+    """Return the box of change(lo, hi, n) for each axis of a box in an image of `extent`."""
+    return box_of([change(lo, hi, n) for (lo, hi), n in zip(box.axes(), extent, strict=True)])

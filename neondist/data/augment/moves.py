@@ -1,0 +1,178 @@
+"""Steps that move cells by whole cells: mirrored, turned, shifted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from ...errors import ConfigError
+from ...geometry import Box, fold, sources_within
+from ...registry.ranges import Count
+from .base import Axis, Draw, Probability, Range, Transform, along_axes, axis_numbers, box_of
+
+
+class Flip(Transform):
+    """Mirrors an image along each of some axes, with probability `rate` and independently of the others.
+
+    Parameters
+    ----------
+    axes : sequence of {'depth', 'height', 'width'}
+        Those of images (H, W, C) are height and width, that of signals (L, C) is width.
+    rate : float
+    """
+
+    moves = True
+
+    def __init__(self, axes: Sequence[Axis] = ("width",), *, rate: Probability = 0.5) -> None:
+        self.axes, self.rate = tuple(axes), rate
+
+    def applies(self, draw: Draw) -> bool:
+        """Each axis has a number of its own."""
+        return True
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise ConfigError if an axis is not there."""
+        axis_numbers(self, self.axes, shape)
+
+    def reach(self, box: Box, extent: Sequence[int]) -> Box:
+        """Return the box around the cells and their mirror images."""
+        return box.hull(_mirrored(box, axis_numbers(self, self.axes, (*extent, 1)), extent))
+
+    def source(self, box: Box, draw: Draw) -> Box:
+        """Return the cells' mirror images."""
+        return _mirrored(box, self._flipped(draw), draw.extent)
+
+    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+        """Return the cells mirrored."""
+        return np.flip(cells, self._flipped(draw))
+
+    labels = image
+
+    def _flipped(self, draw: Draw) -> tuple[int, ...]:
+        axes = axis_numbers(self, self.axes, draw.shape)
+        return tuple(axis for axis in axes if draw.numbers[1 + axis] < self.rate)
+
+
+class QuarterTurns(Transform):
+    """Turns an image by 0, 1, 2 or 3 right angles, each as probable, in the plane of two axes of one extent.
+
+    Parameters
+    ----------
+    axes : sequence of two of {'depth', 'height', 'width'}
+        The plane.
+    """
+
+    moves = True
+
+    def __init__(self, axes: Sequence[Axis] = ("height", "width")) -> None:
+        if len(set(axes)) != 2 or len(axes) != 2:
+            raise ConfigError(f"QuarterTurns: axes: {list(axes)} are no plane; give two of depth, height, width")
+        self.axes = tuple(axes)
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise ConfigError if an axis is not there, or the two differ in extent: an image keeps its shape."""
+        a, b = axis_numbers(self, self.axes, shape)
+        if shape[a] != shape[b]:
+            raise ConfigError(
+                f"QuarterTurns: images of shape {tuple(shape)} are {shape[a]} cells along {self.axes[0]} and {shape[b]}"
+                f" along {self.axes[1]}, so that a quarter turn does not fit; use Flip of both axes, or square images"
+            )
+
+    def reach(self, box: Box, extent: Sequence[int]) -> Box:
+        """Return the box around the cells in all four directions."""
+        box = box.hull(self._turned(box, 1, extent))
+        return box.hull(self._turned(box, 2, extent))
+
+    def source(self, box: Box, draw: Draw) -> Box:
+        """Return the cells as they lie before the turns."""
+        return self._turned(box, _turns(draw), draw.extent)
+
+    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+        """Return the cells turned, from the first axis to the second."""
+        a, b = axis_numbers(self, self.axes, draw.shape)
+        return np.rot90(cells, _turns(draw), (a, b))
+
+    labels = image
+
+    def _turned(self, box: Box, turns: int, extent: Sequence[int]) -> Box:
+        a, b = axis_numbers(self, self.axes, (*extent, 1))
+        for _ in range(turns):
+            ranges = list(box.axes())
+            ranges[a], ranges[b] = ranges[b], _mirror(ranges[a], extent[b])
+            box = box_of(ranges)
+        return box
+
+
+class Shift(Transform):
+    """Shifts an image by up to `max` cells along each axis: a crop, of its own size, of the image with a margin.
+
+    Parameters
+    ----------
+    max : int
+        Shifts are drawn evenly from -max to max.
+    mode : {'reflect', 'replicate', 'zeros'}
+        The margin: the image mirrored at its edge cells, the nearest cell, or 0, which is what the network sees of the
+        data set's `mean`; maps have the class 0 there.
+    """
+
+    moves = True
+
+    def __init__(self, max: Count = 4, *, mode: Literal["reflect", "replicate", "zeros"] = "reflect") -> None:
+        self.max, self.mode = max, mode
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise ConfigError if there is not so much to mirror."""
+        if self.mode == "reflect" and self.max >= min(shape[:-1]):
+            raise ConfigError(
+                f"Shift: max: images of shape {tuple(shape)} cannot be mirrored {self.max} cells far; give less than"
+                f" {min(shape[:-1])}, or mode: replicate"
+            )
+
+    def reach(self, box: Box, extent: Sequence[int]) -> Box:
+        """Return the box and `max` cells around it."""
+        return along_axes(box, extent, lambda lo, hi, n: self._sources(lo - self.max, hi + self.max, n))
+
+    def source(self, box: Box, draw: Draw) -> Box:
+        """Return the cells as they lie before the shift; of those outside the image, the ones shown there."""
+        return along_axes(box.shift(self._offsets(draw)), draw.extent, self._sources)
+
+    def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
+        """Return the cells shifted."""
+        shifted = box.shift(self._offsets(draw))
+        for axis, ((lo, hi), n) in enumerate(zip(shifted.axes(), draw.extent, strict=True)):
+            if lo < 0 or hi > n:
+                places = np.array([fold(i, n, self._fold) for i in range(lo, hi)])
+                cells = cells.take(places - source.lo[axis], axis)
+                if self.mode == "zeros":
+                    outside = (np.arange(lo, hi) < 0) | (np.arange(lo, hi) >= n)
+                    cells[(slice(None),) * axis + (outside,)] = 0
+        return cells
+
+    labels = image
+
+    @property
+    def _fold(self) -> str:
+        return "reflect" if self.mode == "reflect" else "replicate"
+
+    def _sources(self, lo: int, hi: int, n: int) -> Range:
+        return sources_within(lo, hi, n, self._fold)
+
+    def _offsets(self, draw: Draw) -> list[int]:
+        return [int(number * (2 * self.max + 1)) - self.max for number in draw.numbers[1 : len(draw.shape)]]
+
+
+def _turns(draw: Draw) -> int:
+    return int(4 * draw.numbers[1])
+
+
+def _mirror(cells: Range, n: int) -> Range:
+    return n - cells[1], n - cells[0]
+
+
+def _mirrored(box: Box, axes: Sequence[int], extent: Sequence[int]) -> Box:
+    ranges = list(box.axes())
+    for axis in axes:
+        ranges[axis] = _mirror(ranges[axis], extent[axis])
+    return box_of(ranges)

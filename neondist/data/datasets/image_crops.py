@@ -1,0 +1,140 @@
+"""Crops of images that stay in their files: where they lie, and this rank's tiles of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ... import rng
+from ...errors import DataError
+from ...formats import TileSource, open_source
+from .hdf5_tiles import StreamedSplit
+from .image_lists import Item
+
+_OPEN = 4  # files at a time; of pictures the cells are in memory
+
+
+class Crops:
+    """Where the crops of an epoch lie: a function of the seed, the epoch and the sample's key alone.
+
+    Attributes
+    ----------
+    epoch : int
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        keys: np.ndarray,
+        extents: Sequence[tuple[int, ...]],
+        shape: tuple[int, ...],
+        purpose: str = "crop",
+    ) -> None:
+        self.epoch, self.shape = 0, shape
+        self._seed, self._keys, self._extents, self._purpose = seed, keys, extents, purpose
+
+    def first(self, number: int) -> tuple[int, ...]:
+        """Return the first cell of a sample's crop in its image."""
+        stream, axes = rng.key(self._seed, self._purpose, self.epoch), len(self.shape)
+        draws = rng.uniform(stream, np.arange(axes, dtype=np.uint64) + np.uint64(int(self._keys[number]) * axes))
+        room = zip(draws, self._extents[number], self.shape, strict=True)
+        return tuple(min(int(u * (n - c + 1)), n - c) for u, n, c in room)
+
+
+class CropTiles:
+    """One tile of each crop, read when it is asked for; one thread at a time may read.
+
+    Parameters
+    ----------
+    tile : slices of the cells in a crop
+    opener : what opens a file
+    fill : what is given instead of NaN; None: NaN is an error
+    classes : of masks, how many there are, and a number beside them that may occur
+    """
+
+    def __init__(
+        self,
+        crops: Crops,
+        items: Sequence[Item],
+        tile: tuple[slice, ...],
+        opener: Callable[[str], TileSource] = open_source,
+        fill: float | None = None,
+        classes: tuple[int, int | None] | None = None,
+    ) -> None:
+        self.crops, self.items, self.tile, self._opener, self._fill = crops, items, tile, opener, fill
+        self._classes = classes
+        first = items[0]
+        dtype = np.result_type(*{item.dtype for item in items})
+        self.dtype = np.dtype(np.uint8) if dtype == np.bool_ else dtype
+        self._flat = opener is not open_source and first.shape[-1] == 1 and first.dtype.kind in "iub"
+        cells = tuple(cut.stop - cut.start for cut in tile)
+        self.shape = (len(items), *cells, *(() if self._flat else first.shape[-1:]))
+        self._sources: OrderedDict[str, TileSource] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        return self.part(np.asarray(indices), tuple(slice(0, cut.stop - cut.start) for cut in self.tile))
+
+    def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+        """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
+        extents = tuple(cut.stop - cut.start for cut in cells)
+        out = np.empty((len(indices), *extents, *self.shape[1 + len(extents) :]), self.dtype)
+        for at, number in enumerate(indices) if out.size else ():
+            item, origin = self.items[number], self.crops.first(int(number))
+            box = [
+                slice(lo + of.start + cut.start, lo + of.start + cut.stop)
+                for lo, of, cut in zip(origin, self.tile, cells, strict=True)
+            ]
+            found = self._open(item.name).read((*item.place, *box, slice(0, item.shape[-1])))
+            out[at] = self._checked(item, found).reshape(out.shape[1:])
+        return out
+
+    def close(self) -> None:
+        """Close the files; a later read opens them again."""
+        while self._sources:
+            self._sources.popitem()[1].close()
+
+    def _open(self, name: str) -> TileSource:
+        if name not in self._sources:
+            if len(self._sources) >= _OPEN:
+                self._sources.popitem(last=False)[1].close()
+            self._sources[name] = self._opener(name)
+        self._sources.move_to_end(name)
+        return self._sources[name]
+
+    def _checked(self, item: Item, cells: np.ndarray) -> np.ndarray:
+        if cells.dtype.kind == "f" and not np.isfinite(cells.sum(dtype=np.float64)):
+            if self._fill is None and np.isnan(cells).any():
+                raise DataError(f"{item.name}: has cells that are NaN; give fill, or correct the file")
+            cells = (
+                np.where(np.isnan(cells), self._fill, cells).astype(cells.dtype) if self._fill is not None else cells
+            )
+        if self._classes is not None and self._flat:
+            count, ignored = self._classes
+            wrong = cells[(cells < 0) | (cells >= count)]
+            wrong = wrong if ignored is None else wrong[wrong != ignored]
+            if wrong.size:
+                raise DataError(f"{item.name}: has the label {wrong.flat[0]}; there are {count} classes, from 0")
+        return cells
+
+
+class CropSplit(StreamedSplit):
+    """A split of crops, which move when its epoch changes."""
+
+    def __init__(self, crops: Crops, tiles: CropTiles, labels: Any, ahead: bool, **normalisation: Any) -> None:
+        self._crops = crops
+        super().__init__(tiles, labels, ahead, **normalisation)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, which the training loop sets."""
+        return self._crops.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._crops.epoch = epoch

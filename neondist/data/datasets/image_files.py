@@ -1,0 +1,172 @@
+"""Images of any size in files of any kind, of which crops are read, and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ... import rng
+from ...comm import ProcessGrid
+from ...errors import ConfigError, DataError
+from ...io.hdf5 import checksum
+from ...registry.ranges import Count
+from ..base import Dataset, Split, tile_slices
+from .image_crops import Crops, CropSplit, CropTiles
+from .image_lists import Item, labelled, masks_of, matching, open_mask, require_alike, samples_of
+
+_FITTED, _SIDE = 64, 256  # boxes that the normalisation is fitted to, and their cells along an axis
+
+
+class ImageFiles(Dataset):
+    """Images, volumes or fields in files: TIFF, Zarr, NIfTI, NetCDF, HDF5, PNG and others that `nd.open_source` opens.
+
+    With `crop` images may have any sizes: every sample is a part of that size, at a place that is drawn anew each
+    epoch, keyed by the seed, the epoch and the sample, and so the same on every grid. Of a crop each rank reads its
+    tile, never an image whole, where the format can. For validation crops stay where they are. Axes of a file before
+    the spatial ones (time, samples; depth, where crops have two axes) are samples.
+
+    Parameters
+    ----------
+    images : str
+        A pattern such as ``'scans/*.tif'`` or ``'data/**/*.png'``; 'FILE.nc:NAME' names an array, '#1' a resolution.
+    labels : str
+        'folders': each image has the class of its folder's name. FILE.csv: rows of FILE,CLASS or FILE,NUMBER,... for
+        regression. Otherwise a pattern of masks with the images' names: of whole numbers, a class for each cell, or of
+        others, a target for each cell.
+    crop : list of int, optional
+        Extents of a crop, [h, w] or [d, h, w]. Default: images whole, which have one size then.
+    crops_per_image : int
+        How many crops are a sample each.
+    classes : int, optional
+        Default: those of the folders, or up to the largest of a table; of masks it is not known.
+    ignore_index : int, optional
+        A number in masks that is no class, and left out by a cost with the same `ignore_index`.
+    normalise : 'mean', 'percentile' or 'none'
+        The network sees (x - mean) / std, or (x - p) / (q - p) with the percentiles p and q, of each channel, as found
+        once in up to 64 boxes of 256 cells a side of the training images; checkpoints keep the numbers.
+    percentiles : (float, float)
+    mean, std : float or one per channel, optional
+        Instead of what is found.
+    fill : float, optional
+        What the network sees instead of NaN, in the units of the file. Default: NaN is an error.
+    seed : int
+        Of the crops' places, and of which images are kept for validation.
+    validation : float or int
+        How many of the images, drawn once for all, are kept for validation.
+    ahead : bool
+        Read the next batch in a thread while one trains.
+
+    Raises
+    ------
+    ConfigError
+        An argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        images: str,
+        labels: str = "folders",
+        *,
+        crop: Sequence[Count] | None = None,
+        crops_per_image: Count = 1,
+        classes: Count | None = None,
+        ignore_index: int | None = None,
+        normalise: Literal["mean", "percentile", "none"] = "mean",
+        percentiles: tuple[float, float] = (1.0, 99.0),
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        fill: float | None = None,
+        seed: int = 0,
+        validation: float | int | None = 0.1,
+        ahead: bool = True,
+    ) -> None:
+        super().__init__(validation=validation)
+        if crop is not None and not 1 <= len(crop) <= 3:
+            raise ConfigError(f"crop: {list(crop)} are {len(crop)} extents; give [h, w] or [d, h, w]")
+        if not 0 <= percentiles[0] < percentiles[1] <= 100:
+            raise ConfigError(f"percentiles: {list(percentiles)} cannot be used; give two of 0 to 100, such as [1, 99]")
+        for field, values in (("mean", mean), ("std", std), ("fill", fill)):
+            if values is not None and not (np.isfinite(values).all() and (field != "std" or np.min(values) > 0)):
+                raise ConfigError(f"{field}: {values} cannot be used; give {'positive ' * (field == 'std')}numbers")
+        self.images, self.labels, self.crop, self.crops_per_image = images, labels, crop, crops_per_image
+        self._classes, self.ignore_index = classes, ignore_index
+        self.normalise, self.percentiles, self.mean, self.std, self.fill = normalise, percentiles, mean, std, fill
+        self.seed, self.ahead = seed, ahead
+        self._masks: list[Item] | None = None
+        self._values: np.ndarray | None = None
+        self._items: list[Item] = []
+
+    def check(self) -> None:
+        """Look at all files' headers: shapes, kinds, masks that are missing or too many, labels out of range."""
+        paths = matching("images", self.images)
+        rank = None if self.crop is None else len(self.crop)
+        self._items = samples_of(paths, rank)
+        first = self._items[0]
+        extents = tuple(self.crop) if self.crop is not None else first.extents
+        require_alike(self._items, extents, self.crop is None)
+        self.sample_shape = (*extents, first.shape[-1])
+        self._values, self._masks, self.classes = None, None, self._classes
+        if self.labels == "folders" or self.labels.lower().endswith(".csv"):
+            values, found = labelled(self.labels, self._items, self._classes)
+            self._values, self.classes = values, found
+        else:
+            self._masks = masks_of(self.labels, self._items, len(extents))
+        if self._kept is not None and len(self._items) < 2:
+            raise DataError(f"{self.images}: one image cannot be split for validation; give more, or no validation")
+
+    def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
+        """Return the splits; their tiles stay in the files."""
+        if not self._items:
+            self.check()
+        facts = [f"{item.name} {item.shape} {item.dtype}" for item in [*self._items, *(self._masks or [])]]
+        self.content = f"{checksum(np.frombuffer(repr(facts).encode(), np.uint8)):08x}"
+        numbers = np.arange(len(self._items))
+        kept = np.array([], np.int64)
+        if self._kept is not None:
+            drawn = rng.uniform(rng.key(self.seed, "validation"), numbers).argsort(kind="stable")
+            count = self.count_kept(len(numbers))
+            numbers, kept = np.sort(drawn[count:]), np.sort(drawn[:count])
+        fitted = self._fit(numbers)
+        train, *rest = (self._split(grid, of, fitted) for of in (numbers, kept) if len(of))
+        return train, rest[0] if rest else None, None
+
+    def _split(self, grid: ProcessGrid, numbers: np.ndarray, fitted: dict[str, Any]) -> Split:
+        """Return the crops of some images as a split."""
+        samples = np.repeat(numbers, self.crops_per_image)
+        keys = samples * self.crops_per_image + np.tile(np.arange(self.crops_per_image), len(numbers))
+        extents = self.sample_shape[:-1]
+        crops = Crops(self.seed, keys, [self._items[n].extents for n in samples], extents)
+        tile = tile_slices(grid, self.sample_shape)[:-1]
+        tiles = CropTiles(crops, [self._items[n] for n in samples], tile, fill=self.fill)
+        if self._masks is None:
+            labels: Any = self._values[samples]  # type: ignore[index]
+        else:
+            most = None if self._classes is None else (self._classes, self.ignore_index)
+            labels = CropTiles(crops, [self._masks[n] for n in samples], tile, open_mask, classes=most)
+        return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **fitted)
+
+    def _fit(self, numbers: np.ndarray) -> dict[str, Any]:
+        """Return mean and std of each channel, of boxes that are drawn among the training images."""
+        given = {name: value for name, value in (("mean", self.mean), ("std", self.std)) if value is not None}
+        if self.normalise == "none" or len(given) == 2:
+            return {"mean": 0.0, "std": 1.0, **given}
+        of = numbers[np.unique(np.linspace(0, len(numbers) - 1, min(_FITTED, len(numbers))).astype(np.int64))]
+        repeats = max(1, _FITTED // len(of))
+        cells = []
+        for number in of:
+            item = self._items[number]
+            side = tuple(min(n, _SIDE if len(item.extents) < 3 else _SIDE // 4) for n in item.extents)
+            keys = number * repeats + np.arange(repeats)
+            boxes = Crops(self.seed, keys, [item.extents] * repeats, side, "fit")
+            tiles = CropTiles(boxes, [item] * repeats, tuple(slice(0, n) for n in side), fill=self.fill)
+            cells.append(tiles[np.arange(repeats)].reshape(-1, self.sample_shape[-1]))
+            tiles.close()
+        found = np.concatenate(cells).astype(np.float64)
+        if self.normalise == "mean":
+            low, width = found.mean(0), found.std(0)
+        else:
+            low, high = np.percentile(found, self.percentiles, axis=0)
+            width = high - low
+        return {"mean": low, "std": np.where(width > 0, width, 1.0), **given}

@@ -1,0 +1,194 @@
+"""Which files a data set of images has, and what belongs to each: looked at before anything is trained."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import DataError
+from ...formats import TileSource, open_source
+from ...formats.image_loader import SUFFIXES
+from ...formats.pictures import IndexedSource
+
+_INSIDE = re.compile(r"(.+\.(?:h5|hdf5|nc|nc4|zarr))(:[^:]+)$|(.+)(#\d+)$", re.IGNORECASE)
+_PICTURES = {suffix for suffix in SUFFIXES if "tif" not in suffix}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image of a file.
+
+    Attributes
+    ----------
+    name : of the file, as `open_source` takes it
+    place : of the image on the axes of the file before the spatial ones
+    shape, dtype : (*spatial, C)
+    """
+
+    name: str
+    place: tuple[slice, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The spatial axes."""
+        return self.shape[:-1]
+
+
+def matching(field: str, pattern: str) -> list[str]:
+    """Return the files of a pattern in the order of their names, each with what the pattern says of its inside."""
+    found = _INSIDE.fullmatch(pattern)
+    files, inside = (found[1] or found[3], found[2] or found[4]) if found else (pattern, "")
+    paths = sorted(glob.glob(os.path.expanduser(files), recursive=True))
+    if not paths:
+        raise DataError(f"{field}: no file is called {pattern}; correct the pattern, such as 'scans/*.tif'")
+    return [path + inside for path in paths]
+
+
+def open_mask(name: str) -> TileSource:
+    """Return a mask: of a picture with a palette, the numbers of its colours."""
+    if Path(name).suffix.lower() in _PICTURES:
+        return IndexedSource(Path(name), "", 0, None)
+    return open_source(name)
+
+
+def samples_of(names: Sequence[str], rank: int | None, masks: bool = False) -> list[Item]:
+    """Return the images in some files; `rank`: how many axes they have, None: Y, X, and Z where there is one."""
+    items = []
+    for name in names:
+        with open_mask(name) if masks else open_source(name) as source:
+            spatial = sum(letter in "ZYX" for letter in source.axes) if rank is None else rank
+            leading = source.shape[: -spatial - 1]
+            if len(source.shape) <= spatial:
+                raise DataError(f"{name}: has axes {source.axes}; images have {spatial} and their channels here")
+            for place in product(*map(range, leading)):
+                cut = tuple(slice(at, at + 1) for at in place)
+                items.append(Item(name, cut, source.shape[len(leading) :], source.dtype))
+    return items
+
+
+def require_alike(items: Sequence[Item], extents: tuple[int, ...], whole: bool) -> None:
+    """Raise DataError if images have other kinds of cells or channels, or are too small for a crop."""
+    first = items[0]
+    for item in items:
+        if (item.shape[-1], item.dtype, len(item.shape)) != (first.shape[-1], first.dtype, len(first.shape)):
+            raise DataError(
+                f"{item.name}: is {_words(item)}, but {first.name} is {_words(first)}; images have the same channels"
+                " and the same dtype"
+            )
+        if whole and item.shape != first.shape:
+            raise DataError(f"{item.name}: is {_words(item)}, but {first.name} is {_words(first)}; give crop: [h, w]")
+        if any(n < c for n, c in zip(item.extents, extents, strict=True)):
+            raise DataError(f"{item.name}: is {_words(item)}, smaller than crop {list(extents)}; leave it out")
+
+
+def labelled(labels: str, items: Sequence[Item], classes: int | None) -> tuple[np.ndarray, int | None]:
+    """Return a class or numbers for each image, from its folder or a table, and the number of classes."""
+    if labels == "folders":
+        names = sorted({Path(item.name).parent.name for item in items})
+        values = np.array([names.index(Path(item.name).parent.name) for item in items])
+        if len(names) < 2:
+            raise DataError(f"labels: all images are in the folder '{names[0]}'; give each class a folder, or labels")
+        return values, classes or len(names)
+    table = _table(Path(os.path.expanduser(labels)), items)
+    if table.shape[1] > 1 or not all(value.lstrip("+").isdecimal() for value in table[:, 0]):
+        try:
+            numbers = table.astype(np.float64)
+        except ValueError as error:
+            wrong = str(error).partition(": ")[2].removeprefix("np.str_(").removesuffix(")")
+            raise DataError(
+                f"{labels}: {wrong} is no number; write FILE,CLASS with one from 0, or FILE,NUMBER"
+            ) from None
+        if not np.isfinite(numbers).all():
+            at = int(np.flatnonzero(~np.isfinite(numbers).all(1))[0])
+            raise DataError(f"{labels}: {items[at].name} has a target that is no finite number; correct it")
+        return numbers, classes
+    values = table[:, 0].astype(np.int64)
+    count = classes or int(values.max()) + 1
+    if values.max() >= count:
+        at = int(np.argmax(values))
+        raise DataError(f"{labels}: {items[at].name} has the class {values[at]}; there are {count}, from 0")
+    return values, count
+
+
+def masks_of(pattern: str, items: Sequence[Item], rank: int) -> list[Item]:
+    """Return the mask of each image: the file of its name, or the only file for the only file."""
+    names = matching("labels", pattern)
+    images = list(dict.fromkeys(item.name for item in items))
+    of = dict(zip(images, names, strict=True)) if len(images) == len(names) == 1 else _by_stem(images, names, pattern)
+    masks = {name: samples_of([of[name]], rank, masks=True) for name in images}
+    used: dict[str, int] = dict.fromkeys(images, 0)
+    found = []
+    for item in items:
+        at = used[item.name]
+        used[item.name] += 1
+        if at >= len(masks[item.name]) or masks[item.name][at].extents != item.extents:
+            mask = masks[item.name][min(at, len(masks[item.name]) - 1)]
+            raise DataError(f"{mask.name}: is {_words(mask)}, but its image {item.name} is {_words(item)}")
+        found.append(masks[item.name][at])
+    first = found[0]
+    for mask in found:
+        if (mask.shape[-1], mask.dtype.kind) != (first.shape[-1], first.dtype.kind):
+            raise DataError(f"{mask.name}: is {_words(mask)}, but {first.name} is {_words(first)}; masks are alike")
+    return found
+
+
+def _by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
+    there: dict[str, str] = {}
+    for name in names:
+        if _stem(name) in there:
+            raise DataError(f"{name}: and {there[_stem(name)]} are masks of one name; keep the right one")
+        there[_stem(name)] = name
+    missing = [name for name in images if _stem(name) not in there]
+    if missing:
+        raise DataError(f"{missing[0]}: has no mask called {_stem(missing[0])} among {pattern}; give each image one")
+    extra = sorted(set(there) - {_stem(name) for name in images})
+    if extra:
+        raise DataError(f"{there[extra[0]]}: is a mask of no image; remove it, or correct the pattern")
+    return {name: there[_stem(name)] for name in images}
+
+
+def _stem(name: str) -> str:
+    """Return the name of a file without what its format adds: 'a' of 'scans/a.ome.tif'."""
+    return Path(_INSIDE.sub(r"\1\3", name)).name.partition(".")[0]
+
+
+def _table(path: Path, items: Sequence[Item]) -> np.ndarray:
+    """Return the texts of a table, a row for each image."""
+    try:
+        rows = [
+            [cell.strip() for cell in row] for row in csv.reader(path.read_text("utf-8-sig").splitlines()) if any(row)
+        ]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read ({error}); give a CSV file of FILE,CLASS") from error
+    known = {_stem(item.name): item.name for item in items} | {Path(item.name).name: item.name for item in items}
+    if rows and Path(rows[0][0]).name not in known:
+        rows = rows[1:]  # the head
+    of: dict[str, list[str]] = {}
+    for row in rows:
+        name = known.get(Path(row[0]).name)
+        if name is None:
+            raise DataError(f"{path}: {row[0]!r} is no image here; remove the row, or correct the pattern of images")
+        if len(row) < 2 or (of and len(row) - 1 != len(next(iter(of.values())))):
+            raise DataError(
+                f"{path}: the row {','.join(row)[:80]!r} has {len(row) - 1} values; give all the same number"
+            )
+        if of.setdefault(name, row[1:]) != row[1:]:
+            raise DataError(f"{path}: {row[0]!r} has two labels; keep one")
+    for item in items:
+        if item.name not in of:
+            raise DataError(f"{path}: has no row for {item.name}; give each image a label")
+    return np.array([of[item.name] for item in items], dtype=str)
+
+
+def _words(item: Item) -> str:
+    return f"{' x '.join(map(str, item.shape))} {item.dtype}"

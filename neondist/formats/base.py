@@ -1,0 +1,266 @@
+"""What a source and a sink are: an array in a file, of which boxes are read or written."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import ceil, prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ..comm import ProcessGrid, all_or_none
+from ..errors import ConfigError, DataError, OutputError, ShapeError, UserError
+from ..io.files import REMEDY, reason
+from ..memory import require_room, words
+from .axes import Axes, BoxLike, Cells, cells_of
+
+LARGEST_CHUNK = 1 << 30  # bytes that have to be decoded at once; files in use have chunks of a few MiB
+
+
+class TileSource(ABC):
+    """An array in a file, of which boxes are read; every rank opens its own, and one thread at a time reads.
+
+    An adapter hands the constructor the array as it lies in the file, and implements `_read`.
+
+    Parameters
+    ----------
+    path : str
+        As messages name it.
+    axes : str
+        A letter for each axis of the file: N samples, T time, Z, Y, X, C channels, or others, which count as samples.
+    shape, dtype, chunks : of the array as it lies in the file
+        chunks: what has to be decoded at once; None where single cells can be read.
+    levels : int
+        How many resolutions the file has of it.
+    metadata : dict, optional
+        What a sink of the same format needs to give its file the same place in the world: georeference, affine, scale.
+    named : bool
+        Whether the file, or who opened it, says what its axes are; else they are guessed.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : numpy.dtype, of this machine's byte order
+    axes : str
+        A letter for each axis of `shape`, channels last: 'YXC', 'ZYXC', 'NYXC'. C is always there.
+    chunks : tuple of int, or None
+    levels : int
+    bytes_read : int
+        What has been decoded so far: of each read, the chunks that it touches.
+
+    Raises
+    ------
+    DataError
+        It holds no numbers, is empty, or its chunks are larger than 1 GiB.
+    """
+
+    largest_chunk = LARGEST_CHUNK
+
+    def __init__(
+        self,
+        path: str | Path,
+        axes: str,
+        shape: Sequence[int],
+        dtype: Any,
+        chunks: Sequence[int] | None = None,
+        levels: int = 1,
+        metadata: dict[str, Any] | None = None,
+        named: bool = True,
+    ) -> None:
+        self.path, self.levels, self.metadata, self.bytes_read = str(path), levels, metadata or {}, 0
+        self.named = named
+        if len(axes) != len(shape):
+            raise ConfigError(f"{path}: axes '{axes}' for an array of shape {list(shape)}; name each as it lies there")
+        self.stored = Axes(axes)
+        self.shape, self.axes = self.stored.extents(shape), self.stored.names
+        self.dtype = np.dtype(dtype).newbyteorder("=")
+        self.chunks = (
+            None if chunks is None else self.stored.extents([min(c, n) for c, n in zip(chunks, shape, strict=True)])
+        )
+        if self.dtype.kind not in "fiub":
+            raise DataError(f"{path}: holds {self.dtype}, not numbers; give an array of numbers")
+        if 0 in self.shape:
+            raise DataError(f"{path}: is empty: its shape is {list(self.shape)}")
+        decoded = prod(self.chunks or (1,)) * self.dtype.itemsize
+        if decoded > self.largest_chunk:
+            raise DataError(
+                f"{path}: {words(decoded)} of it have to be decoded at once; write it in tiles of about 1 MB"
+            )
+
+    def read(self, box: BoxLike) -> np.ndarray:
+        """Return the cells of a box, a new array with channels last.
+
+        Parameters
+        ----------
+        box : Box, or slices, or (start, stop) pairs
+            One for each axis of `shape`.
+
+        Raises
+        ------
+        DataError
+            The file is damaged, or has changed.
+        ShapeError
+            The box reaches beyond the array.
+        """
+        cells = cells_of(box, self.shape, self.path)
+        shape = tuple(cut.stop - cut.start for cut in cells)
+        if 0 in shape:
+            return np.empty(shape, self.dtype)
+        require_room(prod(shape) * self.dtype.itemsize, f"{self.path}: a box of {list(shape)}", "read smaller ones")
+        with faults(self.path):
+            found = np.asarray(self._read(self.stored.to_stored(cells)))
+            found = self.stored.from_file(found)
+            if found.shape != shape:
+                raise DataError(f"{self.path}: gives {list(found.shape)} for a box of {list(shape)}; it is damaged")
+        self.bytes_read += self._touched(cells)
+        return np.ascontiguousarray(found, self.dtype)
+
+    @abstractmethod
+    def _read(self, cells: Cells) -> np.ndarray:
+        """Return cells in the order of the file."""
+
+    def close(self) -> None:  # noqa: B027 - some have nothing to let go of
+        """Let go of the file."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _touched(self, cells: Cells) -> int:
+        bounds = [(cut.start, cut.stop) for cut in cells]
+        if self.chunks is not None:
+            of = zip(bounds, self.chunks, self.shape, strict=True)
+            bounds = [(lo // c * c, min(n, ceil(hi / c) * c)) for (lo, hi), c, n in of]
+        return prod(hi - lo for lo, hi in bounds) * self.dtype.itemsize
+
+
+class TileSink(ABC):
+    """An array on its way into a file: ranks write disjoint boxes, and the file gets its name by `commit`.
+
+    Until then it lies beside that name, as NAME.partial. One that is closed before it is committed leaves nothing
+    behind, unless it was made to be resumed.
+
+    Attributes
+    ----------
+    path : Path
+    shape, dtype, axes, chunks : as those of a TileSource
+    resumed : bool
+        Whether cells that an earlier process has written are there.
+    """
+
+    resumed: bool = False
+
+    def __init__(
+        self,
+        path: Path,
+        shape: Sequence[int],
+        dtype: Any,
+        axes: str,
+        chunks: Sequence[int] | None,
+        grid: ProcessGrid | None,
+    ) -> None:
+        self.path, self.axes, self.grid = path, axes, grid
+        self.shape, self.dtype = tuple(map(int, shape)), np.dtype(dtype)
+        self.chunks = None if chunks is None else tuple(map(int, chunks))
+
+    def write(self, box: BoxLike, array: np.ndarray) -> None:
+        """Write the cells of a box; boxes of one sink may come in any order, from any rank, and do not overlap.
+
+        Raises
+        ------
+        OutputError
+            There is no room, or no permission.
+        ShapeError
+            The array is not of the box's shape, or of another dtype than can be kept.
+        """
+        cells = cells_of(box, self.shape, str(self.path))
+        shape = tuple(cut.stop - cut.start for cut in cells)
+        array = np.asarray(array)
+        if array.shape != shape or not np.can_cast(array.dtype, self.dtype, "same_kind"):
+            raise ShapeError(
+                f"{self.path}: {list(array.shape)} cells, {array.dtype}, for a box of {list(shape)}, {self.dtype}"
+            )
+        if array.size:
+            with refused(self.path):
+                self._write(cells, array.astype(self.dtype, copy=False))
+
+    def commit(self) -> None:
+        """Give the file its name; collective over the grid, if the sink has one: all have written what they have to."""
+        with agreed_on(self.grid), refused(self.path):
+            self.flush()
+        self._complete()
+        with agreed_on(self.grid), refused(self.path):
+            if self.grid is None or self.grid.rank == 0:
+                self._name()
+
+    @abstractmethod
+    def _write(self, cells: Cells, array: np.ndarray) -> None:
+        """Write cells, of the sink's dtype and channels last."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return when what this rank has written is on the disk."""
+
+    def _complete(self) -> None:  # noqa: B027 - most have nothing to do
+        """Do what needs all cells, on every rank."""
+
+    @abstractmethod
+    def _name(self) -> None:
+        """Give the file its name."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the file; not committed and not to be resumed, it is removed."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+
+@contextmanager
+def faults(path: str | Path) -> Iterator[None]:
+    """Raise DataError for whatever a damaged file makes a library raise in the block; a UserError passes."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; check the path") from error
+    except PermissionError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+    except Exception as error:  # readers of other people's files raise whatever their code happens to stumble over
+        text = " ".join(str(error).strip("'\"").split())[:200]
+        text = "".join(letter if letter.isprintable() else "?" for letter in text)
+        why = text or type(error).__name__
+        raise DataError(
+            f"{path}: cannot be read: damaged, or another kind of file ({why}); put back a good copy"
+        ) from error
+
+
+@contextmanager
+def refused(path: Path) -> Iterator[None]:
+    """Raise OutputError for what the file system refuses, directly or through a library."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise OutputError(f"{path}: cannot be written ({reason(error)}); {REMEDY}") from error
+
+
+@contextmanager
+def agreed_on(grid: ProcessGrid | None) -> Iterator[None]:
+    """Raise on all ranks of a grid what one of them raises in the block; without a grid, do nothing."""
+    if grid is None:
+        yield
+    else:
+        with all_or_none(grid.world):
+            yield

@@ -1,0 +1,147 @@
+"""A file that many ranks make under another name, which gets its own at the end, and a later process finds again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..comm import ProcessGrid
+from ..errors import ConfigError, OutputError
+from ..io.files import give_name, partial, write_text
+from ..memory import words
+from ..registry import suggest
+from .base import TileSink, TileSource, agreed_on, refused
+
+
+class DraftSink(TileSink):
+    """A sink whose file, or folder, is made by rank 0 and opened by all; what was asked for is noted beside it.
+
+    Attributes
+    ----------
+    choices : dict
+        The options of the format and their defaults.
+    """
+
+    choices: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        path: Path,
+        shape: Sequence[int],
+        dtype: np.dtype,
+        axes: str,
+        chunks: Sequence[int] | None,
+        *,
+        like: TileSource | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+        grid: ProcessGrid | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, shape, dtype, axes, chunks, grid)
+        unknown = sorted(set(options) - set(self.choices))
+        if unknown:
+            raise ConfigError(f"{path}: has no option '{unknown[0]}'{suggest(unknown[0], self.choices)}")
+        self._options = {**self.choices, **options}
+        self._overwrite, self._keep, self._open = overwrite, resume, False
+        self._part = partial(path)
+        self._note = self._part.with_name(self._part.name + ".json")
+        with agreed_on(grid), refused(path):
+            if grid is None or grid.rank == 0:
+                self._begin(like, resume)
+        with agreed_on(grid), refused(path):
+            note = json.loads(self._note.read_text())
+            self.resumed, self.chunks = note["resumed"], note["chunks"] and tuple(note["chunks"])
+            self._attach(note["facts"])
+            self._open = True
+
+    @abstractmethod
+    def _make(self, like: TileSource | None) -> dict[str, Any]:
+        """Make the file at `_part`, without its cells, on rank 0; return what `_attach` has to know.
+
+        It sets `chunks` to what they become.
+        """
+
+    @abstractmethod
+    def _attach(self, facts: dict[str, Any]) -> None:
+        """Open the file that rank 0 has made, on every rank."""
+
+    @abstractmethod
+    def _detach(self) -> None:
+        """Close it."""
+
+    def close(self) -> None:
+        """Let go of the file; not committed and not to be resumed, it is removed."""
+        if self._open:
+            self._open = False
+            self._detach()
+            if not self._keep and (self.grid is None or self.grid.rank == 0):
+                self._forget()
+
+    def _begin(self, like: TileSource | None, resume: bool) -> None:
+        """Find the file of an earlier process, or make a new one."""
+        asked = {
+            "shape": list(self.shape), "dtype": self.dtype.str, "axes": self.axes,
+            "chunks": self.chunks and list(self.chunks), "options": repr(sorted(self._options.items())),
+        }  # fmt: skip
+        if resume and self._note.exists() and self._part.exists():
+            with suppress(ValueError, KeyError):
+                note = json.loads(self._note.read_text())
+                if note["asked"] != asked:
+                    raise OutputError(
+                        f"{self._part}: is of another array than the one asked for; remove it, or choose another name"
+                    )
+                write_text(self._note, json.dumps(note | {"resumed": True}))
+                return
+        self._forget()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            facts = self._make(like)
+            note = {"asked": asked, "resumed": False, "chunks": self.chunks, "facts": facts}
+            write_text(self._note, json.dumps(note))
+        except BaseException:
+            self._forget()
+            raise
+
+    def _require_room(self) -> None:
+        """Raise OutputError if the disk cannot take all cells as they are."""
+        needed, free = prod(self.shape) * self.dtype.itemsize, shutil.disk_usage(self.path.parent).free
+        if needed > free:
+            raise OutputError(f"{self.path}: needs {words(needed)}, there are {words(free)} free; make room")
+
+    def _forget(self) -> None:
+        for path in (self._note, self._part):
+            _remove(path)
+
+    def _name(self) -> None:
+        if self.path.exists() and not self._overwrite:
+            raise OutputError(f"{self.path}: is there by now; choose another name, or give overwrite")
+        part = self._finished()
+        old = self.path.with_name(self.path.name + ".replaced")
+        if self.path.is_dir():  # no folder is replaced by a rename
+            _remove(old)
+            os.rename(self.path, old)
+        give_name(part, self.path, os.stat(part))
+        self._keep = True
+        for path in (self._note, self._part, old):
+            _remove(path)
+
+    def _finished(self) -> Path:
+        """Return the complete file under its temporary name."""
+        return self._part
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,126 @@
+"""HDF5: one array of a file, its checksums compared where it has some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import DataError
+from ..io.hdf5 import CheckedArray, DeferredErrorFile, faults, find, get_text, open_file, put_text, state
+from .axes import Cells, bare, guess
+from .base import TileSource
+from .placed import PlacedSink, Placement
+from .tiles import default_chunks
+
+_USUAL = ("images", "predictions")
+_AXES = "axes"
+
+
+class HDF5Source(TileSource):
+    """An array of an HDF5 file: the one named, or 'images', or the only one; its attribute 'axes' names its axes."""
+
+    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
+        self._file, self._state = open_file(path), state(path)
+        self._checked: CheckedArray | None = None
+        try:
+            with faults(path):
+                self._name = inside.strip("/") or self._choose(path)
+                array = find(self._file, self._name)
+                if not _is_array(array):
+                    raise DataError(f"{path}: has no array '{self._name}'; it has {', '.join(self._names()) or 'none'}")
+                self._array = array
+                named, dtype, metadata = self._describe(array)
+                told, name = axes or named, f"{path}:{self._name}" if inside else path
+                shape, chunks = array.shape, array.chunks
+                super().__init__(
+                    name, told or guess(shape), shape, dtype, chunks, metadata=metadata, named=told is not None
+                )
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _names(self) -> list[str]:
+        """Return the names of the arrays of the file itself."""
+        import h5py
+
+        names = [key for key in self._file if isinstance(self._file.get(key, getlink=True), h5py.HardLink)]
+        return [key for key in names if _is_array(self._file[key])]
+
+    def _choose(self, path: Path) -> str:
+        names = self._names()
+        for name in (*_USUAL, *(names if len(names) == 1 else ())):
+            if name in names:
+                return name
+        choices = ", ".join(f"{path}:{name}" for name in names) or "it has none"
+        raise DataError(f"{path}: which data set? {choices}")
+
+    def _describe(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
+        """Return the axes, if the file names them, the dtype of what is read, and what a sink wants to know."""
+        # HDF5's own labels of dimensions are no choice: libhdf5 dies of those in a damaged file
+        named = get_text(array.attrs, _AXES) if _AXES in array.attrs else ""
+        return named if len(named) == len({*named}) == array.ndim else None, array.dtype, {}
+
+    def _read(self, cells: Cells) -> np.ndarray:
+        path, (first, *tile) = Path(self._file.filename), cells
+        out = np.empty([cut.stop - cut.start for cut in cells], self._array.dtype)
+        with faults(path):
+            if self._checked is None or self._checked.tile != tuple(tile):
+                self._checked = CheckedArray(self._file, self._name, tuple(tile))
+            self._checked.read(first.start, out)
+        if state(path) != self._state:
+            raise DataError(f"{self.path}: has changed since it was opened; start anew")
+        return out
+
+
+class HDF5Sink(PlacedSink):
+    """A new HDF5 file with one array, of which nothing is packed: every rank writes into its chunks itself.
+
+    Parameters
+    ----------
+    name : str
+        Of the array, default 'predictions'.
+    channels : bool
+        False: of a single channel the array has no axis.
+    """
+
+    choices: ClassVar[dict[str, Any]] = {"name": "predictions", "channels": True}
+
+    def _lay(self, part: Path, like: TileSource | None) -> Placement:
+        import h5py
+
+        name = self._options["name"]
+        self.chunks = self.chunks or default_chunks(self.shape, self.axes, self.dtype)
+        axes, shape = bare(self.axes, self.shape, self._options)
+        chunks = self.chunks[: len(shape)]
+        with open(part, "xb+") as file:
+            made = DeferredErrorFile(file, libver="v110")
+            try:
+                facts = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+                facts.set_chunk(chunks)
+                facts.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+                facts.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+                of, space = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(shape)
+                array = h5py.Dataset(h5py.h5d.create(made.hdf5.id, name.encode(), of, space, facts))
+                self._describe(array, {} if like is None else like.metadata)
+                made.hdf5.flush()
+                places: dict[tuple[int, ...], int] = {}
+                array.id.chunk_iter(lambda chunk: places.update({chunk.chunk_offset: chunk.byte_offset}))
+            finally:
+                made.close()
+        return Placement(axes, self.dtype.str, shape, chunks, tuple(places[at] for at in sorted(places)))
+
+    def _describe(self, array: Any, metadata: dict[str, Any]) -> None:
+        """Write what the axes are, and what is known of them."""
+        put_text(array.attrs, _AXES, self.axes[: array.ndim])
+
+
+def _is_array(found: Any) -> bool:
+    import h5py
+
+    return isinstance(found, h5py.Dataset)

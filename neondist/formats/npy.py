@@ -1,0 +1,69 @@
+"""NPY: an array, and nothing beside it."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+from numpy.lib import format as npy
+
+from ..errors import DataError
+from ..io.hdf5 import state
+from .axes import Cells, bare, guess
+from .base import TileSource, faults
+from .placed import PlacedSink, Placement, read_placed
+
+
+class NPYSource(TileSource):
+    """A .npy file; its axes are guessed from its shape unless they are given."""
+
+    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
+        with faults(path):
+            self._state, self._file = state(path), open(path, "rb")  # noqa: SIM115 (close does)
+            try:
+                self._place = _placement(path, self._file, axes)
+                super().__init__(path, self._place.axes, self._place.shape, self._place.dtype, named=axes is not None)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def _read(self, cells: Cells) -> np.ndarray:
+        # nothing is mapped: a file that becomes shorter would end the process
+        found = read_placed(self._file, self.path, self._place, cells)
+        if state(Path(self.path)) != self._state:
+            raise DataError(f"{self.path}: has changed since it was opened; start anew")
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class NPYSink(PlacedSink):
+    """A new .npy file; of a single channel it has no axis, if `channels` is False."""
+
+    choices: ClassVar[dict[str, Any]] = {"channels": True}
+
+    def _lay(self, part: Path, like: TileSource | None) -> Placement:
+        axes, shape = bare(self.axes, self.shape, self._options)
+        with open(part, "xb") as file:
+            npy.write_array_header_1_0(file, {"descr": self.dtype.str, "fortran_order": False, "shape": shape})
+            return Placement(axes, self.dtype.str, shape, shape, (file.tell(),))
+
+
+def _placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
+    """Return where the cells of an open file lie."""
+    version = npy.read_magic(file)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise DataError(f"{path}: holds {dtype}, not numbers; give an array of numbers")
+    start, end = file.tell(), file.seek(0, 2)
+    if min(shape, default=1) < 0 or start + prod(shape) * dtype.itemsize > end:
+        raise DataError(f"{path}: promises {list(shape)} numbers, more than the file holds; put back a good copy")
+    axes = axes or guess(shape)
+    if fortran:
+        axes, shape = axes[::-1], shape[::-1]
+    return Placement(axes, dtype.str, shape, shape, (start,))

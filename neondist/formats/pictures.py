@@ -1,0 +1,120 @@
+"""PNG, JPEG and what else Pillow reads and writes, which is decoded and packed whole; and folders of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import ConfigError, DataError
+from ..io.files import replacing
+from .axes import Cells
+from .base import TileSource
+from .image_loader import Loader, pictures_in
+from .placed import PlacedSink, Placement
+from .table import open_source
+
+_PACKED = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+
+
+class PictureSource(TileSource):
+    """A picture, decoded at the first read and kept until it is closed."""
+
+    largest_chunk = 1 << 62  # the loader looks whether there is memory for it
+
+    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
+        shape, dtype = Loader().look(path)
+        self._cells: np.ndarray | None = None
+        self._file = path
+        super().__init__(path, axes or "ZYXC"[-len(shape) :], shape, dtype, shape)
+
+    def _read(self, cells: Cells) -> np.ndarray:
+        if self._cells is None:
+            self._cells = Loader().load(self._file)
+        return self._cells[cells]
+
+    def close(self) -> None:
+        """Let go of the cells."""
+        self._cells = None
+
+
+class IndexedSource(PictureSource):
+    """A map of classes in a picture: the numbers in the file, of a palette its indices."""
+
+    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
+        cells = Loader().labels(path)[..., None]
+        TileSource.__init__(self, path, "YXC", cells.shape, cells.dtype, cells.shape)
+        self._file = path
+        self._cells = None
+
+    def _read(self, cells: Cells) -> np.ndarray:
+        if self._cells is None:
+            self._cells = Loader().labels(self._file)[..., None]
+        return self._cells[cells]
+
+
+class FolderSource(TileSource):
+    """The images of a folder, in the order of their names, as samples; all have one shape."""
+
+    largest_chunk = 1 << 62
+
+    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
+        self._files = pictures_in(path)
+        with open_source(self._files[0], level=level) as first:
+            shape, chunks = first.shape, first.chunks
+            super().__init__(
+                path, "N" + first.axes, (len(self._files), *shape), first.dtype, chunks and (1, *chunks), first.levels
+            )
+        self._level = level
+
+    def _read(self, cells: Cells) -> np.ndarray:
+        found = []
+        for file in self._files[cells[0]]:
+            with open_source(file, level=self._level) as source:
+                if (source.shape, source.dtype) != (self.shape[1:], self.dtype):
+                    raise DataError(
+                        f"{file}: its shape is {list(source.shape)}, {source.dtype}; that of the folder's first is"
+                        f" {list(self.shape[1:])}, {self.dtype}: pictures must be of one size and kind"
+                    )
+                found.append(source.read(cells[1:]))
+        return np.stack(found)
+
+
+class PictureSink(PlacedSink):
+    """A new PNG or JPEG file: its cells lie on the disk as they are until it is packed at the end, by rank 0.
+
+    Parameters
+    ----------
+    quality : int
+        Of a JPEG, 1 to 95.
+    """
+
+    choices: ClassVar[dict[str, Any]] = {"quality": 90}
+
+    def _lay(self, part: Path, like: TileSource | None) -> Placement:
+        kind = _PACKED.get(self.path.suffix.lower())
+        if kind is None:
+            raise ConfigError(f"{self.path}: such pictures are read only; choose .png, or .tif")
+        channels = (1, 3) if kind == "JPEG" else (1, 2, 3, 4)
+        wide = kind == "PNG" and self.dtype == np.uint16 and self.shape[-1] == 1
+        if self.axes != "YXC" or self.shape[-1] not in channels or not (wide or self.dtype in (np.uint8, np.bool_)):
+            raise ConfigError(
+                f"{self.path}: {kind} files hold bytes (Y, X, C) with {' or '.join(map(str, channels))} channels, not"
+                f" {list(self.shape)}, axes '{self.axes}', {self.dtype}; choose .tif"
+            )
+        part.touch(exist_ok=False)
+        self.chunks = None
+        return Placement(self.axes, self.dtype.str, self.shape, self.shape, (0,))
+
+    def _finished(self) -> Path:
+        from PIL import Image
+
+        cells = np.fromfile(self._part, self.dtype).reshape(self.shape)
+        cells = cells.astype(np.uint8) * np.uint8(255) if self.dtype == np.bool_ else cells
+        packed = self._part.with_name(self._part.name + ".packed")
+        with replacing(packed) as file:
+            kind = _PACKED[self.path.suffix.lower()]
+            image = Image.fromarray(cells[..., 0] if self.shape[-1] == 1 else cells)
+            image.save(file, kind, quality=self._options["quality"])
+        return packed

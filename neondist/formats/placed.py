@@ -1,0 +1,124 @@
+"""Sinks whose cells lie in the file as they are, so that any rank, thread or later process writes its own in place.
+
+A library makes the file, of full length and with nothing in it; where its blocks lie is noted beside it. Then nobody
+needs the library any more: a box is written by pwrite, which waits for no other rank, and whatever was written before a
+process was killed is there.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from .axes import Axes, Cells
+from .base import TileSource, refused
+from .draft import DraftSink
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the cells of an array lie in a file.
+
+    Attributes
+    ----------
+    axes : a letter an axis, as they lie in the file
+    dtype : as NumPy writes it, with the byte order: '<f4'
+    shape : of the array, in that order
+    block : of a block, row-major; those at the end of an axis are whole as well
+    offsets : of the blocks, row-major
+    """
+
+    axes: str
+    dtype: str
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def runs(self, cells: Cells) -> Iterator[tuple[Cells, np.ndarray, int]]:
+        """Yield (cells of the box, offsets of runs, bytes of a run) of each block that a box touches."""
+        counts = [ceil(n / b) for n, b in zip(self.shape, self.block, strict=True)]
+        item = np.dtype(self.dtype).itemsize
+        strides = [item * prod(self.block[axis + 1 :]) for axis in range(len(self.block))]
+        bounds = [range(cut.start // b, ceil(cut.stop / b)) for cut, b in zip(cells, self.block, strict=True)]
+        for place in product(*bounds):
+            first = [at * b for at, b in zip(place, self.block, strict=True)]
+            part = [
+                slice(max(cut.start, lo), min(cut.stop, lo + b))
+                for cut, lo, b in zip(cells, first, self.block, strict=True)
+            ]
+            extents = [cut.stop - cut.start for cut in part]
+            whole = len(part)  # axes from here on, but for the first of them, are whole
+            while whole > 1 and extents[whole - 1] == self.block[whole - 1]:
+                whole -= 1
+            at = np.array([self.offsets[int(np.ravel_multi_index(place, counts))]], np.int64)
+            for axis, (cut, lo) in enumerate(zip(part, first, strict=True)):
+                along = range(cut.start - lo, cut.stop - lo) if axis < whole - 1 else [cut.start - lo]
+                at = np.add.outer(at, np.array(along, np.int64) * strides[axis]).ravel()
+            inner = tuple(slice(p.start - cut.start, p.stop - cut.start) for p, cut in zip(part, cells, strict=True))
+            yield inner, at, item * prod(extents[whole - 1 :])
+
+
+class PlacedSink(DraftSink):
+    """A file that is laid out first, and whose cells are then written in place."""
+
+    @abstractmethod
+    def _lay(self, part: Path, like: TileSource | None) -> Placement:
+        """Make the file, without its cells, and return where they belong; set `chunks` to what they become."""
+
+    def flush(self) -> None:
+        """Return when what this rank has written is on the disk."""
+        with refused(self.path):
+            os.fsync(self._fd)
+
+    def _make(self, like: TileSource | None) -> dict[str, Any]:
+        self._require_room()
+        place = self._lay(self._part, like)
+        end = max(place.offsets) + prod(place.block) * np.dtype(place.dtype).itemsize
+        os.truncate(self._part, max(end, self._part.stat().st_size))
+        return asdict(place)
+
+    def _attach(self, facts: dict[str, Any]) -> None:
+        listed: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
+        }
+        self._place = Placement(**listed)
+        self._stored = Axes(self._place.axes)
+        self._fd = os.open(self._part, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+
+    def _detach(self) -> None:
+        os.close(self._fd)
+
+    def _write(self, cells: Cells, array: np.ndarray) -> None:
+        stored = self._stored.to_file(array)
+        for inner, offsets, size in self._place.runs(self._stored.to_stored(cells)):
+            values = np.ascontiguousarray(stored[inner], self._place.dtype)
+            rest = memoryview(values.reshape(-1).view(np.uint8).data)
+            for offset in offsets.tolist():
+                run, rest = rest[:size], rest[size:]
+                while run:
+                    count = os.pwrite(self._fd, run, offset)
+                    run, offset = run[count:], offset + count
+
+
+def read_placed(file: Any, path: str, place: Placement, cells: Cells) -> np.ndarray:
+    """Return cells of an open file; DataError if it is too short by now."""
+    out = np.empty([cut.stop - cut.start for cut in cells], place.dtype)
+    for inner, offsets, size in place.runs(cells):
+        buffer = bytearray(size * len(offsets))
+        view = memoryview(buffer)
+        for offset in offsets.tolist():
+            file.seek(offset)
+            if file.readinto(view[:size]) != size:
+                raise DataError(f"{path}: ends early, or has changed since it was opened; start anew")
+            view = view[size:]
+        out[inner] = np.frombuffer(buffer, place.dtype).reshape(out[inner].shape)
+    return out

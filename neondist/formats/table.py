@@ -1,0 +1,261 @@
+"""Which class reads and writes which files: those that are built in, and those of installed plugins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..comm import ProcessGrid
+from ..errors import ConfigError, DataError, MissingPackageError, OutputError
+from .axes import ORDER, Axes
+from .base import LARGEST_CHUNK, TileSink, TileSource
+
+PLUGINS = "neondist.formats"
+"""the group of entry points, each of which is a Format"""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind of file, and what reads and writes it.
+
+    Attributes
+    ----------
+    name : as people call it
+    suffixes : of its files, lower case, with the dot
+    source, sink : callable, or 'MODULE:NAME' that is imported when it is needed, or None
+        source(path, inside, level, axes) returns a TileSource; `inside` names the array in the file, '' if nobody did,
+        and `axes` are its axes as they lie in the file, None if nobody said. sink(path, shape, dtype, axes, chunks)
+        returns a TileSink; like, overwrite, resume, grid and options of the format come by name.
+    package : the library it needs, or ''
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    source: str | Callable[..., TileSource] | None = None
+    sink: str | Callable[..., TileSink] | None = None
+    package: str = ""
+
+    def load(self, what: str, path: Path) -> Callable[..., Any]:
+        """Return what makes a 'source' or a 'sink'; MissingPackageError says what to install."""
+        found = self.source if what == "source" else self.sink
+        if found is None:
+            verb = "read" if what == "source" else "written"
+            raise ConfigError(f"{path}: {self.name} cannot be {verb} here; choose {_choices(what)}")
+        if not _is_there(self):
+            raise MissingPackageError(f"{path}: {self.name} needs {self.package}: pip install 'neondist[files]'")
+        if callable(found):
+            return found
+        module, _, name = found.partition(":")
+        maker: Callable[..., Any] = getattr(import_module(module), name)
+        return maker
+
+
+def _built_in(name: str, suffixes: str, module: str, kind: str, sink: bool = True, package: str = "") -> Format:
+    place = f"{__package__}.{module}:{kind}"
+    return Format(name, tuple(suffixes.split()), place + "Source", place + "Sink" if sink else None, package)
+
+
+_PICTURES = ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff"  # the last two where there is no tifffile
+_FOLDER = _built_in("a folder of images", "", "pictures", "Folder", sink=False)
+FORMATS = (
+    _built_in("HDF5", ".h5 .hdf5", "hdf5", "HDF5"),
+    _built_in("NetCDF-4", ".nc .nc4", "netcdf", "NetCDF"),
+    _built_in("NIfTI", ".nii .nii.gz", "nifti", "NIfTI", package="nibabel"),
+    _built_in("NPY", ".npy", "npy", "NPY"),
+    Format(
+        "TIFF",
+        (".tif", ".tiff", ".svs", ".ndpi", ".scn", ".btf"),
+        f"{__package__}.tiff:open_tiff",
+        f"{__package__}.tiff:TIFFSink",
+        "tifffile",
+    ),
+    _built_in(
+        "PNG, JPEG", ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff", "pictures", "Picture", package="PIL"
+    ),
+    _built_in("Zarr", ".zarr", "zarr_files", "Zarr", package="zarr"),
+)
+
+
+def open_source(path: str | Path, *, level: int | None = None, axes: str | None = None) -> TileSource:
+    """Return an array in a file, of which boxes are read; nothing is read but what describes it.
+
+    Parameters
+    ----------
+    path : path
+        A file of a known kind, or a folder of pictures. 'FILE:NAME' is an array in a file, 'PATH#2' its third
+        resolution.
+    level : int, optional
+        The resolution, 0 (default) the finest.
+    axes : str, optional
+        A letter for each axis as they lie in the file, such as 'ZYX' or 'CYX', where it does not say so, or not right.
+
+    Raises
+    ------
+    DataError
+        It is missing, damaged or of an unknown kind, or has no such array or level.
+    MissingPackageError
+        A library is not installed.
+
+    Examples
+    --------
+    >>> with nd.open_source("slide.svs#1") as source:
+    ...     tile = source.read([(0, 512), (512, 1024), (0, 3)])
+    """
+    text = str(path)
+    if level is None and not Path(text).exists() and (found := re.fullmatch(r"(.+)#(\d+)", text)):
+        text, level = found[1], int(found[2])
+    file, inside = _parts(text)
+    kind = _find(file) or _by_content(file)
+    if kind is None:
+        known = _choices("source")
+        raise DataError(f"{text}: " + (f"is of no known kind; there are {known}" if file.exists() else "no such file"))
+    if not file.exists():
+        raise DataError(f"{text}: no such file; check the path")
+    source: TileSource = kind.load("source", file)(file, inside, level or 0, axes)
+    if not 0 <= (level or 0) < source.levels:
+        source.close()
+        raise DataError(f"{text}: has no level {level}; its levels are 0 to {source.levels - 1}")
+    return source
+
+
+def create_sink(
+    path: str | Path,
+    shape: Sequence[int],
+    dtype: Any,
+    axes: str,
+    chunks: Sequence[int] | None = None,
+    like: TileSource | None = None,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    grid: ProcessGrid | None = None,
+    **options: Any,
+) -> TileSink:
+    """Return a new file on its way, of the kind that its name tells; collective over `grid`, if one is given.
+
+    Parameters
+    ----------
+    path : path
+    shape : tuple of int
+        Of the whole array, channels last.
+    dtype : dtype
+    axes : str
+        A letter for each axis of `shape`, in the order N T Z Y X C, such as 'YXC'.
+    chunks : tuple of int, optional
+        What a reader will decode at once; default what suits the format. Ranks that write whole chunks disturb each
+        other least.
+    like : TileSource, optional
+        The image that it belongs to: its georeference, affine or scale is written too.
+    overwrite : bool
+        Replace a file that is there, once the new one is complete.
+    resume : bool
+        Go on with the file of an earlier process that was not committed, if it was of the same description (`resumed`
+        tells); keep it in turn if this one is closed before it is committed.
+    grid : ProcessGrid, optional
+        Whose ranks all write. Default: this process alone.
+    **options
+        Of the format.
+
+    Raises
+    ------
+    OutputError
+        On every rank: it is there, cannot be made, or there is no room for it.
+    ConfigError
+        The kind is unknown, or cannot hold such an array.
+    MissingPackageError
+        A library is not installed.
+    """
+    path, kind = Path(path), _find(Path(path))
+    if kind is None:
+        raise ConfigError(f"{path}: is of no known kind; there are {_choices('sink')}")
+    make = kind.load("sink", path)
+    extents, dtype = tuple(map(int, shape)), np.dtype(dtype)
+    if len(axes) != len(extents) or not axes.endswith("C") or Axes(axes).names != axes or min(extents) < 1:
+        raise ConfigError(f"{path}: axes '{axes}' of shape {list(extents)}; name each in the order {ORDER}, C the last")
+    if dtype.kind not in "fiub":
+        raise ConfigError(f"{path}: {dtype} are no numbers; choose another dtype")
+    if chunks is not None:
+        if len(chunks) != len(extents) or min(chunks) < 1:
+            raise ConfigError(f"{path}: chunks {list(chunks)} for shape {list(extents)}; give one number an axis")
+        chunks = tuple(min(int(c), n) for c, n in zip(chunks, extents, strict=True))
+        if np.prod(chunks, dtype=object) * dtype.itemsize > LARGEST_CHUNK:
+            raise ConfigError(f"{path}: chunks {list(chunks)} are larger than 1 GiB; give smaller ones")
+    if path.exists() and not overwrite:
+        raise OutputError(f"{path}: is there already; choose another name, or give overwrite")
+    if like is not None:
+        given, wanted = (
+            {name: n for name, n in zip(of, on, strict=True) if name in "ZYX"}
+            for of, on in ((axes, extents), (like.axes, like.shape))
+        )
+        if given != wanted:
+            raise ConfigError(
+                f"{path}: its extents {given} are not {wanted}, those of {like.path}: its place in the world would be"
+                " wrong; give like=None"
+            )
+    sink: TileSink = make(
+        path, extents, dtype, axes, chunks, like=like, overwrite=overwrite, resume=resume, grid=grid, **options
+    )
+    return sink
+
+
+def formats() -> Iterator[Format]:
+    """Yield all formats, the built-in ones first."""
+    yield from FORMATS
+    from importlib.metadata import entry_points  # slow to import, and `import neondist` is not to wait for it
+
+    for point in entry_points(group=PLUGINS):
+        found = point.load()
+        if not isinstance(found, Format):
+            raise ConfigError(
+                f"entry point {point.value} of {PLUGINS} is no neondist.formats.Format; correct the plugin"
+            )
+        yield found
+
+
+def _find(path: Path) -> Format | None:
+    """Return the format with the longest suffix that the name ends with, one whose library is there before others.
+
+    Plugins come after what is built in.
+    """
+    name = path.name.lower()
+    for kinds in (FORMATS, formats()):
+        fits = [
+            (len(suffix), _is_there(kind), kind) for kind in kinds for suffix in kind.suffixes if name.endswith(suffix)
+        ]
+        if fits:
+            return max(fits, key=lambda found: found[:2])[2]
+    return None
+
+
+def _by_content(path: Path) -> Format | None:
+    """Return the format of a folder, whose name tells nothing: inside of a Zarr folder, or with images."""
+    inside_zarr = any((path / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
+    if inside_zarr:
+        return next(kind for kind in FORMATS if kind.name == "Zarr")
+    return _FOLDER if path.is_dir() else None
+
+
+def _parts(text: str) -> tuple[Path, str]:
+    """Return the file and the name of the array in it, of 'FILE:NAME'."""
+    file, colon, inside = text.rpartition(":")
+    if colon and not Path(text).exists() and _find(Path(file)) is not None:
+        return Path(file).expanduser(), inside
+    return Path(text).expanduser(), ""
+
+
+def _is_there(kind: Format) -> bool:
+    return not kind.package or find_spec(kind.package) is not None
+
+
+def _choices(what: str) -> str:
+    kinds = [kind for kind in formats() if getattr(kind, what) is not None]
+    missing = sorted({kind.package for kind in kinds if not _is_there(kind)})
+    listed = ", ".join(f"{kind.name} ({' '.join(kind.suffixes)})" for kind in kinds)
+    return listed + (f"; {', '.join(missing)} not installed: pip install 'neondist[files]'" if missing else "")

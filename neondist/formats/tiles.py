@@ -1,0 +1,26 @@
+"""How large the pieces are that a new file is cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_CELLS = {1: 1 << 16, 2: 256, 3: 64}  # along each axis, by the number of spatial axes
+_MOST = 1 << 23  # bytes
+
+
+def default_chunks(shape: Sequence[int], axes: str, dtype: Any, wanted: int = 0) -> tuple[int, ...]:
+    """Return chunks of 256 x 256 or 64 x 64 x 64 cells with all channels, smaller where a cell has many bytes.
+
+    Those of fewer than `wanted` bytes become larger.
+    """
+    spatial = [axis for axis, name in enumerate(axes) if name in "ZYX"]
+    rank, cell = max(1, len(spatial)), shape[-1] * np.dtype(dtype).itemsize
+    side = _CELLS[rank]
+    while side > 16 and side**rank * cell > _MOST:
+        side //= 2
+    while (2 * side) ** rank * cell <= wanted:
+        side *= 2
+    return (*(min(n, side) if axis in spatial else 1 for axis, n in enumerate(shape[:-1])), shape[-1])

@@ -1,0 +1,264 @@
+"""Zarr 2 and 3, and OME-Zarr, by zarr: a file a chunk, so that ranks write packed arrays beside each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from math import ceil
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from ..errors import ConfigError, DataError, OutputError
+from .axes import Axes, Cells, guess, letters
+from .base import TileSource, agreed_on, faults, refused
+from .draft import DraftSink
+from .tiles import default_chunks
+
+METADATA = ("zarr.json", ".zarray", ".zgroup")
+_SMALL = 512  # cells along the longest axis of the last level of a pyramid
+_OLD_AXES = "tczyx"  # of versions that do not name them
+
+
+class ZarrSource(TileSource):
+    """An array of a Zarr folder, or the image of an OME-Zarr group with its levels."""
+
+    def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
+        import zarr
+
+        name = f"{path}:{inside}" if inside else str(path)
+        if ".." in inside.split("/"):
+            raise DataError(f"{name}: leads out of the folder; name an array in it")
+        with faults(name):
+            found: Any = zarr.open(str(path / inside.strip("/")), mode="r")
+            names: Any = None
+            scale, paths = None, [""]
+            if isinstance(found, zarr.Group):
+                found, image = _image(name, found)
+                names, scale, paths = _described(image)
+            at = paths[min(level, len(paths) - 1)]
+            if ".." in at.split("/"):
+                raise DataError(f"{name}: level {level} leads out of the folder; put back a good copy")
+            array = found[at] if at else found
+            if not isinstance(array, zarr.Array):
+                raise DataError(f"{name}: level {level} is no array; put back a good copy")
+            if "pickle" in str(array.metadata.to_dict()).lower():
+                raise DataError(f"{name}: is packed by pickle, which may run any program; write it again without")
+            names = names or getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
+            told = axes or (letters([str(one) for one in names]) if names else None)
+            self._array = array
+            super().__init__(
+                name,
+                told or guess(array.shape),
+                array.shape,
+                array.dtype,
+                array.chunks,
+                len(paths),
+                {"scale": scale} if scale else None,
+                named=told is not None,
+            )
+
+    def _read(self, cells: Cells) -> np.ndarray:
+        return np.asarray(self._array[cells])
+
+
+class ZarrSink(DraftSink):
+    """A new Zarr array; called .ome.zarr, an OME-Zarr image with a pyramid.
+
+    Parameters
+    ----------
+    ome : {'0.5', '0.4'}
+        The version of OME-Zarr; that of Zarr is then 3 or 2.
+    nearest : bool, optional
+        Whether lower resolutions take one cell of each 2 x 2, as maps of classes need, or their mean. Default: of
+        whole numbers one, of others the mean.
+    """
+
+    choices: ClassVar[dict[str, Any]] = {"ome": "0.5", "nearest": None}
+
+    def _make(self, like: TileSource | None) -> dict[str, Any]:
+        import zarr
+
+        ome, nearest = self._options["ome"], self._options["nearest"]
+        if self.path.is_dir() and not any((self.path / name).exists() for name in METADATA):
+            raise OutputError(f"{self.path}: is a folder, and no Zarr; choose another name")
+        if ome not in ("0.4", "0.5"):
+            raise ConfigError(f"ome: there is no version {ome!r} here; give '0.4' or '0.5'")
+        self.chunks = self.chunks or default_chunks(self.shape, self.axes, self.dtype, 1 << 20)
+        version: Literal[2, 3] = 3 if ome == "0.5" else 2
+        nearest = self.dtype.kind in "iub" if nearest is None else nearest
+        if not self.path.name.lower().endswith(".ome.zarr"):
+            self._create(str(self._part), self.axes, self.shape, self.chunks, version)
+            return {"axes": self.axes, "levels": [""], "nearest": nearest}
+        axes = "".join(name for name in "TCZYX" if name in self.axes and (name != "C" or self.shape[-1] > 1))
+        if "N" in self.axes:
+            raise ConfigError(f"{self.path}: OME-Zarr has no axis for samples; name it T, or the file .zarr")
+        group = zarr.open_group(str(self._part), mode="w", zarr_format=version)
+        halved, shape = self._halved(), list(self.shape)
+        levels: list[str] = []
+        while True:
+            to = Axes(axes)
+            self._create(f"{self._part}/{len(levels)}", axes, to.to_stored(shape), to.to_stored(self.chunks), version)
+            levels.append(str(len(levels)))
+            if max(shape[axis] for axis in halved) <= _SMALL:
+                break
+            shape = [ceil(n / 2) if axis in halved else n for axis, n in enumerate(shape)]
+        scale = (like.metadata.get("scale") if like is not None else None) or {}
+        image = _multiscales(axes, len(levels), {self.axes[axis] for axis in halved}, scale, self.path.name)
+        if ome == "0.4":
+            group.attrs["multiscales"] = [{"version": ome, **image}]
+        else:
+            group.attrs["ome"] = {"version": ome, "multiscales": [image]}
+        return {"axes": axes, "levels": levels, "nearest": nearest}
+
+    def flush(self) -> None:
+        """Nothing is held back: what was written is the system's to put on the disk."""
+
+    def _create(
+        self, path: str, axes: str, shape: Sequence[int], chunks: Sequence[int], version: Literal[2, 3]
+    ) -> None:
+        import zarr
+
+        names: Any = {"dimension_names": list(axes.lower())}
+        if version == 2:
+            names = {"attributes": {"_ARRAY_DIMENSIONS": list(axes.lower())}}
+        zarr.create_array(
+            path,
+            shape=tuple(shape),
+            chunks=tuple(chunks),
+            dtype=self.dtype,
+            fill_value=0,
+            zarr_format=version,
+            chunk_key_encoding={"name": "v2" if version == 2 else "default", "separator": "/"},
+            **names,
+        )
+
+    def _halved(self) -> list[int]:
+        """Return the axes whose extent halves from level to level: Y and X, and Z where it is not much shorter."""
+        extents = dict(zip(self.axes, self.shape, strict=True))
+        longest = max(extents.get("Y", 1), extents.get("X", 1))
+        kept = {"Y", "X", *("Z" if 2 * extents.get("Z", 0) >= longest else "")}
+        return [axis for axis, name in enumerate(self.axes) if name in kept]
+
+    def _attach(self, facts: dict[str, Any]) -> None:
+        import zarr
+
+        self._levels = [zarr.open_array(str(self._part / name), mode="r+") for name in facts["levels"]]
+        self._stored, self._nearest = Axes(facts["axes"]), facts["nearest"]
+        self._lock = os.open(str(self._part) + ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+
+    def _detach(self) -> None:
+        os.close(self._lock)
+
+    def _forget(self) -> None:
+        super()._forget()
+        Path(str(self._part) + ".lock").unlink(missing_ok=True)
+
+    def _name(self) -> None:
+        super()._name()
+        Path(str(self._part) + ".lock").unlink(missing_ok=True)
+
+    def _write(self, cells: Cells, array: np.ndarray) -> None:
+        target, stored, whole = self._levels[0], self._stored.to_file(array), self._stored.to_stored(cells)
+        for part, alone in _by_chunks(whole, target.chunks, target.shape):
+            inner = tuple(slice(p.start - c.start, p.stop - c.start) for p, c in zip(part, whole, strict=True))
+            if alone:
+                target[part] = stored[inner]
+            else:  # others may write the rest of these chunks
+                with _locked(self._lock):
+                    target[part] = stored[inner]
+
+    def _complete(self) -> None:
+        """Make the pyramid, every rank some chunks of each level."""
+        rank, size = (0, 1) if self.grid is None else (self.grid.rank, self.grid.size)
+        for finer, coarser in zip(self._levels, self._levels[1:], strict=False):
+            with agreed_on(self.grid), refused(self.path):
+                counts = [ceil(n / c) for n, c in zip(coarser.shape, coarser.chunks, strict=True)]
+                for number, place in enumerate(product(*map(range, counts))):
+                    if number % size == rank:
+                        bounds = zip(place, coarser.chunks, coarser.shape, strict=True)
+                        box = tuple(slice(at * c, min(n, at * c + c)) for at, c, n in bounds)
+                        coarser[box] = _half(finer, box, coarser.shape, self._nearest)
+
+
+def _image(name: str, group: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the group that has an image, and what describes that; or, of a group with one array, the array as such."""
+    for found in (group, *([group["0"]] if "0" in group else [])):
+        attributes = dict(found.attrs)
+        image = attributes.get("ome", attributes).get("multiscales")
+        if image:
+            return found, image[0]
+    arrays = [key for key, _ in group.arrays()]
+    if len(arrays) != 1:
+        choices = ", ".join(f"{name}:{key}" for key in arrays) or "it has none"
+        raise DataError(f"{name}: which data set? {choices}")
+    return group, {"datasets": [{"path": arrays[0]}], "axes": []}
+
+
+def _described(image: dict[str, Any]) -> tuple[list[str] | None, dict[str, float] | None, list[str]]:
+    """Return the names of the axes, the extent of a cell of the finest level by letter, and the paths of the levels."""
+    levels = [str(level["path"]) for level in image["datasets"]]
+    axes = image.get("axes", list(_OLD_AXES))
+    names = [str(axis["name"] if isinstance(axis, dict) else axis) for axis in axes]
+    for step in image["datasets"][0].get("coordinateTransformations", []):
+        if step.get("type") == "scale" and len(step["scale"]) == len(names):
+            return names, {name.upper(): float(n) for name, n in zip(names, step["scale"], strict=True)}, levels
+    return names or None, None, levels
+
+
+def _multiscales(axes: str, levels: int, halved: set[str], scale: dict[str, float], name: str) -> dict[str, Any]:
+    kinds = {"T": "time", "C": "channel"}
+    steps = [
+        [scale.get(axis, 1.0) * (2.0**level if axis in halved else 1.0) for axis in axes] for level in range(levels)
+    ]
+    return {
+        "name": name,
+        "axes": [{"name": axis.lower(), "type": kinds.get(axis, "space")} for axis in axes],
+        "datasets": [
+            {"path": str(level), "coordinateTransformations": [{"type": "scale", "scale": step}]}
+            for level, step in enumerate(steps)
+        ],
+    }
+
+
+def _by_chunks(cells: Cells, chunks: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[Cells, bool]]:
+    """Yield the parts of a box, and whether one covers its chunks: at most one that does, and slabs around it."""
+    rest = list(cells)
+    for axis, (chunk, n) in enumerate(zip(chunks, shape, strict=True)):
+        cut = rest[axis]
+        start = min(cut.stop, ceil(cut.start / chunk) * chunk)
+        stop = cut.stop if cut.stop == n else max(start, cut.stop // chunk * chunk)
+        for slab in (slice(cut.start, start), slice(stop, cut.stop)):
+            if slab.start < slab.stop:
+                yield (*rest[:axis], slab, *rest[axis + 1 :]), False
+        rest[axis] = slice(start, stop)
+    if all(cut.start < cut.stop for cut in rest):
+        yield tuple(rest), True
+
+
+def _half(finer: Any, box: Cells, shape: Sequence[int], nearest: bool) -> np.ndarray:
+    """Return a box of a level from the next finer one."""
+    factors = [1 if n == m else 2 for n, m in zip(finer.shape, shape, strict=True)]
+    bounds = zip(box, factors, finer.shape, strict=True)
+    cells = np.asarray(finer[tuple(slice(cut.start * f, min(n, cut.stop * f)) for cut, f, n in bounds)])
+    if nearest:
+        return cells[tuple(slice(None, None, f) for f in factors)]
+    cells = np.pad(cells, [(0, -n % f) for n, f in zip(cells.shape, factors, strict=True)], "edge")
+    split = [m for n, f in zip(cells.shape, factors, strict=True) for m in (n // f, f)]
+    mean: np.ndarray = cells.reshape(split).mean(axis=tuple(range(1, len(split), 2)), dtype=np.float64)
+    return mean.astype(cells.dtype)
+
+
+@contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    """Let one rank at a time write to chunks that several share."""
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)

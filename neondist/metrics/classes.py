@@ -1,0 +1,148 @@
+"""Metrics of classes: what was said against what is, counted per class."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from ..costs.labels import labels_of, tells_classes
+from .base import Found, Metric
+
+
+def as_classes(y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the scores of every class, (..., C), and the labels; None if targets are numbers to be met.
+
+    One output, the score of class 1, whose labels are 0 and 1, becomes those of two classes.
+    """
+    if y.shape[-1] == 1 and targets.dtype.kind in "iub" and targets.shape in (y.shape, y.shape[:-1]):
+        labels = targets.reshape(y.shape[:-1]).astype("i8")
+        if labels.size and not 0 <= labels.min() <= labels.max() <= 1:
+            return None
+        return np.concatenate([np.zeros_like(y), y], axis=-1), labels
+    if (y.shape[-1] == 1 and targets.dtype.kind == "f") or not tells_classes(y, targets):
+        return None
+    return y, labels_of(y, targets)
+
+
+class Accuracy(Metric):
+    """Share of samples (or cells) whose largest output is that of their label; a tie goes to the lower class.
+
+    Of one output, which is class 1 where it is above 0, labels are 0 and 1. NaN where targets are real numbers.
+    """
+
+    name = "accuracy"
+    larger_is_better = True
+
+    def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+        """Return the number of right answers and the number of answers."""
+        if (found := as_classes(y, targets)) is None:
+            return np.nan, prod(y.shape[:-1])
+        scores, labels = found
+        return float(np.count_nonzero(scores.argmax(axis=-1) == labels)), labels.size
+
+
+class ConfusionMatrix(Metric):
+    """How many samples (or cells) of each class were taken for which: a list of rows, one for each true class.
+
+    It equals `sklearn.metrics.confusion_matrix`. Of one output labels are 0 and 1. NaN where targets are real numbers.
+    """
+
+    name = "confusion_matrix"
+
+    def measure(self, y: np.ndarray, targets: np.ndarray) -> Any:
+        """Return the counts, row after row."""
+        classes = max(2, y.shape[-1])
+        if (found := as_classes(y, targets)) is None:
+            return np.full(classes**2, np.nan)
+        scores, labels = found
+        return np.bincount((labels * classes + scores.argmax(axis=-1)).ravel(), minlength=classes**2)
+
+    def result(self, sums: np.ndarray) -> dict[str, Found]:
+        """Return the matrix, of whole numbers."""
+        table = _square(sums)
+        return {self.name: float("nan") if np.isnan(table).any() else table.astype("i8").tolist()}
+
+
+class OfClasses(ConfusionMatrix):
+    """A score of each class, from the counts of right and wrong answers, as scikit-learn's.
+
+    Parameters
+    ----------
+    average : {'macro', 'micro'}
+        'macro': the mean over the classes, and beside it NAME_per_class, a list. 'micro', NAME_micro: of the counts of
+        all classes together. Classes that neither are nor were said anywhere have no score (NaN), and none in the mean;
+        a score of nothing else is 0.
+    """
+
+    larger_is_better = True
+    short: str
+
+    def __init__(self, average: Literal["macro", "micro"] = "macro") -> None:
+        self.average = average
+        self.name = self.short if average == "macro" else f"{self.short}_micro"
+
+    @abstractmethod
+    def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
+        """Return what is divided by what, given how many answers were right, how many said the class, and are it."""
+
+    def result(self, sums: np.ndarray) -> dict[str, Found]:
+        """Return the mean, and the score of each class."""
+        table = _square(sums)
+        counts = np.stack([np.diag(table), table.sum(axis=0), table.sum(axis=1)])
+        if self.average == "micro":
+            counts = counts.sum(axis=1, keepdims=True)
+        over, under = self.terms(*counts)
+        scores = np.where(under > 0, over / np.maximum(under, 1), 0.0) + 0 * over
+        scores[counts[1:].sum(axis=0) == 0] = np.nan
+        known = scores[~np.isnan(scores)]
+        bad = np.isnan(table).any() or not known.size
+        mean: dict[str, Found] = {self.name: float("nan") if bad else float(known.mean())}
+        return mean if self.average == "micro" else mean | {f"{self.name}_per_class": scores.tolist()}
+
+
+class IoU(OfClasses):
+    """Intersection over union: right / (said + true - right), as `sklearn.metrics.jaccard_score`."""
+
+    short = "iou"
+
+    def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
+        """Return the intersection and the union."""
+        return right, said + true - right
+
+
+class F1(OfClasses):
+    """2 right / (said + true), the harmonic mean of precision and recall (also Dice), as `sklearn.metrics.f1_score`."""
+
+    short = "f1"
+
+    def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
+        """Return twice the right ones, and all."""
+        return 2 * right, said + true
+
+
+class Precision(OfClasses):
+    """Share of right answers among those that said the class, as `sklearn.metrics.precision_score`."""
+
+    short = "precision"
+
+    def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
+        """Return the right ones, and those that said it."""
+        return right, said
+
+
+class Recall(OfClasses):
+    """Share of right answers among the samples (or cells) of the class, as `sklearn.metrics.recall_score`."""
+
+    short = "recall"
+
+    def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
+        """Return the right ones, and all of the class."""
+        return right, true
+
+
+def _square(sums: np.ndarray) -> np.ndarray:
+    side = round(len(sums) ** 0.5)
+    return sums.reshape(side, side)

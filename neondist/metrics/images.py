@@ -1,0 +1,100 @@
+"""Metrics of images that are to be alike: PSNR and SSIM."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Literal
+
+import numpy as np
+
+from ..errors import ShapeError
+from ..geometry import Window
+from ..registry.ranges import Positive
+from .base import PerSample
+from .outputs import Outputs
+
+
+class PSNR(PerSample):
+    """Peak signal-to-noise ratio in dB, the mean over the images, as `skimage.metrics.peak_signal_noise_ratio`.
+
+    Outputs and targets are (n, *spatial, C). Infinite for an image that is met exactly.
+
+    Parameters
+    ----------
+    data_range : float
+        The largest difference that values can have.
+    """
+
+    name = "psnr"
+    larger_is_better = True
+
+    def __init__(self, data_range: Positive = 1.0) -> None:
+        self.data_range = float(data_range)
+
+    def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
+        """Return the squared differences of each sample, summed, and their number."""
+        squares = ((y - targets) ** 2).reshape(len(y), prod(y.shape[1:]))
+        return np.stack([squares.sum(axis=1), np.full(len(y), squares.shape[1], "f8")], axis=1)
+
+    def of_samples(self, sums: np.ndarray) -> np.ndarray:
+        """Return 10 log10(data_range² / mean square)."""
+        with np.errstate(divide="ignore"):
+            return 10 * np.log10(self.data_range**2 * sums[:, 1] / sums[:, 0])
+
+
+class SSIM(PerSample):
+    """Structural similarity (Wang et al. 2004), the mean over all windows, channels and images.
+
+    It equals `skimage.metrics.structural_similarity` on whole images: windows of 7 cells along each axis, or with
+    'gaussian' weights of 11 (sigma 1.5, covariances of the population), which do not reach over the border. They do
+    reach over tiles: cells of other tiles come by a halo exchange.
+
+    Parameters
+    ----------
+    data_range : float
+        The largest difference that values can have.
+    weights : {'uniform', 'gaussian'}
+    """
+
+    name = "ssim"
+    larger_is_better = True
+
+    def __init__(self, data_range: Positive = 1.0, *, weights: Literal["uniform", "gaussian"] = "uniform") -> None:
+        self.data_range, self.weights = float(data_range), weights
+        x = np.arange(-5.0, 6.0)
+        self._filter = np.full(7, 1 / 7) if weights == "uniform" else np.exp(-(x**2) / (2 * 1.5**2))
+        self._filter /= self._filter.sum()
+
+    def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
+        """Return the similarities of each sample, summed over windows and channels, and their number."""
+        axes = range(1, y.ndim - 1)
+        window = Window((len(self._filter),) * len(axes), padding=0)
+        a, b = np.split(outputs.view(np.concatenate([y, targets], axis=-1), window), 2, axis=-1)
+        means = np.stack([a, b, a * a, b * b, a * b])
+        for axis in axes:
+            if means.shape[1 + axis] < len(self._filter):  # a tile of which no window is
+                return np.zeros((len(y), 2))
+            inner = means.shape[1 + axis] - len(self._filter) + 1
+            along = (slice(None),) * (1 + axis)
+            means = sum(w * means[(*along, slice(at, at + inner))] for at, w in enumerate(self._filter.tolist()))
+        ma, mb, aa, bb, ab = means
+        cells = len(self._filter) ** len(axes)
+        unbias = cells / (cells - 1) if self.weights == "uniform" else 1.0
+        va, vb, vab = (unbias * (both - one * two) for both, one, two in ((aa, ma, ma), (bb, mb, mb), (ab, ma, mb)))
+        c1, c2 = ((k * self.data_range) ** 2 for k in (0.01, 0.03))
+        found = (2 * ma * mb + c1) * (2 * vab + c2) / ((ma**2 + mb**2 + c1) * (va + vb + c2))
+        found = found.reshape(len(y), prod(found.shape[1:]))
+        return np.stack([found.sum(axis=1), np.full(len(y), found.shape[1], "f8")], axis=1)
+
+    def of_samples(self, sums: np.ndarray) -> np.ndarray:
+        """Return the means."""
+        return sums[:, 0] / sums[:, 1]
+
+    def check_outputs(self, y_shape: tuple[int, ...]) -> None:
+        """Raise ShapeError unless outputs are images, and larger than a window."""
+        super().check_outputs(y_shape)
+        if min(y_shape[:-1]) < len(self._filter):
+            raise ShapeError(
+                f"SSIM has windows of {len(self._filter)} cells, but outputs are {' x '.join(map(str, y_shape[:-1]))};"
+                " take PSNR, or leave it out"
+            )

@@ -1,0 +1,72 @@
+"""Where the outputs that metrics judge lie: which ranks have which cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..comm import ProcessGrid, Reductions
+from ..errors import ShapeError
+from ..geometry import Window
+from ..halo import GlobalArray
+
+
+class Outputs:
+    """Outputs of a model, over the ranks of a grid.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+    shape : tuple of int
+        (*spatial, C), global.
+    total : callable
+        Sums over all ranks what each counted in its own cells; None: there is one rank.
+    owns : bool
+        Whether this rank counts; False where another has the same outputs, and counts them.
+    """
+
+    def __init__(
+        self, grid: ProcessGrid, shape: Sequence[int], total: Callable[..., Any] | None = None, owns: bool = True
+    ) -> None:
+        self.grid, self.shape, self.owns = grid, tuple(shape), owns
+        self._total, self._views = total, dict[tuple[Window, int, bool], GlobalArray]()
+        self._reductions = Reductions(grid)
+
+    @classmethod
+    def of_one(cls, shape: Sequence[int]) -> Outputs:
+        """Return whole outputs on one rank."""
+        return cls(ProcessGrid.serial(), shape)
+
+    def total(self, sums: np.ndarray) -> np.ndarray:
+        """Return the sum over all ranks of what each counted over its own cells; collective."""
+        return sums if self._total is None else self._total(sums, replicas=True)
+
+    def total_of_samples(self, sums: np.ndarray) -> np.ndarray:
+        """Return the sum over all samples of what every rank of a replica has alike; collective."""
+        return self._reductions.allreduce("world", sums if self.grid.tile == 0 else np.zeros_like(sums))
+
+    def over_tiles(self, shape: Sequence[int], sums: np.ndarray) -> np.ndarray:
+        """Return the sum over the tiles that outputs of a local shape belong to; collective over the tiles."""
+        return self._reductions.allreduce("tiles", sums.copy()) if self._cut(shape) else sums
+
+    def view(self, tile: np.ndarray, window: Window) -> np.ndarray:
+        """Return the cells that a window needs of an array over this rank's outputs, halo included; collective."""
+        cut = self._cut(tile.shape)
+        key = window, tile.shape[-1], cut
+        if key not in self._views:
+            grid = self.grid if cut else ProcessGrid.serial()
+            self._views[key] = GlobalArray(
+                grid, (grid.replicas, *self.shape[:-1], tile.shape[-1]), window, dtype=str(tile.dtype)
+            )
+        return self._views[key].get_fprop_view(tile)
+
+    def _cut(self, shape: Sequence[int]) -> bool:
+        """Tell whether outputs of a local shape are a tile, and not the whole."""
+        extent, local = self.shape[:-1], tuple(shape[1:-1])
+        if self.grid.shape.tiles == 1 or not extent:
+            return False
+        if local == self.grid.tile_box(extent).shape and self.owns:
+            return True
+        raise ShapeError(f"outputs of spatial shape {local} are no tiles of {extent}, which this metric needs")

@@ -1,0 +1,130 @@
+"""The area under the receiver operating characteristic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from ..registry.ranges import Count
+from .base import Found, Meter, Metric
+from .classes import as_classes
+from .outputs import Outputs
+
+MOST = 1 << 24
+"""Distinct scores of a class that are counted."""
+
+
+class ROCAUC(Metric):
+    """Area under the ROC curve of each class against the rest, as `sklearn.metrics.roc_auc_score`.
+
+    Scores are those of the softmax; of two classes there is one area, that of class 1, and so of one output with labels
+    0 and 1; of more, the mean over the classes ('ovr', 'macro') and `roc_auc_per_class`. NaN for a class that all
+    samples (or cells) are of, or none, and in the mean these are left out; NaN where targets are real numbers.
+
+    Parameters
+    ----------
+    bins : int, optional
+        Round probabilities to so many values. Default: they are not, and the area is exact.
+
+    Raises
+    ------
+    DataError
+        At the end of an evaluation, if there are too many distinct scores. A rank holds 24 bytes for each score and
+        class, at the end those of all ranks: with `bins` at most as many as these, else at most 16.8 million.
+    """
+
+    name = "roc_auc"
+    larger_is_better = True
+
+    def __init__(self, *, bins: Count | None = None) -> None:
+        self.bins = bins
+
+    def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+        """Return the area of what is given alone, and 1; areas do not add up."""
+        meter = _Areas(self, Outputs.of_one(y.shape[1:]))
+        meter.add(y, targets)
+        return float(np.asarray(meter.result()[self.name])), 1
+
+    def meter(self, outputs: Outputs) -> Meter:
+        """Return what counts scores over one evaluation."""
+        return _Areas(self, outputs)
+
+    def scores(self, y: np.ndarray) -> np.ndarray:
+        """Return log(p / (1 - p)) of every class, in float64, or of two that of class 1; in bins, p rounded down."""
+        y = y.astype("f8")
+        if y.shape[-1] == 2:
+            found = y[..., 1:] - y[..., :1]
+        else:
+            rest = np.repeat(y[..., None, :], y.shape[-1], axis=-2)
+            rest[..., np.arange(y.shape[-1]), np.arange(y.shape[-1])] = -np.inf
+            top = rest.max(axis=-1, keepdims=True)
+            found = y - top[..., 0] - np.log(np.exp(rest - top).sum(axis=-1))
+        if self.bins is None:
+            return found
+        return np.floor(self.bins / (1 + np.exp(-np.clip(found, -700, 700))))
+
+
+class _Areas(Meter):
+    """Counts positives and negatives of each distinct score."""
+
+    metric: ROCAUC
+
+    def __init__(self, metric: ROCAUC, outputs: Outputs) -> None:
+        super().__init__(metric, outputs)
+        self.tables: list[np.ndarray] | None = None  # (3, scores) of each class: score, positives, negatives
+        self.suits = self.fits = True
+
+    def add(self, y: Any, targets: Any) -> None:
+        found = as_classes(y, targets)
+        self.suits &= found is not None
+        if found is None or not (self.suits and self.fits):
+            return
+        scores, labels = (array.reshape(-1, *array.shape[y.ndim - 1 :]) for array in found)
+        columns = self.metric.scores(scores).T
+        first = scores.shape[-1] - len(columns)  # of two classes, the scores are those of class 1
+        new = [_counted(column, labels == first + at) for at, column in enumerate(columns)]
+        self.tables = new if self.tables is None else [_merged(pair) for pair in zip(self.tables, new, strict=True)]
+        self.fits = all(table.shape[1] <= MOST for table in self.tables)
+
+    def result(self) -> dict[str, Found]:
+        outputs = self.outputs
+        counts = outputs.owns and (len(outputs.shape) > 1 or outputs.grid.tile == 0)
+        mine = self.tables if counts and self.suits and self.fits else None
+        told = outputs.grid.world.allgather((self.suits, self.fits, mine))
+        suit, fit, tables = zip(*told, strict=True)
+        known = [table for table in tables if table is not None]
+        if not all(suit) or (all(fit) and not known):
+            return {self.metric.name: float("nan")}
+        merged = [_merged(each) for each in zip(*known, strict=True)] if all(fit) else []
+        if not merged or max(table.shape[1] for table in merged) > MOST:
+            raise DataError(
+                f"ROCAUC: more than {MOST:,} distinct scores, which would not fit into memory; round them: bins: 65536"
+            ).on_all_ranks()
+        areas = np.array([_area(*table) for table in merged])
+        if len(areas) == 1:
+            return {self.metric.name: float(areas[0])}
+        some = areas[~np.isnan(areas)]
+        return {
+            self.metric.name: float(some.mean()) if some.size else float("nan"),
+            f"{self.metric.name}_per_class": areas.tolist(),
+        }
+
+
+def _counted(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
+    return _merged([np.stack([scores, positive.astype("f8"), (~positive).astype("f8")])])
+
+
+def _merged(tables: Any) -> np.ndarray:
+    """Return one table of distinct scores, sorted."""
+    scores, *counts = np.concatenate(list(tables), axis=1)
+    distinct, at = np.unique(scores, return_inverse=True)
+    return np.stack([distinct, *(np.bincount(at.ravel(), count, len(distinct)) for count in counts)])
+
+
+def _area(scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray) -> float:
+    """Return the share of pairs of a positive and a negative in which the positive's score is larger; a tie is half."""
+    pairs = positives.sum() * negatives.sum()
+    below = np.cumsum(negatives) - negatives / 2
+    return float((positives * below).sum() / pairs) if pairs and not np.isnan(scores).any() else float("nan")

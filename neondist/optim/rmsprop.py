@@ -1,0 +1,79 @@
+"""RMSprop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..namespace import namespace
+from ..registry.ranges import NotNegative, Positive, Share
+from .base import Optimizer
+
+
+class RMSprop(Optimizer):
+    """Gradients over the root of their running mean square (Hinton 2012), as `torch.optim.RMSprop`.
+
+    Parameters
+    ----------
+    learning_rate : float
+        Length of a step.
+    alpha : float
+        Memory of the running mean of the squares, in [0, 1).
+    momentum : float
+        Share of the last step's direction that is kept, in [0, 1).
+    centered : bool
+        Divide by the standard deviation instead.
+    eps : float
+        Added to the root, against division by zero; above 0.
+    **kwargs
+        weight_decay, decay_all, clip_norm, ema and schedule, as in Optimizer.
+    """
+
+    def __init__(
+        self,
+        learning_rate: NotNegative = 0.01,
+        *,
+        alpha: Share = 0.99,
+        momentum: Share = 0.0,
+        centered: bool = False,
+        eps: Positive = 1e-8,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(learning_rate, **kwargs)
+        self.alpha, self.momentum, self.centered, self.eps = float(alpha), float(momentum), centered, float(eps)
+        self.slot_names = ("square", *(["mean"] if centered else []), *(["momentum"] if momentum else []))
+
+    def apply(
+        self,
+        params: Any,
+        grads: Any,
+        slots: dict[str, Any],
+        scratch: Any,
+        rate: float,
+        step: int,
+    ) -> None:
+        """Change one block in place."""
+        xp, square = namespace(params), slots["square"]
+        square *= self.alpha
+        xp.multiply(grads, grads, out=scratch)
+        scratch *= 1.0 - self.alpha
+        square += scratch
+        if self.centered:
+            mean = slots["mean"]
+            mean *= self.alpha
+            xp.multiply(grads, 1.0 - self.alpha, out=scratch)
+            mean += scratch
+            xp.multiply(mean, mean, out=scratch)
+            xp.subtract(square, scratch, out=scratch)
+            xp.sqrt(scratch, out=scratch)
+        else:
+            xp.sqrt(square, out=scratch)
+        scratch += self.eps
+        xp.divide(grads, scratch, out=scratch)
+        if self.momentum:
+            buf = slots["momentum"]
+            buf *= self.momentum
+            buf += scratch
+            xp.multiply(buf, rate, out=scratch)
+        else:
+            scratch *= rate
+        params -= scratch

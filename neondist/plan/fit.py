@@ -1,0 +1,153 @@
+"""A plan is compiled; where it does not fit into memory, that of the stream that computes least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+from ..errors import ConfigError, UserError
+from ..geometry import GridShape, split
+from ..layers import Layer, Sequential
+from ..memory import words
+from .graph import Lowering, of_layer
+from .layer import LayerPlan
+from .plan import Plan, Training
+from .planner import PASSES, operations
+from .segments import Found, find_regions
+from .stream import Stream, can_stream
+
+Shape = tuple[int, ...]
+
+
+def compile_plan(
+    chain: Sequential, input_shape: Shape, grid: GridShape, batch_size: int | None, training: Training
+) -> Plan:
+    """Return the plan of a chain of layers.
+
+    Parameters
+    ----------
+    batch_size : int, optional
+        Global; default: one sample for each replica, of which no planner of segments knows.
+
+    Raises
+    ------
+    UserError
+        A layer does not fit; the error names it, and carries it as `subject`.
+    """
+    graph = Lowering(chain.layers, input_shape).graph
+    samples = None if batch_size is None else max(1, split(batch_size, grid.replicas, 0)[1])
+    with _named(chain):
+        regions = find_regions(chain, graph, grid, samples)
+
+    def planned(stream: Stream | None = None) -> Plan:
+        whole, found = graph, regions
+        if stream is not None:
+            whole, found = stream.beside(graph), regions | stream.regions
+        plans = []
+        for step in whole.steps:
+            if (layer := step.layer) is not None:
+                shapes, gradient = (whole.shapes[step.inputs[0]], whole.shapes[step.output]), 0 not in step.inputs
+                tiles, moved = found.get(id(layer), (None, None)), whole.redistributions(step, gradient)
+                with _named(chain, layer):
+                    plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, moved))
+        return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream)
+
+    plan = planned()
+    return plan if training.memory is None else fitted(plan, planned, regions)
+
+
+def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Plan:
+    """Return the plan, or that of a stream, which computes least of those that fit into the memory that there is.
+
+    Where the rows of a strip are asked for, of the longest stream.
+
+    Parameters
+    ----------
+    planned : callable
+        Returns the plan with a stream.
+    regions : as `find_regions` returns them
+
+    Raises
+    ------
+    ConfigError
+        None fits: it names the layer that needs most, and the least that would do.
+    """
+    limit, rows = plan.training.memory, plan.training.strips
+    assert limit is not None
+    least = [(plan.needed, plan)]
+    found = [(_work(plan), plan)] if least[0][0] <= limit else []
+    if found and rows is None:
+        return plan
+    for nodes in range(len(plan.graph.ends) - 1, 0, -1):
+        if not can_stream(plan.graph, nodes, plan.grid, regions):
+            continue
+        for sparing in (True, False):
+            count, made = _in_strips(plan, nodes, planned, limit, None if rows == "auto" else rows, sparing)
+            if count <= limit:
+                if rows is not None:
+                    return made
+                found.append((_work(made), made))
+            least.append((count, made))
+    if found:
+        return min(found, key=lambda pair: pair[0])[1]
+    count, made = min(least, key=lambda pair: pair[0])
+    layer = max(made.layers, key=lambda each: max(box.size for box in each.kept) * each.input_shape[-1])
+    raise ConfigError(
+        f"memory: a rank may use {words(limit)}, but needs {words(count)} at least, most of it for layer"
+        f" '{layer.name}'; give more memory, or use more ranks or smaller batches"
+    )
+
+
+def _in_strips(
+    plan: Plan, nodes: int, planned: Callable[[Stream], Plan], limit: int, rows: int | None, sparing: bool
+) -> tuple[int, Plan]:
+    """Return the plan with so many nodes in as few strips as fit, or of so many rows, and the bytes that it needs.
+
+    Parameters
+    ----------
+    sparing : bool
+        Whether of all strips what spares them work is kept, or of as many as there is room for.
+    """
+    most = Stream.of(plan.graph, nodes, plan.grid, 1).rows
+    strips = 1 if rows is None else -(-most // rows)
+    while True:
+        made = planned(Stream.of(plan.graph, nodes, plan.grid, strips, strips * sparing))
+        count, streamed = made.needed, made.streamed
+        room = limit - (count - streamed)  # for strips, beside what else there is
+        if count <= limit or room <= 0 or strips >= most or rows is not None:
+            break
+        strips = min(most, max(strips + 1, int(strips * streamed / room)))
+    if sparing or count > limit:
+        return count, made
+    found = [(count, made)]
+    for strips in {min(most, strips * times) for times in ((1, 2, 4) if rows is None else (1,))}:
+        all_spared, none = (planned(Stream.of(plan.graph, nodes, plan.grid, strips, n)) for n in (strips, 0))
+        least = none.needed
+        few = int(strips * (limit - least) / max(1, all_spared.needed - least))
+        made = planned(Stream.of(plan.graph, nodes, plan.grid, strips, few))
+        found.append((made.needed, made))
+    return min(found, key=lambda pair: (pair[0] > limit, _work(pair[1])))
+
+
+def _work(plan: Plan) -> float:
+    """Return the multiplications of a sample in a training step."""
+    stream = plan.stream
+    steps = 0 if stream is None else len(stream.graph.steps)
+    behind = {id(step.layer) for step in plan.graph.steps[steps:]}
+    layers = [each for each in plan if id(each.layer) in behind]
+    beside = sum(prod(each.output_shape[:-1]) * operations(each.layer, each.input_shape) for each in layers)
+    return PASSES * beside + (0 if stream is None else stream.work)
+
+
+@contextmanager
+def _named(chain: Sequential, layer: Layer | None = None) -> Iterator[None]:
+    """Put the layer that an error is about, by default its subject, in front of the message."""
+    try:
+        yield
+    except UserError as error:
+        about: Any = layer or error.subject
+        if about is None:
+            raise
+        raise of_layer(error, next(i for i, node in enumerate(chain.layers) if about in node.leaves), about) from error

@@ -1,0 +1,119 @@
+"""checkpoint_best.h5: the best epoch so far by one number of the records; and the end, when none is better for long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...console import say
+from ...errors import ConfigError
+from ...io.output import BEST
+from ...metrics import Metric
+from ...registry import Registered, suggest
+from ...registry.ranges import Count, NotNegative
+from ..state import Record, TrainState
+from .checkpoint import Checkpoint
+from .hook import Hook
+
+
+class Best(Registered):
+    """Which epoch is the best, and for how long to wait for a better one.
+
+    Parameters
+    ----------
+    number : str, optional
+        Its name in metrics.jsonl, such as validation_loss, test_error or validation_iou. Default: the loss of the
+        validation split, or of the test split where there is no other.
+    patience : int, optional
+        The run ends after so many epochs without a better one; default: never.
+    min_change : float
+        By how much a better number is better, at least 0.
+    """
+
+    def __init__(
+        self, number: str | None = None, *, patience: Count | None = None, min_change: NotNegative = 0.0
+    ) -> None:
+        self.number, self.patience, self.min_change = number, patience, float(min_change)
+
+    def check(self, metrics: Sequence[Metric]) -> None:
+        """Raise ConfigError if no record has the number."""
+        if self.number is not None and self.number not in (known := _numbers(metrics)):
+            raise ConfigError(f"number: '{self.number}' is in no record{suggest(self.number, known)}")
+
+    def check_splits(self, splits: Sequence[str]) -> None:
+        """Raise ConfigError if the number is of a validation split that the data set does not have."""
+        if (self.number or "").startswith("validation_") and "validation" not in splits:
+            error = ConfigError(
+                f"number: there is no '{self.number}', since the data set has no validation split; give the data set"
+                " validation: 0.1, or take a number of the test split"
+            )
+            error.subject = self
+            raise error.on_all_ranks()
+
+    def epoch(self, history: Sequence[Record], metrics: Sequence[Metric]) -> int:
+        """Return the number of the best epoch, 0 if there is none; the first of equal ones."""
+        name = self.number or (f"{history[-1].selection}_loss" if history else "")
+        sign = -1.0 if name in {key for key, larger in _numbers(metrics).items() if larger} else 1.0
+        best, found = math.inf, 0
+        for record in history:
+            value = record.get(name)
+            if isinstance(value, int | float) and sign * value < best - (self.min_change if found else 0.0):
+                best, found = sign * value, record["epoch"]
+        return found
+
+    def stalled(self, history: Sequence[Record], metrics: Sequence[Metric]) -> str:
+        """Return why a run with these records ends now; '' if it does not."""
+        if self.patience is None or not history:
+            return ""
+        best, last = self.epoch(history, metrics), history[-1]["epoch"]
+        if last - best < self.patience:
+            return ""
+        name = self.number or f"{history[-1].selection}_loss"
+        return f"no better {name} since epoch {best}: the run ends after epoch {last}"
+
+
+class KeepBest(Hook):
+    """Write a checkpoint whenever an epoch is the best so far, and end a run that gets no better.
+
+    Parameters
+    ----------
+    best : Best
+    metrics : sequence of Metric
+        Those that are measured.
+    folder : path, optional
+        Default: nothing is written.
+    resolved : str, optional
+        Text of the experiment, kept in the file.
+    """
+
+    def __init__(
+        self, best: Best, metrics: Sequence[Metric], folder: Path | None = None, resolved: str | None = None
+    ) -> None:
+        self.best, self.metrics = best, metrics
+        self.checkpoint = None if folder is None else Checkpoint(folder / BEST, resolved=resolved)
+
+    def begin(self, run: TrainState) -> None:
+        """End a run that goes on from where it was over, before anybody counts its epochs."""
+        self.best.check_splits(list(run.dataset.splits))
+        if why := self.best.stalled(run.history, self.metrics):
+            run.epochs = run.epoch
+            run.notes.append(f"{why}; raise patience of best to train on")
+
+    def after_epoch(self, run: TrainState) -> None:
+        """Write, if it is the best; end, if there has been none for long."""
+        if self.checkpoint is not None and self.best.epoch(run.history, self.metrics) == run.epoch:
+            self.checkpoint.save(run)
+        if why := self.best.stalled(run.history, self.metrics):
+            run.epochs = run.epoch
+            if run.first_rank:
+                say(why)
+
+
+def _numbers(metrics: Sequence[Metric]) -> dict[str, bool]:
+    """Return the names of all numbers, and whether a larger one is better."""
+    found = {f"{split}_{number}": False for split in ("validation", "test") for number in ("loss", "error")}
+    found["train_loss"] = False
+    for metric in metrics:
+        found |= dict.fromkeys((metric.name, f"validation_{metric.name}"), metric.larger_is_better)
+    return found

@@ -1,0 +1,163 @@
+"""Records of epochs for other programs to show: TensorBoard and MLflow, both in local files."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ...comm import all_or_none
+from ...errors import ConfigError, MissingPackageError
+from ...registry import Registered
+from ..state import Record, TrainState, without_nan
+from .hook import Hook
+
+
+class Logger(Registered, Hook):
+    """Gives every epoch's numbers, on rank 0, to another program; those of classes one by one, as NAME/0.
+
+    Parameters
+    ----------
+    folder : path, optional
+        Where they are written; default: in the folder of the run.
+    """
+
+    module: str
+    name: str
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = self.place = None if folder is None else Path(folder)
+
+    def within(self, folder: Path | None) -> None:
+        """Take note of the folder of the run; ConfigError if there is none to write to."""
+        self.place = self.folder or (None if folder is None else folder / self.name)
+        if self.place is None:
+            raise ConfigError(f"{type(self).__name__}: folder: the run has none; give output, or a folder here")
+
+    def check(self) -> None:
+        """Raise MissingPackageError if the package is not there."""
+        try:
+            import_module(self.module)
+        except ImportError:
+            who = type(self).__name__
+            raise MissingPackageError(f"{who} needs {self.module}: pip install 'neondist[loggers]'") from None
+
+    def before_run(self, run: TrainState) -> None:
+        """Begin, with the epochs that the run continues from."""
+        with all_or_none(run.grid.world):
+            if run.first_rank:
+                self.begin(run)
+                for record in run.history:
+                    self.write(record)
+
+    def after_epoch(self, run: TrainState) -> None:
+        """Write the epoch's numbers."""
+        with all_or_none(run.grid.world):
+            if run.first_rank:
+                self.write(run.history[-1])
+
+    def after_run(self, run: TrainState) -> None:
+        """Let go of the files."""
+        if run.first_rank:
+            self.end()
+
+    def on_stop(self, run: TrainState) -> None:
+        """Let go of the files."""
+        self.after_run(run)
+
+    def on_error(self, run: TrainState, error: BaseException) -> None:
+        """Let go of the files."""
+        self.after_run(run)
+
+    @abstractmethod
+    def begin(self, run: TrainState) -> None:
+        """Open the files anew."""
+
+    @abstractmethod
+    def write(self, record: Record) -> None:
+        """Write the numbers of an epoch."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Close the files."""
+
+
+class TensorBoard(Logger):
+    """Event files that `tensorboard --logdir FOLDER` shows, by tensorboardX; the step is the epoch.
+
+    Parameters
+    ----------
+    folder : path, optional
+        Default: 'tensorboard' in the folder of the run.
+    """
+
+    module, name = "tensorboardX", "tensorboard"
+    writer: Any = None
+
+    def begin(self, run: TrainState) -> None:
+        """Open a new event file; what an earlier one has of later epochs is not shown."""
+        self.writer = import_module(self.module).SummaryWriter(str(self.place), purge_step=0)
+
+    def write(self, record: Record) -> None:
+        """Write all numbers."""
+        for name, value in numbers(record):
+            self.writer.add_scalar(name, value, record["epoch"])
+        self.writer.flush()
+
+    def end(self) -> None:
+        """Close the file."""
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+
+STORE = "mlflow.db"
+
+
+class MLflow(Logger):
+    """A run in a local store of MLflow, which `mlflow ui --backend-store-uri sqlite:///FILE` shows.
+
+    Parameters
+    ----------
+    folder : path, optional
+        Of the store, mlflow.db. Default: 'mlflow' in the folder of the run.
+    """
+
+    module, name = "mlflow", "mlflow"
+    client: Any = None
+
+    def begin(self, run: TrainState) -> None:
+        """Begin a new run."""
+        assert self.place is not None
+        self.place.mkdir(parents=True, exist_ok=True)
+        self.client = import_module(self.module).MlflowClient(tracking_uri=f"sqlite:///{self.place.resolve() / STORE}")
+        self.number = self.client.create_run("0", run_name=self.place.resolve().parent.name).info.run_id
+
+    def write(self, record: Record) -> None:
+        """Write all numbers."""
+        for name, value in numbers(record):
+            self.client.log_metric(self.number, name, value, step=record["epoch"])
+
+    def end(self) -> None:
+        """End the run."""
+        if self.client is not None:
+            self.client.set_terminated(self.number)
+            self.client = None
+
+
+def numbers(record: Record) -> Iterator[tuple[str, float]]:
+    """Yield all numbers of a record by name, those of lists too; what is not finite is left out."""
+    for name, value in record.items():
+        for place, one in _each(name, without_nan(value)):
+            if name != "epoch" and type(one) in (int, float):
+                yield place, one
+
+
+def _each(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, list):
+        yield name, value
+        return
+    for at, one in enumerate(value):
+        yield from _each(f"{name}/{at}", one)

@@ -1,0 +1,119 @@
+"""Images in a file, of any size, as a network takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...data.base import normalised
+from ...errors import DataError
+from ...formats import TileSource, open_source
+from ...geometry import Box
+from ...io.hdf5 import state
+
+SPATIAL = "ZYX"
+
+
+class Images:
+    """The samples (N, *spatial, C) of a source; what axes it has beside those are samples one after the other.
+
+    Parameters
+    ----------
+    source : TileSource
+    sample_shape : (*spatial, C)
+        Of the images that the network was trained on: their axes and channels matter.
+    factor, offset : sequence of float
+        What makes of a raw value what the network was trained on.
+
+    Attributes
+    ----------
+    shape : (N, *spatial, C)
+    lead : tuple of int
+        Extents of the source's axes that are samples; () if it is one image.
+    """
+
+    def __init__(
+        self, source: TileSource, sample_shape: Sequence[int], factor: Sequence[float], offset: Sequence[float]
+    ) -> None:
+        self.source, self.factor, self.offset = source, factor, offset
+        ndim, channels = len(sample_shape) - 1, sample_shape[-1]
+        first = len(source.shape) - 1 - ndim
+        if first < 0 or not set(source.axes[first:-1]) <= set(SPATIAL) or source.shape[-1] != channels:
+            raise _misfit(source, sample_shape)
+        self.lead = source.shape[:first]
+        self.shape = prod(self.lead), *source.shape[first:]
+
+    def read(self, samples: range, box: Box, dtype: Any) -> np.ndarray:
+        """Return the cells of a box of consecutive samples (n, *box, C), as the network was trained on them."""
+        return normalised(self.raw(samples, box.slices), self.factor, self.offset, dtype)
+
+    def raw(self, samples: range, cells: Sequence[slice]) -> np.ndarray:
+        """Return the same as they are in the file."""
+        shape = [cut.stop - cut.start for cut in cells]
+        found = np.empty((len(samples), *shape, self.shape[-1]), self.source.dtype)
+        for at in range(1 if self.stacked else len(samples)):
+            part = samples if self.stacked else samples[at : at + 1]
+            read = self.source.read((*self.places(part), *cells, slice(0, self.shape[-1])))
+            found[slice(None) if self.stacked else at] = read.reshape(found[at : at + len(part)].shape)
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        self.source.close()
+
+    def places(self, samples: range) -> tuple[slice, ...]:
+        """Return where consecutive samples lie in the axes that are samples: one, where there is more than one axis."""
+        if len(self.lead) == 1:
+            return (slice(samples.start, samples.stop),)
+        place = np.unravel_index(samples.start, self.lead) if self.lead else ()
+        return tuple(slice(int(at), int(at) + 1) for at in place)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether several samples are one box of the source."""
+        return len(self.lead) == 1
+
+    def identity(self) -> list[Any]:
+        """Return what changes if the file does."""
+        path = Path(self.source.path)
+        files = sorted(path.iterdir())[:1000] if path.is_dir() else [path]
+        return [str(path), list(self.source.shape), str(self.source.dtype), [state(file) for file in files]]
+
+
+def open_images(
+    path: str | Path, sample_shape: Sequence[int], factor: Sequence[float] = (1,), offset: Sequence[float] = (0,)
+) -> Images:
+    """Return the images of a file; where it does not name its axes they follow from what the network takes.
+
+    Raises
+    ------
+    DataError
+        It is missing, damaged, of an unknown kind, or of another number of axes or channels.
+    """
+    source = open_source(path)
+    if not source.named:
+        shape = source.shape if "C" in source.stored.stored else source.shape[:-1]
+        source.close()
+        axes, channels = SPATIAL[3 - (len(sample_shape) - 1) :], sample_shape[-1]
+        choices = [f"N{axes}C", f"{axes}C"] if shape[-1] == channels else []
+        choices += [f"N{axes}", axes] if channels == 1 else []
+        fits = [choice for choice in choices if len(choice) == len(shape)]
+        if not fits:
+            raise _misfit(source, sample_shape, shape)
+        source = open_source(path, axes=fits[0])
+    try:
+        return Images(source, sample_shape, factor, offset)
+    except DataError:
+        source.close()
+        raise
+
+
+def _misfit(source: TileSource, sample_shape: Sequence[int], shape: Sequence[int] | None = None) -> DataError:
+    wanted = ", ".join(["N", *"DHW"[4 - len(sample_shape) :], str(sample_shape[-1])])
+    held = f"an array of shape {list(source.shape if shape is None else shape)}"
+    named = f" ({source.axes})" if shape is None else ""
+    return DataError(f"{source.path}: holds {held}{named}; the model takes ({wanted})")

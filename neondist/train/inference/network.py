@@ -1,0 +1,85 @@
+"""A network with a checkpoint's weights, ready for images of any size."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...comm import ProcessGrid, all_or_none
+from ...errors import DataError
+from ...io.checkpoint import opened
+from ...io.checkpoint.checksum import BLOCK
+from ...io.checkpoint.texts import of_kind, plain_json, whole
+from ...registry import Registered
+from ..experiment import FitExperiment
+from ..validate import grid_shape_of
+from ..weights import take_weights
+from .images import Images, open_images
+from .routes import Route, choose
+
+_EXECUTION = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
+
+
+@contextmanager
+def network(
+    experiment: FitExperiment,
+    checkpoint: str | Path,
+    source: str | Path,
+    grid: ProcessGrid,
+    block: int | None,
+    before: list[Any] | None,
+) -> Iterator[tuple[Route, Images, dict[str, str]]]:
+    """Yield the route that a network with a checkpoint's weights goes, its images, and what both are; collective."""
+    model, world, path = experiment.model, grid.world, Path(checkpoint)
+    with all_or_none(world):
+        grid_shape_of(experiment, grid.size)
+    with opened(path, world) as file:
+        factor, offset, sample_shape = normalisation(path, file.facts.texts)
+        with all_or_none(world):
+            images = open_images(source, sample_shape, factor, offset)
+        with closing(images):
+            with all_or_none(world):
+                route = choose(model, images, grid, experiment.batch_size, block, before)
+            take_weights(file, model)
+            said = {"checkpoint": _identity(path), "network": hashlib.sha256(_text(model).encode()).hexdigest()[:16]}
+            yield route, images, said
+
+
+def normalisation(path: Path, texts: dict[str, str]) -> tuple[list[float], list[float], tuple[int, ...]]:
+    """Return how the images of training were normalised, and the shape of one; the same on every rank."""
+    try:
+        facts = plain_json(texts["images"], dict)
+        shape = tuple(whole("'shape'", n, 1) for n in of_kind("'shape'", facts["shape"], list))
+        return _channels(facts, "factor", shape), _channels(facts, "offset", shape), shape
+    except (KeyError, ValueError) as problem:
+        raise DataError(f"{path}: does not say what its images were ({problem}); name another file") from None
+
+
+def _channels(facts: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[float]:
+    """Return the finite numbers of one name: one, or one for each channel."""
+    numbers = of_kind(f"'{name}'", facts[name], list)
+    if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):
+        raise ValueError(f"'{name}' are no numbers")
+    if len(numbers) not in (1, *shape[-1:]):
+        raise ValueError(f"'{name}' has {len(numbers)} numbers")
+    return numbers
+
+
+def _identity(path: Path) -> str:
+    """Return the first block of a checkpoint, which has its checksum."""
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(BLOCK)).hexdigest()[:16]
+
+
+def _text(value: Any) -> str:
+    """Return what the outputs of a network depend on, beside its weights."""
+    if isinstance(value, Registered):
+        given = {name: _text(one) for name, one in value.arguments().items() if name not in _EXECUTION}
+        return f"{type(value).__name__}({given})"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_text(one) for one in value)}]"
+    return str(getattr(value, "__qualname__", value))

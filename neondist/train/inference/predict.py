@@ -1,0 +1,223 @@
+"""The outputs of a checkpoint's network for images of any size, written part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...comm import ProcessGrid, all_or_none
+from ...errors import OutputError
+from ...formats import TileSink, create_sink
+from ...io.files import partial as unfinished
+from ...io.journal import Journal
+from ..experiment import FitExperiment
+from .images import Images
+from .network import network
+from .progress import Progress
+from .results import channels_of, check_kinds, dtype_of, paths_of, result
+from .routes import Route
+
+
+def predict(
+    experiment: FitExperiment,
+    checkpoint: str | Path,
+    source: str | Path,
+    target: str | Path,
+    grid: ProcessGrid | None = None,
+    classes: bool = False,
+    *,
+    probabilities: bool = False,
+    raw: bool = False,
+    block: int | None = None,
+    overwrite: bool = False,
+) -> tuple[int, ...]:
+    """Write the outputs of a checkpoint's network for images of any size; return their whole shape; collective.
+
+    Raw values are treated as the training images were: the checkpoint knows how they were normalised, so the data set
+    need not be there. Where the network fits into memory with whole images, each rank has its tile of them; else it
+    goes in blocks of the output, each computed from all cells that it depends on, and each rank has its own blocks.
+    The numbers are the same, but for rounding. What needs the whole image, such as a fully connected layer, cannot go
+    in blocks.
+
+    Whenever it is ended, the same call goes on with what is missing.
+
+    Parameters
+    ----------
+    experiment : FitExperiment
+        The one that wrote the checkpoint; its model's `memory` is what all ranks of a machine may use.
+    checkpoint : path
+        Written by any number of ranks.
+    source : path
+        What `nd.open_source` reads; axes beside those of an image are samples.
+    target : path
+        What `nd.create_sink` writes. Of several kinds of output each has a file of its own: 'out-classes.npy'.
+    grid : ProcessGrid, optional
+        Default `experiment.open_grid()`.
+    classes, probabilities, raw : bool
+        Write the number of the largest output of each cell, the softmax, or the outputs as they are (default).
+    block : int, optional
+        Cells along each axis that a block of the output has, fewer where memory is not enough. Default: whole images,
+        or 2048 cells where these do not fit.
+    overwrite : bool
+        Replace a file that is there, and begin anew where something else was begun.
+
+    Raises
+    ------
+    UserError
+        On every rank: DataError for a file that cannot be read or does not fit, OutputError if nothing can be written,
+        ConfigError for a network that fits into no memory.
+    """
+    grid = experiment.open_grid() if grid is None else grid
+    asked = {"raw": raw, "probabilities": probabilities, "classes": classes}
+    kinds = [kind for kind, wanted in asked.items() if wanted] or ["raw"]
+    journal_path = unfinished(Path(target)).with_name(unfinished(Path(target)).name + ".journal")
+    before = (_begun(journal_path, grid) or {}).get("route")
+    with network(experiment, checkpoint, source, grid, block, before) as (route, images, said):
+        with all_or_none(grid.world):
+            check_kinds(kinds, route.output_shape[-1])
+        job = {"outputs": kinds, "route": route.about, "input": images.identity(), **said}
+        done = _done(journal_path, job, grid, overwrite)
+        with _sinks(paths_of(kinds, Path(target)), route, images, grid, overwrite, done) as sinks:
+            journal = _journal(journal_path, job, grid, anew=not done)
+            left = [part for part in range(route.parts) if part not in done]
+            progress = Progress(route.parts, len(done)) if grid.rank == 0 else None
+            write = Writer(route, images, sinks, journal, grid)
+            through(route, left, grid, write, progress)
+            for sink in sinks.values():
+                sink.commit()
+        with all_or_none(grid.world):
+            if grid.rank == 0:
+                journal.remove()
+    channels = channels_of(kinds[0], route.output_shape[-1])
+    return *images.lead, *route.output_shape[:-1], *((channels,) if kinds[0] != "classes" else ())
+
+
+def through(route: Route, parts: Sequence[int], grid: ProcessGrid, take: Any, progress: Progress | None = None) -> None:
+    """Compute parts, and hand the outputs to `take`; the next part is read, and the last one taken, meanwhile."""
+    mine = parts if route.collective else parts[grid.rank :: grid.size]
+    others = 1 if route.collective else grid.size
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
+        ahead = reader.submit(route.read, mine[0]) if mine else None
+        behind: tuple[int, Future[None]] | None = None
+        for at, part in enumerate(mine):
+            assert ahead is not None
+            x = _agreed(route, grid, ahead.result)
+            ahead = reader.submit(route.read, mine[at + 1]) if at + 1 < len(mine) else None
+            with grid.observers.during("layer", f"part {part}", "forward"):
+                y = route.outputs(part, x)
+            _finish(route, grid, behind, take)
+            behind = part, writer.submit(take.write, part, y)
+            if progress is not None:
+                progress.add(others, others * route.cells(part))
+        _finish(route, grid, behind, take)
+    if progress is not None:
+        progress.close()
+
+
+def _agreed(route: Route, grid: ProcessGrid, action: Callable[[], Any]) -> Any:
+    """Return what an action returns; where ranks work together all fail or none."""
+    if not route.collective:
+        return action()
+    found = None
+    with all_or_none(grid.world):
+        found = action()
+    return found
+
+
+def _finish(route: Route, grid: ProcessGrid, behind: tuple[int, Future[None]] | None, take: Any) -> None:
+    """Wait for a part that is being taken, and note that it is done."""
+    if behind is not None:
+        _agreed(route, grid, behind[1].result)
+        if not route.collective or grid.rank == 0:
+            take.done(behind[0])
+
+
+class Writer:
+    """Takes outputs to files, and notes in a journal what is on the disk."""
+
+    def __init__(
+        self, route: Route, images: Images, sinks: dict[str, TileSink], journal: Journal, grid: ProcessGrid
+    ) -> None:
+        self.route, self.images, self.sinks, self.journal = route, images, sinks, journal
+
+    def write(self, part: int, y: np.ndarray | None) -> None:
+        """Write a part to all files."""
+        if y is None:
+            return
+        samples, box = self.route.place(part)
+        for kind, sink in self.sinks.items():
+            values = result(kind, y)
+            if self.images.stacked:
+                sink.write((*self.images.places(samples), *box.slices, slice(0, values.shape[-1])), values)
+            for at, sample in enumerate(samples if not self.images.stacked else ()):
+                place = self.images.places(range(sample, sample + 1))
+                cells = (*place, *box.slices, slice(0, values.shape[-1]))
+                sink.write(cells, values[at].reshape([cut.stop - cut.start for cut in cells]))
+            sink.flush()
+
+    def done(self, part: int) -> None:
+        """Note that a part is done."""
+        self.journal.add(part)
+
+
+def _begun(path: Path, grid: ProcessGrid) -> dict[str, Any] | None:
+    """Return what the journal says of the job that is resumed, on every rank."""
+    found = None
+    with all_or_none(grid.world):
+        found = Journal(path).job if grid.rank == 0 else None
+    told: dict[str, Any] | None = grid.world.bcast(found)
+    return told
+
+
+def _done(path: Path, job: dict[str, Any], grid: ProcessGrid, overwrite: bool) -> set[int]:
+    """Return which parts of a job are done, on every rank."""
+    done: set[int] = set()
+    with all_or_none(grid.world):
+        if grid.rank == 0:
+            done = Journal(path).done(job, overwrite)
+    return set(grid.world.bcast(sorted(done)))
+
+
+def _journal(path: Path, job: dict[str, Any], grid: ProcessGrid, anew: bool) -> Journal:
+    """Return the journal of a job, for every rank to write to."""
+    with all_or_none(grid.world):
+        if grid.rank == 0 and anew:
+            Journal(path).begin(job)
+    with all_or_none(grid.world):
+        found = Journal(path)
+    return found
+
+
+@contextmanager
+def _sinks(
+    paths: dict[str, Path], route: Route, images: Images, grid: ProcessGrid, overwrite: bool, done: set[int]
+) -> Iterator[dict[str, TileSink]]:
+    """Yield the files on their route, those of an earlier process if something is done; but for complete ones."""
+    *extent, channels = route.output_shape
+    source, found = images.source, {}
+    like = source if tuple(extent) == images.shape[1:-1] else None
+    axes = source.axes[: len(images.lead)] + source.axes[len(images.lead) : -1][: len(extent)] + "C"
+    with ExitStack() as stack:
+        for kind, path in paths.items():
+            if len(done) == route.parts and path.exists() and not unfinished(path).exists():
+                continue  # the process was ended between this file's name and the next
+            shape = (*images.lead, *extent, channels_of(kind, channels))
+            given = shape, dtype_of(kind, channels, route.dtype), axes
+            # as NumPy's users have class maps; formats of images know no single channel anyway
+            bare: dict[str, Any] = (
+                {"channels": False} if kind == "classes" and path.suffix in (".npy", ".h5", ".hdf5") else {}
+            )
+            make = partial(create_sink, path, *given, like=like, overwrite=overwrite, grid=grid, **bare)
+            if not done:
+                make(resume=False).close()
+            sink = stack.enter_context(closing(make(resume=True)))
+            if done and not sink.resumed:
+                raise OutputError(f"{path}: what was written of it before is gone; give --overwrite to begin anew")
+            found[kind] = sink
+        yield found

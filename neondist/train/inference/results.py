@@ -1,0 +1,52 @@
+"""What is written of a network's outputs: as they are, as probabilities, or as classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError
+
+KINDS = ("raw", "probabilities", "classes")
+
+
+def check_kinds(kinds: Sequence[str], channels: int) -> None:
+    """Raise ConfigError for what a network with so many outputs for a cell has not."""
+    for kind in kinds:
+        if kind != "raw" and channels < 2:
+            raise ConfigError(
+                f"{kind}: the network has one output for a cell, which tells no classes; write raw outputs"
+            )
+
+
+def channels_of(kind: str, channels: int) -> int:
+    """Return how many numbers a cell has."""
+    return 1 if kind == "classes" else channels
+
+
+def dtype_of(kind: str, channels: int, dtype: Any) -> np.dtype:
+    """Return what they are."""
+    return np.min_scalar_type(channels - 1) if kind == "classes" else np.dtype(dtype)
+
+
+def result(kind: str, y: np.ndarray) -> np.ndarray:
+    """Return one kind of the outputs (n, *cells, C)."""
+    if kind == "raw":
+        return y
+    if kind == "classes":
+        return y.argmax(axis=-1)[..., None].astype(np.min_scalar_type(y.shape[-1] - 1))
+    p = y - y.max(axis=-1, keepdims=True)
+    np.exp(p, out=p)
+    p /= p.sum(axis=-1, keepdims=True)
+    return p
+
+
+def paths_of(kinds: Sequence[str], path: Path) -> dict[str, Path]:
+    """Return the file of each kind: of several, 'out.ome.zarr' becomes 'out-classes.ome.zarr'."""
+    if len(kinds) == 1:
+        return {kinds[0]: path}
+    stem, dot, suffix = path.name.partition(".")
+    return {kind: path.with_name(f"{stem}-{kind}{dot}{suffix}") for kind in kinds}

@@ -1,0 +1,199 @@
+"""The two ways through a network: block by block, each rank its own; or whole, each rank its tile."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...comm import ProcessGrid
+from ...errors import ConfigError
+from ...geometry import Box, GridShape
+from ...memory import PROCESS, free_memory, share_of, words
+from ...models import Whole
+from ...namespace import to_host
+from ...plan import Plan, Training, compile_plan
+from ...plan.blocks import COPIES, BlockPlan, fitted_blocks, not_in_blocks
+from ...runtime.blocks import Blockwise
+from .images import Images
+
+BLOCK = {1: 1 << 18, 2: 2048, 3: 256}
+"""cells along each axis of a block that nobody has asked for, by the number of axes"""
+
+
+class Route(Protocol):
+    """A route to compute all outputs, part by part.
+
+    Attributes
+    ----------
+    parts : int
+    output_shape : (*spatial, C)
+    dtype : numpy.dtype
+    collective : bool
+        Whether all ranks work on a part together.
+    about : list
+        What a resumed job has to have in common with the one that it resumes.
+    """
+
+    parts: int
+    output_shape: tuple[int, ...]
+    dtype: np.dtype
+    collective: bool
+    about: list[Any]
+
+    def read(self, part: int) -> np.ndarray:
+        """Return what this rank needs of the images for a part."""
+
+    def outputs(self, part: int, x: np.ndarray) -> np.ndarray | None:
+        """Return this rank's outputs; None: others have them."""
+
+    def place(self, part: int) -> tuple[range, Box]:
+        """Return the samples and the cells that they are."""
+
+    def cells(self, part: int) -> int:
+        """Return how many cells of images a part is, on all ranks."""
+
+
+class InBlocks:
+    """Each rank computes blocks by itself, each from all cells that it depends on."""
+
+    collective = False
+
+    def __init__(self, model: Any, images: Images, plan: BlockPlan) -> None:
+        self.images, self.plan, self.dtype = images, plan, model.dtype
+        model.build(images.shape[1:], 1, ProcessGrid.serial(), forward_plan(model, images.shape[1:], GridShape(), 1))
+        self._run = Blockwise(plan, model.context)
+        self.parts, self.output_shape = images.shape[0] * len(plan), model.output_shape
+        self.about = ["blocks", list(plan.size)]
+
+    def read(self, part: int) -> np.ndarray:
+        """Return a block's part of its image."""
+        sample, number = divmod(part, len(self.plan))
+        return self.images.read(range(sample, sample + 1), self.plan.image(number), self.dtype)
+
+    def outputs(self, part: int, x: np.ndarray) -> np.ndarray:
+        """Return a block."""
+        y: np.ndarray = to_host(
+            self._run.run(part % len(self.plan), self._run.context.backend.from_host(x, self.dtype))
+        )
+        return y
+
+    def place(self, part: int) -> tuple[range, Box]:
+        """Return its sample and its cells."""
+        sample, number = divmod(part, len(self.plan))
+        return range(sample, sample + 1), self.plan.output(number)
+
+    def cells(self, part: int) -> int:
+        """Return how many cells of the output it has."""
+        return self.plan.output(part % len(self.plan)).size
+
+
+class InTiles:
+    """All ranks compute a batch of whole images, each its tile."""
+
+    collective = True
+
+    def __init__(self, model: Whole, images: Images, batch: int, grid: ProcessGrid, plan: Any) -> None:
+        self.model, self.images, self.batch, self.grid, self.dtype = model, images, batch, grid, model.dtype
+        model.build(images.shape[1:], batch, grid, plan)
+        self.parts, self.output_shape = -(-images.shape[0] // batch), model.output_shape
+        self.about = ["whole", batch]
+
+    def _samples(self, part: int) -> range:
+        return range(part * self.batch, min((part + 1) * self.batch, self.images.shape[0]))
+
+    def read(self, part: int) -> np.ndarray:
+        """Return this rank's tile of its replica's share."""
+        samples = self._samples(part)
+        lo, hi = self.grid.sample_range(len(samples))
+        return self.images.read(samples[lo:hi], self.model.input.own, self.dtype)
+
+    def outputs(self, part: int, x: np.ndarray) -> np.ndarray | None:
+        """Return its tile of the output; a vector is the first tile's."""
+        y: np.ndarray = to_host(self.model.fprop(x, training=False, batch_size=len(self._samples(part))))
+        return y if len(self.output_shape) > 1 or self.grid.tile == 0 else None
+
+    def place(self, part: int) -> tuple[range, Box]:
+        """Return the replica's share of the samples, and the tile."""
+        samples = self._samples(part)
+        lo, hi = self.grid.sample_range(len(samples))
+        return samples[lo:hi], self.grid.partition(self.output_shape[:-1]).box(self.grid.tile)
+
+    def cells(self, part: int) -> int:
+        """Return how many cells the images have."""
+        return len(self._samples(part)) * Box.of(self.images.shape[1:-1]).size
+
+
+def choose(
+    model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, before: list[Any] | None
+) -> Route:
+    """Return the route that a network goes: whole if it fits into memory, or needs the whole image; else in blocks.
+
+    Parameters
+    ----------
+    batch : int
+        Samples that go together at most.
+    block : int, optional
+        Cells along each axis that a block may have: then it goes in blocks.
+    before : list, optional
+        The `about` of the job that is resumed.
+
+    Raises
+    ------
+    UserError
+        The network does not fit the images, cannot go in blocks, or fits into no memory.
+    """
+    shape, memory = images.shape[1:], getattr(model, "memory", None)
+    batch = max(grid.replicas, min(batch, images.shape[0] if images.stacked else 1))
+    if before is not None and block is None:
+        batch, block = (before[1], None) if before[0] == "whole" else (batch, max(before[1]))
+    if not model.leaves:  # a module of PyTorch has a plan of its own
+        if block is not None:
+            raise ConfigError(f"block: {model} sees whole images; leave out --block")
+        return InTiles(model, images, batch, grid, None)
+    graph = forward_plan(model, shape).graph
+    whole = next(not_in_blocks(graph), None)
+    if block is not None and whole is not None:
+        raise ConfigError(f"block: layer '{whole[0]}' cannot go block by block ({whole[1]}); leave out --block")
+    limit = grid.world.bcast(_limit(memory, grid.size))
+    if block is None:
+        plan = forward_plan(model, shape, grid.shape, batch)
+        while _needed(plan) > limit and batch > grid.replicas:
+            batch = max(grid.replicas, batch // 2)
+            plan = forward_plan(model, shape, grid.shape, batch)
+        if _needed(plan) > limit and whole is not None:
+            if memory is None:
+                raise ConfigError(
+                    f"memory: layer '{whole[0]}' {whole[1]}, so that it cannot go block by block; whole, a rank needs"
+                    f" {words(_needed(plan))}, and has {words(limit)}; use more ranks, or give --memory, with which it"
+                    " goes strip by strip"
+                )
+            plan = model.plan(shape, grid.shape, batch)
+        if whole is not None or _needed(plan) <= limit:
+            return InTiles(model, images, batch, grid, plan)
+    alone = forward_plan(model, shape)
+    numbers = (limit - alone.memory(0) + alone.arena(0, 0)) // model.dtype.itemsize
+    sizes = [block or BLOCK[len(shape) - 1]] * (len(graph.shapes[graph.output]) - 1)
+    return InBlocks(model, images, fitted_blocks(graph, sizes, numbers, model.dtype.itemsize))
+
+
+def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape | None = None, batch: int | None = None) -> Plan:
+    """Return the plan of a model of neondist's layers for passes alone that do not go back, whole tiles at once."""
+    training = Training(model.cost, model.optimizer, model.dtype, backward=False)
+    return compile_plan(model.chain, shape, grid or GridShape(), batch, training)
+
+
+def _limit(memory: int | None, ranks: int) -> int:
+    """Return the bytes that a rank may use for a network."""
+    if memory is not None:
+        return share_of(memory, ranks)
+    free = free_memory()
+    return 1 << 62 if free is None else max(PROCESS, free // 2 // ranks)
+
+
+def _needed(plan: Plan) -> int:
+    """Return the bytes that a rank needs at most for whole images: of the network, and of those read and written."""
+    ends = 0
+    for shape in (plan.input_shape, plan.output_shape):
+        ends += plan.grid.partition(shape[:-1]).largest * shape[-1] * plan.samples(0) * plan.itemsize
+    return max(plan.memory(rank) for rank in range(plan.grid.size)) + COPIES * ends

@@ -1,0 +1,126 @@
+"""What editors and shells are told of experiment files: the schema, `neondist init`, and what follows --set."""
+
+import json
+
+import numpy as np
+import pytest
+
+import neondist as nd
+import yaml
+from neondist.cli import main
+from neondist.cli.complete import fields_of
+from neondist.config import load_experiment
+from neondist.config.keys import keys_of
+from neondist.config.schema import schema, tags
+
+
+class Untagged(yaml.SafeLoader):
+    """A file as editors give it to a schema."""
+
+
+Untagged.add_multi_constructor("!", lambda loader, tag, node: loader.construct_mapping(node, deep=True))
+
+FILE = """\
+!FitExperiment
+dataset: !Synthetic {shape: [8, 8, 1], classes: 2}
+model: !ConvnetDist
+  layers: [!ConvLayerDist {out_channels: 2, kernel_size: 3, activation: !ReLU {}}, !FCLayerDist {out_features: 2}]
+  optimizer: !SGD {learning_rate: 0.1, schedule: !Warmup {epochs: 1, then: !Plateau {}}}
+metrics: [!IoU {}]
+epochs: 2
+"""
+
+
+def faults(text):
+    jsonschema = pytest.importorskip("jsonschema")
+    found = json.loads(json.dumps(schema()))
+    jsonschema.Draft7Validator.check_schema(found)
+    return list(jsonschema.Draft7Validator(found).iter_errors(yaml.load(text, Untagged)))
+
+
+def test_the_schema_allows_what_the_check_allows():
+    assert faults(FILE) == []
+    for old, new in [
+        ("epochs: 2", "epochs: 0"),
+        ("epochs: 2", "epoch: 2"),
+        ("out_channels: 2", "out_channels: two"),
+        ("!Synthetic {shape", "!Synthetic {shapes"),
+        ("epochs: 2", "nonfinite: go on"),
+    ]:
+        assert faults(FILE.replace(old, new)), new
+    warmup = schema()["definitions"]["Warmup"]
+    assert warmup["properties"]["start"] == {
+        "description": "The first factor, in [0, 1).",
+        "type": "number",
+        "minimum": 0,
+        "exclusiveMaximum": 1,
+        "default": 0.01,
+    }
+    assert warmup["required"] == ["epochs"]
+    assert "clip_norm" in schema()["definitions"]["AdamW"]["properties"]
+    assert "!Plateau mapping" in tags()
+
+
+def test_the_command_prints_it(capsys):
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["$ref"] == "#/definitions/FitExperiment"
+    assert main(["schema", "--tags"]) == 0
+    assert "!SSIM mapping" in json.loads(capsys.readouterr().out)
+
+
+def test_keys_of_a_file(tmp_path):
+    path = tmp_path / "file.yaml"
+    path.write_text(FILE)
+    keys = keys_of(str(path))
+    assert {"epochs=", "best=", "model.layers.0.kernel_size=", "model.layers.1.bias=", "model.dtype="} <= set(keys)
+    assert "model.optimizer.schedule.then.patience=" in keys
+    assert keys_of(str(tmp_path / "none.yaml")) == []
+    assert keys == fields_of(str(path))
+    assert fields_of(None) == []
+    path.write_text("a: [")
+    assert keys_of(str(path)) == []
+
+
+def images(folder, count=4, masks=False):
+    image = pytest.importorskip("PIL.Image")
+    folder.mkdir(parents=True)
+    for at in range(count):
+        cells = np.random.default_rng(at).integers(0, 3 if masks else 255, (70, 66), dtype="u1")
+        image.fromarray(cells).save(folder / f"{at}.png")
+
+
+@pytest.mark.parametrize("kind", ["classes", "masks"])
+def test_init_writes_a_file_that_can_be_run(tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.chdir(tmp_path)
+    images(tmp_path / "mine" / ("cat" if kind == "classes" else "images"))
+    images(tmp_path / "mine" / ("dog" if kind == "classes" else "masks"), masks=kind == "masks")
+    assert main(["init", "mine"]) == 0
+    assert "neondist run mine.yaml" in capsys.readouterr().out
+    assert faults((tmp_path / "mine.yaml").read_text()) == []
+    made = load_experiment("mine.yaml")
+    made.validate(2)
+    assert made.model.leaves[-1].arguments().get("out_features", 3) == (2 if kind == "classes" else 3)
+    assert main(["init", "mine"]) == 2
+    assert "mine.yaml: exists already; choose another name with --to" in capsys.readouterr().err
+
+
+def test_init_without_images(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for folder, words in (("none", "no such folder"), ("empty", "has 0 subfolders with images; give a subfolder")):
+        assert main(["init", str(tmp_path / folder), "--to", str(tmp_path / "x.yaml")]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "x.yaml").exists()
+
+
+def test_a_model_shows_itself():
+    model = nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(2)])
+    assert "not built" in model._repr_html_()
+    with pytest.raises(nd.UserError, match="summary: the model is not built; give the shape"):
+        model.summary()
+    told = model.summary((8, 8, 1))
+    assert "conv1" in told
+    assert repr(told) == str(told)
+    model.build((8, 8, 1), 2)
+    assert str(model.summary()) == model.compiled.describe()
+    for shown in (model, model.compiled, model.grid, told):
+        assert shown._repr_html_().startswith("<pre>")

@@ -1,0 +1,51 @@
+"""The examples of docs/fields.md on small images: they train, learn and predict, in the kind of file that they read."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.cli import main
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FIELDS = {
+    "segmentation": ("slides", 96, "tif", "tifffile", ["dataset.crop=[32, 32]", "dataset.crops_per_image=4"]),
+    "volumes": ("volumes", 20, "nii", "nibabel", ["dataset.crop=[10, 8, 12]", "dataset.crops_per_image=2"]),
+    "climate": ("climate", 20, "nc", "h5py", []),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_example(name, tmp_path, monkeypatch):
+    what, side, suffix, package, changes = FIELDS[name]
+    pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(EXAMPLES / f"{name}.yaml", tmp_path)
+    script = {"__name__": "images_of_the_field"}
+    exec((EXAMPLES / "images_of_the_field.py").read_text(encoding="utf-8"), script)
+    script["main"](what, "data", str(side))
+    assert main(["run", f"{name}.yaml", "--virtual", "2", "--output", "run", "--set", "epochs=3", *changes]) == 0
+    epochs = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
+    asked = [] if name == "climate" else ["--classes"]
+    words = ["--checkpoint", "run/checkpoint.h5", "--input", f"data/new.{suffix}", "--output", f"found.{suffix}"]
+    assert main(["predict", f"{name}.yaml", *words, *asked]) == 0
+    with nd.open_source(f"found.{suffix}") as found, nd.open_source(f"data/truth/new.{suffix}") as true:
+        assert found.shape == true.shape
+        values = found.read([(0, n) for n in found.shape])
+        assert np.isfinite(values).all()
+    assert not [file for file in os.listdir() if "partial" in file]
+
+
+def test_the_picture(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    np.save("image.npy", np.random.default_rng(0).random((30, 20)))
+    script = {"__name__": "images_of_the_field"}
+    exec((EXAMPLES / "images_of_the_field.py").read_text(encoding="utf-8"), script)
+    script["main"]("picture", "out.png", "image.npy", "image.npy")
+    assert Path("out.png").stat().st_size > 1000

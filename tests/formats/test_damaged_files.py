@@ -1,0 +1,101 @@
+"""200 damaged files of each format: read right, or refused in one message that names the file; never anything else."""
+
+import numpy as np
+import pytest
+from fuzz import check_outcomes, damaged, outcome, survive
+
+import neondist as nd
+
+CASES = 200
+
+
+def made(path, **options):
+    array = (np.random.default_rng(1).random((40, 50, 3)) * 200).astype("uint8")
+    with nd.create_sink(path, array.shape, array.dtype, "YXC", (32, 32, 3), **options) as sink:
+        sink.write(nd.Box.of(array.shape), array)
+        sink.commit()
+    return path
+
+
+def packed_hdf5(path):
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=np.arange(6000).reshape(10, 20, 30), chunks=(1, 8, 8), compression="gzip")
+
+
+def tiff(path, **options):
+    array = np.random.default_rng(1).integers(0, 50, (60, 70, 3), "uint8")
+    pytest.importorskip("tifffile").imwrite(path, array, photometric="rgb", **options)
+
+
+def netcdf(path):
+    netcdf = pytest.importorskip("netCDF4")
+    with netcdf.Dataset(path, "w") as file:
+        for name, n in (("time", 3), ("lat", 20), ("lon", 30)):
+            file.createDimension(name, n)
+            file.createVariable(name, "f4", (name,))[:] = np.arange(n)
+        values = file.createVariable("t", "i2", ("time", "lat", "lon"), fill_value=-1, zlib=True, fletcher32=True)
+        values.scale_factor, values.add_offset, values.units = 0.1, 3.0, "K"
+        values[:] = np.random.default_rng(0).random((3, 20, 30)) * 100
+
+
+def nifti(path):
+    nibabel = pytest.importorskip("nibabel")
+    nibabel.save(nibabel.Nifti1Image(np.arange(6000, dtype="int16").reshape(10, 20, 30), np.eye(4)), path)
+
+
+FILES = {
+    "a.nc": netcdf,
+    "a.nii": nifti,
+    "a.nii.gz": nifti,
+    "a.npy": made,
+    "a.h5": packed_hdf5,
+    "plain.h5": made,
+    "plain.tif": lambda path: tiff(path),
+    "a.tif": lambda path: tiff(path, tile=(32, 32), compression="zlib", predictor=True),
+    "jpeg.tif": lambda path: tiff(path, tile=(32, 32), compression="jpeg"),
+    "a.ome.tif": lambda path: tiff(path, rowsperstrip=16, compression="lzw"),
+}
+
+
+def look(path):
+    with nd.open_source(path) as source:
+        if np.prod(source.shape, dtype=object) < 1 << 24:
+            assert source.read(nd.Box.of(source.shape)).shape == source.shape
+        box = [(n // 2, min(n, n // 2 + 5)) for n in source.shape]
+        assert source.read(box).shape == tuple(hi - lo for lo, hi in box)
+
+
+def check(outcomes, path):
+    check_outcomes(outcomes, least_refused=CASES // 10)
+    refused = [text for text in outcomes if text.startswith("refused")]
+    assert [text for text in refused if str(path) not in text or len(text) > 600] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files(tmp_path, name):
+    FILES[name](tmp_path / name)
+    raw, path = (tmp_path / name).read_bytes(), tmp_path / "broken" / name
+    path.parent.mkdir()
+
+    def read(case):
+        path.write_bytes(case)
+
+        return outcome(lambda: look(path))
+
+    check(survive(damaged(raw, CASES, head=512), read), path)
+
+
+@pytest.mark.parametrize("ome", ["0.4", "0.5"])
+def test_damaged_zarr_folders(tmp_path, ome):
+    pytest.importorskip("zarr")
+    path = made(tmp_path / "a.ome.zarr", ome=ome)
+    files, outcomes = sorted(file for file in path.rglob("*") if file.is_file()), []
+    for file in files:
+        raw = file.read_bytes()
+        for case in damaged(raw, CASES // len(files) + 1, head=512):
+            file.write_bytes(case)
+            outcomes.append(outcome(lambda: look(path)))  # in this process: zarr's own thread does not survive a fork
+        file.write_bytes(raw)
+    check(outcomes, path)

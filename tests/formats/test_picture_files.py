@@ -1,0 +1,64 @@
+"""Pictures, which are decoded whole, and folders of images."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+
+PIL = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
+
+
+def cells(shape, dtype="uint8", seed=0):
+    return (np.random.default_rng(seed).random(shape) * 200).astype(dtype)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((30, 41, 3), "uint8"), ((30, 41, 1), "uint16"), ((30, 41, 4), "uint8")])
+def test_pictures(tmp_path, shape, dtype):
+    array = cells(shape, dtype)
+    with nd.create_sink(tmp_path / "a.png", shape, dtype, "YXC") as sink:
+        for top in range(0, 30, 7):
+            sink.write([(top, min(30, top + 7)), (0, 41), (0, shape[-1])], array[top : top + 7])
+        sink.commit()
+    np.testing.assert_array_equal(np.asarray(PIL.open(tmp_path / "a.png")).reshape(shape), array)
+    with nd.open_source(tmp_path / "a.png") as source:
+        assert (source.shape, source.dtype, source.chunks) == (shape, np.dtype(dtype), shape)
+        np.testing.assert_array_equal(source.read([(3, 9), (1, 40), (0, shape[-1])]), array[3:9, 1:40])
+
+
+def test_a_jpeg_is_close(tmp_path):
+    array = np.broadcast_to(np.arange(64, dtype="uint8")[:, None, None] * 3, (64, 48, 3))
+    with nd.create_sink(tmp_path / "a.jpg", array.shape, "uint8", "YXC", quality=95) as sink:
+        sink.write(nd.Box.of(array.shape), array)
+        sink.commit()
+    with nd.open_source(tmp_path / "a.jpg") as source:
+        assert np.abs(source.read(nd.Box.of(array.shape)).astype(int) - array).max() < 8
+    with pytest.raises(nd.ConfigError, match=r"JPEG files hold bytes \(Y, X, C\) with 1 or 3 channels"):
+        nd.create_sink(tmp_path / "b.jpg", (4, 4, 1), "float32", "YXC")
+    with pytest.raises(nd.ConfigError, match="read only"):
+        nd.create_sink(tmp_path / "b.gif", (4, 4, 1), "uint8", "YXC")
+
+
+def test_what_is_told_before_decoding_is_what_is_decoded(tmp_path):
+    from neondist.formats.image_loader import Loader
+
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+        PIL.fromarray(cells((5, 7), "uint16" if mode == "I;16" else "uint8")).convert(mode).save(tmp_path / "a.png")
+        shape, dtype = Loader().look(tmp_path / "a.png")
+        found = Loader().load(tmp_path / "a.png")
+        assert (found.shape, found.dtype) == (shape, dtype)
+    exif = PIL.Exif()
+    exif[274] = 6
+    PIL.fromarray(cells((5, 7, 3))).save(tmp_path / "a.jpg", exif=exif)
+    assert Loader().look(tmp_path / "a.jpg")[0] == Loader().load(tmp_path / "a.jpg").shape == (7, 5, 3)
+
+
+def test_folders(tmp_path):
+    whole = [cells((8, 6, 3), seed=n) for n in range(3)]
+    for n, array in enumerate(whole):
+        PIL.fromarray(array).save(tmp_path / f"{n}.png")
+    with nd.open_source(tmp_path) as source:
+        assert (source.axes, source.shape) == ("NYXC", (3, 8, 6, 3))
+        np.testing.assert_array_equal(source.read([(1, 3), (2, 8), (0, 3), (0, 3)]), np.stack(whole)[1:, 2:, :3])
+    PIL.fromarray(cells((8, 7, 3))).save(tmp_path / "2.png")
+    with nd.open_source(tmp_path) as source, pytest.raises(nd.DataError, match=r"2\.png: its shape is \[8, 7, 3\]"):
+        source.read([(1, 3), (2, 8), (0, 3), (0, 3)])

@@ -1,0 +1,118 @@
+"""Files that promise more than there is memory for, libraries that are missing, and formats of others."""
+
+import importlib.metadata
+import os
+import struct
+import zlib
+
+import h5py
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.formats import Format, table
+from neondist.formats.npy import NPYSource
+
+
+def test_one_tile_of_everything(tmp_path):
+    tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
+    tifffile.imwrite(tmp_path / "a.tif", np.zeros((64, 64), "uint8"), compression="zlib", rowsperstrip=64)
+    with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as file:
+        for name in ("ImageWidth", "ImageLength", "RowsPerStrip"):
+            file.pages[0].tags[name].overwrite(60000)
+    with pytest.raises(nd.DataError, match=r"a\.tif: 3\.6 GB of it have to be decoded at once"):
+        nd.open_source(tmp_path / "a.tif")
+
+
+def test_more_in_a_tile_than_it_says(tmp_path):
+    """A tile that unpacks to a thousand times its size is cut or refused, and takes no memory."""
+    tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
+    tifffile.imwrite(tmp_path / "a.tif", np.zeros((16, 16), "uint8"), compression="zlib", tile=(16, 16))
+    packed = zlib.compress(bytes(1 << 26), 9)
+    with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as file:
+        offset = file.filehandle.size
+        file.pages[0].tags["TileOffsets"].overwrite(offset)
+        file.pages[0].tags["TileByteCounts"].overwrite(len(packed))
+    with open(tmp_path / "a.tif", "ab") as file:
+        file.write(packed)
+    with nd.open_source(tmp_path / "a.tif") as source:
+        try:
+            assert source.read(nd.Box.of(source.shape)).shape == (16, 16, 1)
+        except nd.DataError as error:
+            assert "a.tif" in str(error)  # noqa: PT017 - either is right
+
+
+def test_a_picture_of_terabytes(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+    image.fromarray(np.zeros((4, 4, 3), "uint8")).save(tmp_path / "a.png")
+    raw = bytearray((tmp_path / "a.png").read_bytes())
+    raw[16:24] = struct.pack(">II", 900000, 900000)
+    raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
+    (tmp_path / "a.png").write_bytes(raw)
+    with pytest.raises(nd.DataError, match=r"a\.png: an image of 900000 x 900000 needs .* of memory"):
+        nd.open_source(tmp_path / "a.png")
+
+
+def test_hdf5_of_terabytes(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("images", (60000, 60000), "u1", chunks=(60000, 30000), compression="gzip")
+        file.create_dataset("many", (10**7, 10**7), "u1", chunks=(64, 64), compression="gzip")
+    with pytest.raises(nd.DataError, match=r"a\.h5: 1\.8 GB of it have to be decoded at once"):
+        nd.open_source(tmp_path / "a.h5")
+    with nd.open_source(f"{tmp_path}/a.h5:many") as source:
+        assert not source.read([(10**6, 10**6 + 9), (5, 8), (0, 1)]).any()
+        with pytest.raises(nd.DataError, match="needs 100 TB of memory"):
+            source.read(nd.Box.of(source.shape))
+
+
+def test_npy_that_is_shorter_than_it_says(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((30, 40)))
+    os.truncate(tmp_path / "a.npy", 5000)
+    with pytest.raises(nd.DataError, match=r"a\.npy: promises \[30, 40\] numbers, more than the file holds"):
+        nd.open_source(tmp_path / "a.npy")
+
+
+def test_what_cannot_be_opened(tmp_path):
+    (tmp_path / "a.npy").mkdir()
+    with pytest.raises(nd.DataError, match=r"a\.npy: cannot be read"):
+        nd.open_source(tmp_path / "a.npy")
+    np.save(tmp_path / "b.npy", np.zeros((3, 4)))
+    (tmp_path / "b.npy").chmod(0)
+    if os.geteuid():
+        with pytest.raises(nd.DataError, match=r"b\.npy: .*check its permissions"):
+            nd.open_source(tmp_path / "b.npy")
+    np.save(tmp_path / "c.npy", np.zeros((3, 4), complex))
+    with pytest.raises(nd.DataError, match=r"c\.npy: holds complex128, not numbers"):
+        nd.open_source(tmp_path / "c.npy")
+
+
+def test_missing_libraries_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    (tmp_path / "a.zarr").touch()
+    (tmp_path / "a.xyz").touch()
+    with pytest.raises(nd.UserError, match=r"Zarr needs zarr: pip install 'neondist\[files\]'"):
+        nd.open_source(tmp_path / "a.zarr")
+    with pytest.raises(nd.UserError, match=r"TIFF needs tifffile: pip install"):
+        nd.create_sink(tmp_path / "a.svs", (2, 2, 1), "uint8", "YXC")
+    with pytest.raises(nd.DataError, match=r"no known kind; .*nibabel, tifffile, zarr not installed: pip install"):
+        nd.open_source(tmp_path / "a.xyz")
+
+
+def test_formats_of_others(tmp_path, monkeypatch):
+    class Point:
+        value = "theirs:FORMAT"
+
+        @staticmethod
+        def load():
+            return Format("XYZ", (".xyz",), NPYSource)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Point] if group == table.PLUGINS else [])
+    np.save(tmp_path / "a.npy", np.ones((3, 4)))
+    (tmp_path / "a.npy").rename(tmp_path / "a.xyz")
+    with nd.open_source(tmp_path / "a.xyz") as source:
+        assert source.read(nd.Box.of(source.shape)).sum() == 12
+    with pytest.raises(nd.ConfigError, match=r"XYZ cannot be written here; choose HDF5"):
+        nd.create_sink(tmp_path / "b.xyz", (2, 2, 1), "uint8", "YXC")
+    monkeypatch.setattr(Point, "load", staticmethod(lambda: 7))
+    with pytest.raises(nd.ConfigError, match=r"entry point theirs:FORMAT of neondist\.formats is no"):
+        nd.open_source(tmp_path / "a.xyz")

@@ -1,0 +1,138 @@
+"""TIFF of all kinds: as others write it, and as others read ours."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+
+tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
+
+
+def cells(shape, dtype="uint8", seed=0):
+    return (np.random.default_rng(seed).random(shape) * 200).astype(dtype)
+
+
+WAYS = {
+    "tiles": ("YXC", {"tile": (32, 48), "photometric": "rgb"}),
+    "packed tiles": ("YXC", {"tile": (32, 48), "compression": "zlib", "predictor": True, "photometric": "rgb"}),
+    "strips": ("YXC", {"rowsperstrip": 7, "compression": "lzw", "photometric": "rgb"}),
+    "plain strips": ("YXC", {"rowsperstrip": 7, "photometric": "rgb"}),
+    "planes": ("CYX", {"tile": (32, 32), "planarconfig": "separate", "photometric": "rgb", "compression": "zlib"}),
+    "one channel": ("YX", {"tile": (16, 16), "compression": "zstd"}),
+    "big endian": ("YX", {"rowsperstrip": 9, "byteorder": ">"}),
+    "pages": ("ZYX", {"tile": (32, 32), "compression": "zlib"}),
+    "plain pages": ("ZYX", {}),
+    "one page, many planes": ("ZYX", {"metadata": {"axes": "ZYX"}, "contiguous": True}),
+    "bigtiff": ("YXC", {"tile": (32, 48), "bigtiff": True, "photometric": "rgb"}),
+    "OME": ("TZYX", {"ome": True, "tile": (32, 32), "metadata": {"axes": "TZYX"}, "photometric": "minisblack"}),
+    "OME channels": ("CYX", {"ome": True, "metadata": {"axes": "CYX"}, "photometric": "minisblack"}),
+    "OME colours": ("ZYXC", {"ome": True, "metadata": {"axes": "ZYXS"}, "photometric": "rgb"}),
+    "ImageJ": ("TZYX", {"imagej": True, "metadata": {"axes": "TZYX"}}),
+    "volume tiles": ("ZYX", {"tile": (4, 32, 32), "volumetric": True, "compression": "zlib"}),
+}
+EXTENTS = {"T": 3, "Z": 5, "Y": 70, "X": 103, "C": 3}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+@pytest.mark.parametrize("way", WAYS)
+def test_files_of_tifffile(tmp_path, way, dtype):
+    axes, options = WAYS[way]
+    array, path = cells([EXTENTS[name] for name in axes], dtype), tmp_path / ("a.ome.tif" if "OME" in way else "a.tif")
+    tifffile.imwrite(path, array, **options)
+    order = [name for name in "TZYXC" if name in axes]
+    expected = array.transpose([axes.index(name) for name in order])
+    expected = expected if "C" in order else expected[..., None]
+    with nd.open_source(path) as source:
+        assert (source.axes, source.shape) == ("".join(order) + "C" * ("C" not in order), expected.shape)
+        np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)), expected)
+        box = tuple(slice(n // 3, n // 3 + max(1, n // 2)) for n in expected.shape)
+        np.testing.assert_array_equal(source.read(box), expected[box])
+
+
+def test_levels_of_a_pyramid(tmp_path):
+    array = cells((128, 192, 3))
+    with tifffile.TiffWriter(tmp_path / "a.ome.tif", bigtiff=True) as file:
+        options = {"tile": (32, 32), "photometric": "rgb", "compression": "jpeg", "compressionargs": {"level": 95}}
+        file.write(array, subifds=2, **options)
+        file.write(array[::2, ::2], subfiletype=1, **options)
+        file.write(array[::4, ::4], subfiletype=1, **options)
+    with tifffile.TiffFile(tmp_path / "a.ome.tif") as file:
+        levels = [level.asarray() for level in file.series[0].levels]
+    for level, expected in enumerate(levels):
+        with nd.open_source(f"{tmp_path}/a.ome.tif#{level}") as source:
+            assert source.levels == 3
+            np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)), expected)
+            np.testing.assert_array_equal(source.read([(5, 30), (17, 40), (0, 3)]), expected[5:30, 17:40])
+    with pytest.raises(nd.DataError, match="has no level 3; its levels are 0 to 2"):
+        nd.open_source(tmp_path / "a.ome.tif", level=3)
+
+
+def test_only_what_is_touched_is_decoded(tmp_path, monkeypatch):
+    array = cells((1024, 1024, 1))
+    tifffile.imwrite(tmp_path / "a.tif", array, tile=(128, 128), compression="zlib")
+    read, taken = tifffile.FileHandle.read, []
+    monkeypatch.setattr(tifffile.FileHandle, "read", lambda self, n=-1: taken.append(n) or read(self, n))
+    with nd.open_source(tmp_path / "a.tif") as source:
+        taken.clear()
+        source.read([(0, 512 + 8), (0, 512 + 8), (0, 1)])
+        assert len(taken) == 25
+        assert source.bytes_read == 25 * 128 * 128 == sum(1 for _ in taken) * 128 * 128
+        source.read([(0, 512), (512, 1024), (0, 1)])
+        assert len(taken) == 25 + 16
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "dtype"),
+    [
+        ("YXC", (61, 47, 3), "uint8"),
+        ("YXC", (61, 47, 1), "float32"),
+        ("ZYXC", (4, 61, 47, 2), "int16"),
+        ("NYXC", (4, 61, 47, 1), "float64"),
+        ("TZYXC", (2, 3, 21, 33, 1), "uint16"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.tif", "a.ome.tiff"])
+def test_tifffile_reads_ours(tmp_path, axes, shape, dtype, name):
+    if "N" in axes and "ome" in name:
+        with pytest.raises(nd.ConfigError, match="no axis for samples"):
+            nd.create_sink(tmp_path / name, shape, dtype, axes)
+        return
+    array = cells(shape, dtype)
+    with nd.create_sink(tmp_path / name, shape, dtype, axes, chunks=(*[32] * (len(shape) - 1), shape[-1])) as sink:
+        sink.write(nd.Box.of(shape), array)
+        sink.commit()
+    with tifffile.TiffFile(tmp_path / name) as file:
+        assert file.is_bigtiff
+        assert file.is_ome == ("ome" in name)
+        assert file.pages[0].tile == (32, 32)
+    np.testing.assert_array_equal(tifffile.imread(tmp_path / name).reshape(shape), array)
+    with nd.open_source(tmp_path / name) as source:
+        assert source.axes == axes
+        np.testing.assert_array_equal(source.read(nd.Box.of(shape)), array)
+
+
+@pytest.mark.parametrize("way", ["tiled", "strips", "planes", "COG"])
+def test_geotiff_keeps_its_place(tmp_path, way):
+    rasterio = pytest.importorskip("rasterio", reason="made and checked by rasterio")
+    array = cells((3, 130, 170), "uint16")
+    options = {
+        "tiled": {"tiled": True, "blockxsize": 64, "blockysize": 64, "compress": "deflate", "interleave": "pixel"},
+        "strips": {"compress": "lzw", "predictor": 2},
+        "planes": {"tiled": True, "blockxsize": 64, "blockysize": 64, "interleave": "band", "compress": "zstd"},
+        "COG": {"driver": "COG", "compress": "deflate"},
+    }[way]
+    place = rasterio.Affine(10, 0, 5e5, 0, -20, 6e6)
+    facts = {"driver": "GTiff", "height": 130, "width": 170, "count": 3, "dtype": "uint16", "crs": "EPSG:32633"}
+    with rasterio.open(tmp_path / "a.tif", "w", **(facts | {"transform": place, "nodata": 0} | options)) as file:
+        file.write(array)
+    with nd.open_source(tmp_path / "a.tif") as source:
+        assert (source.shape, source.axes) == ((130, 170, 3), "YXC")
+        np.testing.assert_array_equal(source.read([(3, 90), (60, 150), (0, 3)]), array.transpose(1, 2, 0)[3:90, 60:150])
+        with nd.create_sink(tmp_path / "out.tif", (130, 170, 1), "uint8", "YXC", like=source) as sink:
+            sink.write([(0, 130), (0, 170), (0, 1)], np.full((130, 170, 1), 7, "uint8"))
+            sink.commit()
+        with pytest.raises(nd.ConfigError, match="its place in the world"):
+            nd.create_sink(tmp_path / "half.tif", (65, 85, 1), "uint8", "YXC", like=source)
+    with rasterio.open(tmp_path / "out.tif") as file:
+        assert (file.crs, file.transform) == (rasterio.CRS.from_epsg(32633), place)
+        assert (file.read() == 7).all()

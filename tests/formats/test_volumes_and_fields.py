@@ -1,0 +1,106 @@
+"""NIfTI as nibabel, and NetCDF as netCDF4 writes and reads it."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+
+
+def same(source, expected):
+    np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)), expected)
+    box = tuple(slice(n // 3, n // 3 + max(1, n // 2)) for n in expected.shape)
+    np.testing.assert_array_equal(source.read(box), expected[box])
+
+
+AFFINE = np.array([[0, -2.0, 0, 9], [1.5, 0, 0, -3], [0, 0, 3.0, 4], [0, 0, 0, 1]])
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+@pytest.mark.parametrize(("shape", "axes"), [((7, 9, 5), "ZYXC"), ((7, 9, 5, 3), "TZYXC"), ((7, 9, 5, 1, 3), "ZYXC")])
+def test_volumes_of_nibabel(tmp_path, suffix, shape, axes):
+    nibabel = pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
+    array = (np.random.default_rng(0).random(shape) * 900).astype("int16")
+    path = tmp_path / f"a{suffix}"
+    nibabel.save(nibabel.Nifti1Image(array, AFFINE), path)
+    expected = array[:, :, :, 0].transpose(2, 1, 0, 3) if len(shape) == 5 else array.T[..., None]
+    with nd.open_source(path) as source:
+        assert (source.axes, source.dtype) == (axes, np.int16)
+        same(source, expected)
+        with nd.create_sink(tmp_path / "out.nii", source.shape, "float32", axes, like=source) as sink:
+            for z in range(5):
+                box = [slice(z, z + 1) if name == "Z" else slice(None) for name in axes]
+                sink.write(box, source.read(box).astype("float32"))
+            sink.commit()
+    back = nibabel.load(tmp_path / "out.nii")
+    np.testing.assert_array_equal(back.affine, AFFINE)
+    np.testing.assert_array_equal(np.asarray(back.dataobj), array)
+    with pytest.raises(nd.ConfigError, match=r"name it \.nii"):
+        nd.create_sink(tmp_path / "out.nii.gz", (2, 2, 2, 1), "uint8", "ZYXC")
+    with pytest.raises(nd.ConfigError, match="cannot hold float16"):
+        nd.create_sink(tmp_path / "o.nii", (2, 2, 2, 1), "float16", "ZYXC")
+
+
+def test_scaled_volumes_and_promises(tmp_path):
+    nibabel = pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
+    image = nibabel.Nifti1Image(np.arange(60, dtype="int16").reshape(3, 4, 5), np.eye(4))
+    image.header.set_slope_inter(0.5, 7)
+    nibabel.save(image, tmp_path / "a.nii")
+    with nd.open_source(tmp_path / "a.nii") as source:
+        same(source, nibabel.load(tmp_path / "a.nii").get_fdata().T[..., None])
+    for suffix in (".nii", ".nii.gz"):
+        nibabel.save(image, tmp_path / f"b{suffix}")
+    import gzip
+
+    raw = bytearray((tmp_path / "b.nii").read_bytes())
+    raw[42:48] = np.array([30000] * 3, "int16").tobytes()
+    (tmp_path / "b.nii").write_bytes(raw)
+    (tmp_path / "b.nii.gz").write_bytes(gzip.compress(bytes(raw)))
+    for suffix in (".nii", ".nii.gz"):
+        with pytest.raises(nd.DataError, match="more than the file holds"):
+            nd.open_source(tmp_path / f"b{suffix}")
+
+
+def test_variables_of_netcdf(tmp_path):
+    netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
+    values = np.random.default_rng(0).random((4, 30, 50)).astype("float32") * 20 + 270
+    with netcdf.Dataset(tmp_path / "a.nc", "w") as file:
+        for name, n in (("time", None), ("lat", 30), ("lon", 50)):
+            file.createDimension(name, n)
+        lat = file.createVariable("lat", "f8", ("lat",))
+        lat[:], lat.units = np.linspace(90, -90, 30), "degrees_north"
+        time = file.createVariable("time", "i4", ("time",))
+        time[:], time.units = np.arange(4) * 6, "hours since 2020-01-01"
+        plain = file.createVariable("t2m", "f4", ("time", "lat", "lon"), fill_value=-999.0, chunksizes=(1, 10, 25))
+        masked = np.ma.array(values, mask=values > 289)
+        plain[:] = masked
+        packed = file.createVariable("packed", "i2", ("lat", "lon"), fill_value=-32768, zlib=True)
+        packed.scale_factor, packed.add_offset = 0.01, 280.0
+        packed[:] = masked[0]
+        file.createVariable("classes", "i1", ("lat", "lon"), fill_value=-1)[:] = values[0] > 280
+    with netcdf.Dataset(tmp_path / "a.nc") as file:
+        expected = file["packed"][:].filled(np.nan).astype("float32")
+    with nd.open_source(tmp_path / "a.nc") as source:
+        assert (source.axes, source.shape, source.chunks) == ("TYXC", (4, 30, 50, 1), (1, 10, 25, 1))
+        same(source, masked.filled(np.nan)[..., None])
+        with nd.create_sink(tmp_path / "out.nc", (4, 30, 50, 1), "float32", "TYXC", like=source, name="rain") as sink:
+            sink.write(nd.Box.of(sink.shape), source.read(nd.Box.of(sink.shape)))
+            sink.commit()
+    with nd.open_source(f"{tmp_path}/a.nc:packed") as source:
+        assert (source.axes, source.dtype) == ("YXC", np.float32)
+        np.testing.assert_allclose(source.read(nd.Box.of(source.shape))[..., 0], expected, rtol=1e-6)
+    with nd.open_source(f"{tmp_path}/a.nc:classes") as source:
+        assert source.dtype == np.int8
+    with netcdf.Dataset(tmp_path / "out.nc") as file:
+        rain = file["rain"]
+        assert rain.dimensions == ("time", "lat", "lon", "channel")
+        np.testing.assert_array_equal(rain[..., 0], masked.filled(np.nan))
+        np.testing.assert_array_equal(file["lat"][:], np.linspace(90, -90, 30))
+        assert (file["lat"].units, file["time"].units) == ("degrees_north", "hours since 2020-01-01")
+    with nd.open_source(tmp_path / "out.nc") as source:
+        assert source.axes == "TYXC"
+    with pytest.raises(nd.DataError, match=r"no array 'rain'; it has .*packed"):
+        nd.open_source(f"{tmp_path}/a.nc:rain")
+    with netcdf.Dataset(tmp_path / "old.nc", "w", format="NETCDF3_CLASSIC"):
+        pass
+    with pytest.raises(nd.DataError, match="NetCDF-3; convert it"):
+        nd.open_source(tmp_path / "old.nc")

@@ -1,0 +1,117 @@
+"""Zarr folders as zarr writes them, and ours as zarr reads them."""
+
+import json
+
+import numpy as np
+import pytest
+
+import neondist as nd
+
+zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
+
+
+def cells(shape, dtype="uint8", seed=0):
+    return (np.random.default_rng(seed).random(shape) * 200).astype(dtype)
+
+
+def same(source, expected):
+    np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)), expected)
+    box = tuple(slice(n // 3, n // 3 + max(1, n // 2)) for n in expected.shape)
+    np.testing.assert_array_equal(source.read(box), expected[box])
+
+
+@pytest.mark.parametrize("options", [{"zarr_format": 2}, {"zarr_format": 3}, {"zarr_format": 3, "shards": (1, 64, 64)}])
+def test_arrays_of_zarr(tmp_path, options):
+    array = cells((4, 100, 90), "int16")
+    names = {} if options["zarr_format"] == 2 else {"dimension_names": ["band", "lat", "lon"]}
+    made = zarr.create_array(str(tmp_path / "a.zarr"), data=array, chunks=(1, 32, 32), **options, **names)
+    if not names:
+        made.attrs["_ARRAY_DIMENSIONS"] = ["band", "lat", "lon"]
+    with nd.open_source(tmp_path / "a.zarr") as source:
+        assert (source.axes, source.shape, source.chunks) == ("YXC", (100, 90, 4), (32, 32, 1))
+        same(source, array.transpose(1, 2, 0))
+        source.bytes_read = 0
+        source.read([(0, 40), (0, 20), (0, 1)])
+        assert source.bytes_read == 64 * 32 * 2
+
+
+@pytest.mark.parametrize("ome", ["0.4", "0.5"])
+def test_levels_of_an_image(tmp_path, ome):
+    array = cells((2, 3, 70, 90), "uint16")
+    group = zarr.open_group(str(tmp_path / "a.ome.zarr"), mode="w", zarr_format=2 if ome == "0.4" else 3)
+    image = {
+        "axes": [{"name": name, "type": "space"} for name in "tcyx"],
+        "datasets": [
+            {"path": f"s{n}", "coordinateTransformations": [{"type": "scale", "scale": [1, 1, 0.5 * 2**n, 0.5 * 2**n]}]}
+            for n in range(2)
+        ],
+    }
+    group.attrs.update({"multiscales": [image]} if ome == "0.4" else {"ome": {"version": ome, "multiscales": [image]}})
+    for n in range(2):
+        level = array[:, :, :: 2**n, :: 2**n]
+        group.create_array(f"s{n}", data=level, chunks=(1, 1, 32, 32))
+    for n, path in enumerate([f"{tmp_path}/a.ome.zarr", f"{tmp_path}/a.ome.zarr#1"]):
+        with nd.open_source(path) as source:
+            assert (source.axes, source.levels, source.metadata["scale"]["X"]) == ("TYXC", 2, 0.5)
+            same(source, array[:, :, :: 2**n, :: 2**n].transpose(0, 2, 3, 1))
+    for path in ("a.ome.zarr/s1", "a.ome.zarr:s1"):
+        with nd.open_source(tmp_path / path, axes="TCYX") as source:
+            assert source.shape == (2, 35, 45, 3)
+
+
+@pytest.mark.parametrize("ome", ["0.4", "0.5"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_write_a_pyramid(tmp_path, ome, ranks):
+    array = cells((1100, 700, 2), "uint8")
+
+    def rank(grid):
+        options = {"chunks": (256, 128, 2), "grid": grid, "ome": ome}
+        with nd.create_sink(tmp_path / "a.ome.zarr", array.shape, "uint8", "YXC", **options) as sink:
+            rows = slice(*nd.split(1100, grid.size, grid.rank))
+            sink.write([rows, slice(0, 700), slice(0, 2)], array[rows])
+            sink.commit()
+
+    nd.loopback.run(ranks, lambda world: rank(nd.ProcessGrid(world)))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ome.zarr"]
+    group = zarr.open(str(tmp_path / "a.ome.zarr"), mode="r")
+    assert group.metadata.zarr_format == (2 if ome == "0.4" else 3)
+    image = (group.attrs["multiscales"] if ome == "0.4" else group.attrs["ome"]["multiscales"])[0]
+    assert [axis["name"] for axis in image["axes"]] == ["c", "y", "x"]
+    assert [level["coordinateTransformations"][0]["scale"] for level in image["datasets"]] == [
+        [1, 1, 1],
+        [1, 2, 2],
+        [1, 4, 4],
+    ]
+    for n in range(3):
+        np.testing.assert_array_equal(group[str(n)][:], array[:: 2**n, :: 2**n].transpose(2, 0, 1))
+    with nd.open_source(f"{tmp_path}/a.ome.zarr#2") as source:
+        same(source, array[::4, ::4])
+
+
+def test_levels_of_numbers_are_means(tmp_path):
+    array = cells((600, 401, 1), "float64")
+    with nd.create_sink(tmp_path / "a.ome.zarr", array.shape, "float64", "YXC") as sink:
+        sink.write(nd.Box.of(array.shape), array)
+        sink.commit()
+    padded = np.pad(array, [(0, 0), (0, 1), (0, 0)], "edge")
+    with nd.open_source(f"{tmp_path}/a.ome.zarr#1") as source:
+        expected = padded.reshape(300, 2, 201, 2, 1).mean((1, 3))
+        np.testing.assert_allclose(source.read(nd.Box.of(source.shape)), expected, rtol=1e-14)
+
+
+def test_what_could_run_a_program_or_lead_elsewhere_is_refused(tmp_path):
+    zarr.create_array(str(tmp_path / "a.zarr"), data=cells((9, 9)), zarr_format=2)
+    facts = json.loads((tmp_path / "a.zarr" / ".zarray").read_text())
+    (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(facts | {"filters": [{"id": "pickle", "protocol": 5}]}))
+    with pytest.raises(nd.DataError, match="pickle"):
+        nd.open_source(tmp_path / "a.zarr")
+    with pytest.raises(nd.DataError, match="leads out"):
+        nd.open_source(f"{tmp_path}/a.zarr:../b")
+    facts |= {"shape": [10**9, 10**9], "chunks": [10**6, 10**6]}
+    (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(facts))
+    with pytest.raises(nd.DataError, match="1 TB of it have to be decoded at once"):
+        nd.open_source(tmp_path / "a.zarr")
+    (tmp_path / "b.zarr").mkdir()
+    (tmp_path / "b.zarr" / "precious").touch()
+    with pytest.raises(nd.OutputError, match="is a folder, and no Zarr"):
+        nd.create_sink(tmp_path / "b.zarr", (2, 2, 1), "uint8", "YXC", overwrite=True)

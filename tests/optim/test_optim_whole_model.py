@@ -1,0 +1,239 @@
+"""Clipping, weight decay, running means and norms of layers against torch, on every grid; and resumed bit for bit."""
+
+import numpy as np
+import pytest
+from support import worst
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.errors import ConfigError
+from neondist.models.averaged import averaged
+from neondist.optim import FlatLayout
+from neondist.train import evaluate_checkpoint
+
+SIZES = (5, 3, 33_000, 1)
+
+
+def data(steps=5):
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=sum(SIZES))
+    return start, [rng.normal(size=start.size) for _ in range(steps)]
+
+
+def layout(decays=(True, False, True, False)):
+    ends = np.cumsum(SIZES).tolist()
+    return FlatLayout(tuple(zip([0, *ends], ends, strict=False)), tuple(decays), ends[-1])
+
+
+def ours(optimizer, start, gradients, scale=1.0):
+    params, slots = start.copy(), optimizer.slots(start)
+    for step, grads in enumerate(gradients):
+        optimizer.update(params, grads.copy(), slots, step, scale, layout())
+    return params, slots
+
+
+def parts(array):
+    return np.split(array, np.cumsum(SIZES)[:-1])
+
+
+def by_torch(make, start, gradients, clip=None, ema=None, decay=0.0):
+    torch = pytest.importorskip("torch")
+    tensors = [torch.nn.Parameter(torch.from_numpy(part.copy())) for part in parts(start)]
+    groups = [{"params": tensors[0::2], "weight_decay": decay}, {"params": tensors[1::2], "weight_decay": 0.0}]
+    optimizer = make(torch.optim, groups)
+    module = torch.nn.ParameterList(tensors)
+    averages = None
+    if ema is not None:
+        from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+        averages = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(ema))
+    for grads in gradients:
+        for tensor, part in zip(tensors, parts(grads), strict=True):
+            tensor.grad = torch.from_numpy(part.copy())
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(tensors, clip)
+        optimizer.step()
+        if averages is not None:
+            averages.update_parameters(module)
+    groups = [tensors, list(averages.module) if averages is not None else tensors]
+    return [np.concatenate([tensor.detach().numpy() for tensor in each]) for each in groups]
+
+
+OPTIMIZERS = {
+    "sgd": (lambda **how: nd.SGD(0.1, momentum=0.9, **how), lambda o, p: o.SGD(p, lr=0.1, momentum=0.9)),
+    "adamw": (lambda **how: nd.AdamW(0.02, beta1=0.8, **how), lambda o, p: o.AdamW(p, lr=0.02, betas=(0.8, 0.999))),
+    "rmsprop": (lambda **how: nd.RMSprop(0.02, **how), lambda o, p: o.RMSprop(p, lr=0.02)),
+    "rmsprop with all": (
+        lambda **how: nd.RMSprop(0.02, alpha=0.9, momentum=0.5, centered=True, eps=1e-3, **how),
+        lambda o, p: o.RMSprop(p, lr=0.02, alpha=0.9, momentum=0.5, centered=True, eps=1e-3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 1.5, 1e6])
+def test_same_as_torch(name, clip):
+    make, theirs = OPTIMIZERS[name]
+    start, gradients = data()
+    optimizer = make(weight_decay=0.1, decay_all=False, clip_norm=clip, ema=0.7)
+    params, slots = ours(optimizer, start, gradients)
+    expected, average = by_torch(theirs, start, gradients, clip, 0.7, 0.1)
+    np.testing.assert_allclose(params, expected, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(slots["average"], average, rtol=1e-12, atol=1e-13)
+
+
+def lamb(start, gradients, rate, decay, betas=(0.9, 0.999), eps=1e-6):
+    """As in the paper, layer by layer."""
+    x, m, v = ([part.copy() for part in parts(array)] for array in (start, 0 * start, 0 * start))
+    for t, grads in enumerate(gradients, start=1):
+        for i, g in enumerate(parts(grads)):
+            m[i] = betas[0] * m[i] + (1 - betas[0]) * g
+            v[i] = betas[1] * v[i] + (1 - betas[1]) * g * g
+            r = (m[i] / (1 - betas[0] ** t)) / (np.sqrt(v[i] / (1 - betas[1] ** t)) + eps)
+            u = r + (decay * x[i] if i % 2 == 0 else 0)
+            size = np.linalg.norm(x[i])
+            x[i] -= rate * (size / np.linalg.norm(u) if size else 1) * u
+    return np.concatenate(x)
+
+
+def test_lamb_is_that_of_the_paper():
+    start, gradients = data()
+    start[: SIZES[0]] = 0
+    params, _ = ours(nd.LAMB(0.05, weight_decay=0.1, decay_all=False), start, gradients)
+    np.testing.assert_allclose(params, lamb(start, gradients, 0.05, 0.1), rtol=1e-12, atol=1e-13)
+
+
+WHOLE = {
+    "clipped": lambda: nd.SGD(0.5, momentum=0.9, clip_norm=0.3, weight_decay=0.01, decay_all=False),
+    "lamb": lambda: nd.LAMB(0.05, clip_norm=0.5, decay_all=False, ema=0.8),
+    "adamw": lambda: nd.AdamW(0.01, clip_norm=0.1, ema=0.5),
+    "rmsprop": lambda: nd.RMSprop(0.001, momentum=0.5, centered=True, eps=1e-3),
+}
+
+
+def model_of(optimizer, schedule=None):
+    """Parameters that all ranks hold, that are tiled, and that are sharded."""
+    layers = [
+        nd.ConvLayerDist(3, 3, padding=1, activation=nd.Tanh()),
+        nd.BatchNormLayerDist(),
+        nd.LocalFilteringLayerDist(2, 3, bias=True),
+        nd.FCLayerDist(3),
+    ]
+    made = WHOLE[optimizer]()
+    made.schedule = schedule
+    return nd.ConvnetDist(layers, optimizer=made, seed=2, dtype="float64", backend="numpy")
+
+
+def trained(optimizer, grid=None):
+    model = model_of(optimizer)
+    model.build((7, 8, 2), 6, grid)
+    rng = np.random.default_rng(1)
+    x, labels = rng.normal(size=(6, 7, 8, 2)), rng.integers(0, 3, 6)
+    losses = [model.train_batch(model.scatter(x), labels) for _ in range(4)]
+    sent, planned = model.bytes_summed, sum(model.compiled.reduced(model.grid.rank).values())
+    found = model.state() | model.optimizer_state() | {"loss": np.array(losses)}
+    with averaged(model):
+        found["judged"] = model.gather(model.fprop(model.scatter(x), training=False))
+    found["raw"] = model.gather(model.fprop(model.scatter(x), training=False))
+    return found, sent, planned
+
+
+@pytest.mark.parametrize("optimizer", WHOLE)
+def test_every_norm_is_of_the_whole_on_every_grid(optimizer):
+    whole, _, _ = trained(optimizer, nd.ProcessGrid.serial())
+    assert np.allclose(whole["judged"], whole["raw"]) is not any("average" in name for name in whole)
+    for ranks, replicas in [(2, 2), (3, 1), (4, 2), (6, 1)]:
+        job = lambda comm, r=replicas: trained(optimizer, nd.ProcessGrid(comm, replicas=r))  # noqa: E731
+        for found, summed, planned in loopback.run(ranks, job):
+            assert worst(found, whole) < 1e-9
+            assert summed == 4 * planned
+
+
+def experiment(optimizer, epochs, metrics=()):
+    data = nd.Synthetic((7, 8, 2), classes=3, train=12, test=5, validation=4)
+    schedule = nd.Warmup(0.5, then=nd.Plateau(0.5, patience=0, threshold=0.5))
+    return nd.FitExperiment(data, model_of(optimizer, schedule), batch_size=4, epochs=epochs, metrics=metrics)
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "rmsprop"])
+def test_a_resumed_run_is_the_same(optimizer, tmp_path):
+    def run(comm, folder, epochs, resume=False):
+        made = experiment(optimizer, epochs)
+        history = made.run(made.open_grid(comm), output=tmp_path / folder, resume=resume, hooks=[]).history
+        return history, made.model.state() | made.model.optimizer_state(), made.model.learning_rate_scale
+
+    straight = loopback.run(2, lambda comm: run(comm, "straight", 4))[0]
+    for ranks, folder, difference in ((2, "same", 0), (3, "other", 1e-9)):
+        loopback.run(2, lambda comm, f=folder: run(comm, f, 2))
+        again = loopback.run(ranks, lambda comm, f=folder: run(comm, f, 4, True))[0]
+        assert worst(again[1], straight[1]) <= difference
+        assert again[0][-1]["validation_loss"] == pytest.approx(straight[0][-1]["validation_loss"], rel=1e-9)
+        assert again[2] == straight[2] < 1
+    if optimizer == "lamb":  # the checkpoint is judged by the mean
+        made = experiment(optimizer, 4)
+        found = evaluate_checkpoint(made, tmp_path / "same" / "checkpoint.h5", nd.ProcessGrid.serial())
+        assert found["loss"] == pytest.approx(straight[0][-1]["test_loss"], rel=1e-9)
+
+
+def torch_factors(make, steps, losses=None):
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule, found = make(torch.optim.lr_scheduler, optimizer), []
+    for at in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step(*(() if losses is None else (losses[at],)))
+    return found
+
+
+SCHEDULES = {
+    "step": (nd.StepDecay(3, 0.5), lambda s, o: s.StepLR(o, 3, 0.5)),
+    "cosine": (nd.CosineDecay(11, floor=0.2), lambda s, o: s.CosineAnnealingLR(o, 11, eta_min=0.2)),
+    "warm-up": (nd.Warmup(4, start=0.25), lambda s, o: s.LinearLR(o, 0.25, total_iters=4)),
+    "warm-up, cosine": (
+        nd.Warmup(4, start=0.25, then=nd.CosineDecay(7)),
+        lambda s, o: s.SequentialLR(o, [s.LinearLR(o, 0.25, total_iters=4), s.CosineAnnealingLR(o, 7)], [4]),
+    ),
+    "one cycle": (
+        nd.OneCycle(11, rise=3 / 11),
+        lambda s, o: s.OneCycleLR(o, 1.0, total_steps=12, pct_start=4 / 12, cycle_momentum=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_those_of_torch(name):
+    schedule, theirs = SCHEDULES[name]
+    expected = torch_factors(theirs, 12)
+    np.testing.assert_allclose([schedule.factor(epoch) for epoch in range(12)], expected, rtol=1e-12, atol=1e-15)
+
+
+def test_plateau_is_that_of_torch():
+    losses = np.abs(np.random.default_rng(0).normal(size=60)) / np.sqrt(1 + np.arange(60))
+    for how in ({"patience": 2}, {"patience": 0, "cooldown": 3, "floor": 0.02}, {"patience": 1, "threshold": 0.2}):
+        torch_how = {"min_lr" if name == "floor" else name: value for name, value in how.items()}
+        expected = torch_factors(lambda s, o, h=torch_how: s.ReduceLROnPlateau(o, factor=0.5, eps=0, **h), 60, losses)
+        schedule = nd.Plateau(0.5, **how)
+        found = [schedule.factor_after(epoch, losses[:epoch].tolist()) for epoch in range(60)]
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert nd.Plateau(0.5, patience=0).factor_after(3, [1.0, None, float("nan")]) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nd.SGD(clip_norm=0), "clip_norm: expected a number above 0"),
+        (lambda: nd.AdamW(ema=1.0), "ema: .*below 1"),
+        (lambda: nd.RMSprop(alpha=1.0), "alpha: .*below 1"),
+        (lambda: nd.Plateau(1.0), "factor: .*below 1"),
+        (lambda: nd.Warmup(0), "epochs: expected a number above 0"),
+        (lambda: nd.OneCycle(3).check(4), "the learning rate is 0 after 3 epochs"),
+        (lambda: nd.Warmup(1, then=nd.CosineDecay(3)).check(5), "after 3 epochs, and 4 are to be trained"),
+        (lambda: nd.SGD(schedule=nd.SGD()), "schedule: expected"),
+    ],
+)
+def test_what_cannot_work_is_named(make, words):
+    nd.CosineDecay(3, floor=0.1).check(5)
+    assert nd.LAMB(clip_norm=2).arguments()["weight_decay"] == 0.01
+    with pytest.raises(ConfigError, match=words):
+        make()

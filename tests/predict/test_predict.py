@@ -1,0 +1,322 @@
+"""Outputs for images of any size: on any number of ranks, in any blocks, ended at any moment and gone on with."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.comm import ProcessGrid, loopback
+from neondist.errors import ConfigError, DataError, OutputError
+from neondist.io.journal import Journal
+from neondist.runtime.blocks import Blockwise
+from neondist.train import evaluate_files, predict
+
+SHAPE = (12, 8, 2)
+
+
+def unet(norm=nd.BatchNormLayerDist):
+    """Down by pooling, up by a deconvolution, beside a skip."""
+
+    def conv(channels):
+        return [nd.ConvLayerDist(channels, 3, padding=1), norm(), nd.ActivationLayerDist(nd.ReLU())]
+
+    inner = [nd.MaxPoolingLayerDist(2), *conv(4), nd.DeconvLayerDist(3, 4, 2, 1)]
+    return [*conv(3), nd.Concat([inner, []]), nd.ConvLayerDist(3, 3, padding=1)]
+
+
+class Cells(nd.Synthetic):
+    """Every cell is labelled; raw values are 2 x + 1 of what is trained on."""
+
+    def load(self, grid):
+        tile = grid.tile_box(self.sample_shape[:-1]).shape
+        return tuple(
+            nd.Split(
+                2 * split.images(range(len(split)), "float64") + 1,
+                np.broadcast_to(split.labels[:, None, None], (len(split), *tile)),
+                mean=0.5,
+                std=1,
+                scale=2,
+            )
+            for split in super().load(grid)
+        )
+
+
+def made(layers=unet, **more):
+    return nd.FitExperiment(
+        dataset=Cells(SHAPE, classes=3, train=4, test=2),
+        model=nd.ConvnetDist(layers(), dtype="float64", backend="numpy", seed=3, **more),
+        batch_size=4,
+        epochs=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A trained network, larger images, and what it says of them by a plain pass."""
+    folder = tmp_path_factory.mktemp("trained")
+    trained = made()
+    trained.run(ProcessGrid.serial(), output=folder / "run", hooks=[])
+    (folder / "run" / "checkpoint.h5").rename(folder / "net.h5")
+    x = np.random.default_rng(0).normal(size=(3, 40, 52, 2))
+    np.save(folder / "x.npy", x)
+    trained.model.build(x.shape[1:], 3, ProcessGrid.serial(), None)
+    state = {}
+
+    import h5py
+
+    with h5py.File(folder / "net.h5") as file:
+        file["model"].visititems(
+            lambda name, item: state.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
+        )
+    trained.model.load_state(state)
+    np.save(folder / "y.npy", trained.model.fprop(x / 2 - 0.5, training=False))
+    return folder
+
+
+def on(ranks, folder, target, source="x.npy", fresh=made, **how):
+    def body(world):
+        return predict(fresh(), folder / "net.h5", folder / source, target, ProcessGrid(world), **how)
+
+    (shape,) = set(loopback.run(ranks, body))
+    return shape
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize("block", [None, 8, 30, 1000])
+def test_any_blocks_on_any_ranks(folder, tmp_path, ranks, block):
+    expected = np.load(folder / "y.npy")
+    assert on(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=1e-12, atol=1e-12)
+    assert [path.name for path in tmp_path.iterdir()] == ["y.npy"]
+
+
+def test_several_outputs(folder, tmp_path):
+    expected = np.load(folder / "y.npy")
+    on(2, folder, tmp_path / "out.h5", block=16, classes=True, probabilities=True)
+    p = np.exp(expected) / np.exp(expected).sum(axis=-1, keepdims=True)
+    with nd.open_source(tmp_path / "out-probabilities.h5") as found:
+        np.testing.assert_allclose(found.read([(0, n) for n in found.shape]), p, rtol=1e-12)
+    with nd.open_source(tmp_path / "out-classes.h5") as found:
+        assert (found.dtype, found.axes) == (np.uint8, "NYXC")
+        np.testing.assert_array_equal(found.read([(0, n) for n in found.shape])[..., 0], expected.argmax(axis=-1))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_one_image_and_stacks_of_them(folder, tmp_path):
+    import h5py
+
+    x, expected = np.load(folder / "x.npy"), np.load(folder / "y.npy")
+    np.save(tmp_path / "one.npy", x[1])
+    assert on(2, folder, tmp_path / "y1.npy", tmp_path / "one.npy", block=16) == expected.shape[1:]
+    np.testing.assert_allclose(np.load(tmp_path / "y1.npy"), expected[1], rtol=1e-12, atol=1e-12)
+    with h5py.File(tmp_path / "film.h5", "w") as file:
+        file["images"] = np.moveaxis(np.stack([x, x[::-1]]), -1, 2)
+        file["images"].attrs["axes"] = np.bytes_("TZCYX")
+    for block in (None, 32):
+        target = tmp_path / f"film-{block}.npy"
+        on(2, folder, target, tmp_path / "film.h5", block=block)
+        np.testing.assert_allclose(np.load(target), np.stack([expected, expected[::-1]]), rtol=1e-12, atol=1e-12)
+
+
+def test_what_normalises_over_the_image_goes_whole(folder, tmp_path):
+    def fresh():
+        return made(lambda: unet(lambda: nd.GroupNormLayerDist(1)))
+
+    fresh().run(ProcessGrid.serial(), output=tmp_path / "run", hooks=[])
+    (tmp_path / "run" / "checkpoint.h5").rename(tmp_path / "net.h5")
+    shutil.copy(folder / "x.npy", tmp_path / "x.npy")
+    for ranks in (1, 4):
+        on(ranks, tmp_path, tmp_path / f"y{ranks}.npy", fresh=fresh)
+    np.testing.assert_allclose(np.load(tmp_path / "y4.npy"), np.load(tmp_path / "y1.npy"), rtol=1e-9, atol=1e-12)
+    with pytest.raises(ConfigError, match=r"'group_norm1' cannot go block by block \(sums over the whole image\)"):
+        on(1, tmp_path, tmp_path / "z.npy", fresh=fresh, block=8)
+
+
+def test_blocks_where_the_whole_does_not_fit(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+    monkeypatch.setattr("neondist.train.inference.routes.PROCESS", 0)
+    sizes = []
+    run = Blockwise.run
+    monkeypatch.setattr(Blockwise, "run", lambda self, number, x: (sizes.append(x.shape), run(self, number, x))[1])
+    on(1, folder, tmp_path / "y.npy", fresh=lambda: made(memory="200kB"))
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(folder / "y.npy"), rtol=1e-12, atol=1e-12)
+    assert len(sizes) > 3
+    with pytest.raises(ConfigError, match=r"memory: even a block of 2 x 2 takes .* layer '\w+'"):
+        on(1, folder, tmp_path / "z.npy", fresh=lambda: made(memory="5kB"))
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("block", "parts"), [(24, 18), (None, 3)])
+def test_ended_at_every_part(folder, tmp_path, monkeypatch, block, parts):
+    """Each process does one part more; the second one says nothing of blocks, and takes those that are there."""
+    add, run = Journal.add, Blockwise.run
+    computed = []
+
+    def once(self, number):
+        add(self, number)
+        raise Killed
+
+    monkeypatch.setattr(Journal, "add", once)
+    monkeypatch.setattr(Blockwise, "run", lambda self, number, x: (computed.append(number), run(self, number, x))[1])
+
+    def fresh():
+        found = made()
+        found.batch_size = 1
+        return found
+
+    for part in range(parts):
+        with pytest.raises(Killed):
+            on(1, folder, tmp_path / "y.npy", fresh=fresh, block=None if part else block)
+        assert not (tmp_path / "y.npy").exists()
+    on(1, folder, tmp_path / "y.npy", fresh=fresh)
+    assert len(computed) <= 2 * parts  # the next one may have been computed already
+    monkeypatch.undo()
+    on(1, folder, tmp_path / "z.npy", fresh=fresh, block=block)
+    assert (tmp_path / "y.npy").read_bytes() == (tmp_path / "z.npy").read_bytes()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+from neondist.io.journal import Journal
+from test_predict import made, on
+from pathlib import Path
+add, left = Journal.add, [5]
+def last(self, number):
+    add(self, number)
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+Journal.add = last
+on(2, Path({folder!r}), Path({target!r}), block=16, classes=True, raw=True)
+"""
+
+
+def test_killed_and_gone_on_with_on_other_ranks(folder, tmp_path):
+    paths = [str(Path(__file__).parent), *sys.path]
+    code = KILLED.format(paths=paths, folder=str(folder), target=str(tmp_path / "y.npy"))
+    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == -signal.SIGKILL
+    assert not list(tmp_path.glob("*.npy"))
+    journal = tmp_path / "y.npy.partial.journal"
+    with journal.open("a") as file:
+        file.write("7 00000000\n3")  # what a disk may have left of lines
+    how = {"classes": True, "raw": True}
+    on(3, folder, tmp_path / "y.npy", **how)
+    on(1, folder, tmp_path / "z.npy", block=16, **how)
+    for kind in ("raw", "classes"):
+        assert (tmp_path / f"y-{kind}.npy").read_bytes() == (tmp_path / f"z-{kind}.npy").read_bytes()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def begun(folder, tmp_path, monkeypatch):
+    """Leave a job behind that has done a part."""
+    add = Journal.add
+
+    def once(self, number):
+        add(self, number)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", once)
+        with pytest.raises(Killed):
+            on(1, folder, tmp_path / "y.npy", tmp_path / "x.npy", block=16)
+
+
+def test_another_job_is_told(folder, tmp_path, monkeypatch):
+    shutil.copy(folder / "x.npy", tmp_path / "x.npy")
+    begun(folder, tmp_path, monkeypatch)
+    np.save(tmp_path / "x.npy", np.load(tmp_path / "x.npy") + 1)
+    with pytest.raises(OutputError, match=r"y\.npy\.partial\.journal: .* begun with another input; .*--overwrite"):
+        on(1, folder, tmp_path / "y.npy", tmp_path / "x.npy")
+    with pytest.raises(OutputError, match=r"another outputs and another route and another input"):
+        on(2, folder, tmp_path / "y.npy", tmp_path / "x.npy", block=8, classes=True)
+    on(2, folder, tmp_path / "y.npy", tmp_path / "x.npy", overwrite=True)
+    on(1, folder, tmp_path / "z.npy", tmp_path / "x.npy", block=16)
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.load(tmp_path / "z.npy"))
+    with pytest.raises(OutputError, match=r"y\.npy: is there already"):
+        on(2, folder, tmp_path / "y.npy", tmp_path / "x.npy")
+    on(2, folder, tmp_path / "y.npy", overwrite=True)
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(folder / "y.npy"), rtol=1e-12, atol=1e-12)
+
+
+def test_ended_between_the_names_of_two_files(folder, tmp_path, monkeypatch):
+    from neondist.formats.npy import NPYSink
+
+    commit, how = NPYSink.commit, {"block": 16, "classes": True, "raw": True}
+
+    def first_alone(self):
+        if self.path.name.endswith("classes.npy"):
+            raise Killed
+        commit(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NPYSink, "commit", first_alone)
+        with pytest.raises(Killed):
+            on(1, folder, tmp_path / "y.npy", **how)
+    assert [path.name for path in tmp_path.glob("*.npy")] == ["y-raw.npy"]
+    on(2, folder, tmp_path / "y.npy", **how)
+    np.testing.assert_array_equal(np.load(tmp_path / "y-classes.npy"), np.load(folder / "y.npy").argmax(axis=-1))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_bad_input(folder, tmp_path, monkeypatch):
+    np.save(tmp_path / "three.npy", np.zeros((8, 8, 3)))
+    np.save(tmp_path / "small.npy", np.zeros((1, 8, 2)))
+    np.save(tmp_path / "vectors.npy", np.zeros((8, 2)))
+    for name, error, message in (
+        ("three.npy", DataError, r"three\.npy: holds an array of shape \[8, 8, 3\]; the model takes \(N, H, W, 2\)"),
+        ("vectors.npy", DataError, r"vectors\.npy: holds an array of shape \[8, 2\]"),
+        ("small.npy", nd.ShapeError, r"layer 3 'concat1.*'|kernel_size"),
+        ("none.npy", DataError, "no such file"),
+    ):
+        with pytest.raises(error, match=message):
+            on(2, folder, tmp_path / "y.npy", tmp_path / name, block=4)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 900, 100))
+    with pytest.raises(OutputError, match=r"y\.npy: needs .*, there are 100 B free"):
+        on(2, folder, tmp_path / "y.npy", block=16)
+    assert not list(tmp_path.glob("y*"))
+
+
+def measured(folder, labels, ranks, block, fresh=made):
+    def body(world):
+        paths = folder / "net.h5", folder / "x.npy", labels
+        return evaluate_files(fresh(), *paths, ProcessGrid(world), block)
+
+    found = loopback.run(ranks, body)
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+def test_cost_and_metrics_over_files(folder, tmp_path):
+    y = np.load(folder / "y.npy")
+    labels = np.random.default_rng(5).integers(0, 3, y.shape[:-1]).astype(np.uint8)
+    np.save(tmp_path / "labels.npy", labels)
+    p = np.exp(y) / np.exp(y).sum(axis=-1, keepdims=True)
+    loss = -np.log(np.take_along_axis(p, labels[..., None].astype(int), -1)).mean()
+    for ranks, block in ((1, None), (4, None), (1, 16), (3, 24)):
+        found = measured(folder, tmp_path / "labels.npy", ranks, block)
+        assert found["samples"] == 3
+        assert found["loss"] == pytest.approx(loss, rel=1e-10)
+        assert found["error"] == np.mean(y.argmax(axis=-1) != labels)
+    np.save(tmp_path / "short.npy", labels[:, 1:])
+    with pytest.raises(DataError, match=r"short\.npy: has labels for \[3, 39, 52\]; the outputs are \[3, 40, 52\]"):
+        measured(folder, tmp_path / "short.npy", 2, None)
+
+    def by_sample():
+        found = made()
+        found.model.cost = nd.Dice()
+        return found
+
+    with pytest.raises(ConfigError, match="cost: Dice needs whole samples"):
+        measured(folder, tmp_path / "labels.npy", 1, 16, by_sample)

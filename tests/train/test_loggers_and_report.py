@@ -1,0 +1,124 @@
+"""What other programs show of a run: TensorBoard, MLflow, and a page of its own."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+import neondist as nd
+from neondist.cli import main
+from neondist.comm import loopback
+from neondist.errors import ConfigError, MissingPackageError
+from neondist.train.callbacks import loggers as module
+from neondist.train.callbacks.loggers import numbers
+from neondist.train.state import Record
+
+
+def experiment(loggers=(), epochs=2):
+    data = nd.Synthetic((5, 6, 1), classes=3, train=8, test=6, validation=4)
+    model = nd.ConvnetDist([nd.FCLayerDist(3)], dtype="float64", backend="numpy")
+    metrics = [nd.ConfusionMatrix(), nd.IoU()]
+    return nd.FitExperiment(data, model, batch_size=4, epochs=epochs, metrics=metrics, loggers=list(loggers))
+
+
+def run(folder, logger=None, epochs=2, **how):
+    def job(comm):
+        made = experiment([logger()] if logger else [], epochs)
+        return made.run(made.open_grid(comm), output=folder, hooks=[], **how).history
+
+    return loopback.run(2, job)[0]
+
+
+def test_numbers_of_a_record():
+    record = Record({"epoch": 1, "a": 1.5, "b": None, "c": [1, float("nan")], "d": [[1, 2], [3, 4]], "stage": "x"})
+    expected = [("a", 1.5), ("c/0", 1), ("d/0/0", 1), ("d/0/1", 2), ("d/1/0", 3), ("d/1/1", 4)]
+    assert list(numbers(record)) == expected
+
+
+def test_tensorboard_has_all_epochs(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the package is whole
+
+    run(tmp_path, nd.TensorBoard)
+    history = run(tmp_path, nd.TensorBoard, 3, resume=True)
+    found = {}
+    for file in sorted((tmp_path / "tensorboard").iterdir(), key=lambda one: one.stat().st_mtime_ns):
+        content, at = file.read_bytes(), 0
+        while at < len(content):
+            size = int.from_bytes(content[at : at + 8], "little")
+            event = Event.FromString(content[at + 12 : at + 12 + size])
+            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+            at += size + 16
+    for record in history:
+        assert found["test_loss", record["epoch"]] == pytest.approx(record["test_loss"], rel=1e-6)
+        assert ("confusion_matrix/2/2", record["epoch"]) in found
+
+
+def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
+    written, ended = [], []
+
+    class Client:
+        def __init__(self, tracking_uri):
+            assert tracking_uri == f"sqlite:///{(tmp_path / 'mlflow').resolve()}/mlflow.db"
+
+        def create_run(self, experiment, run_name):
+            return type("Run", (), {"info": type("Info", (), {"run_id": "7"})})
+
+        def log_metric(self, number, name, value, step):
+            written.append((number, name, step))
+
+        def set_terminated(self, number):
+            ended.append(number)
+
+    monkeypatch.setattr(module, "import_module", lambda name: type("Package", (), {"MlflowClient": Client}))
+    run(tmp_path, nd.MLflow)
+    assert {("7", "test_loss", 1), ("7", "validation_iou_per_class/0", 2)} <= set(written)
+    assert ended == ["7"]
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    with pytest.raises(ConfigError, match="TensorBoard: folder: the run has none"):
+        nd.TensorBoard().within(None)
+    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
+    with pytest.raises(MissingPackageError, match=r"TensorBoard needs tensorboardX: pip install 'neondist\[loggers\]'"):
+        experiment([nd.TensorBoard()]).validate()
+
+
+class Page(HTMLParser):
+    """Which tags are open, and what is asked of other places."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.asked = [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.asked += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_a_report_is_a_page_of_its_own(tmp_path, capsys):
+    history = run(tmp_path)
+    (tmp_path / "experiment.yaml").write_text("name: <script>")
+    assert main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    page = Page()
+    page.feed(text.replace("<polyline", "<p").replace("<circle", "<p").replace("/>", "></p>"))
+    assert page.open == []
+    assert all(where.startswith("data:image/png;base64,") for where in page.asked)
+    assert "<script>" not in text
+    assert f"{history[-1]['test_loss']:.5g}" in text
+    for words in ("confusion_matrix, last epoch", "validation_iou_per_class", "bytes of halos", "figcaption>loss<"):
+        assert words in text
+    assert len(re.findall("<svg", text)) >= 3
+    capsys.readouterr()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch"')
+    assert main(["report", str(tmp_path)]) == 2
+    assert re.search(r"metrics\.jsonl:3: is no record of an epoch", capsys.readouterr().err)
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "name the folder of a run" in capsys.readouterr().err
