@@ -1,4 +1,4 @@
-# `make demo`, `make test`, `make mutate`, `make bench` and `make study`. All set up everything inside this checkout (.venv).
+# `make demo`, `make test`, `make hunt`, `make mutate`, `make bench` and `make study`. All set up everything inside this checkout (.venv).
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 4
@@ -8,7 +8,7 @@ COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: zoo demo test mutate bench study lint types docs clean
+.PHONY: zoo hunt demo test mutate bench study lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
@@ -20,6 +20,11 @@ test: .venv/test
 # a quarter of an hour: would the tests notice small mistakes? See tools/mutations.yaml
 mutate: .venv/test
 	$(BIN)/python tools/mutate.py --jobs $(WORKERS)
+
+# generated networks and modules that nobody has tried yet: others every day, or those of HUNT="--seed S --cases N"
+hunt: .venv/test
+	$(BIN)/python tools/random_graphs.py --jobs $(WORKERS) $(HUNT)
+	$(BIN)/python tools/random_modules.py --jobs $(WORKERS) $(HUNT)
 
 # minutes: every public model of tests/helpers/zoo.py on every grid
 zoo: .venv/test

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,14 @@ DRAWING = "curves", "tiles_picture", "stage_pictures"
 
 INSIDE = "NEONDIST_MPI_TEST" in os.environ
 
-# generated networks are others every day; whoever saw one fail sets what was printed
-os.environ.setdefault("NEONDIST_SEED", f"{date.today():%Y%m%d}")
+# generated cases are the same in every run, so that a change is what made one fail; `make hunt` draws others
+os.environ.setdefault("NEONDIST_SEED", "20")
 
 if not INSIDE:  # nothing is drawn on MPI's ranks, each of which would import it
     from hypothesis import settings
 
     # how long an example takes says nothing on a machine that others use too
-    settings.register_profile("neondist", deadline=None)
+    settings.register_profile("neondist", deadline=None, derandomize=True)
     settings.load_profile("neondist")
 
 

@@ -183,16 +183,18 @@ class Normalise(torch.autograd.Function):
             )
         else:
             dx, dscale, dshift = torch.zeros_like(rows), torch.zeros_like(each), torch.zeros_like(each)
-        sums = [moments.of_groups(scale * part, channels) for part in (dshift, dscale)]
-        sums = wires.reduce(name, "backward", torch.stack(sums), moments.axes) / -moments.number
-        std = torch.rsqrt(var + moments.eps)
-        first, second = (moments.of_rows(part, channels) * std for part in sums)
-        slope = (second * std).to(x.dtype)
-        shape = [1, -1, *[1] * (rows.dim() - 2)]
-        dx.addcmul_(rows, slope.view(shape)).add_((first - each * slope).to(x.dtype).view(shape))
-        dscale, dshift = dscale.view(-1, channels).sum(0), dshift.view(-1, channels).sum(0)
         asked = ctx.needs_input_grad
-        return dx.view(x.shape), dscale if asked[1] else None, dshift if asked[2] else None, None, None, None
+        if asked[0]:
+            sums = [moments.of_groups(scale * part, channels) for part in (dshift, dscale)]
+            sums = wires.reduce(name, "backward", torch.stack(sums), moments.axes) / -moments.number
+            std = torch.rsqrt(var + moments.eps)
+            first, second = (moments.of_rows(part, channels) * std for part in sums)
+            slope = (second * std).to(x.dtype)
+            shape = [1, -1, *[1] * (rows.dim() - 2)]
+            dx.addcmul_(rows, slope.view(shape)).add_((first - each * slope).to(x.dtype).view(shape))
+        dscale, dshift = dscale.view(-1, channels).sum(0), dshift.view(-1, channels).sum(0)
+        found = dx.view(x.shape), dscale, dshift
+        return *(dv if wanted else None for dv, wanted in zip(found, asked[:3], strict=True)), None, None, None
 
 
 _NARROW = (torch.bfloat16, torch.float16)

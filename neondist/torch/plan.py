@@ -43,7 +43,8 @@ class TorchPlan(TorchGraph):
             if not any(out in reached and out in needed for out in step.outputs):
                 continue
             reached.update(step.inputs)
-            if any(value in needed for value in step.inputs):
+            given = step.inputs[:1] if step.kind == "norm" else step.inputs  # its weights' gradients need no sums
+            if any(value in needed for value in given):
                 for kind, count in _backward(self, step, rank, place):
                     found[kind, step.name, "backward"] += count
         for segment in self.segments()[:-1] if self.recompute else ():
@@ -51,8 +52,8 @@ class TorchPlan(TorchGraph):
                 for step in segment.steps:
                     for kind, count in _forward(self, step, rank, place):
                         found[kind, step.name, "forward"] += count
-        given = [self.values[self.parameters[name]] for name in trained if self.parameters.get(name) in reached]
-        found["sum", GRADIENTS, "backward"] = _summed(self.mesh, self.mesh.axes, given, place)
+        weights = [self.values[self.parameters[name]] for name in trained if self.parameters.get(name) in reached]
+        found["sum", GRADIENTS, "backward"] = _summed(self.mesh, self.mesh.axes, weights, place)
         return {account: count for account, count in found.items() if count}
 
     def bytes(self, rank: int) -> int:

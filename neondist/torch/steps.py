@@ -108,7 +108,9 @@ class StepList:
         """Return x (N, C, ...) with mean 0 and variance 1 in each group, scaled; mean and variance of each."""
         context = x.axes
         given = [None if value is None else self.enter(value, context) for value in (weight, bias)]
-        y = self._value(x.local, x.axes, x.dtype, x.kind, x.layout)
+        scaled = any(value is not None and value.kind != "constant" for value in given)
+        kind = "value" if x.kind == "constant" and scaled else x.kind
+        y = self._value(x.local, x.axes, x.dtype, kind, x.layout)
         shape, left = local_shape(groups, self.place), context - moments.axes
         mean, variance = (self._value(shape, left, x.dtype, "constant", groups) for _ in range(2))
         inputs = [x, *(value for value in given if value is not None)]

@@ -1,6 +1,6 @@
-"""Generated networks against PyTorch, serially and over virtual ranks: other ones every day, or those of NEONDIST_SEED.
+"""Generated networks against PyTorch, serially and over virtual ranks: those of NEONDIST_SEED.
 
-`tools/random_graphs.py` tries as many as one likes.
+`make hunt` and `tools/random_graphs.py` try as many others as one likes.
 """
 
 import os
@@ -16,7 +16,7 @@ from graphs.draw import IMAGES, draw_case
 from graphs.play import Wrong
 from graphs.shrink import shrink, smaller_cases
 
-SEED = int(os.environ["NEONDIST_SEED"])  # conftest.py takes the date where nobody has set it
+SEED = int(os.environ["NEONDIST_SEED"])
 CASES, AT_ONCE = 70, 7  # tests/mpi has some more
 
 

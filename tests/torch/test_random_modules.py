@@ -1,4 +1,4 @@
-"""Random modules against one process, in float64: other ones every day, or those of NEONDIST_SEED.
+"""Random modules against one process, in float64: those of NEONDIST_SEED; `make hunt` draws others.
 
 `tools/random_modules.py` tries as many as one likes.
 """
@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from module_steps import STEPS
 from random_modules import attempt, draw, shrink
 
-SEED = int(os.environ["NEONDIST_SEED"])  # conftest.py takes the date where nobody has set it
+SEED = int(os.environ["NEONDIST_SEED"])
 CASES, AT_ONCE = 30, 6
 
 

@@ -68,6 +68,37 @@ def test_traffic_is_what_was_planned(grid, inputs, dtype):
         assert found or replicas * rows * cols == 1
 
 
+class NormOfMask(nn.Module):
+    """Weights with gradients, behind what has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm2d(2, affine=True)
+
+    def forward(self, x):
+        return self.norm((x > 0).to(x.dtype)).mean()
+
+
+def test_weights_of_what_has_no_gradient_have_theirs():
+    original, image = NormOfMask(), torch.randn(SHAPE, dtype=torch.float64)
+    original.double()(image).backward()
+
+    def body(world):
+        with ProcessGrid(world, rows=3) as ranks:
+            module = copy.deepcopy(original)
+            module.zero_grad()
+            model = ndt.distribute(module, SHAPE, ranks, dtype=torch.float64)
+            model(model.scatter(image)).backward()
+            trained = ["norm.weight", "norm.bias"]
+            assert sent(model) == model.plan.traffic(ranks.rank, trained)
+            assert ("sum", "norm:aten.instance_norm.default", "backward") not in sent(model)  # nobody asks for it
+            return module.norm.weight.grad, module.norm.bias.grad
+
+    for weight, bias in loopback.run(3, body):
+        torch.testing.assert_close(weight, original.norm.weight.grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(bias, original.norm.bias.grad, rtol=0, atol=1e-12)
+
+
 def test_every_rank_plans_the_same_for_all():
     original = Everything()
 
