@@ -1,4 +1,4 @@
-"""One run at a time in a folder.
+"""One run at a time in a folder, or at a file.
 
 The lock is the kernel's (flock) on a file in the folder, so it goes with the process that holds it, however that ends:
 none is ever stale. NFS passes it to the server, so that other machines see it too; mounted with nolock or local_lock it
@@ -32,23 +32,30 @@ PATIENCE = 5.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-class FolderLock:
-    """A folder that this process alone writes a run to, from when this is made until `release`.
+class Lock:
+    """What this process alone writes to, from when this is made until `release`.
+
+    Parameters
+    ----------
+    path : of the lock's file
+    what : path
+        What is locked, for messages.
+    other : str
+        What to choose instead, for messages.
 
     Raises
     ------
     OutputError
-        Another run holds it, or the folder cannot be written to.
+        Another run holds it, or the lock's file cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / NAME
+    def __init__(self, path: Path, what: Path, other: str) -> None:
+        self.path, self.what, self.other = path, what, other
         end = time.monotonic() + PATIENCE
         while not self._taken():
             if time.monotonic() >= end:
                 raise OutputError(
-                    f"{folder}: another run writes there ({_holder(self.path)}); wait for its end, or choose another"
-                    " folder with --output"
+                    f"{what}: another run writes there ({_holder(path)}); wait for its end, or choose another {other}"
                 )
             time.sleep(0.1)
 
@@ -60,7 +67,7 @@ class FolderLock:
             os.close(self._descriptor)
 
     def _taken(self) -> bool:
-        with told(self.folder, "cannot be written to", "choose another folder with --output"):
+        with told(self.what, "cannot be written to", f"choose another {self.other}"):
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
             self._descriptor = os.open(self.path, flags, 0o644)
             taken = False
@@ -100,6 +107,13 @@ class FolderLock:
         text = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since})
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
+
+
+class FolderLock(Lock):
+    """A folder that this process alone writes a run to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / NAME, folder, "folder with --output")
 
 
 def _read(path: Path) -> dict[str, Any]:

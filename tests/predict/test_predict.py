@@ -16,6 +16,7 @@ from neondist.errors import ConfigError, DataError, OutputError
 from neondist.io.journal import Journal
 from neondist.runtime.blocks import Blockwise
 from neondist.train import evaluate_files, predict
+from neondist.train.inference.predict import Writer
 
 SHAPE = (12, 8, 2)
 
@@ -209,6 +210,7 @@ def test_killed_and_gone_on_with_on_other_ranks(folder, tmp_path):
     assert ended.returncode == -signal.SIGKILL
     assert not list(tmp_path.glob("*.npy"))
     journal = tmp_path / "y.npy.partial.journal"
+    assert journal.with_name(journal.name + ".lock").exists()
     with journal.open("a") as file:
         file.write("7 00000000\n3")  # what a disk may have left of lines
     how = {"classes": True, "raw": True}
@@ -248,6 +250,24 @@ def test_another_job_is_told(folder, tmp_path, monkeypatch):
         on(2, folder, tmp_path / "y.npy", tmp_path / "x.npy")
     on(2, folder, tmp_path / "y.npy", overwrite=True)
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(folder / "y.npy"), rtol=1e-12, atol=1e-12)
+
+
+def test_one_job_at_a_time(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("neondist.io.lock.PATIENCE", 0)
+    write, refused = Writer.write, []
+
+    def meanwhile(self, part, y):
+        if not refused:
+            with pytest.raises(OutputError) as said:
+                on(2, folder, tmp_path / "y.npy", block=16, overwrite=True)
+            refused.append(str(said.value))
+        write(self, part, y)
+
+    monkeypatch.setattr(Writer, "write", meanwhile)
+    on(1, folder, tmp_path / "y.npy")
+    assert f"y.npy: another run writes there (process {os.getpid()} on" in refused[0]
+    assert "choose another file with --output" in refused[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["y.npy"]
 
 
 def test_ended_between_the_names_of_two_files(folder, tmp_path, monkeypatch):

@@ -14,8 +14,10 @@ import numpy as np
 from ...comm import ProcessGrid, all_or_none
 from ...errors import OutputError
 from ...formats import TileSink, create_sink
+from ...io.files import make_folder
 from ...io.files import partial as unfinished
 from ...io.journal import Journal
+from ...io.lock import Lock
 from ..experiment import FitExperiment
 from .images import Images
 from .network import network
@@ -76,23 +78,28 @@ def predict(
     grid = experiment.open_grid() if grid is None else grid
     asked = {"raw": raw, "probabilities": probabilities, "classes": classes}
     kinds = [kind for kind, wanted in asked.items() if wanted] or ["raw"]
-    journal_path = unfinished(Path(target)).with_name(unfinished(Path(target)).name + ".journal")
-    before = (_begun(journal_path, grid) or {}).get("route")
-    with network(experiment, checkpoint, source, grid, block, before) as (route, images, said):
+    with (
+        _journal(Path(target), grid) as (journal, before),
+        network(experiment, checkpoint, source, grid, block, before) as (route, images, said),
+    ):
+        done: set[int] = set()
         with all_or_none(grid.world):
             check_kinds(kinds, route.output_shape[-1])
-        job = {"outputs": kinds, "route": route.about, "input": images.identity(), **said}
-        done = _done(journal_path, job, grid, overwrite)
+            job = {"outputs": kinds, "route": route.about, "input": images.identity(), **said}
+            if journal is not None:
+                done = journal.done(job, overwrite)
+        done = grid.world.bcast(done)
         with _sinks(paths_of(kinds, Path(target)), route, images, grid, overwrite, done) as sinks:
-            journal = _journal(journal_path, job, grid, anew=not done)
+            with all_or_none(grid.world):
+                if journal is not None and not done:
+                    journal.begin(job)
             left = [part for part in range(route.parts) if part not in done]
             progress = Progress(route.parts, len(done)) if grid.rank == 0 else None
-            write = Writer(route, images, sinks, journal, grid)
-            through(route, left, grid, write, progress)
+            through(route, left, grid, Writer(route, images, sinks, grid.world.bcast(journal)), progress)
             for sink in sinks.values():
                 sink.commit()
         with all_or_none(grid.world):
-            if grid.rank == 0:
+            if journal is not None:
                 journal.remove()
     channels = channels_of(kinds[0], route.output_shape[-1])
     return *images.lead, *route.output_shape[:-1], *((channels,) if kinds[0] != "classes" else ())
@@ -141,9 +148,7 @@ def _finish(route: Route, grid: ProcessGrid, behind: tuple[int, Future[None]] | 
 class Writer:
     """Takes outputs to files, and notes in a journal what is on the disk."""
 
-    def __init__(
-        self, route: Route, images: Images, sinks: dict[str, TileSink], journal: Journal, grid: ProcessGrid
-    ) -> None:
+    def __init__(self, route: Route, images: Images, sinks: dict[str, TileSink], journal: Journal) -> None:
         self.route, self.images, self.sinks, self.journal = route, images, sinks, journal
 
     def write(self, part: int, y: np.ndarray | None) -> None:
@@ -166,32 +171,19 @@ class Writer:
         self.journal.add(part)
 
 
-def _begun(path: Path, grid: ProcessGrid) -> dict[str, Any] | None:
-    """Return what the journal says of the job that is resumed, on every rank."""
-    found = None
-    with all_or_none(grid.world):
-        found = Journal(path).job if grid.rank == 0 else None
-    told: dict[str, Any] | None = grid.world.bcast(found)
-    return told
-
-
-def _done(path: Path, job: dict[str, Any], grid: ProcessGrid, overwrite: bool) -> set[int]:
-    """Return which parts of a job are done, on every rank."""
-    done: set[int] = set()
-    with all_or_none(grid.world):
-        if grid.rank == 0:
-            done = Journal(path).done(job, overwrite)
-    return set(grid.world.bcast(sorted(done)))
-
-
-def _journal(path: Path, job: dict[str, Any], grid: ProcessGrid, anew: bool) -> Journal:
-    """Return the journal of a job, for every rank to write to."""
-    with all_or_none(grid.world):
-        if grid.rank == 0 and anew:
-            Journal(path).begin(job)
-    with all_or_none(grid.world):
-        found = Journal(path)
-    return found
+@contextmanager
+def _journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | None, list[Any] | None]]:
+    """Yield the journal of an output, on rank 0 alone, and the route that it tells of; others wait, or are told."""
+    part = unfinished(target)
+    with ExitStack() as stack:
+        found = None
+        with all_or_none(grid.world):
+            if grid.rank == 0:
+                make_folder(target.parent)
+                lock = Lock(part.with_name(part.name + ".journal.lock"), target, "file with --output")
+                stack.callback(lock.release)
+                found = Journal(part.with_name(part.name + ".journal"))
+        yield found, grid.world.bcast((found.job or {}).get("route") if found is not None else None)
 
 
 @contextmanager
