@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..launcher.report import speaks
-from . import apply, bench, data, doctor, files, options, run
+from . import apply, bench, data, doctor, files, options, run, sweep
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, begun=None)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, apply, bench, doctor, data, files):
+    for command in (run, apply, sweep, bench, doctor, data, files):
         command.add(commands)
     return top
 
@@ -44,19 +44,20 @@ def parser() -> argparse.ArgumentParser:
 def _plain(argv: Sequence[str]) -> list[str]:
     """Return the words as argparse needs them, which would take the file as the value of an option in front of it.
 
-    `--set a=1 b=2` becomes `--set a=1 --set b=2`, `--resume auto` `--resume=auto`, and `--resume` `--resume=yes`.
+    `--set a=1 b=2` becomes `--set a=1 --set b=2`, and so with --vary; `--resume auto` `--resume=auto`, and `--resume`
+    `--resume=yes`.
     """
     words: list[str] = []
-    after = 0  # how many words ago the last --set was
+    after, option = 0, ""  # how many words ago the last --set or --vary was
     for at, word in enumerate(argv):
         if word == "--resume":
             word = f"--resume={'auto' if argv[at + 1 : at + 2] == ['auto'] else 'yes'}"
         elif word == "auto" and argv[max(0, at - 1)] == "--resume":
             continue
         if after > 1 and re.match(r"[\w.-]+=", word) and not word.startswith("-"):
-            words.append("--set")
+            words.append(option)
         elif after > 1:
             after = 0
         words.append(word)
-        after = 1 if word == "--set" else after + bool(after)
+        after, option = (1, word) if word in ("--set", "--vary") else (after + bool(after), option)
     return words

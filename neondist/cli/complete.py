@@ -12,7 +12,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
     from argcomplete.completers import FilesCompleter
 
     def words(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **more: Any) -> list[str]:
-        if action.dest == "settings":
+        if action.dest in ("settings", "spaces"):
             return fields_of(getattr(parsed_args, "file", None))
         return list(FilesCompleter()(prefix=prefix, action=action, parsed_args=parsed_args, **more))
 

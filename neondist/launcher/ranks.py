@@ -57,7 +57,7 @@ def on_ranks(
     from ..comm import SingleTransport, mpi
 
     job = job_of(arguments)
-    if _must_launch(arguments, job):
+    if must_launch(arguments, job):
         watches = new_watchdog(arguments) if arguments.watched else None
         if watches is not None:
             watches.open()
@@ -145,7 +145,7 @@ def _on_virtual_ranks(arguments: argparse.Namespace, body: Callable[[Transport],
     return max(loopback.run(arguments.virtual, body, timeout=PATIENCE, at_once=threads.cores()))
 
 
-def _must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
+def must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     """Tell whether ranks have to be started; LaunchError if they could not run."""
     if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None):
         return False

@@ -53,14 +53,21 @@ class Best(Registered):
 
     def epoch(self, history: Sequence[Record], metrics: Sequence[Metric]) -> int:
         """Return the number of the best epoch, 0 if there is none; the first of equal ones."""
-        name = self.number or (f"{history[-1].selection}_loss" if history else "")
-        sign = -1.0 if name in {key for key, larger in _numbers(metrics).items() if larger} else 1.0
+        name, sign = self.name(history), -1.0 if self.larger(metrics) else 1.0
         best, found = math.inf, 0
         for record in history:
             value = record.get(name)
             if isinstance(value, int | float) and sign * value < best - (self.min_change if found else 0.0):
                 best, found = sign * value, record["epoch"]
         return found
+
+    def name(self, history: Sequence[Record]) -> str:
+        """Return the number's name."""
+        return self.number or (f"{history[-1].selection}_loss" if history else "")
+
+    def larger(self, metrics: Sequence[Metric]) -> bool:
+        """Tell whether a larger number is better."""
+        return _numbers(metrics).get(self.number or "", False)
 
     def stalled(self, history: Sequence[Record], metrics: Sequence[Metric]) -> str:
         """Return why a run with these records ends now; '' if it does not."""
@@ -69,8 +76,7 @@ class Best(Registered):
         best, last = self.epoch(history, metrics), history[-1]["epoch"]
         if last - best < self.patience:
             return ""
-        name = self.number or f"{history[-1].selection}_loss"
-        return f"no better {name} since epoch {best}: the run ends after epoch {last}"
+        return f"no better {self.name(history)} since epoch {best}: the run ends after epoch {last}"
 
 
 class KeepBest(Hook):

@@ -1,0 +1,279 @@
+"""`neondist sweep`: many runs of one experiment, whose fields optuna chooses, one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from .. import safe_path
+from ..comm import SingleTransport
+from ..config import dump
+from ..console import say
+from ..errors import ConfigError, LaunchError, MissingPackageError, OutputError
+from ..io.files import told as file_errors
+from ..io.files import write_text
+from ..io.output import held
+from ..job import detect
+from ..launcher.parent_watch import end_child_with_us
+from ..launcher.ranks import must_launch
+from ..signals import INTERRUPTED, STOPPED, Signals
+from ..train import Best
+from ..train.html_report import read_records
+from ..train.page import is_number, page, plot, table, told
+from . import options
+from .experiment import load, validated
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import BaseTrial
+
+STORE = "sweep.db"
+_MANY = 10_000  # more values, or combinations, are never all tried
+_SPACE = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, ...]"
+
+
+def add(commands: Any) -> None:
+    """Say what can be typed."""
+    one = commands.add_parser("sweep", help="find good values for fields of an experiment", allow_abbrev=False)
+    options.experiment(one, "ranks of each run (default 1)")
+    one.add_argument(
+        "--vary", dest="spaces", action="append", required=True, metavar="KEY.PATH=SPACE",
+        help="what to try: LOW..HIGH (whole numbers stay whole), LOW..HIGH:log, LOW..HIGH:STEP, or a list [A, B]",
+    )  # fmt: skip
+    one.add_argument(
+        "--trials", type=options.positive, default=20, metavar="K",
+        help="runs in all, those of an earlier call included (default 20; all combinations, if these are fewer)",
+    )  # fmt: skip
+    one.add_argument(
+        "--number", metavar="NAME",
+        help="what of metrics.jsonl to compare, each run's best epoch (default: that of best:, or the validation loss)",
+    )  # fmt: skip
+    one.add_argument("--output", metavar="DIR", help="where to write, and to go on (default runs/NAME-sweep)")
+    one.set_defaults(command=sweep, stops=True)
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Train until there are so many trials; go on where an earlier call was ended."""
+    try:
+        import optuna
+    except ImportError:
+        raise MissingPackageError("sweep needs optuna: pip install 'neondist[sweep]'") from None
+    if detect(os.environ) is not None:
+        raise LaunchError("sweep: starts the ranks of each run itself; give their number with -n, outside of MPI jobs")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    must_launch(arguments, None)
+    spaces = dict(map(space, arguments.spaces))
+    experiment = _checked(arguments, spaces)
+    best = Best(arguments.number) if arguments.number else experiment.best or Best()
+    best.check(experiment.metrics)
+    folder = options.folder(arguments, "sweep")
+    with held(SingleTransport(), folder, overwrite=True), _stored(folder / STORE):
+        study = optuna.create_study(
+            study_name="sweep", storage=f"sqlite:///{folder / STORE}", load_if_exists=True,
+            direction="maximize" if best.larger(experiment.metrics) else "minimize",
+        )  # fmt: skip
+        job = {"experiment": dump(experiment), "--vary": sorted(arguments.spaces), "--number": best.number}
+        before = study.user_attrs.get("job", job)
+        if differ := [name for name in job if job[name] != before[name]]:
+            raise OutputError(
+                f"{folder}: has a sweep that was begun with another {' and another '.join(differ)}; give what it was"
+                " begun with to go on, or another folder with --output"
+            )
+        study.set_user_attr("job", job)
+        return _try(study, arguments, spaces, best, experiment.metrics, folder)
+
+
+def space(text: str) -> tuple[str, BaseDistribution]:
+    """Read 'a.b=1e-4..1e-1:log', 'a=8..64:8' or 'a=[!ReLU {}, !Tanh {}]': the field, and what to choose from.
+
+    Raises
+    ------
+    ConfigError
+        It is none of these.
+    """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    key, _, values = (part.strip() for part in text.partition("="))
+    try:
+        if values.startswith("["):
+            items: Any = yaml.compose(values, yaml.SafeLoader)
+            marks = [(item.start_mark.index, item.end_mark.index) for item in items.value]
+            return key, CategoricalDistribution([values[slice(*mark)].strip() for mark in marks])
+        found = re.fullmatch(r"(.+?)\.\.(.+?)(?::(.+))?", values)
+        if found is None:
+            raise ValueError("is no range and no list")
+        log, step = found[3] == "log", None if found[3] == "log" else found[3]
+        if all(re.fullmatch(r"[-+]?\d+", end) for end in (found[1], found[2], step or "1")):
+            return key, IntDistribution(int(found[1]), int(found[2]), log, int(step or 1))
+        return key, FloatDistribution(float(found[1]), float(found[2]), log, None if step is None else float(step))
+    except (ValueError, yaml.YAMLError) as error:
+        what = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"--vary {text}: {what}; {_SPACE}") from None
+
+
+def _checked(arguments: argparse.Namespace, spaces: Mapping[str, Any]) -> Any:
+    """Return the experiment with the first value of each field, once there is one with each end of each space."""
+    ends = {key: getattr(of, "choices", None) or (of.low, of.high) for key, of in spaces.items()}
+    first = {key: of[0] for key, of in ends.items()}
+    for key, of in ends.items():
+        for value in of[1:]:
+            load(_with(arguments, first | {key: value}))
+    return validated(_with(arguments, first), SingleTransport(), arguments.ranks or 1)
+
+
+def _with(arguments: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
+    settings = [*arguments.settings, *(f"{key}={value}" for key, value in values.items())]
+    return argparse.Namespace(**{**vars(arguments), "settings": settings})
+
+
+@contextmanager
+def _stored(path: Path) -> Iterator[None]:
+    """Raise OutputError for what the data base refuses."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (SQLAlchemyError, StorageInternalError) as error:
+        what = str(error.__cause__ or error).splitlines()[0]
+        raise OutputError(f"{path}: cannot be used ({what}); choose another folder with --output") from error
+
+
+def _try(
+    study: Study, arguments: argparse.Namespace, spaces: dict[str, Any], best: Best, metrics: Any, folder: Path
+) -> int:
+    """Train every trial, and tell of it."""
+    from optuna.trial import TrialState
+
+    for trial in _trials(study, arguments.trials, spaces):
+        run = _run(folder, trial.number)
+        code = train(_words(_with(arguments, trial.params), run), _log(run), arguments.signals)
+        if arguments.signals.heard or code in (STOPPED, INTERRUPTED):
+            say(f"stopped in trial {trial.number}; start the same command again")
+            return code if code == INTERRUPTED else STOPPED
+        value = _value(run, best, metrics) if code == 0 else None
+        study.tell(trial.number, value, None if value is not None else TrialState.FAIL)
+        result = f"failed: {_last_words(run)}" if value is None else f"{value:.6g}"
+        say(f"trial {trial.number}: {', '.join(f'{k}={v}' for k, v in trial.params.items())}: {result}")
+    return _conclude(study, folder)
+
+
+def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[BaseTrial]:
+    """Yield trials to be run: one that an earlier call was ended in, and new ones.
+
+    What is chosen follows from the results before and the number of the trial alone: a sweep that was ended goes on as
+    if it had not been.
+    """
+    from optuna.samplers import TPESampler
+    from optuna.trial import TrialState
+
+    for trial in study.get_trials(states=[TrialState.RUNNING]):
+        if trial.params.keys() == spaces.keys():
+            yield trial
+        else:  # the call was ended while this one was chosen
+            study.tell(trial.number, state=TrialState.FAIL)
+    values = [_values(of) for of in spaces.values()]
+    few = 0 < prod(map(len, values)) <= min(count, _MANY)
+    grid = [dict(zip(spaces, each, strict=True)) for each in product(*values)] if few else []
+    new = [trial for trial in study.trials if trial.state != TrialState.WAITING]
+    for number in range(len(new), len(grid) or count):
+        if grid:
+            study.enqueue_trial(grid[number], skip_if_exists=True)
+        study.sampler = TPESampler(seed=number)
+        yield study.ask(spaces)
+
+
+def _values(of: Any) -> Sequence[Any]:
+    """Return all that there is to choose from; nothing, if that has no end."""
+    if hasattr(of, "choices"):
+        return list(of.choices)
+    count = int((of.high - of.low) / of.step + 1.5) if of.step else 0
+    return [of.low + at * of.step for at in range(count)] if count <= _MANY else ()
+
+
+def _run(folder: Path, number: int) -> Path:
+    return folder / f"trial_{number:03d}"
+
+
+def _words(arguments: argparse.Namespace, run: Path) -> list[str]:
+    words = ["run", arguments.file, "--output", str(run), "--resume", "auto"]
+    words += ["--force"] * arguments.force + ([] if arguments.ranks is None else ["-n", str(arguments.ranks)])
+    words += [word for module in arguments.modules for word in ("--import", module)]
+    return words + [word for setting in arguments.settings for word in ("--set", setting)]
+
+
+def train(words: Sequence[str], log: Path, signals: Signals) -> int:
+    """Train in a process of its own, which says into a file what it says; return its exit code."""
+    with file_errors(log), log.open("ab") as file:
+        process = subprocess.Popen(
+            safe_path.command("neondist", *words), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True, preexec_fn=end_child_with_us(),
+        )  # fmt: skip
+        signals.join(lambda name: process.terminate())
+        return process.wait()
+
+
+def _value(run: Path, best: Best, metrics: Any) -> float | None:
+    """Return the number of a run's best epoch; None if it is finite in none."""
+    records = read_records(run / "metrics.jsonl")
+    epoch = best.epoch(records, metrics)
+    return next((float(record[best.name(records)]) for record in records if record["epoch"] == epoch), None)
+
+
+def _log(run: Path) -> Path:
+    return run.with_suffix(".log")
+
+
+def _last_words(run: Path) -> str:
+    """Return the last line of what a trial has said."""
+    lines = _log(run).read_text("utf-8", "replace").split("\n") if _log(run).exists() else []
+    return next((line.removeprefix("error: ") for line in reversed(lines) if line.strip()), "without a word")
+
+
+def _conclude(study: Study, folder: Path) -> int:
+    """Print the trials, the best first, and write them and the best experiment; ConfigError if none has a result."""
+    from rich.console import Console
+    from rich.table import Table
+
+    sign = -1 if study.direction.name == "MAXIMIZE" else 1
+    trials = sorted(study.trials, key=lambda t: (t.value is None, sign * (t.value or 0), t.number))
+    if trials[0].value is None:
+        raise ConfigError(
+            f"sweep: no trial has a result; trial {trials[0].number}: {_last_words(_run(folder, trials[0].number))}"
+        )
+    keys = list(trials[0].params)
+    ends = [key.rpartition(".")[2] for key in keys]
+    names = [key if ends.count(end) > 1 else end for key, end in zip(keys, ends, strict=True)]
+    head = ["trial", study.user_attrs["job"]["--number"] or "loss", *names]
+    rows = [
+        [told(v) for v in (t.number, t.value if t.value is not None else _last_words(_run(folder, t.number)))]
+        + [told(t.params.get(key)) for key in keys]
+        for t in trials
+    ]  # fmt: skip
+    shown = Table(*head)
+    for row in rows:
+        shown.add_row(*row)
+    Console(soft_wrap=True).print(shown)
+    good = sorted((t.number, t.value, t.params) for t in trials if t.value is not None)
+    points = {key: [(of[key], value) for _, value, of in good if is_number(of[key])] for key in keys}
+    text = (_run(folder, trials[0].number) / "experiment.yaml").read_text("utf-8")
+    write_text(folder / "best.yaml", f"# trial {trials[0].number} of {folder}: {trials[0].value:.6g}\n{text}")
+    write_text(folder / "sweep.html", page(folder.resolve().name, [
+        "<h2>Results</h2>", plot("trials", {"result": [(number, value) for number, value, _ in good]}, dots=True),
+        *(plot(key, {"result": of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False))
+          for key, of in points.items() if of),
+        table(head, rows), f"<h2>The best</h2><pre>{told(text)}</pre>",
+    ]))  # fmt: skip
+    options.print_written([folder / "best.yaml", folder / "sweep.html"])
+    return 0

@@ -1,0 +1,85 @@
+"""What pages about runs are made of: tables and pictures, in one file that needs no other."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+_WIDTH, _HEIGHT = 420, 220
+_COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
+_STYLE = """body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
+table{border-collapse:collapse;margin:.5em 0}td,th{padding:.2em .7em;border:1px solid #ccc;text-align:right}
+figure{display:inline-block;margin:0 1.5em 1em 0}figcaption{font-weight:bold}
+pre{background:#f6f6f6;padding:1em;overflow:auto}
+img{max-width:100%}"""
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """Return the page."""
+    head = f"<!doctype html><meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style>"
+    return head + "\n".join([f"<h1>{escape(title)}</h1>", *parts]) + "\n"
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether something can be drawn."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def told(value: Any) -> str:
+    """Return a value as tables show it."""
+    if is_number(value):
+        return f"{value:,}" if type(value) is int else f"{value:.5g}"
+    return "" if value is None else escape(str(value))
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table of what `told` gives."""
+    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def plot(
+    title: str, lines: Mapping[str, Sequence[tuple[float, float]]], dots: bool = False, powers: bool = False
+) -> str:
+    """Return a picture of points (x, y) by the names of lines; `dots`: not joined, `powers`: of x."""
+    points = [point for line in lines.values() for point in line]
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    across = math.log if powers else float
+
+    def place(x: float, y: float) -> tuple[str, str]:
+        right = (across(x) - across(first)) / (across(last) - across(first) or 1) * (_WIDTH - 70) + 55
+        down = _HEIGHT - 30 - (y - low) / (high - low or 1) * (_HEIGHT - 50)
+        return f"{right:.1f}", f"{down:.1f}"
+
+    drawn = []
+    for at, (name, line) in enumerate(lines.items()):
+        colour, spots = _COLOURS[at % len(_COLOURS)], [place(*point) for point in line]
+        if not dots:
+            joined = " ".join(map(",".join, spots))
+            drawn.append(f"<polyline points='{joined}' fill='none' stroke='{colour}' stroke-width='2'/>")
+        if dots or len(spots) <= 40:
+            drawn += [f"<circle cx='{x}' cy='{y}' r='3' fill='{colour}'/>" for x, y in spots]
+        drawn.append(f"<text x='{60 + 110 * at}' y='14' fill='{colour}' font-size='12'>{escape(name)}</text>")
+    ends = [(4, _HEIGHT - 26, low), (4, 28, high), (52, _HEIGHT - 8, first), (_WIDTH - 30, _HEIGHT - 8, last)]
+    drawn += [f"<text x='{x}' y='{y}' font-size='11'>{told(value)}</text>" for x, y, value in ends]
+    return (
+        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f"<svg width='{_WIDTH}' height='{_HEIGHT}' role='img'>{''.join(drawn)}</svg></figure>"
+    )
+
+
+def picture(title: str, png: bytes, **attributes: object) -> str:
+    """Return an image."""
+    more = "".join(f" {name}='{escape(str(value))}'" for name, value in attributes.items())
+    return f"<img alt='{escape(title)}'{more} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
+
+
+def text(path: Path) -> str:
+    """Return what a file says."""
+    return f"<h2>{escape(path.name)}</h2><pre>{escape(path.read_text('utf-8', errors='replace'))}</pre>"

@@ -1,0 +1,128 @@
+"""`neondist sweep`: what is tried, what is written, and going on after an end."""
+
+import json
+import re
+
+import pytest
+from cli_runs import EXPERIMENT
+
+from neondist.cli import main, sweep
+from neondist.config import load_experiment
+from neondist.errors import ConfigError
+
+pytest.importorskip("optuna")
+RATES = "model.optimizer.learning_rate=1e-3..1e-1:log"
+
+
+@pytest.fixture
+def go(tmp_path, monkeypatch):
+    """Sweep in the folder of the test, its runs in this process; returns the exit code."""
+    (tmp_path / "file.yaml").write_text(EXPERIMENT.replace("batch_size", "metrics: [!Accuracy {}]\nbatch_size"))
+    monkeypatch.chdir(tmp_path)
+
+    def here(words, log, signals):
+        code = main(words)
+        log.write_text("error: it says why\n\n")
+        return code
+
+    monkeypatch.setattr(sweep, "train", here)
+    return lambda *words: main(["sweep", "file.yaml", *words])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a.b=1e-4..1e-1:log", "FloatDistribution(high=0.1, log=True, low=0.0001, step=None)"),
+        ("a.b = 0..0.5:0.25", "FloatDistribution(high=0.5, log=False, low=0.0, step=0.25)"),
+        ("a.b=8..64:8", "IntDistribution(high=64, log=False, low=8, step=8)"),
+        ("a.b=-1..2", "IntDistribution(high=2, log=False, low=-1, step=1)"),
+        ("a.b=[!A {b: [1, 2]} , y, [3, 4]]", "CategoricalDistribution(choices=('!A {b: [1, 2]}', 'y', '[3, 4]'))"),
+    ],
+)  # fmt: skip
+def test_spaces(text, told):
+    assert sweep.space(text)[0] == "a.b"
+    assert str(sweep.space(text)[1]) == told
+
+
+@pytest.mark.parametrize("text", ["a", "a=1", "a=x..y", "a=2..1", "a=0..1.0:log", "a=[1", "a=[]", "a=1..2:x"])
+def test_what_is_no_space(text):
+    with pytest.raises(ConfigError, match=rf"--vary {re.escape(text)}: .*; write KEY=LOW..HIGH"):
+        sweep.space(text)
+
+
+def test_the_best_is_written_and_can_be_run(go, capsys, tmp_path):
+    words = ["--vary", RATES, "model.layers.0.kernel_size=[3, 99]", "--number", "accuracy", "--output", "here"]
+    assert go(*words, "--trials", "3") == 0
+    out = capsys.readouterr().out
+    results = {int(n): of for n, of in re.findall(r"^trial (\d): \S+, \S+: (.*)", out, re.M)}
+    values = {
+        n: max(json.loads(line)["accuracy"] for line in (tmp_path / f"here/trial_00{n}/metrics.jsonl").open())
+        for n, of in results.items() if not of.startswith("failed")
+    }  # fmt: skip
+    failed = results.keys() - values
+    assert len(results) == 3
+    assert failed, "of three trials one has a kernel that is too large"
+    assert all(results[n] == "failed: it says why" for n in failed)
+    assert {n: float(results[n]) for n in values} == pytest.approx(values, rel=1e-5)
+    best = max(values, key=values.get)
+    text = (tmp_path / "here/best.yaml").read_text()
+    assert text.startswith(f"# trial {best} of here: {values[best]:.6g}\n")
+    assert text.endswith((tmp_path / f"here/trial_00{best}/experiment.yaml").read_text())
+    load_experiment("here/best.yaml").validate(2)
+    page = (tmp_path / "here/sweep.html").read_text()
+    assert page.count("<svg") == 2  # over the trials, and over the learning rates
+    assert "<th>accuracy</th><th>learning_rate</th><th>kernel_size</th>" in page
+    assert go(*words, "--trials", "3") == 0
+    assert "epoch" not in capsys.readouterr().out, "it is done: nothing is trained"
+    assert go("--vary", RATES, "--output", "here") == 2
+    assert "here: has a sweep that was begun with another --vary and another --number;" in capsys.readouterr().err
+
+
+def test_it_goes_on_as_if_it_had_not_been_ended(go, capsys, monkeypatch):
+    words = ["--vary", RATES, "--trials", "2", "--output"]
+    assert go(*words, "whole") == 0
+    here, calls = sweep.train, []
+
+    def once(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return here(*given)
+
+    monkeypatch.setattr(sweep, "train", once)
+    assert go(*words, "parts") == 130
+    assert go(*words, "parts") == 0
+    one, other = (re.findall("^trial.*", part, re.M) for part in capsys.readouterr().out.split("whole/sweep.html"))
+    assert one == other
+    assert len(one) == 2
+
+
+def test_few_combinations_are_all_tried(go, capsys):
+    assert go("--vary", "model.layers.0.out_channels=1..2", "epochs=[1]", "--output", "x") == 0
+    found = re.findall("^trial .: (.*):", capsys.readouterr().out, re.M)
+    assert sorted(found) == [f"model.layers.0.out_channels={n}, epochs=1" for n in (1, 2)]
+
+
+def test_bad_input_is_told_before_anything_is_trained(go, capsys, tmp_path):
+    for words, told in {
+        ("model.optimizer.rate=0..1",): "--set model.optimizer.rate=1: model.optimizer.rate: SGD has no field 'rate'",
+        ("epochs=0..2",): "--set epochs=0: epochs",
+        (RATES, "--number", "acuracy"): "number: 'acuracy' is in no record; did you mean 'accuracy'?",
+    }.items():
+        assert go("--vary", *words, "--output", "x") == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+    assert go("--vary", "model.layers.0.kernel_size=[3]", "--set", "model.layers.0.stride=50", "--output", "x") == 2
+    (tmp_path / "x").mkdir(exist_ok=True)
+    (tmp_path / "x" / "sweep.db").write_text("no data base" * 100)
+    capsys.readouterr()
+    assert go("--vary", RATES, "--output", "x") == 2
+    assert re.match(r"error: x/sweep\.db: cannot be used \(.*\); choose another folder", capsys.readouterr().err)
+
+
+def test_runs_are_processes(tmp_path, capsys):
+    (tmp_path / "file.yaml").write_text(EXPERIMENT)
+    path, folder = str(tmp_path / "file.yaml"), str(tmp_path / "here")
+    assert main(["sweep", path, "--vary", "epochs=[1]", "--output", folder]) == 0
+    assert re.search("^trial 0: epochs=1: [0-9.]+$", capsys.readouterr().out, re.M)
+    assert "epoch 1/1" in (tmp_path / "here" / "trial_000.log").read_text()
