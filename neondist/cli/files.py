@@ -10,7 +10,6 @@ from typing import Any
 from ..errors import DataError, OutputError
 from ..io.files import write_text
 
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 _MASKS = ("masks", "labels")
 
 
@@ -89,14 +88,14 @@ def _classification(folder: Path) -> str:
 def _segmentation(folder: Path, masks: str) -> str:
     import numpy as np
 
-    from ..formats import open_source
+    from ..data.datasets.image_lists import open_mask
 
     images, drawn = _images(folder / "images"), _images(folder / masks)
     if not images or not drawn:
         raise DataError(f"{folder}: images/ has {len(images)} images, {masks}/ has {len(drawn)}; give both some")
     largest = 0
     for path in drawn[:20]:
-        with open_source(path) as source:
+        with open_mask(str(path)) as source:
             mask = np.asarray(source.read([(0, n) for n in source.shape]))
         largest = max(largest, int(mask.max()))
     return _FILE.format(
@@ -108,7 +107,9 @@ def _segmentation(folder: Path, masks: str) -> str:
 
 
 def _images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES)
+    from ..formats.image_loader import SUFFIXES
+
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
 
 
 def _suffix(paths: list[Path]) -> str:

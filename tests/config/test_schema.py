@@ -104,6 +104,20 @@ def test_init_writes_a_file_that_can_be_run(tmp_path, monkeypatch, capsys, kind)
     assert "mine.yaml: exists already; choose another name with --to" in capsys.readouterr().err
 
 
+def test_init_counts_the_indices_of_palettes_as_training_does(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.chdir(tmp_path)
+    for folder in ("images", "masks"):
+        (tmp_path / "mine" / folder).mkdir(parents=True)
+        for at in range(4):
+            drawn = image.fromarray(np.full((70, 66), at, "u1"), "P")
+            drawn.putpalette([200, 10, 90] * 4)
+            drawn.save(tmp_path / "mine" / folder / f"{at}.{'gif' if folder == 'images' else 'png'}")
+    assert main(["init", "mine"]) == 0
+    assert "masks hold 0 to 3" in (tmp_path / "mine.yaml").read_text()
+    assert load_experiment("mine.yaml").model.leaves[-1].arguments()["out_channels"] == 4
+
+
 def test_init_without_images(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for folder, words in (("none", "no such folder"), ("empty", "has 0 subfolders with images; give a subfolder")):
