@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,3 +39,12 @@ def terms_of(cost: Any, weights: Iterable[float], samples: int, y_shape: tuple[i
         (factor, next(known) if part in weighted(cost) else samples * part.cells(y_shape))
         for factor, part in parts_of(cost)
     ]
+
+
+def mean_of(
+    cost: Any, totals: Iterable[float], weights: Iterable[float], samples: int, y_shape: tuple[int, ...]
+) -> float:
+    """Return the mean cost, given the sums of its parts and of their weights over all ranks; NaN of nothing."""
+    terms = terms_of(cost, weights, samples, y_shape)
+    means = [factor * (total / n) if n else math.nan for total, (factor, n) in zip(totals, terms, strict=True)]
+    return float(sum(means))

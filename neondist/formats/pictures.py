@@ -31,8 +31,11 @@ class PictureSource(TileSource):
 
     def _read(self, cells: Cells) -> np.ndarray:
         if self._cells is None:
-            self._cells = Loader().load(self._file)
+            self._cells = self._load()
         return self._cells[cells]
+
+    def _load(self) -> np.ndarray:
+        return Loader().load(self._file)
 
     def close(self) -> None:
         """Let go of the cells."""
@@ -43,15 +46,12 @@ class IndexedSource(PictureSource):
     """A map of classes in a picture: the numbers in the file, of a palette its indices."""
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        cells = Loader().labels(path)[..., None]
-        TileSource.__init__(self, path, "YXC", cells.shape, cells.dtype, cells.shape)
         self._file = path
-        self._cells = None
+        self._cells = self._load()
+        TileSource.__init__(self, path, "YXC", self._cells.shape, self._cells.dtype, self._cells.shape)
 
-    def _read(self, cells: Cells) -> np.ndarray:
-        if self._cells is None:
-            self._cells = Loader().labels(self._file)[..., None]
-        return self._cells[cells]
+    def _load(self) -> np.ndarray:
+        return Loader().labels(self._file)[..., None]
 
 
 class FolderSource(TileSource):

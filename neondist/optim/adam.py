@@ -6,7 +6,7 @@ from typing import Any
 
 from ..namespace import namespace
 from ..registry.ranges import NotNegative, Positive, Share
-from .base import Optimizer
+from .base import Optimizer, move_mean
 from .flat import BLOCK, FlatLayout
 
 
@@ -59,9 +59,7 @@ class Adam(Optimizer):
     def direction(self, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> Any:
         """Return the step down, in `scratch`, and change the slots of one block."""
         xp, mean, square = namespace(grads), slots["mean"], slots["square"]
-        mean *= self.beta1
-        xp.multiply(grads, 1.0 - self.beta1, out=scratch)
-        mean += scratch
+        move_mean(mean, grads, self.beta1, scratch)
         square *= self.beta2
         xp.multiply(grads, grads, out=scratch)
         scratch *= 1.0 - self.beta2

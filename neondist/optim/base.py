@@ -172,9 +172,13 @@ class Optimizer(Scheduled, Registered, ABC):
             array[block] *= factor
 
     def _average(self, params: Any, average: Any, scratch: Any, step: int, layout: FlatLayout) -> None:
-        xp, keep = namespace(params), self.ema if step else 0.0
+        keep = self.ema if step else 0.0
         for block, _ in layout.blocks(alike=True):
-            mine, room = average[block], scratch[: params[block].size]
-            mine *= keep
-            xp.multiply(params[block], 1.0 - (keep or 0.0), out=room)
-            mine += room
+            move_mean(average[block], params[block], keep or 0.0, scratch[: params[block].size])
+
+
+def move_mean(mean: Any, values: Any, keep: float, scratch: Any) -> None:
+    """Let a running mean keep this share of itself, and take the rest from the values."""
+    mean *= keep
+    namespace(values).multiply(values, 1.0 - keep, out=scratch)
+    mean += scratch

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..namespace import namespace
 from ..registry.ranges import NotNegative, Positive, Share
-from .base import Optimizer
+from .base import Optimizer, move_mean
 
 
 class RMSprop(Optimizer):
@@ -59,9 +59,7 @@ class RMSprop(Optimizer):
         square += scratch
         if self.centered:
             mean = slots["mean"]
-            mean *= self.alpha
-            xp.multiply(grads, 1.0 - self.alpha, out=scratch)
-            mean += scratch
+            move_mean(mean, grads, self.alpha, scratch)
             xp.multiply(mean, mean, out=scratch)
             xp.subtract(square, scratch, out=scratch)
             xp.sqrt(scratch, out=scratch)

@@ -108,8 +108,11 @@ class BlockPlan:
         return str(step.layer.name) if step.layer is not None else ""
 
     def _length(self, number: int) -> int:
-        plans = [self.section.placed[id(step.layer)] for step in self.graph.steps if step.layer is not None]
-        added = [_beside(plan, number) for plan in plans]
+        added = [
+            (cells.need.size + cells.buffer.size) * channels
+            for cells, channels in self.section.added_to(number)
+            if not cells.trivial
+        ]
         beside = KINDS * sum(added) + max(added, default=0)  # kept; and what the kernels take for the largest
         ends = COPIES * sum(self._numbers(value, number) for value in (0, self.graph.output))
         return self.section.live_ranges(number).length + beside + ends
@@ -177,14 +180,6 @@ def _number(place: Sequence[int], parts: Sequence[int]) -> int:
     for at, count in zip(place, parts, strict=True):
         found = found * count + at
     return found
-
-
-def _beside(plan: object, number: int) -> int:
-    """Return the numbers that a layer whose halo adds takes for all outputs that it adds to."""
-    beside = plan.added_to(number)  # type: ignore[attr-defined]
-    if beside is None or beside.trivial:
-        return 0
-    return (beside.need.size + beside.buffer.size) * plan.output_shape[-1]  # type: ignore[attr-defined]
 
 
 def not_in_blocks(graph: Graph) -> Iterator[tuple[str, str]]:

@@ -30,6 +30,11 @@ class Step(NamedTuple):
     inputs: tuple[int, ...]
     output: int
 
+    @property
+    def saves_input(self) -> bool:
+        """Whether its backward pass reads what the forward pass read."""
+        return self.layer is not None and self.layer.saves_input
+
 
 class Cut(NamedTuple):
     """A vector that is cut over a replica's ranks becomes whole; or, if it `adds`, ranks' vectors become cut sums."""

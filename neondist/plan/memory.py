@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from .graph import Graph, Step
+from .graph import Graph
 
 _ALIGNED = 16  # numbers: a cache line of float32
 
@@ -135,7 +135,7 @@ def plan_memory(
             plan.homes[value] = readers[0]
         elif value and value not in gone:
             first = made[value]
-            saved = [end - at for at in readers if not windowed[at] and _saves(steps[at])]
+            saved = [end - at for at in readers if not windowed[at] and steps[at].saves_input]
             kept = [*saved, *looked_at(value)] if backward else []
             plan.values[value] = plan.add(numbers[value], first, max([first, *readers, *kept]))
         if backward and (value or gradient) and len(readers) > 1:
@@ -148,13 +148,9 @@ def plan_memory(
         back, homed = end - at, plan.homes.get(value) == at
         if windowed[at]:
             first = made.get(value, at) if homed else at
-            kept = [*([back] if _saves(step) else []), *(looked_at(value) if homed else [])]
+            kept = [*([back] if step.saves_input else []), *(looked_at(value) if homed else [])]
             plan.views[at] = plan.add(held[at], first, max([at, *(kept if backward else [])]))
         if backward and (value or gradient):
             alone = len(graph.readers[value]) == 1
             plan.gradients[at] = plan.add(held[at], back, read_last(value) if alone else back)
     return plan
-
-
-def _saves(step: Step) -> bool:
-    return step.layer is not None and step.layer.saves_input

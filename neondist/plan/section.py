@@ -77,6 +77,12 @@ class PlannedSection:
                 found += cells * self.graph.shapes[step.output][-1] * (few + numbers * itemsize)
         return found
 
+    def added_to(self, tile: int) -> list[tuple[HaloPlan, int]]:
+        """Return for each layer whose halo adds which outputs it adds to, and their channels."""
+        steps = [step for step in self.graph.steps if step.layer is not None]
+        found = [(self.placed[id(step.layer)].added_to(tile), self.graph.shapes[step.output][-1]) for step in steps]
+        return [(cells, channels) for cells, channels in found if cells is not None]
+
     def boxes(self, tile: int) -> list[Box]:
         """Return the cells of a tile of every value of the graph."""
         boxes = [self.grid.partition(shape[:-1]).box(tile) for shape in self.graph.shapes]
@@ -124,6 +130,9 @@ class Segment:
     def tile(self, tile: int) -> Box:
         """Return a tile's cells of the output."""
         return self.plans[-1].tile(tile)
+
+    def added_to(self, tile: int) -> None:
+        """Return None: in strips no halo adds to what others have."""
 
     def strips(self, tile: int) -> Iterator[tuple[int, PlannedSection]]:
         """Yield the strips of a tile, and what is executed for each: to it they are what tiles are to a network."""

@@ -9,7 +9,6 @@ from math import prod
 from ..geometry import GridShape, Overlapping, Partition, StripGrid, hulls
 from ..layers import Layer, said_with
 from .graph import Graph, Step
-from .layer import LayerPlan
 from .planner import operations
 from .section import PlannedSection
 from .segments import Found
@@ -77,7 +76,7 @@ class Stream:
             cells = self.cells[step.output]
             lengths = ([cells.range(axis, part) for part in range(parts)] for axis, parts in enumerate(cells.parts))
             computed = prod(sum(max(0, hi - lo) for lo, hi in axis) for axis in lengths)
-            again = 1 if at in self.again else 1 - self.sparing / self.grid.strips
+            again = 1 if at in self.recomputed else 1 - self.sparing / self.grid.strips
             forward = sum(r >= at for r in reducing["forward"]) + ends_in_map + again * (len(reducing["backward"]) + 1)
             backward = sum(b < at for b in reducing["backward"]) + 1
             total += (forward + 2 * backward) * computed * operations(step.layer, graph.shapes[step.inputs[0]])
@@ -93,13 +92,14 @@ class Stream:
         ]
 
     @cached_property
-    def again(self) -> frozenset[int]:
+    def recomputed(self) -> frozenset[int]:
         """The steps that a strip of which something is kept takes again: their values are needed on the way back."""
         graph, steps = self.graph, self.graph.steps
         wanted = [
             value
             for value in range(1, len(graph.shapes))
-            if value in graph.made and (graph.looked_at(value) or any(_saves(steps[at]) for at in graph.readers[value]))
+            if value in graph.made
+            and (graph.looked_at(value) or any(steps[at].saves_input for at in graph.readers[value]))
         ]
         found = {at for at, step in enumerate(steps) if not _leaves(step)}
         ends = steps[-1].layer if len(graph.shapes[graph.output]) < 2 else None
@@ -121,7 +121,7 @@ class Stream:
         beside = [
             (self.cells[step.output], self.graph.shapes[step.output][-1], step.layer.saves_beside)
             for at, step in enumerate(self.graph.steps)
-            if step.layer is not None and step.layer.saves_beside is not None and at not in self.again
+            if step.layer is not None and step.layer.saves_beside is not None and at not in self.recomputed
         ]
         each = [
             sum(
@@ -212,16 +212,8 @@ class Stream:
 
     def _added_to(self, tile: int) -> int:
         """Return the numbers beside it of what layers add to whose halo adds, and of its gradient."""
-        plans = [plan for plan in self.section.placed.values() if isinstance(plan, LayerPlan) and plan.reverse]
-        most = 0
-        for at in self.strips(tile) if plans else ():
-            added = [(plan.added_to(at), plan.output_shape[-1]) for plan in plans]
-            most = max(most, sum(2 * cells.buffer.size * channels for cells, channels in added if cells is not None))
-        return most
-
-
-def _saves(step: Step) -> bool:
-    return step.layer is not None and step.layer.saves_input
+        added = (self.section.added_to(at) for at in self.strips(tile))
+        return max(sum(2 * cells.buffer.size * channels for cells, channels in each) for each in added)
 
 
 def _leaves(step: Step) -> bool:

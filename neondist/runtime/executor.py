@@ -152,7 +152,7 @@ class Executor:
             if not more:
                 return dxs
             at -= 1
-            here = self.sections[at].again([run.kept[at] for run in runs], [run.phase for run in runs])
+            here = self.sections[at].recompute([run.kept[at] for run in runs], [run.phase for run in runs])
 
     @contextmanager
     def passing(self, x: Any, phase: Phase, nodes: int | None = None) -> Iterator[Pass]:

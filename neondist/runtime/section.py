@@ -78,7 +78,7 @@ class Section:
         run.close()
         return kept
 
-    def again(self, kept: Sequence[tuple[Any, list[Any]]], phases: Sequence[Phase]) -> list[SectionPass]:
+    def recompute(self, kept: Sequence[tuple[Any, list[Any]]], phases: Sequence[Phase]) -> list[SectionPass]:
         """Return the passes of which that was kept, run again."""
         inputs, reduced = zip(*kept, strict=True)
         return self.forward(inputs, phases, given=reduced)

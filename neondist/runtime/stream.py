@@ -104,7 +104,7 @@ class Streamed:
         """Return what is kept of a pass whose output is known."""
         return run
 
-    def again(self, kept: Sequence[StreamPass], phases: Sequence[Phase]) -> Sequence[StreamPass]:
+    def recompute(self, kept: Sequence[StreamPass], phases: Sequence[Phase]) -> Sequence[StreamPass]:
         """Return the passes of which that was kept, for the way back."""
         return kept
 
@@ -163,7 +163,7 @@ class Streamed:
                 ctx, view, part = section.partial_result(inner, self._seen(run.x, number), at)
                 found.append(part)
                 if inner.keeps:
-                    run.left[number] = section.left(inner, self.planned.again)
+                    run.left[number] = section.left(inner, self.planned.recomputed)
                 if ends and number == self.numbers[-1]:
                     run.last, run.output = inner, (ctx, view)
                 else:
@@ -225,7 +225,7 @@ class Streamed:
                 inner.keeps = run.phase.training and number in self._keeps
                 section.run(inner, self._seen(run.x, number))
                 if inner.keeps:
-                    run.left[number] = section.left(inner, self.planned.again)
+                    run.left[number] = section.left(inner, self.planned.recomputed)
                 self.context.backend.kernels.copy(inner.output, run.output[self._written(number)])
                 if number == self.numbers[-1]:
                     run.last = inner

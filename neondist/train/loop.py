@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..costs.mean import parts_of, terms_of, weighted, weights_of
+from ..costs.mean import mean_of, parts_of, weighted, weights_of
 from ..data import Dataset, Split
 from ..metrics import Metric, Misclassification, Outputs
 from ..models import Model, Trainable
@@ -190,13 +190,12 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
             costs += cost
             if weights.size:
                 weights += weights_of(model.cost, y.shape, targets)
-            judged = (y, targets) if ignored is None else counted(y, targets, ignored)
+            judged = counted(y, targets, ignored)
             for meter in meters:
                 meter.add(to_host(judged[0]) if meter.metric.on_host else judged[0], judged[1])
     sums = model.output.total(np.concatenate([costs, weights]), replicas=True)
-    terms = terms_of(model.cost, sums[len(costs) :], len(split), model.output_shape)
-    means = [f * (total / n) if n else math.nan for total, (f, n) in zip(sums[: len(costs)], terms, strict=True)]
-    results: dict[str, Any] = {"loss": float(sum(means))}
+    loss = mean_of(model.cost, sums[: len(costs)], sums[len(costs) :], len(split), model.output_shape)
+    results: dict[str, Any] = {"loss": loss}
     for meter in meters:
         results |= meter.result()
     return results
@@ -208,9 +207,9 @@ def _outputs(model: Trainable) -> Outputs:
     return Outputs(model.grid, model.output_shape, output.total, getattr(output, "owns", True))
 
 
-def counted(y: Any, targets: Any, ignored: int) -> tuple[Any, Any]:
+def counted(y: Any, targets: Any, ignored: int | None) -> tuple[Any, Any]:
     """Return outputs and labels of the cells that count."""
-    if targets.shape != y.shape[:-1] or targets.dtype.kind not in "iu":
+    if ignored is None or targets.shape != y.shape[:-1] or targets.dtype.kind not in "iu":
         return y, targets
     keep = targets != ignored
     return (y, targets) if keep.all() else (to_host(y)[keep], targets[keep])

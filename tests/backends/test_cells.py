@@ -5,7 +5,6 @@ import pytest
 
 from neondist.backends import Kernels, Normal, get_backend
 from neondist.backends import cells as cells_module
-from neondist.backends.host import HostKernels
 
 pytestmark = pytest.mark.skipif(cells_module.compiled() is None, reason="neondist was installed without a C compiler")
 SHAPES = [
@@ -19,21 +18,6 @@ SHAPES = [
     (0, 3, 3, 2),
 ]
 REFERENCE = Kernels()
-
-
-def gomp_parallel():
-    pytest.importorskip("torch", reason="its threads are used")
-    from neondist.backends.torch import _gomp_parallel
-
-    return _gomp_parallel()
-
-
-@pytest.fixture(params=[1, 2])
-def kernels(request):
-    found = HostKernels()
-    if request.param > 1:
-        found.threads, found.start = request.param, gomp_parallel()
-    return found
 
 
 def placed(array, how):

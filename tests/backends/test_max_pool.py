@@ -9,21 +9,9 @@ from hypothesis import strategies as st
 
 from neondist.backends import Kernels
 from neondist.backends import cells as cells_module
-from neondist.backends.host import HostKernels
 
 pytestmark = pytest.mark.skipif(cells_module.compiled() is None, reason="neondist was installed without a C compiler")
 REFERENCE = Kernels()
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def kernels(request):
-    found = HostKernels()
-    if request.param > 1:
-        pytest.importorskip("torch", reason="its threads are used")
-        from neondist.backends.torch import _gomp_parallel
-
-        found.threads, found.start = request.param, _gomp_parallel()
-    return found
 
 
 def placed(array, layout):

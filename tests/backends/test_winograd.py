@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from neondist.backends import Kernels
 from neondist.backends import cells as cells_module
-from neondist.backends.host import HostKernels
 from neondist.backends.windows import cropped
 
 pytestmark = pytest.mark.skipif(
@@ -23,17 +22,6 @@ def small_ones_too():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("neondist.backends.winograd._CELLS", 1)
         yield
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def kernels(request):
-    found = HostKernels()
-    if request.param > 1:
-        pytest.importorskip("torch", reason="its threads are used")
-        from neondist.backends.torch import _gomp_parallel
-
-        found.threads, found.start = request.param, _gomp_parallel()
-    return found
 
 
 def in_room(rng, shape, dtype):

@@ -181,7 +181,7 @@ def test_what_is_kept_spares_work(ranks):
         plans[(PROCESS + most) * ranks] = share
     for memory in plans:
         plan = pooled(memory=memory, strips=1).plan(shape, grid, 4)
-        assert plan.stream.again == {0, 1, 2, 3, 7}  # not the last convolution, pooling and dropout
+        assert plan.stream.recomputed == {0, 1, 2, 3, 7}  # not the last convolution, pooling and dropout
 
         def job(comm, memory=memory):
             return trained(pooled(memory=memory, strips=1), nd.ProcessGrid(comm, rows=ranks, cols=1))

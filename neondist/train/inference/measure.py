@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
-from ...costs.mean import parts_of, terms_of, weighted, weights_of
+from ...costs.mean import mean_of, parts_of, weighted, weights_of
 from ...errors import ConfigError, DataError
 from ...metrics import Metric, Misclassification
 from ..experiment import FitExperiment
@@ -115,9 +114,7 @@ class _Sums:
         grid.world.allreduce(flat)
         ends = np.cumsum([each.size for each in self.sums])[:-1]
         costs, weights, *others = np.split(flat, ends)
-        terms = terms_of(self.cost, weights, samples, self.route.output_shape)
-        means = [factor * (total / n) if n else math.nan for total, (factor, n) in zip(costs, terms, strict=True)]
-        found: dict[str, Any] = {"loss": float(sum(means))}
+        found: dict[str, Any] = {"loss": mean_of(self.cost, costs, weights, samples, self.route.output_shape)}
         for metric, total, mine in zip(self.metrics, others, self.sums[2:], strict=True):
             found |= metric.result(total.reshape(mine.shape))
         return found
@@ -126,7 +123,7 @@ class _Sums:
         costs = [float(part.value(y, targets)) for _, part in parts_of(self.cost)]
         weights = weights_of(self.cost, y.shape, targets) if weighted(self.cost) else []
         ignored = getattr(self.cost, "ignore_index", None)
-        judged = (y, targets) if ignored is None else counted(y, targets, ignored)
+        judged = counted(y, targets, ignored)
         measured = [np.asarray(metric.measure(*judged), "f8") for metric in self.metrics]
         return [np.array(costs), np.array(weights, "f8"), *measured]
 

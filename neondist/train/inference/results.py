@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...costs.cross_entropy import softmax
 from ...errors import ConfigError
 
 KINDS = ("raw", "probabilities", "classes")
@@ -38,10 +39,7 @@ def result(kind: str, y: np.ndarray) -> np.ndarray:
         return y
     if kind == "classes":
         return y.argmax(axis=-1)[..., None].astype(np.min_scalar_type(y.shape[-1] - 1))
-    p = y - y.max(axis=-1, keepdims=True)
-    np.exp(p, out=p)
-    p /= p.sum(axis=-1, keepdims=True)
-    return p
+    return softmax(y)
 
 
 def paths_of(kinds: Sequence[str], path: Path) -> dict[str, Path]:
