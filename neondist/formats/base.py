@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from math import ceil, prod
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +15,11 @@ import numpy as np
 
 from ..comm import ProcessGrid, all_or_none
 from ..errors import ConfigError, DataError, OutputError, ShapeError, UserError
+from ..geometry import Box
 from ..io.files import REMEDY, reason
 from ..memory import require_room, words
 from .axes import Axes, BoxLike, Cells, cells_of
+from .cache import ChunkCache
 
 LARGEST_CHUNK = 1 << 30  # bytes that have to be decoded at once; files in use have chunks of a few MiB
 
@@ -50,7 +53,9 @@ class TileSource(ABC):
     chunks : tuple of int, or None
     levels : int
     bytes_read : int
-        What has been decoded so far: of each read, the chunks that it touches.
+        What has been decoded so far: of each read, the chunks that it touches, but for those in `cache`.
+    cache : ChunkCache, optional
+        Where decoded chunks are kept, for whoever reads boxes that share them; default None.
 
     Raises
     ------
@@ -59,6 +64,7 @@ class TileSource(ABC):
     """
 
     largest_chunk = LARGEST_CHUNK
+    cache: ChunkCache | None = None
 
     def __init__(
         self,
@@ -112,12 +118,42 @@ class TileSource(ABC):
             return np.empty(shape, self.dtype)
         require_room(prod(shape) * self.dtype.itemsize, f"{self.path}: a box of {list(shape)}", "read smaller ones")
         with faults(self.path):
-            found = np.asarray(self._read(self.stored.to_stored(cells)))
-            found = self.stored.from_file(found)
-            if found.shape != shape:
-                raise DataError(f"{self.path}: gives {list(found.shape)} for a box of {list(shape)}; it is damaged")
+            if self.cache is None or self.chunks is None:
+                return self._decoded(cells)
+            return self._through(self.cache, cells, self.chunks)
+
+    def _decoded(self, cells: Cells) -> np.ndarray:
+        shape = [cut.stop - cut.start for cut in cells]
+        found = self.stored.from_file(np.asarray(self._read(self.stored.to_stored(cells))))
+        if list(found.shape) != shape:
+            raise DataError(f"{self.path}: gives {list(found.shape)} for a box of {shape}; it is damaged")
         self.bytes_read += self._touched(cells)
         return np.ascontiguousarray(found, self.dtype)
+
+    def _through(self, cache: ChunkCache, cells: Cells, chunks: Sequence[int]) -> np.ndarray:
+        """Return cells by the chunks that they lie in, of which those that are not in the cache are read, by lines."""
+        box = Box(tuple(cut.start for cut in cells), tuple(cut.stop for cut in cells))
+        out = np.empty(box.shape, self.dtype)
+        spans = [range(lo // c, ceil(hi / c)) for (lo, hi), c in zip(box.axes(), chunks, strict=True)]
+        along = max(range(box.ndim), key=lambda axis: len(spans[axis]))
+        for line in product(*spans[:along], [0], *spans[along + 1 :]):
+            found: dict[Box, Any] = {}
+            for at in spans[along]:
+                lo = [n * c for n, c in zip((*line[:along], at, *line[along + 1 :]), chunks, strict=True)]
+                hi = (min(first + c, n) for first, c, n in zip(lo, chunks, self.shape, strict=True))
+                chunk = Box(tuple(lo), tuple(hi))
+                found[chunk] = cache.get((self.path, self.shape, chunk))
+            missing = [chunk for chunk, kept in found.items() if kept is None]
+            if missing:
+                around = missing[0].hull(missing[-1])
+                read = self._decoded(around.slices)
+                for chunk in missing:
+                    found[chunk] = read[chunk.relative_to(around).slices].copy()
+                    cache.put((self.path, self.shape, chunk), found[chunk])
+            for chunk, kept in found.items():
+                part = chunk.intersect(box)
+                out[part.relative_to(box).slices] = kept[part.relative_to(chunk).slices]
+        return out
 
     @abstractmethod
     def _read(self, cells: Cells) -> np.ndarray:

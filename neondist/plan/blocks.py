@@ -84,6 +84,11 @@ class BlockPlan:
         """The numbers that a block needs at most: arrays of the network, the image and the output."""
         return max(self._length(number) for number in self._longest)
 
+    @property
+    def largest_image(self) -> Box:
+        """The most cells of the image that a block depends on."""
+        return max((self.image(number) for number in self._longest), key=lambda box: box.size)
+
     @cached_property
     def longest(self) -> int:
         """Those of the network's arrays alone."""

@@ -16,6 +16,7 @@ from neondist.errors import ConfigError, DataError, OutputError
 from neondist.io.journal import Journal
 from neondist.runtime.blocks import Blockwise
 from neondist.train import evaluate_files, predict
+from neondist.train.inference.images import Images
 from neondist.train.inference.predict import Writer
 
 SHAPE = (12, 8, 2)
@@ -95,6 +96,22 @@ def test_any_blocks_on_any_ranks(folder, tmp_path, ranks, block):
     assert on(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=1e-12, atol=1e-12)
     assert [path.name for path in tmp_path.iterdir()] == ["y.npy"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_chunks_that_blocks_share_are_decoded_once(folder, tmp_path, monkeypatch, ranks):
+    """Blocks of 40 cells, of which each sees 4 further, lie across tiles of 32."""
+    tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
+    array = np.random.default_rng(1).integers(0, 200, (480, 360, 2), "uint8")
+    tifffile.imwrite(tmp_path / "x.tif", array, tile=(32, 32), compression="zlib", planarconfig="contig")
+    decoded, close = [], Images.close
+    monkeypatch.setattr(Images, "close", lambda self: (decoded.append(self.source.bytes_read), close(self)))
+    on(ranks, folder, tmp_path / "y.npy", tmp_path / "x.tif", block=40)
+    assert len(decoded) == ranks
+    assert max(decoded) <= 1.2 * array.nbytes / ranks
+    np.save(tmp_path / "x.npy", array)
+    on(1, folder, tmp_path / "z.npy", tmp_path / "x.npy", block=40)
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.load(tmp_path / "z.npy"))
 
 
 def test_several_outputs(folder, tmp_path):

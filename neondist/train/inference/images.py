@@ -53,13 +53,11 @@ class Images:
 
     def raw(self, samples: range, cells: Sequence[slice]) -> np.ndarray:
         """Return the same as they are in the file."""
-        shape = [cut.stop - cut.start for cut in cells]
-        found = np.empty((len(samples), *shape, self.shape[-1]), self.source.dtype)
-        for at in range(1 if self.stacked else len(samples)):
-            part = samples if self.stacked else samples[at : at + 1]
-            read = self.source.read((*self.places(part), *cells, slice(0, self.shape[-1])))
-            found[slice(None) if self.stacked else at] = read.reshape(found[at : at + len(part)].shape)
-        return found
+        parts = [samples] if self.stacked else [samples[at : at + 1] for at in range(len(samples))]
+        shape = (*(cut.stop - cut.start for cut in cells), self.shape[-1])
+        boxes = ((*self.places(part), *cells, slice(0, self.shape[-1])) for part in parts)
+        found = [self.source.read(box).reshape(-1, *shape) for box in boxes]
+        return found[0] if len(found) == 1 else np.concatenate([np.empty((0, *shape), self.source.dtype), *found])
 
     def close(self) -> None:
         """Close the file."""

@@ -14,6 +14,7 @@ import numpy as np
 from ...comm import ProcessGrid, all_or_none
 from ...errors import OutputError
 from ...formats import TileSink, create_sink
+from ...geometry import split
 from ...io.files import make_folder
 from ...io.files import partial as unfinished
 from ...io.journal import Journal
@@ -107,7 +108,8 @@ def predict(
 
 def through(route: Route, parts: Sequence[int], grid: ProcessGrid, take: Any, progress: Progress | None = None) -> None:
     """Compute parts, and hand the outputs to `take`; the next part is read, and the last one taken, meanwhile."""
-    mine = parts if route.collective else parts[grid.rank :: grid.size]
+    parts = route.ordered(parts)
+    mine = parts if route.collective else parts[slice(*split(len(parts), grid.size, grid.rank))]
     others = 1 if route.collective else grid.size
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
         ahead = reader.submit(route.read, mine[0]) if mine else None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import ceil, prod
 from typing import Any, Protocol
 
 import numpy as np
 
 from ...comm import ProcessGrid
 from ...errors import ConfigError
+from ...formats.cache import ChunkCache
 from ...geometry import Box, GridShape
 from ...memory import PROCESS, free_memory, share_of, words
 from ...models import Whole
@@ -19,6 +22,8 @@ from .images import Images
 
 BLOCK = {1: 1 << 18, 2: 2048, 3: 256}
 """cells along each axis of a block that nobody has asked for, by the number of axes"""
+CACHE = 1 << 28
+"""bytes of decoded chunks that a rank keeps at most, beside its blocks"""
 
 
 class Route(Protocol):
@@ -41,6 +46,9 @@ class Route(Protocol):
     collective: bool
     about: list[Any]
 
+    def ordered(self, parts: Sequence[int]) -> Sequence[int]:
+        """Return parts in the order in which they are best read."""
+
     def read(self, part: int) -> np.ndarray:
         """Return what this rank needs of the images for a part."""
 
@@ -59,12 +67,34 @@ class InBlocks:
 
     collective = False
 
-    def __init__(self, model: Any, images: Images, plan: BlockPlan) -> None:
+    def __init__(self, model: Any, images: Images, plan: BlockPlan, cache: int) -> None:
+        images.source.cache, self._across = ChunkCache(cache), self._blocks_in(cache, images, plan)
         self.images, self.plan, self.dtype = images, plan, model.dtype
         model.build(images.shape[1:], 1, ProcessGrid.serial(), forward_plan(model, images.shape[1:], GridShape(), 1))
         self._run = Blockwise(plan, model.context)
         self.parts, self.output_shape = images.shape[0] * len(plan), model.output_shape
         self.about = ["blocks", list(plan.size)]
+
+    @staticmethod
+    def _blocks_in(cache: int, images: Images, plan: BlockPlan) -> int:
+        """Return how many neighbours across can be kept until those below them are read."""
+        source, cells = images.source, plan.largest_image.shape
+        if source.chunks is None:
+            return 1
+        chunks = source.chunks[-1 - len(cells) :]
+        read = [min(n, (ceil(cut / c) + 1) * c) for n, cut, c in zip(images.shape[1:], cells, chunks, strict=False)]
+        blocks = cache // (prod(read) * images.shape[-1] * source.dtype.itemsize)
+        return max(1, int(blocks ** (1 / max(1, len(cells) - 1)) + 1e-6))
+
+    def ordered(self, parts: Sequence[int]) -> Sequence[int]:
+        """Return blocks in columns, so that what two of them need is decoded once."""
+
+        def place(part: int) -> list[int]:
+            sample, number = divmod(part, len(self.plan))
+            first, *others = self.plan.cells[0].coords(number)
+            return [sample, *(at // self._across for at in others), first, *others]
+
+        return sorted(parts, key=place)
 
     def read(self, part: int) -> np.ndarray:
         """Return a block's part of its image."""
@@ -98,6 +128,10 @@ class InTiles:
         model.build(images.shape[1:], batch, grid, plan)
         self.parts, self.output_shape = -(-images.shape[0] // batch), model.output_shape
         self.about = ["whole", batch]
+
+    def ordered(self, parts: Sequence[int]) -> Sequence[int]:
+        """Return them as they are."""
+        return parts
 
     def _samples(self, part: int) -> range:
         return range(part * self.batch, min((part + 1) * self.batch, self.images.shape[0]))
@@ -172,9 +206,10 @@ def choose(
         if whole is not None or _needed(plan) <= limit:
             return InTiles(model, images, batch, grid, plan)
     alone = forward_plan(model, shape)
-    numbers = (limit - alone.memory(0) + alone.arena(0, 0)) // model.dtype.itemsize
+    cache = 0 if images.source.chunks is None else min(CACHE, limit // 4)
+    numbers = (limit - cache - alone.memory(0) + alone.arena(0, 0)) // model.dtype.itemsize
     sizes = [block or BLOCK[len(shape) - 1]] * (len(graph.shapes[graph.output]) - 1)
-    return InBlocks(model, images, fitted_blocks(graph, sizes, numbers, model.dtype.itemsize))
+    return InBlocks(model, images, fitted_blocks(graph, sizes, numbers, model.dtype.itemsize), cache)
 
 
 def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape | None = None, batch: int | None = None) -> Plan:
