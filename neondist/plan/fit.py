@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -87,11 +88,11 @@ def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Pla
             count, made = _in_strips(plan, nodes, planned, limit, None if rows == "auto" else rows, sparing)
             if count <= limit:
                 if rows is not None:
-                    return made
+                    return _with_cuts(made, planned, limit)
                 found.append((_work(made), made))
             least.append((count, made))
     if found:
-        return min(found, key=lambda pair: pair[0])[1]
+        return _with_cuts(min(found, key=lambda pair: pair[0])[1], planned, limit)
     count, made = min(least, key=lambda pair: pair[0])
     layer = max(made.layers, key=lambda each: max(box.size for box in each.kept) * each.input_shape[-1])
     raise ConfigError(
@@ -111,14 +112,9 @@ def _in_strips(
         Whether of all strips what spares them work is kept, or of as many as there is room for.
     """
     most = Stream.of(plan.graph, nodes, plan.grid, 1).rows
-    strips = 1 if rows is None else -(-most // rows)
-    while True:
-        made = planned(Stream.of(plan.graph, nodes, plan.grid, strips, strips * sparing))
-        count, streamed = made.needed, made.streamed
-        room = limit - (count - streamed)  # for strips, beside what else there is
-        if count <= limit or room <= 0 or strips >= most or rows is not None:
-            break
-        strips = min(most, max(strips + 1, int(strips * streamed / room)))
+    start = Stream.of(plan.graph, nodes, plan.grid, 1 if rows is None else -(-most // rows))
+    count, made = _fewest(plan, start, float(sparing), planned, limit, most if rows is None else 0)
+    strips = made.stream.grid.strips  # type: ignore[union-attr]
     if sparing or count > limit:
         return count, made
     found = [(count, made)]
@@ -129,6 +125,43 @@ def _in_strips(
         made = planned(Stream.of(plan.graph, nodes, plan.grid, strips, few))
         found.append((made.needed, made))
     return min(found, key=lambda pair: (pair[0] > limit, _work(pair[1])))
+
+
+def _with_cuts(plan: Plan, planned: Callable[[Stream], Plan], limit: int) -> Plan:
+    """Return a plan that keeps as many gradients on the way back as there is room for, in more strips if need be."""
+    stream = plan.stream
+    cuts = {} if stream is None else stream.possible_cuts()
+    if stream is None or not cuts:
+        return plan
+    found = [plan]
+    for largest in sorted(set(cuts.values())):
+        few = tuple(sorted(nodes for nodes, size in cuts.items() if size <= largest))
+        most = stream.rows if plan.training.strips is None else 0
+        spared = stream.sparing / stream.grid.strips
+        count, made = _fewest(plan, replace(stream, cuts=few), spared, planned, limit, most)
+        if count <= limit:
+            found.append(made)
+    return min(found, key=_work)
+
+
+def _fewest(
+    plan: Plan, start: Stream, spared: float, planned: Callable[[Stream], Plan], limit: int, most: int
+) -> tuple[int, Plan]:
+    """Return the bytes that a plan needs, and it: in the fewest strips that fit, from those of `start` up to so many.
+
+    Parameters
+    ----------
+    spared : float
+        The share of strips of which something is kept.
+    """
+    strips = start.grid.strips
+    while True:
+        made = planned(Stream.of(plan.graph, start.nodes, plan.grid, strips, round(strips * spared), start.cuts))
+        count, streamed = made.needed, made.streamed
+        room = limit - (count - streamed)  # for strips, beside what else there is
+        if count <= limit or room <= 0 or strips >= most:
+            return count, made
+        strips = min(most, max(strips + 1, int(strips * streamed / room)))
 
 
 def _work(plan: Plan) -> float:

@@ -196,7 +196,7 @@ class Plan(Sequence[LayerPlan]):
 
     def strip_length(self, tile: int) -> int:
         """Return the numbers of a sample that strips need beside it, one at a time."""
-        streamed = 0 if self.stream is None else self.stream.held(tile)
+        streamed = 0 if self.stream is None else self.stream.most_held(tile) + self.stream.kept(tile)
         return streamed + max((segment.length(tile) for segment in self.segments), default=0)
 
     @property
@@ -204,7 +204,7 @@ class Plan(Sequence[LayerPlan]):
         """Bytes of a strip of the stream on the rank that needs most."""
         if self.stream is None:
             return 0
-        held = max(self.stream.held(tile) for tile in range(self.grid.tiles))
+        held = max(self.stream.most_held(tile) for tile in range(self.grid.tiles))
         return held * self._held_samples(0) * self.itemsize
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
-from ..geometry import GridShape, Overlapping, Partition, StripGrid, hulls
+from ..geometry import Box, GridShape, Overlapping, Partition, StripGrid, hulls
 from ..layers import Layer, said_with
 from .graph import Graph, Step
 from .planner import operations
@@ -23,7 +25,8 @@ class Stream:
 
     Strips are to a tile what tiles are to an image, with `overlap_tile`: each is computed from all of the image that it
     depends on, and no halo travels. Before a layer that reduces is computed, all strips go up to its `reduce`, which
-    adds up over strips and ranks; and on the way back to its `reduce_backward`.
+    adds up over strips and ranks; and on the way back to its `reduce_backward`. Gradients of values on that way can be
+    kept: what is above them is done then.
 
     Attributes
     ----------
@@ -33,22 +36,30 @@ class Stream:
     grid : StripGrid
     sparing : int
         Of how many strips of a tile, the last ones, something is kept that spares a part of their second way forward.
+    cuts : tuple of int
+        After how many nodes gradients are kept, of all cells of a tile; ascending.
+    wide : Partition or None
+        Which cells of the last value each tile has, if not its own: below a cut, all that what is above needs.
     """
 
     graph: Graph
     nodes: int
     grid: StripGrid
     sparing: int = 0
+    cuts: tuple[int, ...] = ()
+    wide: Partition | None = None
 
     @classmethod
-    def of(cls, graph: Graph, nodes: int, grid: GridShape, strips: int, sparing: int = 0) -> Stream:
+    def of(
+        cls, graph: Graph, nodes: int, grid: GridShape, strips: int, sparing: int = 0, cuts: tuple[int, ...] = ()
+    ) -> Stream:
         """Return that of so many nodes of a network, in so many strips of each tile."""
         cut = StripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
-        return cls(graph.part(0, nodes), nodes, cut, min(strips, sparing))
+        return cls(graph.part(0, nodes), nodes, cut, min(strips, sparing), cuts)
 
     def __str__(self) -> str:
         layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
-        sweeps = sum(len(self.reducing(direction)) for direction in ("forward", "backward")) + 1
+        sweeps = len(self.reducing("forward")) + sum(len(part.sweeps) for part in self.parts)
         tiled = len(self.graph.shapes[self.graph.output]) > 1
         strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
         return f"streamed: {layers[0]} to {layers[-1]} in {strips}, which go through {sweeps + tiled} times a step"
@@ -67,20 +78,95 @@ class Stream:
     @property
     def work(self) -> float:
         """Multiplications of a sample in a training step, on all tiles, what strips compute twice included."""
+        forward = [*self.reducing("forward"), *([] if self.vector else [len(self.graph.steps)])]
+        total = self._times([sum(end >= at for end in forward) for at in range(len(self.graph.steps))])
+        for part in self.parts:
+            spared, sweeps = part.sparing / part.grid.strips, part.sweeps
+            total += part._times(
+                [
+                    (1 if at in part.recomputed else 1 - spared) * len(sweeps)
+                    + sum(end < at for end in sweeps)
+                    + (at > sweeps[-1])  # the gradients of weights
+                    for at in range(len(part.graph.steps))
+                ]
+            )
+        return total
+
+    def _times(self, counts: Sequence[float]) -> float:
+        """Return the multiplications of a sample, where each step's strips are computed so many times."""
         graph, total = self.graph, 0.0
-        reducing = {direction: self.reducing(direction) for direction in ("forward", "backward")}
-        ends_in_map = len(graph.shapes[graph.output]) > 1
-        for at, step in enumerate(graph.steps):
+        for count, step in zip(counts, graph.steps, strict=True):
             if step.layer is None or len(graph.shapes[step.output]) < 2:
                 continue
             cells = self.cells[step.output]
             lengths = ([cells.range(axis, part) for part in range(parts)] for axis, parts in enumerate(cells.parts))
             computed = prod(sum(max(0, hi - lo) for lo, hi in axis) for axis in lengths)
-            again = 1 if at in self.recomputed else 1 - self.sparing / self.grid.strips
-            forward = sum(r >= at for r in reducing["forward"]) + ends_in_map + again * (len(reducing["backward"]) + 1)
-            backward = sum(b < at for b in reducing["backward"]) + 1
-            total += (forward + 2 * backward) * computed * operations(step.layer, graph.shapes[step.inputs[0]])
+            total += count * computed * operations(step.layer, graph.shapes[step.inputs[0]])
         return total
+
+    @property
+    def vector(self) -> bool:
+        """Whether it ends with one."""
+        return len(self.graph.shapes[self.graph.output]) < 2
+
+    @cached_property
+    def below(self) -> Stream | None:
+        """What goes back from the last cut on."""
+        if not self.cuts:
+            return None
+        *cuts, nodes = self.cuts
+        value = self.graph.ends[nodes][1]
+        own = self.grid.whole.partition(self.graph.shapes[value][:-1])
+        return Stream(self.graph.part(0, nodes), nodes, self.grid, cuts=tuple(cuts), wide=hulls(self.tiles[value], own))
+
+    @property
+    def parts(self) -> list[Stream]:
+        """This, and what is below each cut, in the order of the way back."""
+        return [self, *([] if self.below is None else self.below.parts)]
+
+    @property
+    def sweeps(self) -> list[int]:
+        """To before which step each sweep goes back; the last one down to the next cut, or to the image: -1.
+
+        The sweep that comes to a cut goes on to the next layer that reduces.
+        """
+        found = self.reducing("backward")[::-1]
+        if self.wide is not None:
+            del found[0]  # the sweep from above has come to it
+        if self.below is None:
+            return [*found, -1]
+        return [at for at in found if at >= self.below.reducing("backward")[-1]]
+
+    def possible_cuts(self) -> dict[int, int]:
+        """Return after how many nodes something can be kept that spares work, and how many numbers of a sample."""
+        graph, found = self.graph, dict[int, int]()
+        bound = {*graph.absorbed, *graph.cleared.values()}
+        for at in self.reducing("backward"):
+            ends = ((n, *graph.ends[n]) for n in range(1, self.nodes))
+            nodes, value = next(((n, value) for n, end, value in ends if end > at and end not in bound), (0, 0))
+            if nodes and len(graph.shapes[value]) > 1:
+                found[nodes] = prod(graph.shapes[value])
+        return found
+
+    @cached_property
+    def outputs(self) -> Partition:
+        """Which cells of the last value each strip has."""
+        extent = self.graph.shapes[self.graph.output][:-1]
+        own = self.grid.partition(extent)
+        if self.wide is None:
+            return own
+        ranges = [[self.wide.range(axis, part) for part in range(parts)] for axis, parts in enumerate(self.wide.parts)]
+        count = self.grid.strips
+        rows: list[tuple[int, int]] = []
+        for tile, (lo, hi) in enumerate(ranges[0]):
+            inner = (min(max(own.range(0, tile * count + at)[0], lo), hi) for at in range(1, count))
+            rows += pairwise((lo, *inner, hi))
+        return Overlapping(extent, own.parts, own.copies, (tuple(rows), *(tuple(axis) for axis in ranges[1:])))
+
+    def output(self, tile: int) -> Box | None:
+        """Return the cells of the last value that a tile has; None: it is a vector."""
+        extent = self.graph.shapes[self.graph.output][:-1]
+        return (self.wide or self.grid.whole.partition(extent)).box(tile) if extent else None
 
     def reducing(self, direction: str) -> list[int]:
         """Return the steps before which all strips are reduced."""
@@ -136,6 +222,7 @@ class Stream:
         """Which cells of every value each strip has; of a vector, all."""
         graph, shapes = self.graph, self.graph.shapes
         own = [self.grid.partition(shape[:-1]) for shape in shapes]
+        own[graph.output] = self.outputs
         counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.sums_image}
         # it counts own cells, whether anybody reads them
         counted = {step.output for at, step in enumerate(graph.steps) if {at, graph.absorbed.get(at)} & counts}
@@ -182,8 +269,9 @@ class Stream:
     def strips(self, tile: int) -> list[int]:
         """Return the numbers of a tile's strips that have cells of the output, or that a layer counts."""
         shapes, graph = self.graph.shapes, self.graph
-        counted = {graph.output, *(graph.steps[at].inputs[0] for at in self.reducing("forward"))}
+        counted = {graph.steps[at].inputs[0] for at in self.reducing("forward")}
         ends = [self.grid.partition(shapes[value][:-1]) for value in counted if len(shapes[value]) > 1]
+        ends += [] if self.vector else [self.outputs]
         numbers = self._numbers(tile)
         found = [
             at for at, part in numbers.items() if any(lo < hi for lo, hi in (cells.range(0, part) for cells in ends))
@@ -209,6 +297,16 @@ class Stream:
         """Return the same with its part of the image, as it is read and as it is normalised."""
         image = max(self.cells[0].box(at).size for at in self.strips(tile)) * self.graph.shapes[0][-1]
         return self.length(tile) + 2 * image + self._added_to(tile)
+
+    def most_held(self, tile: int) -> int:
+        """Return the same with that below its cuts, one at a time."""
+        return max(part.held(tile) for part in self.parts)
+
+    def kept(self, tile: int) -> int:
+        """Return the numbers of a sample that are kept of gradients: of the cut above and of the one below."""
+        cut = [part for part in self.parts if part.wide is not None]
+        sizes = [part.wide.box(tile).size * part.graph.shapes[part.graph.output][-1] for part in cut]  # type: ignore[union-attr]
+        return max(one + other for one, other in pairwise([0, *sizes, 0]))
 
     def _added_to(self, tile: int) -> int:
         """Return the numbers beside it of what layers add to whose halo adds, and of its gradient."""

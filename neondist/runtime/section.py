@@ -158,25 +158,25 @@ class Section:
         stop, value = self.graph.ends[first]
         if wanted and (stop in self.graph.absorbed or stop in self.graph.cleared.values()):
             raise PassError("a way back cannot end between a layer and its activation; go back as far as the layer")
-        gradients = self._back(runs, dys, stop, wanted, value, done)
+        end, gradients = runs[0].steps, [self._start(run, dy) for run, dy in zip(runs, dys, strict=True)]
+        self._back(runs, gradients, slice(stop, end), None if wanted else value, done)
         return [held.get(value) if wanted else None for held in gradients]
+
+    def _start(self, run: SectionPass, dy: Any) -> dict[int, Any]:
+        """Return the gradients that are known before a way back."""
+        return {run.value: self.tasks[run.steps - 1].part(dy) if run.steps else dy}
 
     def _back(
         self,
         runs: Sequence[SectionPass],
-        dys: Sequence[Any],
-        stop: int,
-        wanted: bool,
-        value: int,
+        gradients: Sequence[dict[int, Any]],
+        steps: slice,
+        unwanted: int | None = None,
         done: Callable[[Layer], None] | None = None,
-    ) -> list[dict[int, Any]]:
-        """Return the gradients of values that are known once passes have gone back through the steps from `stop` on."""
-        end = runs[0].steps
-        gradients = [
-            {run.value: self.tasks[end - 1].part(dy) if end else dy} for run, dy in zip(runs, dys, strict=True)
-        ]
-        for task in reversed(self.tasks[stop:end]):
-            needed = [wanted or v != value for v in task.inputs]
+    ) -> None:
+        """Take passes back through some steps: from the known gradients of values to those below, but for one."""
+        for task in reversed(self.tasks[steps]):
+            needed = [v != unwanted for v in task.inputs]
             found = task.backward(runs, [held.pop(task.output) for held in gradients], needed)
             for run, held, dxs in zip(runs, gradients, found, strict=True):
                 for v, dx, need in zip(task.inputs, dxs, needed, strict=True):
@@ -186,7 +186,6 @@ class Section:
             if done is not None:
                 for layer in task.layers:
                     done(layer)
-        return gradients
 
     # Up to a reduction, in one pass of several that are reduced together.
 
@@ -198,11 +197,28 @@ class Section:
         ctx, view = task.called(run, held[value])
         return ctx, view, task.partial_result("forward", ctx, view)
 
-    def partial_result_back(self, run: SectionPass, dy: Any, at: int, wanted: bool) -> Any:
-        """Take a pass back to a step; return its partial result. `wanted`: the gradient of the section's input is."""
+    def partial_result_back(
+        self, run: SectionPass, dy: Any, at: int, wanted: bool, keep: tuple[int, Callable[[Any], None]] | None = None
+    ) -> Any:
+        """Take a pass back to a step; return its partial result.
+
+        Parameters
+        ----------
+        wanted : bool
+            Whether the gradient of the section's input is.
+        keep : (int, callable), optional
+            Is called with the gradient of the value behind so many nodes.
+        """
         task: Any = self.tasks[at]
-        (held,) = self._back([run], [dy], at + 1, True, -1)
-        return task.partial_result("backward", *task.called_back(run, held[task.output], wanted or task.inputs != (0,)))
+        gradients, end = self._start(run, dy), run.steps
+        if keep is not None:
+            end, value = self.graph.ends[keep[0]]
+            self._back([run], [gradients], slice(end, run.steps))
+            keep[1](gradients[value])
+        self._back([run], [gradients], slice(at + 1, end))
+        return task.partial_result(
+            "backward", *task.called_back(run, gradients[task.output], wanted or task.inputs != (0,))
+        )
 
     def _add(self, run: SectionPass, gradients: dict[int, Any], value: int, dx: Any) -> None:
         if len(self.graph.readers[value]) == 1:

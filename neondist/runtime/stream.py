@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..errors import PassError
@@ -67,6 +68,8 @@ class Streamed:
         The memory of a strip.
     layer_task : type
         What runs a layer's step.
+    image : Box, optional
+        This rank's cells of the image; default: those that it needs.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Streamed:
         context: Context,
         blocks: Blocks,
         layer_task: Callable[[int, Graph, Layer], LayerTask],
+        image: Box | None = None,
     ) -> None:
         self.planned, self.context, self.blocks, self.layer_task = planned, context, blocks, layer_task
         self.first, self.last, graph, tile = 0, planned.nodes, planned.graph, context.grid.tile
@@ -87,11 +91,12 @@ class Streamed:
         blocks.provide(planned.length(tile))
         self._sections: dict[int, Section] = {}
         self._now = -1
-        image, extent = planned.tiles[0].box(tile), graph.shapes[graph.output][:-1]
-        self._own: Box | None = planned.grid.whole.partition(extent).box(tile) if extent else None
-        self._image = image
-        self._wanted_shape = (*image.shape, graph.shapes[0][-1])
+        self._own, self._image = planned.output(tile), image or planned.tiles[0].box(tile)
+        self._wanted_shape = (*self._image.shape, graph.shapes[0][-1])
         self._output_shape = (*(self._own.shape if self._own is not None else ()), graph.shapes[graph.output][-1])
+        below = planned.below
+        #: what goes back from the last value whose gradient is kept
+        self.below = None if below is None else Streamed(below, context, blocks, layer_task, self._image)
         layers = [task.name for task in self.tasks.values()]
         self.name = f"{layers[0]} to {layers[-1]}"
 
@@ -133,14 +138,19 @@ class Streamed:
         """Return the gradient of the input of each pass, given that of its output; fill in the layers' grads.
 
         All strips are taken forward again, and back to the next layer that reduces; and from the image anew for the
-        next one.
+        next one. Where gradients are kept on the way, what is above them is done.
         """
         with self.context.grid.observers.during("layer", self.name, "backward"):
-            before = self.steps
-            for at in reversed(self.planned.reducing("backward")):
-                self._reduce_backward(runs, dys, at, before, wanted)
-                before = at
-            found = self._to_image(runs, dys, before, wanted)
+            part, before = self, self.steps
+            while True:
+                *reducing, end = part.planned.sweeps
+                for at in reducing:
+                    part._reduce_backward(runs, dys, at, before, wanted)
+                    before = at
+                if part.below is None:
+                    break
+                dys, before, part = part._reduce_backward(runs, dys, end, before, wanted), end, part.below
+            found = part._to_image(runs, dys, before, wanted)
         if done is not None:
             for task in reversed(self.tasks.values()):
                 for layer in task.layers:
@@ -178,14 +188,30 @@ class Streamed:
 
     def _reduce_backward(
         self, runs: Sequence[StreamPass], dys: Sequence[Any], at: int, before: int, wanted: bool
-    ) -> None:
-        """Take all strips back to a step's `reduce_backward`, and let it add up."""
+    ) -> list[Any]:
+        """Take all strips back to a step's `reduce_backward`, and let it add up.
+
+        Return what is kept on the way, where this comes to a cut: strips' gradients of a value, added.
+        """
         parts: list[list[Any]] = [[] for _ in runs]
-        for number, run, found, dy in self._backward_order(runs, parts, dys):
+        below = self.below if at == self.planned.sweeps[-1] else None
+        kept = [None if below is None else below.zeros(run.samples) for run in runs]
+        for number, run, found, dy, total in self._backward_order(runs, parts, dys, kept):
             section, inner = self._again(number, run, before)
-            found.append(section.partial_result_back(inner, self._part(dy, number), at, wanted))
+            keep = None if below is None else (below.last, partial(self._add, number, below, total))
+            found.append(section.partial_result_back(inner, self._part(dy, number), at, wanted, keep))
             inner.close()
         self._combine("backward", at, runs, parts)
+        return kept
+
+    def zeros(self, samples: int) -> Any:
+        """Return an array for the gradient of this rank's output."""
+        return self.context.backend.xp.zeros((samples, *self._output_shape), self.context.dtype)
+
+    def _add(self, number: int, below: Streamed, total: Any, dy: Any) -> None:
+        """Add a strip's gradient of the value with which `below` ends."""
+        cells = self.planned.cells[below.planned.graph.output].box(number)
+        total[(slice(None), *cells.relative_to(below._own).slices)] += dy  # type: ignore[arg-type]
 
     def _to_image(self, runs: Sequence[StreamPass], dys: Sequence[Any], before: int, wanted: bool) -> list[Any]:
         """Take all strips back to the image; what they share of it is added."""
@@ -269,8 +295,7 @@ class Streamed:
 
     def _written(self, number: int) -> Cells:
         """Return where a strip's part of the output lies in this rank's."""
-        cells = self.planned.cells[self.planned.graph.output].box(number)
-        return slice(None), *cells.relative_to(self._own).slices  # type: ignore[arg-type]
+        return slice(None), *self.planned.outputs.box(number).relative_to(self._own).slices  # type: ignore[arg-type]
 
     def _seen(self, x: Any, number: int) -> Any:
         return x[self._cells(number)]

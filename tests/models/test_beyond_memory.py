@@ -177,7 +177,8 @@ def test_what_is_kept_spares_work(ranks):
     plans = {PROCESS * ranks + (1 << 40): None}
     for share in (0.5, 0):
         plan = pooled(memory=ENOUGH, strips=1).plan(shape, grid, 4)
-        most = max(plan.memory(tile) - round((1 - share) * 4 * plan.stream.saved(tile, 8)) for tile in range(ranks))
+        kept = [round((1 - share) * plan.stream.saved(tile, 8)) + 8 * plan.stream.kept(tile) for tile in range(ranks)]
+        most = max(plan.memory(tile) - 4 * kept[tile] for tile in range(ranks))
         plans[(PROCESS + most) * ranks] = share
     for memory in plans:
         plan = pooled(memory=memory, strips=1).plan(shape, grid, 4)
