@@ -32,6 +32,7 @@ FILES = (
     "ledger.jsonl",
     "curves.png",
     "tiles.png",
+    "worst.npz",
     "report.html",
 )
 """All that a run may write; * stands for the number of a stage or of a step."""

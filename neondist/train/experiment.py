@@ -34,6 +34,7 @@ from .callbacks.loggers import Logger
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.progress import ProgressBar
 from .callbacks.tiles_picture import TilesPicture
+from .callbacks.worst_samples import WorstSamples
 from .consistency import check_consistency, check_data_consistency, outline
 from .loop import train_loop
 from .pretrain import last_stage, pretrain_stages
@@ -168,8 +169,8 @@ class FitExperiment(Registered):
             Default `open_grid()`.
         output : path, optional
             Folder for experiment.yaml, environment.json, metrics.jsonl, ledger.jsonl, checkpoint.h5, curves.png,
-            tiles.png and, of a PyTorch module, weights.safetensors, which no other run may write to meanwhile. Default:
-            nothing is written.
+            tiles.png, worst.npz and, of a PyTorch module, weights.safetensors, which no other run may write to
+            meanwhile. Default: nothing is written.
         resume : bool or 'auto'
             Continue from checkpoint.h5 in `output`, which any number of ranks may have written; 'auto': or begin, where
             there is no run yet.
@@ -281,6 +282,7 @@ def _writers(folder: Path, checkpoint: Checkpoint) -> list[Hook]:
         checkpoint,
         Curves(folder / "curves.png"),
         TilesPicture(folder / "tiles.png"),
+        WorstSamples(folder / "worst.npz"),
     ]
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import DataError
-from .page import is_number, page, picture, plot, table, text, told
+from .page import is_number, page, picture, plot, png, table, text, told
 from .state import Record
 
 _PICTURES = ("curves.png", "tiles.png")
@@ -38,6 +42,7 @@ def report(folder: Path) -> str:
         "<h2>Epochs</h2>",
         table(["epoch", *metrics], [[told(record.get(name)) for name in ("epoch", *metrics)] for record in records]),
         *_of_classes(last),
+        *_worst(folder / "worst.npz"),
         "<h2>Time and bytes</h2>",
         table(["epoch", *_COSTS.values()], [[told(r.get(name)) for name in ("epoch", *_COSTS)] for r in records]),
         *(f"<h2>{path.name}</h2>{picture(path.name, path.read_bytes())}" for path in pictures),
@@ -96,6 +101,40 @@ def _of_classes(record: Record) -> list[str]:
                 _matrix(value),
             ]
     return parts
+
+
+def _worst(path: Path) -> list[str]:
+    """Return pictures of the samples with the largest loss, if the run has come to its end."""
+    if not path.is_file():
+        return []
+    try:
+        with np.load(path) as file:
+            found = {name: file[name] for name in ("sample", "loss", "image", "label", "said")}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({error}); remove it") from None
+    dense = found["label"].ndim == 3
+    parts = ["<h2>Largest losses</h2>"]
+    if dense:
+        parts += ["<p>The image, its labels, and what was said.</p>"]
+    for sample, loss, *shown in zip(*found.values(), strict=True):
+        words = "" if dense else f": {_few(shown[1])}, said {_few(shown[2])}"
+        maps: Iterable[np.ndarray] = _coloured(np.stack(shown[1:])) if dense else ()
+        pictures = (picture("", png(each), width=128) for each in (shown[0], *maps))
+        parts.append(f"<figure>{''.join(pictures)}<figcaption>{sample}{words}; loss {loss:.4g}</figcaption></figure>")
+    return parts
+
+
+def _few(value: np.ndarray) -> str:
+    """Return a class, or up to four numbers."""
+    return ", ".join(told(number) for number in np.ravel(value)[:4].tolist())
+
+
+def _coloured(maps: np.ndarray) -> np.ndarray:
+    """Return colours (n, h, w, 3) of classes; numbers are grey."""
+    if maps.dtype.kind in "iu":
+        return (maps[..., None] * np.array([97, 57, 151]) % 256).astype(np.uint8)  # neighbours are far apart
+    low, high = maps.min(), maps.max()
+    return np.repeat((255 * (maps - low) / (high - low or 1)).astype(np.uint8)[..., None], 3, axis=-1)
 
 
 def _matrix(counts: Sequence[Sequence[Any]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
@@ -74,8 +74,8 @@ def train_loop(
             _train_epoch(run, hooks, model.seed if seed is None else seed)
             if run.stop is None:
                 with averaged(model.whole):
-                    judged = judge(run, metrics)
-                _close_epoch(run, judged)
+                    found = judge(run, metrics)
+                _close_epoch(run, found)
                 _call(hooks, lambda hook: hook.after_epoch(run))
         for layer in model.whole.leaves:
             layer.settle()
@@ -181,24 +181,29 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     costs, weights = np.zeros(len(parts_of(model.cost))), np.zeros(len(weighted(model.cost)))
     meters = [metric.meter(_outputs(model)) for metric in metrics]
     ignored = getattr(model.cost, "ignore_index", None)
-    batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
-    counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
-    parts = (at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts))
-    with closing(_batches(model, split, parts)) as read:
-        for count, (x, targets) in zip(counts, read, strict=True):
-            y, targets, cost = model.judged(x, targets, count)
-            costs += cost
-            if weights.size:
-                weights += weights_of(model.cost, y.shape, targets)
-            judged = counted(y, targets, ignored)
-            for meter in meters:
-                meter.add(to_host(judged[0]) if meter.metric.on_host else judged[0], judged[1])
+    for _, y, targets, cost in judged(model, split, batch_size):
+        costs += cost
+        if weights.size:
+            weights += weights_of(model.cost, y.shape, targets)
+        cells = (y, targets) if ignored is None else counted(y, targets, ignored)
+        for meter in meters:
+            meter.add(to_host(cells[0]) if meter.metric.on_host else cells[0], cells[1])
     sums = model.output.total(np.concatenate([costs, weights]), replicas=True)
     loss = mean_of(model.cost, sums[: len(costs)], sums[len(costs) :], len(split), model.output_shape)
     results: dict[str, Any] = {"loss": loss}
     for meter in meters:
         results |= meter.result()
     return results
+
+
+def judged(model: Trainable, split: Split, batch_size: int) -> Iterator[tuple[np.ndarray, Any, Any, Any]]:
+    """Yield numbers of samples, this rank's outputs and targets, and its part of the cost, of all batches."""
+    batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
+    counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
+    parts = [at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts)]
+    with closing(_batches(model, split, parts)) as read:
+        for part, count, (x, targets) in zip(parts, counts, read, strict=True):
+            yield part, *model.judged(x, targets, count)
 
 
 def _outputs(model: Trainable) -> Outputs:

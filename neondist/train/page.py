@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import base64
 import math
+import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 _WIDTH, _HEIGHT = 420, 220
 _COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
@@ -78,6 +82,19 @@ def picture(title: str, png: bytes, **attributes: object) -> str:
     """Return an image."""
     more = "".join(f" {name}='{escape(str(value))}'" for name, value in attributes.items())
     return f"<img alt='{escape(title)}'{more} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Return a PNG file of uint8 (h, w), (h, w, 1) or (h, w, 3)."""
+    height, width, colours = (*pixels.shape, 1)[:3]
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each begins with its filter, which is none
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">2I5B", width, height, 8, 2 if colours == 3 else 0, 0, 0, 0)
+    parts = ((b"IHDR", head), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
 def text(path: Path) -> str:

@@ -1,0 +1,104 @@
+"""worst.npz: which samples of the validation split cost most when the run ends, and small pictures of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ...comm import ProcessGrid, all_or_none
+from ...costs import Cost
+from ...costs.labels import without_ignored
+from ...costs.mean import mean_of, parts_of, weighted, weights_of
+from ...data import Split
+from ...geometry import Box
+from ...io.files import replacing
+from ...metrics.classes import as_classes
+from ...models import Trainable
+from ...models.averaged import averaged
+from ...namespace import to_host
+from ..loop import judged
+from ..state import TrainState
+from .hook import Hook
+
+MOST, PIXELS = 12, 96
+
+
+class WorstSamples(Hook):
+    """Write the worst samples of `dataset.selection`, on rank 0, when all epochs are complete.
+
+    There are none of other samples than images, of a PyTorch module's loss, or where a step goes strip by strip.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def after_run(self, run: TrainState) -> None:
+        """Judge the split once more, sample by sample (collective), and write."""
+        model, split = run.model, run.dataset.selection
+        if len(run.dataset.sample_shape) != 3 or model.streams or not isinstance(model.cost, Cost) or not len(split):
+            return
+        with averaged(model.whole):
+            losses = losses_of(model, split, run.batch_size)
+            order = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
+            worst = order[: min(MOST, run.batch_size)]
+            found = _pictures(model, split, worst)
+        with all_or_none(run.grid.world):
+            if run.first_rank:
+                with replacing(self.path) as file:
+                    np.savez_compressed(file, **found, sample=worst, loss=losses[worst])  # type: ignore[arg-type]
+
+
+def losses_of(model: Trainable, split: Split, batch_size: int) -> np.ndarray:
+    """Return the cost of each sample as if it were alone, float64, on every rank; collective."""
+    parts = parts_of(model.cost)
+    sums = np.zeros((len(parts) + len(weighted(model.cost)), len(split)))
+    for numbers, y, targets, _ in judged(model, split, batch_size):
+        for at, number in enumerate(numbers):
+            one = y[at : at + 1], targets[at : at + 1]
+            costs = [float(part.value(*one, model.output.total)) for _, part in parts]
+            sums[:, number] = [*costs, *weights_of(model.cost, one[0].shape, one[1])]
+    sums = model.output.total(sums, replicas=True)
+    costs, weights = sums[: len(parts)].T, sums[len(parts) :].T
+    means = (mean_of(model.cost, *of, 1, model.output_shape) for of in zip(costs, weights, strict=True))
+    return np.fromiter(means, "f8", len(split))
+
+
+def _pictures(model: Trainable, split: Split, numbers: np.ndarray) -> dict[str, np.ndarray]:
+    """Return small images, uint8, and what is and what was said: classes or numbers, of samples or cells."""
+    grid, images, output = model.grid, model.whole.input, model.output
+    mine = slice(*grid.sample_range(len(numbers)))
+    x = split.images(numbers[mine], model.dtype)
+    y, targets, _ = model.judged(x, split.targets(numbers[mine]), len(numbers))
+    y, x = to_host(y), x if x.shape[-1] in (1, 3) else x.mean(axis=-1, keepdims=True)
+    ignored = model.cost.ignore_index
+    labels, keep = without_ignored(targets, ignored)
+    found = as_classes(y, labels)
+    said, label = (y, targets) if found is None else (found[0].argmax(-1), found[1])
+    if found is not None and keep is not None:
+        label = np.where(keep, label, ignored)
+    if len(model.output_shape) == 3 and found is None:
+        said, label = (cells[..., 0] if cells.ndim == 4 else cells for cells in (said, label))
+    shown = _whole(grid, mine.start, images.own, images.extent, x).astype(np.float64)
+    low, high = (of(shown, axis=(1, 2, 3), keepdims=True) for of in (np.min, np.max))
+    scaled = 255 * (shown - low) / np.where(high > low, high - low, 1)
+    dense = (output.own, output.extent) if len(model.output_shape) == 3 else (Box((), ()), ())
+    maps = {name: _whole(grid, mine.start, *dense, cells) for name, cells in (("label", label), ("said", said))}
+    return {"image": scaled.astype(np.uint8), **maps}
+
+
+def _whole(grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cells: np.ndarray) -> np.ndarray:
+    """Return samples (n, *extent, ...) on every rank, of which this one has a box from the `first` on; collective.
+
+    Of a large extent it is every s-th cell.
+    """
+    step = -(-max(extent, default=1) // PIXELS)
+    place = tuple(-(-lo // step) for lo in box.lo)
+    thin = cells[(slice(None), *(slice(-lo % step, None, step) for lo in box.lo))]
+    parts = grid.world.allgather((first, place, thin))
+    count = max(first + len(part) for first, _, part in parts)
+    out = np.zeros((count, *(-(-n // step) for n in extent), *cells.shape[1 + len(extent) :]), cells.dtype)
+    for first, place, part in parts:
+        cut = (slice(lo, lo + n) for lo, n in zip(place, part.shape[1:], strict=False))
+        out[(slice(first, first + len(part)), *cut)] = part
+    return out
