@@ -56,7 +56,7 @@ class Images:
         parts = [samples] if self.stacked else [samples[at : at + 1] for at in range(len(samples))]
         shape = (*(cut.stop - cut.start for cut in cells), self.shape[-1])
         boxes = ((*self.places(part), *cells, slice(0, self.shape[-1])) for part in parts)
-        found = [self.source.read(box).reshape(-1, *shape) for box in boxes]
+        found = [self.source.read(box).reshape(len(part), *shape) for part, box in zip(parts, boxes, strict=True)]
         return found[0] if len(found) == 1 else np.concatenate([np.empty((0, *shape), self.source.dtype), *found])
 
     def close(self) -> None:
