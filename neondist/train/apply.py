@@ -10,12 +10,11 @@ from ..comm import ProcessGrid, all_or_none
 from ..data.base import SPLITS
 from ..errors import ConfigError
 from ..io.checkpoint import opened
-from ..metrics import Misclassification
 from ..registry.ranges import choice
 from .consistency import check_consistency, check_data_consistency, outline
 from .experiment import FitExperiment
 from .loop import evaluate
-from .state import without_nan
+from .state import told_of
 from .validate import validate
 from .weights import take_weights
 
@@ -38,8 +37,8 @@ def evaluate_checkpoint(
     Returns
     -------
     dict
-        'samples', 'loss' and the metrics by their names ('error' is the misclassification), None where a metric does
-        not suit the targets; equal on every rank.
+        'samples', 'loss' and the metrics by their names ('error' is the misclassification), None where one is not
+        finite, or does not suit the targets; equal on every rank.
 
     Raises
     ------
@@ -64,6 +63,4 @@ def evaluate_checkpoint(
             take_weights(file, model)
         samples = dataset.splits[split]
         found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
-    loss = found.pop("loss")
-    told = {name: without_nan(value) for name, value in found.items()}
-    return {"samples": len(samples), "loss": loss, "error": told.pop(Misclassification.name, None), **told}
+    return told_of(len(samples), found)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..comm import ProcessGrid
 from ..data import Dataset
+from ..metrics import Misclassification
 from ..models import Trainable
 from ..renamed import Renamed
 
@@ -49,6 +50,15 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def told_of(samples: int, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an evaluation has found as `neondist evaluate` prints it: 'samples', 'loss', 'error' and the others.
+
+    What is not finite is None, as JSON has it.
+    """
+    told = {name: without_nan(value) for name, value in found.items()}
+    return {"samples": samples, "loss": told.pop("loss"), "error": told.pop(Misclassification.name, None), **told}
 
 
 def _renamed(name: str) -> str:

@@ -10,6 +10,7 @@ from neondist.bench.schemes import bench_schemes
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import ConfigError
 from neondist.train import ProgressBar, evaluate_checkpoint
+from neondist.train.state import told_of
 
 
 class Smooth(nd.Synthetic):
@@ -66,3 +67,8 @@ def test_one_hot_targets_have_one():
 
     records = [fresh(data).run(hooks=[]).history[-1] for data in (Hot, nd.Synthetic)]
     assert records[0]["test_error"] == records[1]["test_error"] > 0
+
+
+def test_what_is_not_finite_is_told_as_null():
+    found = told_of(2, {"loss": float("nan"), "misclassification": 0.5, "iou": [1.0, float("inf")]})
+    assert found == {"samples": 2, "loss": None, "error": 0.5, "iou": [1.0, None]}

@@ -11,10 +11,10 @@ import numpy as np
 from ...comm import ProcessGrid, all_or_none
 from ...costs.mean import mean_of, parts_of, weighted, weights_of
 from ...errors import ConfigError, DataError
-from ...metrics import Metric, Misclassification
+from ...metrics import Metric
 from ..experiment import FitExperiment
 from ..loop import counted
-from ..state import without_nan
+from ..state import told_of
 from .images import Images, open_images
 from .network import network
 from .predict import through
@@ -59,13 +59,7 @@ def evaluate_files(
         with closing(targets):
             through(route, range(route.parts), grid, sums)
         found = sums.result(grid, images.shape[0])
-    told = {name: without_nan(value) for name, value in found.items()}
-    return {
-        "samples": images.shape[0],
-        "loss": told.pop("loss"),
-        "error": told.pop(Misclassification.name, None),
-        **told,
-    }
+    return told_of(images.shape[0], found)
 
 
 def _targets(labels: str | Path, route: Route, images: Images) -> Images:
