@@ -7,9 +7,10 @@ from collections.abc import Collection
 from typing import Any
 
 from ..errors import ConfigError, MissingPackageError, UserError
-from ..registry import Distributed, dist_class, registered, serial_class, suggest
+from ..registry import Distributed, Registered, dist_class, registered, serial_class, suggest
 from ..registry.fields import Field, fields
 from ..registry.functions import Function
+from ..registry.names import below, named
 from ..registry.words import bases, words
 from .fit import fit
 from .source import Source, locate, mark, place
@@ -29,6 +30,10 @@ def find_class(node: Node, path: str, hint: Any = Any) -> type:
             raise fault(node, path, str(error)) from None
     classes = registered()
     if name in classes:
+        found = [cls for cls in below(Registered) if name in named([cls])]
+        mine = [cls.__module__ for cls in found if not cls.__module__.startswith("neondist.")]
+        if mine and len(mine) < len(found):
+            raise fault(node, path, f"!{name} is a class of neondist and one of {mine[0]}; give that another name")
         return classes[name]
     near = suggest(name, [*classes, *OF_TORCH])
     wanted = tuple(bases(hint))

@@ -1,9 +1,12 @@
 """--import."""
 
+import gc
 import sys
 
 import pytest
 
+import neondist as nd
+from neondist.cli import main
 from neondist.cli.experiment import import_module
 from neondist.errors import ConfigError
 from neondist.registry import Registered, registered
@@ -73,6 +76,21 @@ def test_failing_files(tmp_path, name, text, message):
     with pytest.raises(ConfigError, match=message):
         import_module(str(path))
     assert "bad" not in sys.modules
+
+
+def test_a_class_named_as_one_of_neondist(tmp_path, capsys):
+    write(tmp_path / "cli_toy_e.py", "import neondist as nd\nclass Flip(nd.Shift): pass\n")
+    model = "!Convnet {layers: [!FCLayer {out_features: 9}]}"
+    text = f"!FitExperiment\ndataset: !MNIST {{}}\nmodel: {model}\naugment: [!Flip {{}}]\n"
+    path = write(tmp_path / "a.yaml", text)
+    try:
+        assert main(["check", path, "--import", "cli_toy_e.py"]) == 2
+        told = "a.yaml:4: augment.0: !Flip is a class of neondist and one of cli_toy_e; give that another name\n"
+        assert capsys.readouterr().err.endswith(told)
+    finally:
+        del sys.modules["cli_toy_e"]
+        gc.collect()  # for other tests there is one Flip
+    assert registered()["Flip"] is nd.Flip
 
 
 def test_no_such_module():
