@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, DataError
+from ..io.files import replacing
 from .axes import Cells
 from .base import TileSource, faults
 from .placed import PlacedSink, Placement
@@ -57,13 +60,11 @@ class NIfTISource(TileSource):
 
 
 class NIfTISink(PlacedSink):
-    """A new NIfTI file, with the affine of the volume that it belongs to."""
+    """A new NIfTI file, with the affine of the volume that it belongs to; a .nii.gz is packed at the end, by rank 0."""
 
     def _lay(self, part: Path, like: TileSource | None) -> Placement:
         import nibabel
 
-        if self.path.suffix != ".nii":
-            raise ConfigError(f"{self.path}: packed NIfTI files cannot be written box by box; name it .nii")
         extents = {name: n for name, n in zip(self.axes, self.shape, strict=True) if name != "C" or n > 1}
         if "N" in extents and "T" not in extents:
             extents["T"] = extents.pop("N")
@@ -93,3 +94,11 @@ class NIfTISink(PlacedSink):
         self.chunks = None
         axes = names.replace("T", "N") if "N" in self.axes else names
         return Placement(axes, self.dtype.str, shape, shape, (start,))
+
+    def _finished(self) -> Path:
+        if self.path.suffix.lower() != ".gz":
+            return self._part
+        packed = self._part.with_name(self._part.name + ".packed")
+        with open(self._part, "rb") as plain, replacing(packed) as file, gzip.GzipFile("", "wb", 6, file, 0) as into:
+            shutil.copyfileobj(plain, into, 1 << 20)
+        return packed

@@ -8,7 +8,7 @@ import pytest
 import neondist as nd
 
 SHAPES = {"YXC": (61, 47, 3), "ZYXC": (9, 31, 22, 1), "NYXC": (3, 41, 37, 2)}
-SUFFIXES = [".npy", ".h5", ".nc", ".tif", ".zarr", ".ome.zarr", ".nii"]
+SUFFIXES = [".npy", ".h5", ".nc", ".tif", ".zarr", ".ome.zarr", ".nii", ".nii.gz"]
 
 
 def cells(axes, dtype="float32", seed=0):
@@ -47,7 +47,7 @@ def write(path, array, axes, ranks=1, counts=(3, 2, 2), at_write=lambda: None, *
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "uint8"), (3, "float32"), (4, "int16")])
 def test_ranks_write_a_file_and_boxes_of_it_are_read(tmp_path, suffix, axes, ranks, dtype):
     array, path = cells(axes, dtype), tmp_path / f"out{suffix}"
-    if suffix in (".ome.zarr", ".nii"):
+    if suffix in (".ome.zarr", ".nii", ".nii.gz"):
         axes = axes.replace("N", "T")
     write(path, array, axes, ranks)
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
