@@ -147,8 +147,12 @@ class Segment:
         placed: dict[int, LayerPlan] = {}
         for plan in reversed(self.plans):
             window = plan.window or Window.of_one(len(whole.shape))
-            cells = looked_at if plan is self.plans[0] else sources  # its view is there, outside of the image too
-            inputs = cells(outputs, window, plan.input_shape[:-1])
+            extent = plan.input_shape[:-1]
+            if plan is self.plans[0]:
+                inputs = looked_at(outputs, window, extent)  # its view is there, outside of the image too
+            else:  # of no cell where none is looked at: the tile may have none
+                none = Overlapping(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
+                inputs = sources(outputs, window, extent, none)
             shape = plan.output_shape
             placed[id(plan.layer)] = LayerPlan(plan.layer, plan.input_shape, shape, GridShape(), (inputs, outputs))
             outputs = inputs

@@ -53,10 +53,10 @@ def chain(scheme, **more):
     return nd.ConvnetDist(layers, cost=nd.SumSquared(), seed=2, dtype="float64", backend="numpy", scheme=scheme, **more)
 
 
-def trained(model, grid):
-    model.build((23, 17, 2), 4, grid)
+def trained(model, grid, shape=(23, 17, 2)):
+    model.build(shape, 4, grid)
     rng = np.random.default_rng(0)
-    x, dy = rng.normal(size=(4, 23, 17, 2)), rng.normal(size=(4, *model.output_shape))
+    x, dy = rng.normal(size=(4, *shape)), rng.normal(size=(4, *model.output_shape))
     runs = [model.forward(model.scatter(x * factor)) for factor in (1, 2)]  # their strips take turns
     found = {f"dx {at}": model.gather_input(runs[at].backward(model.scatter_output(dy))) for at in (1, 0)}
     found |= {f"y {at}": model.gather(run.output) for at, run in enumerate(runs)}
@@ -85,6 +85,20 @@ def test_long_segments(ranks, scheme):
         return True
 
     assert all(loopback.run(ranks, job))
+
+
+def test_a_strip_that_looks_at_no_cell():
+    """Rows that padding alone gives, on ranks that have no cell of the map before."""
+
+    def job(comm, **more):
+        conv = nd.ConvLayerDist(2, (4, 2), padding=((2, 2), (2, 0)), padding_mode="wrap")
+        layers = [conv, nd.ConvLayerDist(2, 1, padding=2)]
+        model = nd.ConvnetDist(layers, cost=nd.SumSquared(), seed=2, dtype="float64", scheme="deep_halo", **more)
+        return trained(model, nd.ProcessGrid(comm, rows=comm.size, cols=1), (1, 5, 1))
+
+    (expected,) = loopback.run(1, job)
+    for found in loopback.run(3, lambda comm: job(comm, strips=2)):
+        assert worst(found, expected) < 1e-10
 
 
 def test_nothing_is_kept_between_the_layers_of_a_segment():
