@@ -8,7 +8,7 @@ COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: zoo hunt demo test mutate bench study lint types docs clean
+.PHONY: zoo hunt demo test mutate bench study streams lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
@@ -29,6 +29,10 @@ hunt: .venv/test
 # minutes: every public model of tests/helpers/zoo.py on every grid
 zoo: .venv/test
 	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) tests/torch/test_zoo.py
+
+# a quarter of an hour, 5 GB: images of 2048 x 2048 in strips of several heights, on 1 to 6 ranks, against whole ones
+streams: .venv/test
+	$(BIN)/python tools/stream_exactness.py --rows 37,128
 
 # an hour on an otherwise idle machine; writes docs/performance.md; BENCH="--networks main": options of bench suite
 bench: .venv/test
