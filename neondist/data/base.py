@@ -366,9 +366,15 @@ def _is_fraction(value: object) -> bool:
 
 def normalised(raw: ArrayLike, factor: Sequence[float], offset: Sequence[float], dtype: DTypeLike) -> np.ndarray:
     """Return `raw` (n, *tile, C) times `factor` minus `offset`, each one number or one per channel, contiguous."""
-    out = np.array(raw, dtype, order="C")
-    out *= np.asarray(factor, out.dtype)
-    out -= np.asarray(offset, out.dtype)
+    raw, out = np.asarray(raw), np.empty(np.shape(raw), dtype)
+    scale, shift = np.asarray(factor, out.dtype), np.asarray(offset, out.dtype)
+    rows, into = raw, out
+    if max(scale.size, shift.size) > 1 and raw.size and raw.ndim > 2 and raw.flags.c_contiguous:
+        rows, into = raw.reshape(*raw.shape[:-2], -1), out.reshape(*raw.shape[:-2], -1)  # NumPy is slow on short axes
+        scale, shift = np.resize(scale, rows.shape[-1]), np.resize(shift, rows.shape[-1])
+    np.multiply(rows, scale, out=into, dtype=out.dtype, casting="unsafe")
+    if shift.any():
+        into -= shift
     return out
 
 

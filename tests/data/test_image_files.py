@@ -205,6 +205,15 @@ def test_each_rank_reads_little_more_than_its_tile(made, tmp_path):
     taken = on_ranks(4, read)
     assert all(decoded <= 1.2 * size for decoded, size in taken)
 
+    def again(grid):
+        data = opened(grid, fields, normalise="none")
+        for epoch in range(12):
+            data.train.epoch = epoch
+            data.train.images([0])
+        return sum(source.bytes_read for source in data.train.tiles._sources.values())
+
+    assert on_ranks(1, again)[0] <= array.nbytes  # chunks stay in memory
+
 
 MISTAKES = {
     "no file is called": {"images": "nothing/*.npy"},

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ...errors import ConfigError
-from ...geometry import Box, fold, sources_within
+from ...geometry import Box, sources_within
 from ...registry.ranges import Count
 from .base import Axis, Draw, Probability, Range, Transform, along_axes, axis_numbers, box_of
 
@@ -143,11 +143,11 @@ class Shift(Transform):
         shifted = box.shift(self._offsets(draw))
         for axis, ((lo, hi), n) in enumerate(zip(shifted.axes(), draw.extent, strict=True)):
             if lo < 0 or hi > n:
-                places = np.array([fold(i, n, self._fold) for i in range(lo, hi)])
+                shown = np.arange(lo, hi)
+                places = n - 1 - abs(n - 1 - abs(shown)) if self.mode == "reflect" else shown.clip(0, n - 1)
                 cells = cells.take(places - source.lo[axis], axis)
                 if self.mode == "zeros":
-                    outside = (np.arange(lo, hi) < 0) | (np.arange(lo, hi) >= n)
-                    cells[(slice(None),) * axis + (outside,)] = 0
+                    cells[(slice(None),) * axis + (places != shown,)] = 0
         return cells
 
     labels = image

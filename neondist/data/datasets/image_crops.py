@@ -11,10 +11,12 @@ import numpy as np
 from ... import rng
 from ...errors import DataError
 from ...formats import TileSource, open_source
+from ...formats.cache import ChunkCache
 from .hdf5_tiles import StreamedSplit
 from .image_lists import Item
 
-_OPEN = 4  # files at a time; of pictures the cells are in memory
+_OPEN, _WHOLE = 64, 4  # files at a time; of pictures, and others in one piece, the cells are in memory
+_KEPT = 1 << 27  # bytes of decoded chunks of the others
 
 
 class Crops:
@@ -73,6 +75,7 @@ class CropTiles:
         cells = tuple(cut.stop - cut.start for cut in tile)
         self.shape = (len(items), *cells, *(() if self._flat else first.shape[-1:]))
         self._sources: OrderedDict[str, TileSource] = OrderedDict()
+        self._cache = ChunkCache(_KEPT)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -101,9 +104,14 @@ class CropTiles:
 
     def _open(self, name: str) -> TileSource:
         if name not in self._sources:
-            if len(self._sources) >= _OPEN:
-                self._sources.popitem(last=False)[1].close()
-            self._sources[name] = self._opener(name)
+            found = self._opener(name)
+            whole = found.chunks == found.shape
+            alike = [other for other, source in self._sources.items() if (source.chunks == source.shape) == whole]
+            if len(alike) >= (_WHOLE if whole else _OPEN):
+                self._sources.pop(alike[0]).close()
+            if not whole:
+                found.cache = self._cache
+            self._sources[name] = found
         self._sources.move_to_end(name)
         return self._sources[name]
 
