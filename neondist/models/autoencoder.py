@@ -53,6 +53,7 @@ class Autoencoder:
         self.grid, self.dtype, self.seed = model.grid, model.dtype, model.seed
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
         self.accumulate = model.accumulate
+        self.momentum: float | None = None
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.slots: dict[str, Any] = {}
         self.phase = Phase(training=False)
@@ -180,7 +181,7 @@ class StageStep(TrainStep):
         whole = self.parameters.layout()
         layout = replace(whole, spans=((0, values.size),), decays=(True,), shared=0 if stage.shard.cut else values.size)
         count, scale = stage.step - stage.uncounted, stage.learning_rate_scale
-        stage.optimizer.update(values, gradient, stage.slots, count, scale, layout)
+        stage.optimizer.with_momentum(stage.momentum).update(values, gradient, stage.slots, count, scale, layout)
         if stage.orthonormal:
             stage.layer.orthonormalise()
 

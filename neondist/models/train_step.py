@@ -99,8 +99,8 @@ class ModelStep(TrainStep):
     def update(self) -> None:
         """Let the optimiser change the values."""
         model = self.model
-        count = model.step - model.uncounted
-        model.trained.update(model.optimizer, model.slots, count, model.learning_rate_scale)
+        optimizer, count = model.optimizer.with_momentum(model.momentum), model.step - model.uncounted
+        model.trained.update(optimizer, model.slots, count, model.learning_rate_scale)
 
     def _scales(self, targets: Any, batch: int) -> list[float]:
         """Return what the sum of each part of the cost is multiplied by; collective where it depends on targets."""

@@ -32,6 +32,8 @@ class Trainable(Protocol):
         Where `cost` counts what `fprop` returns; the shape is global, without the batch.
     uncounted : int
         How many steps the optimiser does not count.
+    momentum : float or None
+        Of the next step; None: the optimiser's own.
     num_initial_epochs : int
         Epochs after which the optimiser begins anew.
     stages : sequence
@@ -49,6 +51,7 @@ class Trainable(Protocol):
     step: int
     uncounted: int
     learning_rate_scale: float
+    momentum: float | None
     num_initial_epochs: int
     stages: Sequence[Any]
     sync: GradientSync

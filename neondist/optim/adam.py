@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from ..namespace import namespace
@@ -31,6 +32,7 @@ class Adam(Optimizer):
     """
 
     slot_names = ("mean", "square")
+    has_momentum = True
 
     def __init__(
         self,
@@ -43,6 +45,12 @@ class Adam(Optimizer):
     ) -> None:
         super().__init__(learning_rate, **kwargs)
         self.beta1, self.beta2, self.eps = float(beta1), float(beta2), float(eps)
+
+    def with_momentum(self, momentum: float | None) -> Optimizer:
+        """Return the same rule with another beta1."""
+        found = copy(self)
+        found.beta1 = self.beta1 if momentum is None else momentum
+        return found
 
     def apply(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,6 +23,8 @@ class Scheduled:
     """What follows a schedule."""
 
     schedule: Schedule | None
+    #: whether there is a momentum that a schedule can change
+    has_momentum = False
 
     def scale(self, epoch: float, losses: Sequence[float | None] = ()) -> float:
         """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `scale`.
@@ -32,11 +35,20 @@ class Scheduled:
             return float(self.schedule.factor_after(epoch, losses))
         return 1.0 if self.schedule is None else float(self.schedule.factor(epoch))
 
+    def momentum_at(self, epoch: float) -> float | None:
+        """Return the momentum that the schedule wants at `epoch`; None, if it stays what it is."""
+        return self.schedule.momentum_at(epoch) if isinstance(self.schedule, Schedule) else None
+
     def check(self, epochs: int) -> None:
         """Raise ConfigError, about the schedule, if a run of so many epochs would train on at rate 0."""
         if isinstance(self.schedule, Schedule):
             try:
                 self.schedule.check(epochs)
+                if self.momentum_at(math.inf) is not None and not self.has_momentum:
+                    raise ConfigError(
+                        f"momentum: {type(self).__name__} has none that could change; give it momentum: 0.9, or leave"
+                        " it out here"
+                    )
             except ConfigError as error:
                 error.subject = self.schedule
                 raise
@@ -142,6 +154,12 @@ class Optimizer(Scheduled, Registered, ABC):
         self.finish(params, grads, rate, layout)
         if self.ema is not None:
             self._average(params, slots[AVERAGE], scratch, step, layout)
+
+    def with_momentum(self, momentum: float | None) -> Optimizer:
+        """Return the same rule with another momentum, None: its own; slots go on."""
+        if momentum is None:
+            return self
+        raise ConfigError(f"{type(self).__name__} has no momentum that could change")
 
     @abstractmethod
     def apply(

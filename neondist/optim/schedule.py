@@ -22,6 +22,10 @@ class Schedule(Registered, ABC):
         """Return the factor at `epoch`, given the losses of the validation split after the epochs so far."""
         return self.factor(epoch)
 
+    def momentum_at(self, epoch: float) -> float | None:
+        """Return the momentum at `epoch`; None, if it is the optimiser's own."""
+        return None
+
     def check(self, epochs: int) -> None:
         """Raise ConfigError if a run of so many epochs would train on at rate 0."""
 
@@ -100,11 +104,15 @@ class Warmup(Schedule):
             return self.start + (1.0 - self.start) * epoch / self.epochs
         return 1.0 if self.then is None else self.then.factor_after(epoch - self.epochs, losses)
 
+    def momentum_at(self, epoch: float) -> float | None:
+        """Return what follows says, once it has begun."""
+        return None if self.then is None or epoch < self.epochs else self.then.momentum_at(epoch - self.epochs)
+
 
 class OneCycle(Schedule):
     """Up to the learning rate and down again along cosines (Smith and Topin 2018).
 
-    As `torch.optim.lr_scheduler.OneCycleLR`, which moves the momentum as well; the learning rate is its max_lr.
+    As `torch.optim.lr_scheduler.OneCycleLR`; the learning rate is its max_lr.
 
     Parameters
     ----------
@@ -114,10 +122,21 @@ class OneCycle(Schedule):
         The share of it before the peak, in [0, 1).
     start, floor : float
         The first and the last factor, in [0, 1).
+    momentum : (float, float), optional
+        The momentum (Adam's beta1) at the peak, and at both ends, such as [0.85, 0.95]: it falls as the learning rate
+        rises. Default: it stays what it is.
     """
 
-    def __init__(self, epochs: Count, rise: Share = 0.3, start: Share = 0.04, floor: Share = 4e-6) -> None:
+    def __init__(
+        self,
+        epochs: Count,
+        rise: Share = 0.3,
+        start: Share = 0.04,
+        floor: Share = 4e-6,
+        momentum: tuple[Share, Share] | None = None,
+    ) -> None:
         self.epochs, self.rise, self.start, self.floor = int(epochs), float(rise), float(start), float(floor)
+        self.momentum = momentum
 
     def check(self, epochs: int) -> None:
         """Raise ConfigError if the cycle ends before a run of so many epochs does."""
@@ -125,10 +144,17 @@ class OneCycle(Schedule):
 
     def factor(self, epoch: float) -> float:
         """Return the factor, never past the end of the cycle."""
+        return self._between(epoch, self.start, 1.0, self.floor)
+
+    def momentum_at(self, epoch: float) -> float | None:
+        """Return the momentum, never past the end of the cycle."""
+        return None if self.momentum is None else self._between(epoch, self.momentum[1], *self.momentum)
+
+    def _between(self, epoch: float, first: float, peak: float, last: float) -> float:
         done = min(epoch / self.epochs, 1.0)
         if done < self.rise:
-            return _cosine(self.start, 1.0, done / self.rise)
-        return _cosine(1.0, self.floor, (done - self.rise) / (1.0 - self.rise))
+            return _cosine(first, peak, done / self.rise)
+        return _cosine(peak, last, (done - self.rise) / (1.0 - self.rise))
 
 
 class Plateau(Schedule):

@@ -65,6 +65,8 @@ class TorchOptimizer(Scheduled, Registered):
         A factor on the learning rate over the epochs.
     """
 
+    has_momentum = True
+
     def __init__(
         self,
         name: str | Callable[..., Any] = "SGD",

@@ -146,6 +146,7 @@ class TorchModel(Whole):
         self.shape, self.gather_at, self.weights = shape, list(gather_at), weights
         self.recompute, self.scheme = recompute, scheme
         self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
+        self.momentum: float | None = None
         self.step, self.uncounted, self.learning_rate_scale = 0, 0, 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.slots: dict[str, Any] = {}
@@ -383,6 +384,10 @@ class TorchModel(Whole):
         if self.optimizer.schedule is not None:
             for group, rate in zip(self.torch_optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * self.learning_rate_scale
+                if self.momentum is not None and "betas" in group:
+                    group["betas"] = (self.momentum, *group["betas"][1:])
+                elif self.momentum is not None and "momentum" in group:
+                    group["momentum"] = self.momentum
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:

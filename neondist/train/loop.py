@@ -106,7 +106,9 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
         for batch, (x, targets) in zip(batches, read, strict=True):
             if run.stop is not None:
                 return
-            model.learning_rate_scale = model.optimizer.scale(run.epoch + run.samples_seen / len(split), losses)
+            epoch = run.epoch + run.samples_seen / len(split)
+            model.learning_rate_scale = model.optimizer.scale(epoch, losses)
+            model.momentum = model.optimizer.momentum_at(epoch)
             run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
             run.samples_seen += len(batch)
             if math.isfinite(run.loss):

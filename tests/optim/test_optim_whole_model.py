@@ -208,6 +208,51 @@ def test_schedules_are_those_of_torch(name):
     np.testing.assert_allclose([schedule.factor(epoch) for epoch in range(12)], expected, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "more"),
+    [
+        (nd.SGD, "SGD", {"momentum": 0.9}),
+        (nd.SGD, "SGD", {"momentum": 0.9, "nesterov": True}),
+        (nd.RMSprop, "RMSprop", {"momentum": 0.9}),
+        (nd.Adam, "Adam", {}),
+    ],
+)
+def test_one_cycle_moves_the_momentum_as_that_of_torch(ours, theirs, more):
+    torch = pytest.importorskip("torch")
+    x, target = np.linspace(-1, 1, 5), np.arange(5.0)
+    weights = torch.nn.Parameter(torch.tensor(x))
+    optimizer = getattr(torch.optim, theirs)([weights], lr=0.1, **more)
+    torch_schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=13, pct_start=4 / 13)
+    layer = nd.FCLayer(5, bias=False)
+    rule = ours(0.1, schedule=nd.OneCycle(12, rise=3 / 12, momentum=(0.85, 0.95)), **more)
+    model = nd.MLP([layer], cost=nd.SumSquared(), optimizer=rule, dtype="float64")
+    model.build((1, 1, 1), 1)
+    layer.params["weights"][...] = x
+    rule.check(12)
+    for step in range(12):
+        optimizer.zero_grad()
+        ((weights - torch.tensor(target)) ** 2).sum().mul(0.5).backward()
+        optimizer.step()
+        torch_schedule.step()
+        model.learning_rate_scale, model.momentum = rule.scale(step), rule.momentum_at(step)
+        model.train_batch(np.ones((1, 1, 1, 1)), target[None])
+        np.testing.assert_allclose(layer.params["weights"][0], weights.detach(), rtol=1e-10)
+
+
+def test_a_run_moves_the_momentum():
+    seen = []
+
+    class Look(nd.Hook):
+        def after_step(self, run):
+            seen.append(run.model.momentum)
+
+    rule = nd.Adam(schedule=nd.Warmup(1, then=nd.OneCycle(2, rise=0.5, momentum=(0.5, 0.9))))
+    data = nd.Synthetic((5, 5, 1), classes=2, train=4, test=2)
+    made = nd.FitExperiment(data, nd.MLP([nd.FCLayer(2)], optimizer=rule), batch_size=2, epochs=3, dist_flag=False)
+    made.run(hooks=[Look()])
+    np.testing.assert_allclose(np.array(seen, float), [np.nan, np.nan, 0.9, 0.7, 0.5, 0.7], rtol=1e-12)
+
+
 def test_plateau_is_that_of_torch():
     losses = np.abs(np.random.default_rng(0).normal(size=60)) / np.sqrt(1 + np.arange(60))
     for how in ({"patience": 2}, {"patience": 0, "cooldown": 3, "floor": 0.02}, {"patience": 1, "threshold": 0.2}):
@@ -230,6 +275,7 @@ def test_plateau_is_that_of_torch():
         (lambda: nd.OneCycle(3).check(4), "the learning rate is 0 after 3 epochs"),
         (lambda: nd.Warmup(1, then=nd.CosineDecay(3)).check(5), "after 3 epochs, and 4 are to be trained"),
         (lambda: nd.SGD(schedule=nd.SGD()), "schedule: expected"),
+        (lambda: nd.SGD(schedule=nd.OneCycle(3, momentum=(0.85, 0.95))).check(3), "momentum: SGD has none"),
     ],
 )
 def test_what_cannot_work_is_named(make, words):
