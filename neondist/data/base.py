@@ -225,12 +225,7 @@ class Dataset(Registered, ABC):
     test: Split | None
 
     def __init__(self, validation: float | int | None = None) -> None:
-        whole = isinstance(validation, Integral) and not isinstance(validation, bool)
-        if validation is not None and not (validation > 0 if whole else _is_fraction(validation)):
-            raise ConfigError(
-                f"validation: {validation!r} cannot be used; give a fraction of the training samples, such as 0.1, or a"
-                " number of them"
-            )
+        require_share("validation", validation)
         self._kept = validation
 
     def __getattr__(self, name: str) -> Any:
@@ -323,11 +318,7 @@ class Dataset(Registered, ABC):
 
     def count_kept(self, samples: int) -> int:
         """Return how many of the training samples are kept for validation; DataError if that would be all."""
-        kept, limit = self._kept or 0, samples - 1
-        count = kept if isinstance(kept, Integral) else min(max(1, round(kept * samples)), limit)
-        if not 0 < count <= limit:
-            raise DataError(f"validation: {kept} of {samples} training samples leave none to train on; give fewer")
-        return int(count)
+        return count_of("validation", self._kept or 0, samples)
 
     def fingerprint(self) -> list[str]:
         """Return what all ranks must have alike once the data set is open, a fact a line."""
@@ -338,6 +329,25 @@ class Dataset(Registered, ABC):
         """Let go of the open files of all splits; what is read later opens them again."""
         for split in self.splits.values():
             split.close()
+
+
+def require_share(field: str, kept: Any) -> None:
+    """Raise ConfigError unless that much of the training samples can be kept for another split."""
+    whole = isinstance(kept, Integral) and not isinstance(kept, bool)
+    if kept is not None and not (kept > 0 if whole else _is_fraction(kept)):
+        raise ConfigError(
+            f"{field}: {kept!r} cannot be used; give a fraction of the training samples, such as 0.1, or a number of"
+            " them"
+        )
+
+
+def count_of(field: str, kept: float | int, samples: int) -> int:
+    """Return how many of the training samples are kept for another split; DataError if that would be all."""
+    limit = samples - 1
+    count = kept if isinstance(kept, Integral) else min(max(1, round(kept * samples)), limit)
+    if not 0 < count <= limit:
+        raise DataError(f"{field}: {kept} of {samples} training samples leave none to train on; give fewer")
+    return int(count)
 
 
 def part_of(tiles: Tiles, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:

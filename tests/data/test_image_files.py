@@ -112,6 +112,54 @@ def test_crops_are_parts_of_their_images(made):
     assert not names[0] & names[1]
 
 
+def test_three_splits(made, tmp_path):
+    fields = made(".npy")
+
+    def run(grid):
+        data = opened(grid, fields, test=0.2)
+        assert data.classes is None
+        return {name: split.targets(range(len(split))) for name, split in data.splits.items()}
+
+    (found,), whole = on_ranks(1, run), on_ranks(3, run)
+    assert {name: len(each) for name, each in found.items()} == {"train": 2, "validation": 2, "test": 1}
+    for name, cut in found.items():
+        np.testing.assert_array_equal(np.concatenate([each[name] for each in whole], axis=1), cut)
+    before = opened(nd.ProcessGrid.serial(), fields).validation
+    np.testing.assert_array_equal(before.targets(range(2)), found["validation"])
+
+    image, mask = cells(3)
+    save(tmp_path / "new" / "3.npy", image)
+    save(tmp_path / "drawn" / "3.npy", mask)
+    other = {"images": f"{tmp_path}/new/*.npy", "labels": f"{tmp_path}/drawn/*.npy"}
+    data = opened(nd.ProcessGrid.serial(), fields, test=other)
+    assert {name: len(split) for name, split in data.splits.items()} == {"train": 3, "validation": 2, "test": 1}
+    (top, left), y, x = data.test._crops.first(0), data.test.targets([0]), data.test.images([0])
+    np.testing.assert_array_equal(y[0], mask[top : top + 24, left : left + 30])
+    factor, offset = data.train.normalisation
+    np.testing.assert_allclose(x[0], image[top : top + 24, left : left + 30] * factor - offset, rtol=1e-5, atol=1e-5)
+    alone = opened(nd.ProcessGrid.serial(), fields, validation=None, test=other)
+    assert list(alone.splits) == ["train", "test"]
+    for test, told in [
+        (0, "test: 0 cannot be used"),
+        (3, "test: 2 images for validation and 3 for it leave none to train on"),
+        ({"labels": "a"}, "test: has labels; give images"),
+        ({"images": fields["images"]}, "0.npy is an image of training too"),
+        ({"images": other["images"], "labels": f"{tmp_path}/t.csv"}, "test: has labels of another kind"),
+        ({"images": f"{tmp_path}/none*.npy"}, "test.images: no file is called"),
+    ]:
+        (tmp_path / "t.csv").write_text("3.npy,1\n")
+        with pytest.raises(nd.UserError, match=told):
+            opened(nd.ProcessGrid.serial(), fields, test=test)
+
+
+def test_test_images_of_folders_have_the_same_classes(tmp_path):
+    for at, name in enumerate(("b/cat", "b/dog", "b/eel", "new/dog", "new/eel")):
+        save(tmp_path / name / f"{at}.npy", cells(0)[0])
+    data = nd.ImageFiles(f"{tmp_path}/b/*/*.npy", validation=None, test={"images": f"{tmp_path}/new/*/*.npy"})
+    data.open(nd.ProcessGrid.serial())
+    assert (data.classes, data.train.labels.tolist(), data.test.labels.tolist()) == (3, [0, 1, 2], [1, 2])
+
+
 def test_batches_read_ahead_and_lazily_are_the_same(made):
     data = on_ranks(1, lambda grid: opened(grid, made(".npy")))[0]
     parts = [[0, 2], [1], [2, 0]]

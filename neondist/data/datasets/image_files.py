@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...io.hdf5 import checksum
 from ...registry.ranges import Count
-from ..base import Dataset, Split, tile_slices
+from ..base import Dataset, Split, count_of, require_share, tile_slices
 from .image_crops import Crops, CropSplit, CropTiles
 from .image_lists import Item, labelled, masks_of, matching, open_mask, require_alike, samples_of
 
@@ -55,6 +55,9 @@ class ImageFiles(Dataset):
         Of the crops' places, and of which images are kept for validation.
     validation : float or int
         How many of the images, drawn once for all, are kept for validation.
+    test : float or int, or mapping, optional
+        How many of them are kept for the test split; or other files, {images: PATTERN}, whose labels are found as those
+        of the others, or {images: PATTERN, labels: ...}.
     ahead : bool
         Read the next batch in a thread while one trains.
 
@@ -80,6 +83,7 @@ class ImageFiles(Dataset):
         fill: float | None = None,
         seed: int = 0,
         validation: float | int | None = 0.1,
+        test: float | int | Mapping[str, str] | None = None,
         ahead: bool = True,
     ) -> None:
         super().__init__(validation=validation)
@@ -94,27 +98,47 @@ class ImageFiles(Dataset):
         self._classes, self.ignore_index = classes, ignore_index
         self.normalise, self.percentiles, self.mean, self.std, self.fill = normalise, percentiles, mean, std, fill
         self.seed, self.ahead = seed, ahead
+        if isinstance(test, Mapping) and not {"images"} <= set(test) <= {"images", "labels"}:
+            raise ConfigError(f"test: has {', '.join(test) or 'nothing'}; give images, and labels if they differ")
+        if not isinstance(test, Mapping):
+            require_share("test", test)
+        self._test = test
+        self._training = 0  # images that are not files of the test split
         self._masks: list[Item] | None = None
         self._values: np.ndarray | None = None
         self._items: list[Item] = []
 
     def check(self) -> None:
         """Look at all files' headers: shapes, kinds, masks that are missing or too many, labels out of range."""
-        paths = matching("images", self.images)
         rank = None if self.crop is None else len(self.crop)
-        self._items = samples_of(paths, rank)
+        self._items = samples_of(matching("images", self.images), rank)
+        self._training, groups = len(self._items), [(self.labels, self._items)]
+        if isinstance(self._test, Mapping):
+            more = samples_of(matching("test.images", self._test["images"]), rank)
+            if twice := {item.name for item in more} & {item.name for item in self._items}:
+                raise DataError(f"test: {min(twice)} is an image of training too; let the patterns have no file twice")
+            labels = self._test.get("labels", self.labels)
+            groups = [*groups, (labels, more)] if labels != self.labels else [(labels, self._items + more)]
+            self._items = self._items + more
         first = self._items[0]
         extents = tuple(self.crop) if self.crop is not None else first.extents
         require_alike(self._items, extents, self.crop is None)
         self.sample_shape = (*extents, first.shape[-1])
-        self._values, self._masks, self.classes = None, None, self._classes
-        if self.labels == "folders" or self.labels.lower().endswith(".csv"):
-            values, found = labelled(self.labels, self._items, self._classes)
-            self._values, self.classes = values, found
-        else:
-            self._masks = masks_of(self.labels, self._items, len(extents))
-        if self._kept is not None and len(self._items) < 2:
+        self.classes = self._classes
+        values, masks = [], []
+        for labels, items in groups:
+            if labels == "folders" or labels.lower().endswith(".csv"):
+                found, self.classes = labelled(labels, items, self.classes)
+                values.append(found)
+            else:
+                masks += masks_of(labels, items, len(extents))
+        kinds = {(of.shape[1:], of.dtype.kind) for of in values} | {(of.shape[-1:], of.dtype.kind, "") for of in masks}
+        if len(kinds) > 1:
+            raise DataError("test: has labels of another kind than those of training; give both the same kind")
+        self._values, self._masks = np.concatenate(values) if values else None, masks or None
+        if self._kept is not None and self._training < 2:
             raise DataError(f"{self.images}: one image cannot be split for validation; give more, or no validation")
+        self._numbers()
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits; their tiles stay in the files."""
@@ -122,15 +146,24 @@ class ImageFiles(Dataset):
             self.check()
         facts = [f"{item.name} {item.shape} {item.dtype}" for item in [*self._items, *(self._masks or [])]]
         self.content = f"{checksum(np.frombuffer(repr(facts).encode(), np.uint8)):08x}"
-        numbers = np.arange(len(self._items))
-        kept = np.array([], np.int64)
-        if self._kept is not None:
-            drawn = rng.uniform(rng.key(self.seed, "validation"), numbers).argsort(kind="stable")
-            count = self.count_kept(len(numbers))
-            numbers, kept = np.sort(drawn[count:]), np.sort(drawn[:count])
-        fitted = self._fit(numbers)
-        train, *rest = (self._split(grid, of, fitted) for of in (numbers, kept) if len(of))
-        return train, rest[0] if rest else None, None
+        numbers = self._numbers()
+        fitted = self._fit(numbers[0])
+        train, *rest = (self._split(grid, of, fitted) if len(of) else None for of in numbers)
+        assert train is not None
+        return train, rest[0], rest[1]
+
+    def _numbers(self) -> list[np.ndarray]:
+        """Return which images are for training, validation and test."""
+        drawn = rng.uniform(rng.key(self.seed, "validation"), np.arange(self._training)).argsort(kind="stable")
+        first = 0 if self._kept is None else self.count_kept(self._training)
+        if isinstance(self._test, Mapping) or self._test is None:
+            rest, last = np.arange(self._training, len(self._items)), first
+        else:
+            last = first + count_of("test", self._test, self._training)
+            rest = drawn[first:last]
+        if last >= self._training:
+            raise DataError(f"test: {first} images for validation and {last - first} for it leave none to train on")
+        return [np.sort(of) for of in (drawn[last:], drawn[:first], rest)]
 
     def _split(self, grid: ProcessGrid, numbers: np.ndarray, fitted: dict[str, Any]) -> Split:
         """Return the crops of some images as a split."""
