@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ def trees_of(root):
     return {path.relative_to(root).as_posix(): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
 
 
-TREES = trees_of(ROOT)
+@cache
+def all_trees():
+    return trees_of(ROOT)
+
+
 FRAMES = {"_current_frames", "_getframe", "currentframe", "f_back", "f_locals", "tb_frame"}
 OLD = """
 Way Fetch Home home way_back Courier courier parted Carrier Exact Border border booked books bytes_given
@@ -33,8 +38,17 @@ DEFINED = WORDS | {"position", "seen", "same", "carry", "copies", "ahead", "bord
 PHRASES = re.compile(r"travels? home|\bcouriers?\b|\bbooked\b")
 
 
+@cache
+def by_kind(tree):
+    """Return the nodes of a tree by their class, each tree walked through once."""
+    found = {}
+    for node in ast.walk(tree):
+        found.setdefault(type(node), []).append(node)
+    return found
+
+
 def nodes(tree, *kinds):
-    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [node for kind in kinds for node in by_kind(tree).get(kind, ())]
 
 
 def targets(node):
@@ -56,13 +70,15 @@ def assignments(tree):
     ]
 
 
+@cache
 def methods():
     """Return the names that are methods of classes, and attributes of none."""
-    bodies = [part for tree in TREES.values() for one in nodes(tree, ast.ClassDef) for part in one.body]
+    bodies = [part for tree in all_trees().values() for one in nodes(tree, ast.ClassDef) for part in one.body]
     plain = {part.name for part in bodies if isinstance(part, ast.FunctionDef) and not part.decorator_list}
     fields = {part.target.id for part in bodies if isinstance(part, ast.AnnAssign)}
     fields |= {one.id for part in bodies if isinstance(part, ast.Assign) for one in targets(part) if hasattr(one, "id")}
-    return plain - fields - {target.attr for tree in TREES.values() for _, target in assignments(tree) if own(target)}
+    own_fields = {target.attr for tree in all_trees().values() for _, target in assignments(tree) if own(target)}
+    return plain - fields - own_fields | {"forward", "backward"}
 
 
 def replaced(tree, names):
@@ -124,13 +140,14 @@ def frames(tree):
             yield node.lineno
 
 
+@cache
 def layer_classes():
     """Return the names of all layers; what a user gives in their place may be told apart from a Node."""
     found = {"Layer"}
     while True:
         more = {
             one.name
-            for tree in TREES.values()
+            for tree in all_trees().values()
             for one in nodes(tree, ast.ClassDef)
             if {getattr(base, "id", getattr(base, "attr", "")) for base in one.bases} & found
         }
@@ -181,11 +198,10 @@ def numpy_functions(tree):
             yield node.lineno
 
 
-METHODS, LAYERS = methods() | {"forward", "backward"}, layer_classes()
 RULES = {
-    "replaces no methods": lambda tree: replaced(tree, METHODS),
+    "replaces no methods": lambda tree: replaced(tree, methods()),
     "no dictionaries of objects": through_dictionaries,
-    "does not ask layers what they are": lambda tree: layer_questions(tree, LAYERS),
+    "does not ask layers what they are": lambda tree: layer_questions(tree, layer_classes()),
     "looks at no stack frames": frames,
     "no words of the first edition": old_words,
 }
@@ -194,7 +210,7 @@ RULES = {
 def trees(rule):
     return {
         path: tree
-        for path, tree in TREES.items()
+        for path, tree in all_trees().items()
         if not (rule == "no words of the first edition" and "old_names" in path)
         # it looks for what changes in users' modules
         and not (rule == "no dictionaries of objects" and path == "torch/alike.py")
@@ -207,13 +223,17 @@ def test_never(rule):
 
 
 def test_no_module_has_a_name_of_the_first_edition():
-    names = {part.strip("_") for path in TREES if "old_names" not in path for part in Path(path).with_suffix("").parts}
+    names = {
+        part.strip("_") for path in all_trees() if "old_names" not in path for part in Path(path).with_suffix("").parts
+    }
     assert names & DEFINED == set()
     assert list(old_words(ast.parse('class A:\n    trouble, seen = Renamed("a"), Renamed("b")'))) == []
 
 
 def test_arrays_are_computed_with_by_their_own_namespace():
-    trees = {path: tree for path, tree in TREES.items() if path.startswith(COMPUTES) and not path.startswith(ON_HOST)}
+    trees = {
+        path: tree for path, tree in all_trees().items() if path.startswith(COMPUTES) and not path.startswith(ON_HOST)
+    }
     assert [f"{path}:{line}" for path, tree in trees.items() for line in numpy_functions(tree)] == []
     assert list(numpy_functions(ast.parse("a = np.float64(1)\nb = np.maximum(a, 0)"))) == [2]
 
@@ -255,7 +275,7 @@ def public_methods(body):
 
 
 def test_no_class_offers_more_than_20_methods():
-    classes = [one for tree in TREES.values() for one in nodes(tree, ast.ClassDef)]
+    classes = [one for tree in all_trees().values() for one in nodes(tree, ast.ClassDef)]
     assert [one.name for one in classes if len(public_methods(one)) > 20] == []
     code = "class A:\n    def a(self): ...\n    def _b(self): ...\n    @property\n    def c(self): ..."
     assert public_methods(ast.parse(code).body[0]) == {"a"}
@@ -283,7 +303,7 @@ def circle(package, trees):
 
 
 def test_no_file_imports_what_imports_it():
-    assert circle("neondist", TREES) == ""
+    assert circle("neondist", all_trees()) == ""
 
 
 CIRCLES = [

@@ -6,7 +6,7 @@ import torch
 from dataset_toys import whole
 from hdf5_toys import small_hdf5
 from scipy.ndimage import map_coordinates
-from scipy.stats import norm
+from scipy.special import ndtri
 
 import neondist as nd
 from neondist import rng
@@ -125,7 +125,7 @@ def noise(step, x, u, maps, sample, stream):
     if maps or u[0] >= step.rate:
         return x
     level = np.floor(65536 * rng.uniform(stream, sample * x.size + np.arange(x.size)))
-    return x + step.sigma * norm.ppf((level + 0.5) / 65536).reshape(x.shape)
+    return x + step.sigma * ndtri((level + 0.5) / 65536).reshape(x.shape)
 
 
 def basis(t):
