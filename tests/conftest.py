@@ -108,6 +108,15 @@ def no_pictures():
 
 
 @pytest.fixture
+def captured_once():
+    """Virtual ranks share what torch.export finds."""
+    import torch_runs
+
+    with torch_runs.captured_once():
+        yield
+
+
+@pytest.fixture
 def pictures(no_pictures, monkeypatch):
     """Runs draw what they draw for users."""
     for module in DRAWING:

@@ -12,10 +12,11 @@ ONE_BY_ONE = "import runpy, sys; [runpy.run_path(name, run_name='__main__') for 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page(page, tmp_path):
+def test_page(page, tmp_path, request):
     place = Place(tmp_path)
     if page.name == "pytorch.md":
         pytest.importorskip("torch")
+        request.getfixturevalue("captured_once")
         place.env["NEONDIST_TESTS_HIDE"] = "matplotlib"
     waiting = []
     for block in blocks(page):

@@ -1,5 +1,7 @@
 """Running the command as users do."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -8,6 +10,7 @@ import time
 
 from present import needs_mpirun as needs_mpirun  # for the tests here
 
+from neondist.cli import main
 from neondist.launcher.mpirun import find_mpirun
 
 EXPERIMENT = """\
@@ -57,6 +60,18 @@ def call(words, cwd, **env):
     finally:
         process.kill()
     return process.returncode, out, err, time.perf_counter() - begin
+
+
+def here(folder, *argv):
+    """Return exit code, stdout and stderr of the command in this process, which has imported all that it needs."""
+    before, out, err = os.getcwd(), io.StringIO(), io.StringIO()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([str(word) for word in argv])
+    finally:
+        os.chdir(before)
+    return code, out.getvalue(), err.getvalue()
 
 
 def mpirun_env():

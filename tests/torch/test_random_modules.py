@@ -13,7 +13,7 @@ from module_steps import STEPS
 from random_modules import attempt, draw, shrink
 
 SEED = int(os.environ["NEONDIST_SEED"])
-CASES, AT_ONCE = 30, 6
+CASES, AT_ONCE = 18, 6
 
 
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))

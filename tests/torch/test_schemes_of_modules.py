@@ -32,8 +32,9 @@ NETS = {
     ),
     "volumes": ((2, 1, 5, 6, 4), nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 1, (1, 2, 2)))),
 }
-GRIDS = [(1, 3, 2), (2, 1, 2), (1, 1, 7)]
+GRIDS = {"images": (1, 3, 2), "volumes": (2, 1, 5)}
 """(replicas, rows, cols): tiles of the last one are smaller than halos, or empty"""
+PROGRAMS = {}
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if "backward" not in name])
@@ -46,8 +47,8 @@ def test_numbers_are_those_of_our_layers(name, scheme):
     gradients = [torch.from_numpy(rng.normal(size=module(images[0]).shape)) for _ in range(STEPS)]
     ours = ndt.from_torch(module, shape, model=nd.Convnet)
 
-    def body(world, grid):
-        replicas, rows, cols = grid
+    def body(world):
+        replicas, rows, cols = GRIDS[name]
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
             model = ndt.distribute(copy.deepcopy(module), shape, ranks, dtype=torch.float64, scheme=scheme)
             layers = nd.ConvnetDist([layer.twin() for layer in ours.layers], dtype="float64", scheme=scheme)
@@ -67,9 +68,8 @@ def test_numbers_are_those_of_our_layers(name, scheme):
                 torch.testing.assert_close(y.detach(), expected, rtol=1e-11, atol=1e-11)
                 torch.testing.assert_close(x.grad, dx, rtol=1e-11, atol=1e-11)
 
-    with captured_once():
-        for grid in GRIDS if name == "images" else GRIDS[-1:]:
-            loopback.run(np.prod(grid), lambda world, grid=grid: body(world, grid))
+    with captured_once(PROGRAMS):
+        loopback.run(np.prod(GRIDS[name]), body)
 
 
 def distributed(scheme, dtype=torch.float32, **more):
@@ -84,7 +84,8 @@ def distributed(scheme, dtype=torch.float32, **more):
             schemes = [str(step.scheme and type(step.scheme).__name__) for step in model.plan.steps if step.window]
             return schemes, sent(model), model.plan.traffic(ranks.rank)
 
-    return loopback.run(4, body)
+    with captured_once(PROGRAMS):
+        return loopback.run(4, body)
 
 
 def test_modules_have_the_scheme_of_the_innermost_that_is_named():
