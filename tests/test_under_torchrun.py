@@ -35,7 +35,11 @@ def on_ranks(ranks, *arguments, **environment):
 
 
 def test_under_torchrun():
-    hidden = {"NEONDIST_MPI_TEST": "torch", "NEONDIST_TESTS_HIDE": "matplotlib mpi4py"}
+    hidden = {
+        "NEONDIST_MPI_TEST": "torch",
+        "NEONDIST_TESTS_HIDE": "matplotlib mpi4py",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     options = "-p", "no:cacheprovider", "--color=no"
     done = on_ranks(",".join(map(str, RANKS)), *options, HERE / "torchrun", **hidden)
     said = done.stdout[-8000:] + done.stderr[-4000:]

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from cli_runs import call, needs_mpirun, neondist
+from cli_runs import call, here, needs_mpirun, neondist
 
 TOY = """
 !FitExperiment
@@ -26,14 +26,14 @@ def folder(tmp_path_factory):
     """A folder with a toy that has been trained in one process."""
     folder = tmp_path_factory.mktemp("apply")
     (folder / "toy.yaml").write_text(TOY)
-    code, _, err, _ = call(neondist("run", "toy.yaml"), folder)
+    code, _, err = here(folder, "run", "toy.yaml")
     assert code == 0, err
     np.save(folder / "x.npy", np.random.default_rng(0).normal(size=(9, 7, 6)))
     return folder
 
 
 def succeed(folder, *words):
-    code, out, err, _ = call(neondist(*words), folder)
+    code, out, err = call(neondist(*words), folder) if "-n" in words else here(folder, *words)
     assert code == 0, err
     return out
 
@@ -55,7 +55,7 @@ def test_evaluate_on_the_validation_split(folder):
     words = "evaluate", *WORDS, "--split", "validation"
     found = json.loads(succeed(folder, *words, "--set", "dataset.validation=3"))
     assert found["samples"] == 3
-    code, _, err, _ = call(neondist(*words), folder)
+    code, _, err = here(folder, *words)
     assert (code, "the data set has no validation split; choose from train, test" in err) == (2, True)
 
 
@@ -89,7 +89,7 @@ def test_init_from_says_what_was_taken(folder):
     ],
 )
 def test_mistakes_are_told_once(folder, words, message):
-    code, _, err, _ = call(neondist(*words), folder)
+    code, _, err = here(folder, *words)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1

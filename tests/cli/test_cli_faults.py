@@ -48,7 +48,7 @@ def clean(pids, seconds=60.0):
 def test_a_rank_that_sleeps_is_reported(folder):
     activation = "model.layers.0.activation=!Sleepy {}"
     words = ["toy.yaml", "-n", 2, "--set", activation, "--import", "sleeps.py", "--stall-timeout", "5s"]
-    code, _, err, _ = call(neondist("run", *words), folder)
+    code, _, err = call(neondist("run", *words), folder)
     assert code == 1
     assert re.search(r"^rank 0 of 2: no progress for 5 s .*, step 3: .*waits in ", err, re.M)
     assert re.search(r"^rank 1 of 2: .* forward pass of layer 'conv1': waits for nobody, most recent call", err, re.M)
@@ -60,7 +60,7 @@ def test_files_that_differ_by_rank(folder):
     (folder / "other.yaml").write_text(EXPERIMENT.replace("out_channels: 2", "out_channels: 3"))
     one, other = (neondist("run", name, "--output", "out") for name in ("toy.yaml", "other.yaml"))
     mpirun = find_mpirun(os.environ).command(1)
-    code, _, err, _ = call([*mpirun, *one, ":", *mpirun[1:3], *other], folder, **mpirun_env())
+    code, _, err = call([*mpirun, *one, ":", *mpirun[1:3], *other], folder, **mpirun_env())
     assert code == 2
     assert err.count("error: the ranks disagree: rank 0 has 'conv1': ConvLayerDist") == 1
     assert "start all ranks with the same files" in err
@@ -75,7 +75,7 @@ def job_with(folder, fault, early=False):
     (folder / ("sitecustomize.py" if early else "fault.py")).write_text(FAULT.format(fault))
     more = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"} if early else {}
     words = [] if early else ["--import", "fault.py"]
-    code, _, err, _ = call(neondist("run", "toy.yaml", "-n", 2, "--stall-timeout", "3s", *words), folder, **more)
+    code, _, err = call(neondist("run", "toy.yaml", "-n", 2, "--stall-timeout", "3s", *words), folder, **more)
     assert code == 1
     return err
 

@@ -47,7 +47,7 @@ def test_ranks_are_told_the_options():
 
 
 def test_time_limit(folder):
-    code, out, err, _ = call(neondist("run", "toy.yaml", *LONG, "--time-limit", "4s"), folder)
+    code, out, err = call(neondist("run", "toy.yaml", *LONG, "--time-limit", "4s"), folder)
     assert (code, err) == (75, "")
     assert "the time limit of 4 s is near; --resume goes on from here" in out
     assert "checkpoint.h5" in out
@@ -96,7 +96,7 @@ def test_a_signal_while_the_command_starts(folder, words):
     if "-n" in words:
         pytest.importorskip("mpi4py")
     (folder / "kill.py").write_text(KILL.format("SIGUSR1"))
-    code, out, err, _ = call(neondist("run", "toy.yaml", *LONG, "--import", "kill.py", *words), folder)
+    code, out, err = call(neondist("run", "toy.yaml", *LONG, "--import", "kill.py", *words), folder)
     assert (code, err) == (75, "")
     assert "SIGUSR1 came" in out
 
@@ -105,7 +105,7 @@ def test_a_signal_while_the_command_starts(folder, words):
 def test_a_signal_while_the_ranks_start(folder):
     text = "import os, signal\nif 'OMPI_COMM_WORLD_RANK' in os.environ:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
     (folder / "kill.py").write_text(text)
-    code, out, err, _ = call(neondist("run", "toy.yaml", *LONG, "--import", "kill.py", "-n", 2), folder)
+    code, out, err = call(neondist("run", "toy.yaml", *LONG, "--import", "kill.py", "-n", 2), folder)
     assert (code, err) == (75, "")
     assert "stopped at step 0: SIGTERM came" in out
 
@@ -129,7 +129,7 @@ def test_a_signal_before_anything_is_imported(folder, name):
     (folder / "early").mkdir()
     (folder / "early" / "numpy.py").write_text(early)
     path = os.pathsep.join([str(folder / "early"), os.environ["PYTHONPATH"]])
-    code, out, err, _ = call(neondist("check", "toy.yaml"), folder / "early", PYTHONPATH=path)
+    code, out, err = call(neondist("check", "toy.yaml"), folder / "early", PYTHONPATH=path)
     assert (code, out, err) == (130 if name == "SIGINT" else -15, "", "")
 
 

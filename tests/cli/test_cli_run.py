@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from cli_runs import EXPERIMENT, call, losses, mpirun_env, needs_mpirun, neondist, own, start, under_mpirun
+from cli_runs import EXPERIMENT, call, here, losses, mpirun_env, needs_mpirun, neondist, own, start, under_mpirun
 from processes import alive
 
 from neondist.cli import main
@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 def test_check_prints_the_plan_without_mpirun(folder):
-    code, out, err, _ = call(neondist("check", "toy.yaml", "-n", 6), folder, PATH="/nowhere")
+    code, out, err = call(neondist("check", "toy.yaml", "-n", 6), folder, PATH="/nowhere")
     assert (code, err) == (0, "")
     for word in ("6 ranks", "ConvLayerDist", "FCLayerDist", "total"):
         assert word in out
@@ -34,7 +34,7 @@ def test_check_prints_the_plan_without_mpirun(folder):
 
 
 def test_run_writes_and_names_its_files(folder):
-    code, out, err, _ = call(neondist("run", "toy.yaml", "--set", "epochs=1"), folder)
+    code, out, err = call(neondist("run", "toy.yaml", "--set", "epochs=1"), folder)
     assert (code, err) == (0, "")
     files = out.partition("written:\n")[2].split()
     assert {"runs/toy/experiment.yaml", "runs/toy/metrics.jsonl", "runs/toy/checkpoint.h5"} <= set(files)
@@ -47,7 +47,7 @@ def test_files_that_lie_there_are_not_imported(folder, monkeypatch):
     for name in ("queue", "mpi4py", "numpy", "h5py", "neondist"):
         (folder / f"{name}.py").write_text("open('imported', 'w')\nraise SystemExit('imported from the folder')\n")
     monkeypatch.chdir(folder)
-    code, _, err, _ = call(command("neondist", "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder)
+    code, _, err = call(command("neondist", "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder)
     assert (code, own(err)) == (0, "")
     assert probe_mpi(120).error == ""
     assert not (folder / "imported").exists()
@@ -55,7 +55,7 @@ def test_files_that_lie_there_are_not_imported(folder, monkeypatch):
 
 @needs_mpirun
 def test_every_number_of_ranks_prints_the_same_losses(folder):
-    outs = [call(neondist("run", "toy.yaml", *words), folder)[1] for words in ([], ["-n", 3, "--overwrite"])]
+    outs = [here(folder, "run", "toy.yaml")[1], call(neondist("run", "toy.yaml", "-n", 3, "--overwrite"), folder)[1]]
     joined = call(under_mpirun(2, "run", "toy.yaml", "--overwrite"), folder, **mpirun_env())[1]
     found = [losses(out) for out in (*outs, joined)]
     assert len(found[0]) == 2
@@ -64,13 +64,13 @@ def test_every_number_of_ranks_prints_the_same_losses(folder):
 
 
 def test_what_ran_can_be_run_again(folder):
-    call(neondist("run", "toy.yaml", "--set", "epochs=1", "--output", "a"), folder)
+    here(folder, "run", "toy.yaml", "--set", "epochs=1", "--output", "a")
     written = (folder / "a" / "experiment.yaml").read_text()
     import_module("neondist.train")  # registers FitExperiment
     again = load_experiment(folder / "a" / "experiment.yaml")
     assert dump(again) == written
     assert "epochs: 1" in written
-    code, *_ = call(neondist("run", "a/experiment.yaml", "--output", "b"), folder)
+    code, *_ = here(folder, "run", "a/experiment.yaml", "--output", "b")
     assert code == 0
     one, two = (json.loads((folder / name / "metrics.jsonl").read_text()) for name in "ab")
     assert (one["train_loss"], one["test_loss"]) == (two["train_loss"], two["test_loss"])
@@ -78,16 +78,16 @@ def test_what_ran_can_be_run_again(folder):
 
 def test_the_serial_twins_give_the_same(folder):
     words = ["run", "toy.yaml", "--overwrite", "--set"]
-    both = [call(neondist(*words, f"dist_flag={flag}"), folder)[1] for flag in ("true", "false")]
+    both = [here(folder, *words, f"dist_flag={flag}")[1] for flag in ("true", "false")]
     assert losses(both[0]) == losses(both[1]) != []
     assert "ConvnetDist on" in both[0]
     assert "Convnet on" in both[1]
 
 
 def test_resume(folder):
-    whole = losses(call(neondist("run", "toy.yaml"), folder)[1])
-    call(neondist("run", "toy.yaml", "--set", "epochs=1", "--output", "r"), folder)
-    code, out, _, _ = call(neondist("run", "toy.yaml", "--output", "r", "--resume"), folder)
+    whole = losses(here(folder, "run", "toy.yaml")[1])
+    here(folder, "run", "toy.yaml", "--set", "epochs=1", "--output", "r")
+    code, out, _ = here(folder, "run", "toy.yaml", "--output", "r", "--resume")
     assert code == 0
     assert losses(out) == whole[1:]
 

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 from present import needs_mpirun as needs_mpirun  # for the tests here
 
@@ -52,14 +51,13 @@ def own(err):
 
 
 def call(words, cwd, **env):
-    """Return exit code, stdout, stderr and seconds."""
-    begin = time.perf_counter()
+    """Return exit code, stdout and stderr."""
     process = start(words, cwd, **env)
     try:
         out, err = process.communicate(timeout=120)
     finally:
         process.kill()
-    return process.returncode, out, err, time.perf_counter() - begin
+    return process.returncode, out, err
 
 
 def here(folder, *argv):

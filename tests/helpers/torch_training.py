@@ -294,25 +294,17 @@ ON_RANKS = "SGD", "modes", "two outputs"
 
 
 def main(transport):
-    """On ranks of MPI, or of torch.distributed: the scripts ON_RANKS, at several rank counts."""
-    from torch_runs import captured_once
-
+    """On ranks of MPI, or of torch.distributed: the scripts ON_RANKS."""
     import neondist as nd
     import neondist.torch as ndt
 
     torch.set_num_threads(1)
     world = ndt.world() if transport == "torch" else nd.ProcessGrid().world
-    counts = [world.size] if transport == "torch" else [2, world.size]
-    expected = {name: SCRIPTS[name](lambda module, _: OneProcess(module)) for name in ON_RANKS}
-    with captured_once():
-        for count in counts:
-            part = world.split(int(world.rank < count), world.rank)
-            if world.rank < count:
-                with nd.ProcessGrid(part) as grid:
-                    for name in ON_RANKS:
-                        found = SCRIPTS[name](lambda module, shape, grid=grid: ndt.distribute(module, shape, grid))
-                        wrong = off(found, expected[name])
-                        assert wrong < 1e-9, f"{count} ranks, rank {world.rank}: {name} is off by {wrong:.1e}"
+    with nd.ProcessGrid(world) as grid:
+        for name in ON_RANKS:
+            expected = SCRIPTS[name](lambda module, _: OneProcess(module))
+            wrong = off(SCRIPTS[name](lambda module, shape: ndt.distribute(module, shape, grid)), expected)
+            assert wrong < 1e-9, f"{world.size} ranks, rank {world.rank}: {name} is off by {wrong:.1e}"
     print(f"rank {world.rank} of {world.size}: all equal", flush=True)
 
 

@@ -66,7 +66,7 @@ def weights(path):
 def test_a_rank_is_killed_and_the_newest_checkpoint_is_spoilt(folder):
     (folder / "die1").write_text("spoil")
     (folder / "die2").write_text("")
-    code, out, err, _ = run(folder, "out", "-n", 2, "--restarts", 3, "--elastic", "1:2")
+    code, out, err = run(folder, "out", "-n", 2, "--restarts", 3, "--elastic", "1:2")
     assert code == 0, err
     told = [line for line in out.splitlines() if line.startswith("restart ")]
     assert len(told) == 1
@@ -85,10 +85,10 @@ def test_a_rank_is_killed_and_the_newest_checkpoint_is_spoilt(folder):
 def test_no_more_often_than_allowed_and_not_for_mistakes(folder):
     for number in range(2):
         (folder / f"die{number}").write_text("")
-    code, out, _, _ = run(folder, "out", "-n", 2, "--restarts", 1)
+    code, out, _ = run(folder, "out", "-n", 2, "--restarts", 1)
     assert (code, out.count("restart ")) == (137, 1)
     assert "restart 1 of 1" in out
-    code, out, err, _ = run(folder, "out", "-n", 2, "--restarts", 1)
+    code, out, err = run(folder, "out", "-n", 2, "--restarts", 1)
     assert (code, "restart " in out) == (2, False)
     assert "has a run already" in err
 

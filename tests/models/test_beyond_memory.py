@@ -142,7 +142,7 @@ def plain(**more):
     return nd.ConvnetDist(layers, **more)
 
 
-@pytest.mark.parametrize(("extent", "limit", "ranks"), [(32768, "8GiB", 2), (65536, "16GiB", 2), (8192, "4GB", 4)])
+@pytest.mark.parametrize(("extent", "limit", "ranks"), [(32768, "8GiB", 2), (8192, "4GB", 4)])
 def test_what_does_not_fit_goes_in_as_many_strips_as_it_takes(extent, limit, ranks):
     plan = plain(memory=limit).plan((extent, extent, 3), nd.GridShape(1, ranks))
     assert plan.stream.nodes == 5
@@ -171,7 +171,7 @@ def pooled(**more):
     return nd.ConvnetDist(layers, seed=2, dtype="float64", optimizer=nd.SGD(learning_rate=0.1, momentum=0.9), **more)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_what_is_kept_spares_work(ranks):
     whole, shape, grid = trained(pooled(), nd.ProcessGrid.serial()), (23, 17, 2), nd.GridShape(1, ranks)
     plans = {PROCESS * ranks + (1 << 40): None}
@@ -215,7 +215,7 @@ def unet(**more):
     return nd.ConvnetDist(layers, seed=2, dtype="float64", optimizer=nd.SGD(learning_rate=0.1, momentum=0.9), **more)
 
 
-@pytest.mark.parametrize(("ranks", "rows"), [(1, 1), (2, 2), (3, 1), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 1), (4, 2)])
 def test_a_unet(ranks, rows):
     whole = trained(unet(), nd.ProcessGrid.serial())
 

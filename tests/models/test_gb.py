@@ -11,7 +11,7 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import ConfigError
 
-GRIDS = [(1, 1, 1), (2, 1, 1), (4, 1, 2), (6, 1, 2), (6, 2, 3), (12, 1, 4)]
+GRIDS = [(2, 1, 1), (6, 1, 2), (6, 2, 3)]
 ROWS = {1: (1, 1), 4: (2, 2), 6: (3, 2)}
 
 
@@ -30,7 +30,7 @@ def test_pretraining_is_the_same_on_every_grid(kind):
 def test_a_whole_run_is_the_same_on_every_grid():
     expected = pretrain_and_fit()
     assert expected["pretraining"][2, 0] < expected["pretraining"][0, 0]
-    for ranks, replicas in ((2, 1), (4, 1), (6, 1), (6, 2)):
+    for ranks, replicas in ((4, 1), (6, 2)):
         for found in loopback.run(ranks, lambda c, r=replicas: pretrain_and_fit(nd.ProcessGrid(c, replicas=r))):
             assert worst(found, expected) < 1e-9
 

@@ -299,7 +299,7 @@ def test_bench_and_debug_halo_are_for_layers(folder, capsys):
 def test_a_feed_that_fails_on_one_rank_ends_all(folder):
     words = ["run", "classifier.yaml", "--import", "nets.py", "--set", "model.feed=nets:wrong_somewhere", "epochs=1"]
     environment = {**mpirun_env(), "NEONDIST_TESTS_HIDE": "matplotlib", "OMP_NUM_THREADS": "1"}
-    code, _, error, _ = call(under_mpirun(2, *words), folder, **environment)
+    code, _, error = call(under_mpirun(2, *words), folder, **environment)
     assert code == 2, error
     place = "--set model.feed=nets:wrong_somewhere: model.feed"
     assert own(error) == f"error: {place}: wrong_somewhere failed: OSError: no such lens\n"
