@@ -94,12 +94,9 @@ def whole():
     ("ranks", "replicas", "more"),
     [
         (1, 1, {"strips": 1, "accumulate": 3}),
-        (1, 1, {"strips": 3}),
         (2, 1, {"strips": 100}),
-        (2, 2, {"strips": 1, "accumulate": 2}),
         (3, 1, {"strips": 3, "recompute": True}),
         (4, 2, {"strips": 1, "recompute": True, "accumulate": 2}),
-        (6, 1, {"strips": 2}),
     ],
     ids=str,
 )

@@ -89,8 +89,7 @@ def on(ranks, folder, target, source="x.npy", fresh=made, **how):
     return shape
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-@pytest.mark.parametrize("block", [None, 8, 30, 1000])
+@pytest.mark.parametrize(("ranks", "block"), [(1, None), (2, 8), (3, 1000), (6, 30)])
 def test_any_blocks_on_any_ranks(folder, tmp_path, ranks, block):
     expected = np.load(folder / "y.npy")
     assert on(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape
