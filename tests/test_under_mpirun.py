@@ -12,8 +12,14 @@ from neondist.launcher.mpirun import find_mpirun
 
 CASES = Path(__file__).parent / "mpi"
 SMALL = "views or everything or unshared or weights or grids"
-CHOSEN = {1: SMALL, 2: "", 3: "collectives or redistribution or views or backends or watched or error", 4: "", 6: SMALL}
-"""by number of ranks: all at two that have replicas and rows by columns, the others as far as they are others"""
+CHOSEN = {
+    1: SMALL,
+    2: "not virtual_ranks",
+    3: "collectives or redistribution or views or backends or watched or error",
+    4: "",
+    6: SMALL,
+}
+"""by number of ranks: all of four, which have rows and columns; of the others what is other there"""
 WITH_TORCH = 3
 
 
