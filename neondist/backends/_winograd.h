@@ -184,11 +184,15 @@ static int describe_cells(Cells *all, const Py_buffer *view, const Py_buffer *li
 
 /* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
 static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y) {
-    const int wide = __builtin_cpu_supports("avx512f") != 0, first = w->ndim - 5;
-    if (!wide && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
-        return 0;
+    const int first = w->ndim - 5, last = x->ndim - 1;
+    int wide = __builtin_cpu_supports("avx512f") != 0;
     if (!(is(x, 'f') || is(x, 'd')) || !is(w, is(x, 'f') ? 'f' : 'd') || w->ndim != x->ndim ||
         !describe_cells(&job->x, x, x) || !describe_cells(&job->y, y, x))
+        return 0;
+    job->inner = x->shape[last];
+    job->outer = y->shape[last];
+    wide = wide && MIN(job->inner, job->outer) >= 64 / x->itemsize; /* fewer channels fill no such vector */
+    if (!wide && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
         return 0;
     job->does = &TRANSFORMS[wide][is(x, 'd')];
     job->lanes = (wide ? 64 : 32) / x->itemsize;
@@ -199,8 +203,6 @@ static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer 
     }
     job->w = w->buf;
     job->depth = first < 0 ? 1 : w->shape[0];
-    job->inner = x->shape[x->ndim - 1];
-    job->outer = y->shape[x->ndim - 1];
     job->k = job->depth * job->inner;
     return x->shape[0] == y->shape[0] && w->shape[1 + first] == 3 && w->shape[2 + first] == 3 && job->depth > 0 &&
            w->shape[3 + first] == job->inner && w->shape[4 + first] == job->outer &&

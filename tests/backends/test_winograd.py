@@ -43,7 +43,7 @@ def cases(draw):
     axes = draw(st.integers(2, 3))
     kernel = (*((draw(st.integers(1, 4)),) if axes == 3 else ()), 3, 3)
     extent = tuple(k + draw(st.integers(0, 6)) for k in kernel)
-    channels = st.sampled_from([16, 17, 24, 31, 32, 33, 40, 65])
+    channels = st.sampled_from([8, 11, 16, 17, 31, 32, 33, 40, 65])
     sides = tuple((draw(st.integers(0, min(n, 3))), draw(st.integers(0, 3)) if n > 5 else 0) for n in extent)
     return draw(st.integers(1, 3)), extent, kernel, draw(channels), draw(channels), sides
 
@@ -107,14 +107,10 @@ def test_arrays_that_it_cannot_take_are_refused(kernels):
         (x, w, np.zeros((1, 5, 6, 20))),
         (x, w[..., :19], y),
         (x, w[:2], y),
-        (x[..., :15], w[:, :, :15], y),
+        (x[..., :3], w[:, :, :3], y),  # fewer than a vector's
         (x.astype(int), w.astype(int), y.astype(int)),
     ):
-        if arrays[0].shape[-1] == 15:  # fewer than a vector's, with AVX-512 and float32
-            arrays = tuple(a.astype(np.float32) for a in arrays)
-            assert run(*arrays, *rest) in (False, True)
-        else:
-            assert not run(*arrays, *rest)
+        assert not run(*arrays, *rest)
     how = (1, 1), (1, 1), 1
     agree(kernels.conv_forward(apart, w, *how), PLAIN.conv_forward(apart, w, *how), np.float64)
 
