@@ -46,6 +46,10 @@ class CellKernels:
         """Copy the values of `source` into `target`, both of any strides."""
         self.xp.copyto(target, source)
 
+    def contiguous(self, x: Any) -> Any:
+        """Return x, or a copy of it, in one piece."""
+        return self.xp.ascontiguousarray(x)
+
     def relu(self, z: Any, y: Any) -> None:
         """Write max(z, 0) into y, both of any strides."""
         self.xp.maximum(z, 0, out=y)

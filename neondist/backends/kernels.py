@@ -15,7 +15,7 @@ import numpy as np
 from .cells import CellKernels
 from .conv import Convolution
 from .pool import Pooling
-from .windows import Sides, StripAccumulator, clear_sides, strips
+from .windows import Sides, StripAccumulator, clear_sides, cropped, strips
 
 Ints = Sequence[int]
 
@@ -80,13 +80,14 @@ class Kernels(CellKernels, Convolution, Pooling):
         begin: Callable[[tuple], Any],
         outside: Sides | None = None,
         weighted: bool = True,
+        clears: bool = False,
     ) -> tuple[Any, Any]:
         """Return the gradients of weights and bias, and write that of x into dx, strip by strip.
 
         Parameters
         ----------
         dx : array (N, *extent, C_in) or None
-            Of any strides; None: it is not wanted.
+            Of any strides; it may be x itself. None: it is not wanted.
         dy : array (N, *out, C_out)
             Only its shape is used.
         begin : callable
@@ -95,12 +96,17 @@ class Kernels(CellKernels, Convolution, Pooling):
             Cells at the ends of x that are zero; in dx, where nobody wants them, they are whatever is quickest.
         weighted : bool
             False: those of weights and bias are not wanted, and zero.
+        clears : bool
+            Whether dx is to be zero where x is not positive.
         """
         kernel = weights.shape[:-2]
         rows, *columns = outside or ((0, 0),) * len(kernel)
         by_weights, by_bias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
         inside = None if dx is None else clear_sides(dx, (rows, *columns))
-        accumulator = None if inside is None else StripAccumulator(inside, dy, self.copy, rows[0])
+        accumulator = None
+        if inside is not None:
+            write = self._writing(inside, cropped(x, (rows, *columns)) if clears else None)
+            accumulator = StripAccumulator(inside, dy, write, stride[0], rows[0])
         for strip in strips(x, dy, kernel, stride, dilation, self._conv_strip(x, dy, weights, stride, dilation)):
             dz, seen = begin(strip.out), x[strip.view]
             how = stride, dilation, groups
@@ -112,6 +118,12 @@ class Kernels(CellKernels, Convolution, Pooling):
             if accumulator is not None:
                 accumulator.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, zeros))
         return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
+
+    def _writing(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
+        """Return a function that writes a part of a gradient into dx, zero where x is not positive."""
+        if x is None:
+            return lambda part, index: self.copy(part, dx[index])
+        return lambda part, index: self.relu_backward(x[index], part, dx[index])
 
     def _conv_strip(self, x: Any, y: Any, weights: Any, stride: Ints, dilation: Ints) -> int:
         """Return the numbers of a strip: more where the overlap, or what weights take once a strip, would count."""
@@ -136,7 +148,7 @@ class Kernels(CellKernels, Convolution, Pooling):
 
     def max_pool_back_into(self, dx: Any, dy: Any, places: Any, kernel: Ints, stride: Ints) -> None:
         """Write the gradient of x into dx (N, *extent, C), of any strides, strip by strip."""
-        accumulator = StripAccumulator(dx, dy, self.copy)
+        accumulator = StripAccumulator(dx, dy, self._writing(dx), stride[0])
         cut = strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip)
         for strip, (place, positive) in zip(cut, places, strict=True):
             extent, part = dx[strip.view].shape[1:-1], dy[strip.out]

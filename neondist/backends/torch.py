@@ -135,6 +135,10 @@ class TorchKernels(HostKernels):
             return super().copy(source, target)
         tensor(target).copy_(tensor(source))
 
+    def contiguous(self, x: np.ndarray) -> np.ndarray:
+        """Return x, or a copy of it, in one piece: by torch's threads."""
+        return tensor(x).contiguous().numpy()
+
     def relu(self, z: np.ndarray, y: np.ndarray) -> None:
         """Write max(z, 0) into y: by torch's threads."""
         if z.size < self.small or self.compiled is not None:

@@ -132,25 +132,35 @@ def clear_sides(dx: Any, sides: Sides) -> Any:
 class StripAccumulator:
     """Adds up, in `dx`, what strips send back; they overlap, and cells that no window sees become zero.
 
+    No row is written before the last strip that sees it has come, so that dx may be the memory of the view.
+
     Parameters
     ----------
+    write : callable
+        `write(part, index)` writes a sum into dx[index].
+    step : int
+        By how many rows of the view windows are apart.
     first : int
         Which row of the view is the first of dx. Strips bring no rows before it, nor behind the last.
     """
 
-    def __init__(self, dx: Any, dy: Any, copy: Callable[[Any, Any], None], first: int = 0) -> None:
-        self.dx, self.copy, self.first, self.done = dx, copy, first, 0
+    def __init__(self, dx: Any, dy: Any, write: Callable[[Any, tuple], None], step: int, first: int = 0) -> None:
+        self.dx, self.write, self.step, self.first = dx, write, step, first
+        self.done, self.rest = 0, None  # rows that are written, and what the next ones have so far
         if not dy.size:
             dx[...] = 0
 
     def add(self, strip: Strip, part: Any) -> None:
         """Take the gradient of the rows that a strip sees; strips come in order."""
         dx, start = self.dx[strip.samples], max(0, strip.seen.start - self.first)
-        stop, done = start + part.shape[1], self.done if strip.rows.start else 0
-        old = max(0, done - start)
-        dx[:, done:start] = 0
-        dx[:, start : start + old] += part[:, :old]
-        self.copy(part[:, old:], dx[:, start + old : stop])
+        stop = start + part.shape[1]
+        if not strip.rows.start:
+            self.done, self.rest = 0, None
+        if self.rest is not None:
+            part[:, : self.rest.shape[1]] += self.rest
+        dx[:, self.done : start] = 0
+        self.done = stop if strip.last else min(stop, max(start, strip.rows.stop * self.step - self.first))
+        self.write(part[:, : self.done - start], (strip.samples, slice(start, self.done)))
+        self.rest = part[:, self.done - start :].copy() if self.done < stop else None
         if strip.last:
             dx[:, stop:] = 0
-        self.done = stop

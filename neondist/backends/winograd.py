@@ -10,7 +10,7 @@ import numpy as np
 
 from .cells import CompiledCells
 from .kernels import Kernels
-from .windows import Sides, clear_sides, out_extent, strips
+from .windows import Sides, clear_sides, cropped, out_extent, strips
 
 Ints = Sequence[int]
 _CHANNELS, _CELLS = 8, 128  # measured: the fewest that gain by it
@@ -114,6 +114,7 @@ class Winograd(CompiledCells, Kernels):
         begin: Callable[[tuple], np.ndarray],
         outside: Sides | None = None,
         weighted: bool = True,
+        clears: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradients of weights and bias, and write that of x into dx.
 
@@ -121,7 +122,7 @@ class Winograd(CompiledCells, Kernels):
         """
         how = stride, dilation, groups
         if not (self.transforms(x, weights.shape, *how) and dy.size):
-            return super().conv_back_into(dx, x, dy, weights, *how, begin, outside, weighted)
+            return super().conv_back_into(dx, x, dy, weights, *how, begin, outside, weighted, clears)
         kernel, sides = weights.shape[:-2], outside or ((0, 0),) * len(stride)
         by_weights, by_bias = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
         inside, part = None if dx is None else clear_sides(dx, sides), np.empty(weights.shape, x.dtype)
@@ -138,9 +139,13 @@ class Winograd(CompiledCells, Kernels):
             if done and inside is not None:
                 rows = slice(max(0, rows.start - skipped), None if strip.last else max(0, rows.stop - skipped))
                 ends = (rows.start + skipped - first, 0), *columns
-                done = self._transform_back(dz, weights, inside[strip.samples, rows], ends)
+                place = inside[strip.samples, rows]
+                target = np.empty(place.shape, place.dtype) if clears else place
+                done = self._transform_back(dz, weights, target, ends)
+                if done and clears:
+                    self.relu_backward(cropped(x, sides)[strip.samples, rows], target, place)
             if not done:
-                return super().conv_back_into(dx, x, dy, weights, *how, begin, outside, weighted)
+                return super().conv_back_into(dx, x, dy, weights, *how, begin, outside, weighted, clears)
         return by_weights, by_bias
 
     def transforms(self, x: np.ndarray, shape: Ints, stride: Ints, dilation: Ints, groups: int) -> bool:

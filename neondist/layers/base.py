@@ -196,6 +196,8 @@ class Layer(LayerDescription):
     clears : bool
         Whether, with `ctx.clears`, no gradient of its input is where that is not positive; said where `forward` and
         `backward` are.
+    in_place : bool
+        Whether `backward` may write the gradient of the view over the view itself; said there.
     only_activates : bool
         Whether all that it does is to apply `activation`; said where `forward` is.
     gathers, scatters : GlobalArray or None
@@ -215,6 +217,7 @@ class Layer(LayerDescription):
     sums_alone = False
     absorbs = ""
     clears = False
+    in_place = False
     only_activates = False
     gathers: GlobalArray | None = None
     scatters: GlobalArray | None = None

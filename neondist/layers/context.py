@@ -228,7 +228,7 @@ class StepContext:
     def activation_gradient(self, y: Any, dy: Any) -> Any:
         """Return the gradient of z of `activate`, contiguous, given (a part of) the outputs and their gradient."""
         if self.activation is None or self.cleared or not self.activated:
-            return self.xp.ascontiguousarray(dy)
+            return self.kernels.contiguous(dy)
         return self.activation.begin(y, dy, self.kernels)
 
     # Halos beside the view's, which the layer has declared in `halos_for`.

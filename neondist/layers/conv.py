@@ -40,6 +40,7 @@ class ConvLayer(Layer):
 
     needs_image = True
     absorbs = "elementwise"
+    clears = in_place = True
     saves_output = False
     saves_beside = (0, 0)
     window: Window
@@ -140,6 +141,7 @@ class ConvLayer(Layer):
             lambda part: ctx.activation_gradient(None if ctx.y is None else ctx.y[part], dy[part]),
             self.input.outside,
             ctx.needs_weight_gradients,
+            ctx.clears,
         )
         ctx.grads["weights"] = by_weights
         if self.bias:

@@ -65,8 +65,8 @@ class Graph:
         Layers that do nothing but activate, each by the step before it, which does so in its own pass over memory: its
         result is what both give, and no value by itself.
     cleared : dict of step to step
-        Steps whose max(z, 0) is gone back through by the pooling behind them, which keeps no place of what is not
-        positive: nobody needs what they gave.
+        Steps whose max(z, 0) is gone back through by what is behind them: a pooling, which keeps no place of what is
+        not positive, or a convolution, which has it as its view. They do not look at what they gave.
     whole : int
         A vector that each rank has whole, whoever reads it.
     shards : set of int
@@ -95,7 +95,7 @@ class Graph:
         return by is not None and layer.activation is not None and by.can_absorb(layer.activation)
 
     def _cleared(self, at: int) -> tuple[int, int] | None:
-        """Return the step that a pooling spares a look at its output, and the pooling."""
+        """Return the step that the one behind it spares a look at its output, and that one."""
         layer, before = self.steps[at].layer, self.steps[at - 1]
         if layer is None or not layer.clears or before.layer is None or self.readers[before.output] != [at]:
             return None
@@ -104,7 +104,7 @@ class Graph:
         keeps = maker is None or (maker.saves_activated and not maker.saves_output)
         clips = activation and all(said_with(activation, "clips", method) for method in ("fprop", "bprop"))
         said = all(said_with(layer, "clears", method) for method in ("forward", "backward"))
-        exact = layer.scheme is None or layer.scheme.exact
+        exact = layer.scheme is None or (layer.scheme.exact and layer.scheme.gradients == "scatter")
         return (by, at) if keeps and clips and said and exact else None
 
     def _stays_cut(self, step: Step) -> bool:

@@ -5,7 +5,7 @@ A pass of L steps has 2 L moments: step i works forward at moment i, and backwar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -30,10 +30,22 @@ class LiveRange(NamedTuple):
 def pack(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
     """Return a place for every range, so that those that meet do not overlap, and the length of all.
 
-    Largest first, each at the lowest free place: what they need is rarely more than the most that lives at one moment.
+    Each at the lowest free place, in the best of a few orders: none is so for all networks, but the best of them rarely
+    needs more than the most that lives at one moment.
     """
+    orders: list[Callable[[LiveRange], tuple[int, ...]]] = [
+        lambda live: (-live.numbers,),
+        lambda live: (-live.numbers * (live.last - live.first + 1),),
+        lambda live: (live.first, -live.last),
+        lambda live: (-live.last, live.first),
+    ]
+    found = [_placed(ranges, sorted(range(len(ranges)), key=lambda at: order(ranges[at]))) for order in orders]
+    return min(found, key=lambda placed: placed[1])
+
+
+def _placed(ranges: Sequence[LiveRange], order: Sequence[int]) -> tuple[list[int], int]:
     places: dict[int, int] = {}
-    for at in sorted(range(len(ranges)), key=lambda at: -ranges[at].numbers):
+    for at in order:
         start = 0
         met = [other for other in places if ranges[at].meets(ranges[other])]
         for lo, hi in sorted((places[other], places[other] + ranges[other].numbers) for other in met):
@@ -53,7 +65,8 @@ class MemoryPlan:
     ----------
     ranges : list of LiveRange
     views, gradients : dict of step to int
-        Which range holds a step's view of its input (where that is more than the value itself), and the gradient of it.
+        Which range holds a step's view of its input (where that is more than the value itself), and the gradient of it:
+        the same one, where that is written over the view.
     values, sums : dict of value to int
         Which range holds a value that lies in no view, and the sum of the gradients from several readers.
     homes : dict of value to step
@@ -96,6 +109,7 @@ def plan_memory(
     graph: Graph,
     held: Sequence[int],
     windowed: Sequence[bool],
+    in_place: Sequence[bool],
     numbers: Sequence[int],
     gradient: bool = False,
     backward: bool = True,
@@ -106,6 +120,7 @@ def plan_memory(
     ----------
     held : of each step, the numbers of the view of its input with the tile in it, for one sample
     windowed : whether that is more than the input itself
+    in_place : whether its gradient may be written over it
     numbers : of each value, the numbers of its tile
     gradient : whether that of the input is needed
     backward : False: there is no way back, for which anything would have to be kept
@@ -131,8 +146,9 @@ def plan_memory(
         return [end - made[value]] if graph.looked_at(value) else []
 
     for value, readers in enumerate(graph.readers):
-        if len(readers) == 1 and windowed[readers[0]]:
-            plan.homes[value] = readers[0]
+        wide = [at for at in readers if windowed[at]]
+        if wide and (len(readers) == 1 or (value and all(windowed[at] or steps[at].join for at in readers))):
+            plan.homes[value] = max(wide, key=lambda at: steps[at].saves_input)
         elif value and value not in gone:
             first = made[value]
             saved = [end - at for at in readers if not windowed[at] and steps[at].saves_input]
@@ -149,8 +165,13 @@ def plan_memory(
         if windowed[at]:
             first = made.get(value, at) if homed else at
             kept = [*([back] if step.saves_input else []), *(looked_at(value) if homed else [])]
-            plan.views[at] = plan.add(held[at], first, max([at, *(kept if backward else [])]))
+            others = graph.readers[value] if homed else []
+            plan.views[at] = plan.add(held[at], first, max([at, *others, *(kept if backward else [])]))
         if backward and (value or gradient):
-            alone = len(graph.readers[value]) == 1
-            plan.gradients[at] = plan.add(held[at], back, read_last(value) if alone else back)
+            last = read_last(value) if len(graph.readers[value]) == 1 else back
+            view = plan.views.get(at, plan.values.get(value))
+            if view is not None and in_place[at] and plan.ranges[view].last == back:
+                plan.gradients[at], plan.ranges[view] = view, plan.ranges[view]._replace(last=last)
+            else:
+                plan.gradients[at] = plan.add(held[at], back, last)
     return plan

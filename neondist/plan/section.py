@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal
 
 from ..geometry import Box, GridShape, HaloPlan, Overlapping, Partition, Window, looked_at, sources
-from ..layers import Activation, Shard
+from ..layers import Activation, Shard, said_with
 from .graph import Graph, Step
 from .layer import LayerPlan
 from .memory import MemoryPlan, plan_memory
@@ -64,8 +64,16 @@ class PlannedSection:
             for view, plan in zip(views, steps, strict=True)
         ]
         windowed = [view is not None and not view.trivial for view in views]
+        in_place = [
+            view is not None
+            and step.layer is not None
+            and step.layer.in_place
+            and said_with(step.layer, "in_place", "backward")
+            and view.need == view.buffer
+            for view, step in zip(views, self.graph.steps, strict=True)
+        ]
         numbers = [prod(shape) for shape in self.tile_shapes(tile)]
-        return plan_memory(self.graph, held, windowed, numbers, self.gradient, self.backward)
+        return plan_memory(self.graph, held, windowed, in_place, numbers, self.gradient, self.backward)
 
     def saved(self, tile: int, itemsize: int) -> int:
         """Return the bytes of a sample that layers save on a tile's rank beside their views and outputs."""
@@ -115,8 +123,8 @@ class Segment:
         Of the output, in a strip; along the first axis.
     """
 
-    saves_input, keeps_output, gives_shards, layout = True, False, False, None
-    only_activates, clears, activation, saves_beside = False, False, None, None
+    saves_input, saves_output, keeps_output, gives_shards, layout = True, True, False, False, None
+    only_activates, saves_activated, clears, in_place, activation, saves_beside = False, True, False, False, None, None
 
     def __init__(self, plans: Sequence[LayerPlan], rows: Rows, itemsize: int) -> None:
         self.plans, self.rows, self.itemsize = list(plans), rows, itemsize

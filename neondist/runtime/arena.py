@@ -111,10 +111,12 @@ class Arena:
         turn = self.plan.turn
         places = [(place, place + live.numbers, live) for place, live in zip(self.places, self.ranges, strict=True)]
         later = [(start, stop) for start, stop, live in places if live.first >= turn]
+        written = {places[at][:2] for at in self.plan.gradients.values()}
         return [
             (start, stop)
             for start, stop, live in places
-            if live.first < turn <= live.last and any(start < end and begin < stop for begin, end in later)
+            if live.first < turn <= live.last
+            and ((start, stop) in written or any(start < end and begin < stop for begin, end in later))
         ]
 
 

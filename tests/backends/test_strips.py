@@ -37,11 +37,16 @@ def test_strips_join_to_the_whole(name, numbers, case):
         np.testing.assert_allclose(y, expected, atol=1e-12)
         dy = rng.normal(size=y.shape)
         dz = dy * (y > 0)
-        found = kernels.conv_back_into(dx, x, dy, weights, *how, lambda part: kernels.relu_backward(y[part], dy[part]))
+        begin = lambda part: kernels.relu_backward(y[part], dy[part])  # noqa: E731
+        found = kernels.conv_back_into(dx, x, dy, weights, *how, begin)
+        over = x.copy()
+        again = kernels.conv_back_into(over, over, dy, weights, *how, begin, None, True, True)
     by_weights = kernels.conv_backward_weights(x, dz, kernel, *how)
     np.testing.assert_allclose(found[0], by_weights, atol=1e-10)
     np.testing.assert_allclose(found[1], kernels.channel_sum(dz), atol=1e-10)
     np.testing.assert_allclose(dx, kernels.conv_backward_input(dz, weights, extent, *how), atol=1e-12)
+    np.testing.assert_allclose(again[0], found[0], atol=1e-12)
+    np.testing.assert_allclose(over, dx * (x > 0), atol=1e-12)
 
 
 @given(convolutions(), st.integers(1, 200), st.tuples(st.integers(0, 4), st.integers(0, 4)))

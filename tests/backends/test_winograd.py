@@ -134,14 +134,17 @@ def test_strips_join_to_the_whole(kernels, dtype, strip, case, apart):
         agree(y, np.maximum(z, 0), dtype)
         dy, dx = in_room(rng, y.shape, dtype), in_room(rng, (*x.shape[:-1], 2 * inner), dtype)[..., :: 1 + apart]
         dx, dz = dx[..., :inner], dy * (y > 0)
-        found = kernels.conv_back_into(
-            dx, x, dy, weights, *how, lambda part: kernels.relu_backward(y[part], dy[part]), sides
-        )
+        begin = lambda part: kernels.relu_backward(y[part], dy[part])  # noqa: E731
+        found = kernels.conv_back_into(dx, x, dy, weights, *how, begin, sides)
+        over = x.copy()
+        again = kernels.conv_back_into(over, over, dy, weights, *how, begin, sides, True, True)
     agree(found[0], PLAIN.conv_backward_weights(x.astype(float), dz.astype(float), kernel, *how), dtype)
     agree(found[1], dz.sum(axis=tuple(range(dz.ndim - 1)), dtype=float), dtype)
     whole = PLAIN.conv_backward_input(dz.astype(float), weights.astype(float), extent, *how)
     agree(cropped(dx, sides), cropped(whole, sides), dtype)
     assert np.isfinite(dx).all()
+    agree(again[0], found[0], dtype)
+    agree(cropped(over, sides), cropped(dx * (x > 0), sides), dtype)
 
 
 def test_the_same_numbers_whatever_is_beside_them(kernels):

@@ -100,7 +100,7 @@ def test_what_goes_together():
         assert graph.steps[by].output not in plan.values
         assert (at in plan.gradients) == (graph.steps[by].join is not None and by not in graph.cleared)
     cleared = [type(graph.steps[by].layer or graph.steps[by].join).__name__ for by in graph.cleared]
-    assert cleared == ["ConvLayer", "Sum"]
+    assert cleared == ["ConvLayer", "ActivationLayer", "ConvLayer", "Sum"]  # by convolutions, then by poolings
 
 
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"recompute": True}, {"strips": 3}], ids=str)

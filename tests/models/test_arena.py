@@ -201,8 +201,9 @@ def test_live_ranges_of_a_chain():
         for found in (plan.views, plan.gradients)
     )
     # conv1 needs its input, but no output: the pooling takes gradients through its ReLU, and needs no input either
-    assert views == [(0, 7), None, None, (2, 4)]
-    assert gradients == [None, (6, 7), (5, 6), (4, 5)]
+    assert views == [(0, 7), None, None, (2, 5)]
+    assert gradients == [None, (6, 7), (5, 6), (2, 5)]
+    assert plan.views[3] == plan.gradients[3]  # conv2 writes the gradient over its view
     assert [tuple(plan.ranges[plan.values[value]][1:]) for value in (1, 2, 4)] == [(0, 1), (1, 2), (3, 4)]
 
 
