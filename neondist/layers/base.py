@@ -187,7 +187,7 @@ class Layer(LayerDescription):
         Bytes, and numbers, that `forward` saves beside view and outputs for each number of the outputs; None: nobody
         knows. Said where `forward` is.
     reduce_saves : bool
-        False: a pass that is run again need not call `reduce`. Said where that is.
+        False: a pass that is run again need not call `reduce` and `reduce_backward`. Said where they are.
     sums_alone : bool
         Whether `forward` looks at `ctx.reduced` alone; said there.
     absorbs : str

@@ -162,7 +162,12 @@ class LayerTask(Task):
         self.windowed = not self.array.plan.trivial
         self.reductions = {one.direction: one for one in layer.reductions_for(layer.input_shape)}
         self.over_batch = any(one.over_batch for one in self.reductions.values())
-        self._reduces_again = bool(self.reductions) and said_with(layer, "reduce_saves", "reduce") is not False
+        #: whose partial results are computed where what they come to is known, for what the layer saves
+        methods = {"forward": "reduce", "backward": "reduce_backward"}
+        self._reduces_again = {
+            direction: said_with(layer, "reduce_saves", methods[direction]) is not False
+            for direction in self.reductions
+        }
         self.observers = layer.context.grid.observers
 
     def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
@@ -328,7 +333,7 @@ class LayerTask(Task):
             for ctx, _ in calls:
                 ctx.reduced = None
             return
-        if known and not self._reduces_again and direction == "forward":
+        if known and not self._reduces_again[direction]:
             mine = []
         else:
             mine = [self.partial_result(direction, ctx, array) for ctx, array in calls]
