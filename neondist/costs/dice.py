@@ -32,10 +32,19 @@ class Dice(Cost):
 
     def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return this rank's share: its own sums over those of the whole image."""
+        sums = self.of_cells(y, targets)
+        return self.of_samples(sums, total(sums[:, : y.shape[-1]])).sum()
+
+    def of_cells(self, y: Any, targets: Any) -> Any:
+        """Return the sums of p + t and of p t of each sample and class, (n, 2 C)."""
         p, t, keep = softmax(y), *self._one_hot(y, targets)
-        both, overlap = _over_cells((p + t) * keep), _over_cells(p * t)
-        whole = total(both)
-        return ((both - 2 * overlap) / (whole + self.smooth)).sum() / y.shape[-1]
+        return namespace(y).concatenate([_over_cells((p + t) * keep), _over_cells(p * t)], axis=1)
+
+    def of_samples(self, sums: Any, whole: Any | None = None) -> Any:
+        """Return the loss of each sample (n,), given these sums; the share of a part, given p + t of the `whole`."""
+        classes = sums.shape[1] // 2
+        both, overlap = sums[:, :classes], sums[:, classes:]
+        return ((both - 2 * overlap) / ((both if whole is None else whole) + self.smooth)).sum(axis=1) / classes
 
     def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return the gradient of the whole image's loss with respect to the local scores."""

@@ -73,13 +73,16 @@ class Meter:
 class PerSample(Metric):
     """A metric of whole images, whose mean over the samples is told; tiles of an image are measured together."""
 
+    #: whether its sums over a part depend on cells around that
+    sees_neighbours = False
+
     @abstractmethod
     def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
-        """Return numbers of each sample (n, k) from this rank's tiles (n, *tile, C), in float64; collective."""
+        """Return two numbers of each sample (n, 2) from this rank's tiles (n, *tile, C), in float64; collective."""
 
     @abstractmethod
     def of_samples(self, sums: np.ndarray) -> np.ndarray:
-        """Return the metric of each sample (n,), given the sums (n, k) over all its tiles."""
+        """Return the metric of each sample (n,), given the sums (n, 2) over all its tiles."""
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the sum over whole samples, and their number."""
@@ -87,12 +90,16 @@ class PerSample(Metric):
 
     def over_tiles(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> Sequence[float]:
         """Return the sum over samples of which this rank has tiles, and their number; collective over the tiles."""
+        found = self.of_samples(outputs.over_tiles(y.shape, self.of_cells(y, targets, outputs)))
+        return float(found.sum()), len(y)
+
+    def of_cells(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs | None = None) -> np.ndarray:
+        """Return the sums (n, 2) over the cells that are given; NaN where targets are no images."""
         if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
             targets = targets[..., None]
         if targets.shape != y.shape:
-            return np.nan, len(y)
-        found = self.of_samples(outputs.over_tiles(y.shape, self.sums(y.astype("f8"), targets.astype("f8"), outputs)))
-        return float(found.sum()), len(y)
+            return np.full((len(y), 2), np.nan)
+        return self.sums(y.astype("f8"), targets.astype("f8"), outputs or Outputs.of_one(y.shape[1:]))
 
     def check_outputs(self, y_shape: tuple[int, ...]) -> None:
         """Raise ShapeError unless outputs are images."""

@@ -57,6 +57,7 @@ class SSIM(PerSample):
     """
 
     name = "ssim"
+    sees_neighbours = True
     larger_is_better = True
 
     def __init__(self, data_range: Positive = 1.0, *, weights: Literal["uniform", "gaussian"] = "uniform") -> None:

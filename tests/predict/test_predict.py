@@ -349,10 +349,38 @@ def test_cost_and_metrics_over_files(folder, tmp_path):
     with pytest.raises(DataError, match=r"short\.npy: has labels for \[3, 39, 52\]; the outputs are \[3, 40, 52\]"):
         measured(folder, tmp_path / "short.npy", 2, None)
 
-    def by_sample():
-        found = made()
-        found.model.cost = nd.Dice()
-        return found
 
-    with pytest.raises(ConfigError, match="cost: Dice needs whole samples"):
-        measured(folder, tmp_path / "labels.npy", 1, 16, by_sample)
+def test_costs_and_metrics_of_whole_samples(folder, tmp_path):
+    """Blocks and tiles give the numbers of one rank that has whole images."""
+    y = np.load(folder / "y.npy")
+    rng = np.random.default_rng(6)
+    np.save(tmp_path / "labels.npy", rng.integers(0, 3, y.shape[:-1]).astype(np.uint8))
+    np.save(tmp_path / "numbers.npy", y + rng.normal(size=y.shape))
+
+    def of(cost, *metrics):
+        def fresh():
+            found = made()
+            found.model.cost, found.metrics = cost, list(metrics)
+            return found
+
+        return fresh
+
+    segmenting = of(nd.DiceCE(class_weights=[1, 2, 3]), nd.ROCAUC(), nd.IoU())
+    restoring = of(nd.MSE(), nd.PSNR(20.0))
+    for labels, fresh in (("labels.npy", segmenting), ("numbers.npy", restoring)):
+        whole = measured(folder, tmp_path / labels, 1, None, fresh)
+        assert len(whole) > 3
+        assert whole.pop("error") is None
+        assert None not in whole.values()
+        for ranks, block in ((2, None), (1, 16), (3, 24)):
+            found = measured(folder, tmp_path / labels, ranks, block, fresh)
+            assert found.keys() - whole.keys() == {"error"}
+            for name, value in whole.items():
+                assert found[name] == pytest.approx(value, rel=1e-10), name
+    means = np.mean((np.load(tmp_path / "numbers.npy") - y) ** 2, axis=(1, 2, 3))
+    assert whole["psnr"] == pytest.approx(np.mean(10 * np.log10(400 / means)))
+    alike = of(nd.MSE(), nd.SSIM(20.0))
+    one, more = (measured(folder, tmp_path / "numbers.npy", ranks, None, alike)["ssim"] for ranks in (1, 4))
+    assert one == pytest.approx(more, rel=1e-10)
+    with pytest.raises(ConfigError, match="metrics: ssim needs whole images"):
+        measured(folder, tmp_path / "numbers.npy", 2, 16, alike)

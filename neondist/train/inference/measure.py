@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,20 @@ from typing import Any
 import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
+from ...costs import Dice
 from ...costs.mean import mean_of, parts_of, weighted, weights_of
+from ...data.datasets.hdf5_tiles import StreamedSplit
 from ...errors import ConfigError, DataError
-from ...metrics import Metric
+from ...geometry import Box
+from ...metrics.base import PerSample
+from ...metrics.outputs import Outputs
 from ..experiment import FitExperiment
-from ..loop import counted
+from ..loop import counted, evaluate
 from ..state import told_of
 from .images import Images, open_images
 from .network import network
 from .predict import through
-from .routes import Route
+from .routes import InTiles, Route
 
 
 def evaluate_files(
@@ -36,7 +41,6 @@ def evaluate_files(
     Parameters
     ----------
     experiment, checkpoint, source, grid, block : as in `predict`
-        Of the experiment's metrics those that add up over cells are measured.
     labels : path
         What `nd.open_source` reads: classes of the outputs' extent, whole numbers, or targets of the outputs' shape.
 
@@ -49,20 +53,24 @@ def evaluate_files(
     Raises
     ------
     UserError
-        As `predict`; ConfigError for a cost or a metric that needs whole samples.
+        As `predict`; ConfigError for a cost or a metric that needs whole images where they go in blocks.
     """
     grid = experiment.open_grid() if grid is None else grid
     with network(experiment, checkpoint, source, grid, block, None) as (route, images, _):
         with all_or_none(grid.world):
-            targets = _targets(labels, route, images)
-            sums = _Sums(experiment, route, targets)
+            targets = _labels(labels, route, images)
         with closing(targets):
-            through(route, range(route.parts), grid, sums)
-        found = sums.result(grid, images.shape[0])
+            if isinstance(route, InTiles):
+                found = _whole(route, experiment, images, targets)
+            else:
+                with all_or_none(grid.world):
+                    sums = _Sums(experiment, route, _Targets(targets, Box.of(targets.shape[1:-1])), grid)
+                through(route, range(route.parts), grid, sums)
+                found = sums.result()
     return told_of(images.shape[0], found)
 
 
-def _targets(labels: str | Path, route: Route, images: Images) -> Images:
+def _labels(labels: str | Path, route: Route, images: Images) -> Images:
     *extent, channels = route.output_shape
     try:
         found = open_images(labels, (*extent, 1))
@@ -77,52 +85,109 @@ def _targets(labels: str | Path, route: Route, images: Images) -> Images:
 
 
 class _Sums:
-    """Adds up what the cost and the metrics say of each part."""
+    """Adds up, block by block, what the cost and the metrics say; of some, sums of each sample over all its blocks."""
 
-    def __init__(self, experiment: FitExperiment, route: Route, targets: Images) -> None:
+    def __init__(self, experiment: FitExperiment, route: Route, targets: _Targets, grid: ProcessGrid) -> None:
         self.cost, self.metrics, self.route, self.targets = experiment.model.cost, experiment.metrics, route, targets
+        self.parts: list[Any] = [part for _, part in parts_of(self.cost)]
+        self.grid, samples, shape = grid, len(targets), route.output_shape
+        self.tables: dict[Any, np.ndarray] = {}  # (samples, numbers), by cost or metric
+        for part in self.parts:
+            if part.sums_for(shape):
+                if not isinstance(part, Dice):
+                    raise ConfigError(f"cost: {type(part).__name__} needs whole images; give more memory, or ranks")
+                self.tables[part] = np.zeros((samples, 2 * shape[-1]))
         for metric in self.metrics:
-            if type(metric).meter is not Metric.meter:
-                raise ConfigError(f"metrics: {metric.name} needs whole samples; leave it out to measure over files")
-        if any(part.sums_for(route.output_shape) for _, part in parts_of(self.cost)):
-            raise ConfigError(
-                f"cost: {type(self.cost).__name__} needs whole samples, and cannot be measured over files"
-            )
+            if isinstance(metric, PerSample):
+                if metric.sees_neighbours:
+                    raise ConfigError(f"metrics: {metric.name} needs whole images; give more memory, or leave it out")
+                self.tables[metric] = np.zeros((samples, 2))
+        outputs = Outputs(grid, shape, lambda sums, replicas: _total(grid, sums))
+        self.meters = {metric: metric.meter(outputs) for metric in self.metrics if metric not in self.tables}
+        self.sums = np.zeros(len(self.parts) + len(weighted(self.cost)))
         # of no samples, so that every rank has all sums
-        empty = np.zeros((0, *route.output_shape), route.dtype), self._as_targets(np.zeros((0, *targets.shape[1:])))
-        self.sums = self._of(*empty)
+        self._add(range(0), np.zeros((0, *shape), route.dtype), targets.of(np.zeros((0, *targets.shape[1:]))))
 
     def write(self, part: int, y: np.ndarray | None) -> None:
-        """Add a part."""
+        """Add a block."""
         if y is not None:
             samples, box = self.route.place(part)
-            found = self._of(y, self._as_targets(self.targets.raw(samples, box.slices)))
-            self.sums = [before + more for before, more in zip(self.sums, found, strict=True)]
+            self._add(samples, y, self.targets.of(self.targets.images.raw(samples, box.slices)))
 
     def done(self, part: int) -> None:
         """Take note of nothing: there is no journal."""
 
-    def result(self, grid: ProcessGrid, samples: int) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Return the means, given what all ranks have added up; collective."""
-        flat = np.concatenate([each.ravel() for each in self.sums])
-        grid.world.allreduce(flat)
-        ends = np.cumsum([each.size for each in self.sums])[:-1]
-        costs, weights, *others = np.split(flat, ends)
+        tables = {one: _total(self.grid, table) for one, table in self.tables.items()}
+        costs, weights = np.split(_total(self.grid, self.sums), [len(self.parts)])
+        for at, part in enumerate(self.parts):
+            costs[at] += part.of_samples(tables[part]).sum() if part in tables else 0
+        samples = len(self.targets)
         found: dict[str, Any] = {"loss": mean_of(self.cost, costs, weights, samples, self.route.output_shape)}
-        for metric, total, mine in zip(self.metrics, others, self.sums[2:], strict=True):
-            found |= metric.result(total.reshape(mine.shape))
+        for metric in self.metrics:
+            if metric in tables:
+                found |= metric.result(np.array([metric.of_samples(tables[metric]).sum(), samples]))  # type: ignore[attr-defined]
+            else:
+                found |= self.meters[metric].result()
         return found
 
-    def _of(self, y: np.ndarray, targets: np.ndarray) -> list[np.ndarray]:
-        costs = [float(part.value(y, targets)) for _, part in parts_of(self.cost)]
-        weights = weights_of(self.cost, y.shape, targets) if weighted(self.cost) else []
+    def _add(self, samples: range, y: np.ndarray, targets: np.ndarray) -> None:
+        for one, table in self.tables.items():
+            table[samples.start : samples.stop] += one.of_cells(y, targets)
+        costs = [0.0 if part in self.tables else float(part.value(y, targets)) for part in self.parts]
+        self.sums += [*costs, *weights_of(self.cost, y.shape, targets)]
         ignored = getattr(self.cost, "ignore_index", None)
-        judged = counted(y, targets, ignored)
-        measured = [np.asarray(metric.measure(*judged), "f8") for metric in self.metrics]
-        return [np.array(costs), np.array(weights, "f8"), *measured]
+        judged = (y, targets) if ignored is None else counted(y, targets, ignored)
+        for meter in self.meters.values():
+            meter.add(*judged)
 
-    def _as_targets(self, raw: np.ndarray) -> np.ndarray:
+
+class _Tiles:
+    """A rank's tile of each image in a file, as a split has it."""
+
+    def __init__(self, images: Images, box: Box) -> None:
+        self.images, self.box = images, box
+        self.shape = (images.shape[0], *box.shape, images.shape[-1])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
+        return self.part(numbers, Box.of(self.box.shape).slices)
+
+    def part(self, numbers: np.ndarray, cells: Sequence[slice]) -> np.ndarray:
+        """Return cells of some images in a row; slices count from the tile's first cell."""
+        first = int(numbers[0]) if len(numbers) else 0
+        own = zip(cells, self.box.lo, strict=True)
+        return self.images.raw(range(first, first + len(numbers)), [slice(c.start + o, c.stop + o) for c, o in own])
+
+
+class _Targets(_Tiles):
+    """The same of labels."""
+
+    def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
+        return self.of(super().__getitem__(numbers))
+
+    def of(self, raw: np.ndarray) -> np.ndarray:
         """Return classes (n, *cells), or numbers to be met (n, *cells, C)."""
-        if self.targets.source.dtype.kind in "iub" and raw.shape[-1] == 1:
+        if self.images.source.dtype.kind in "iub" and raw.shape[-1] == 1:
             return raw[..., 0].astype(np.int64)
         return raw
+
+
+def _whole(route: InTiles, experiment: FitExperiment, images: Images, labels: Images) -> dict[str, Any]:
+    """Return what an evaluation of whole images finds, each rank its tile; collective."""
+    factor, offset = np.asarray(images.factor, "f8"), np.asarray(images.offset, "f8")
+    tile = route.grid.partition(route.output_shape[:-1]).box(route.grid.tile)
+    split = StreamedSplit(
+        _Tiles(images, route.model.input.own), _Targets(labels, tile), mean=offset / factor, std=1 / factor, scale=1.0
+    )
+    with closing(split):
+        return evaluate(route.model, split, route.batch, experiment.metrics)
+
+
+def _total(grid: ProcessGrid, sums: np.ndarray) -> np.ndarray:
+    found = np.array(sums)
+    grid.world.allreduce(found)
+    return found
