@@ -77,17 +77,18 @@ class Elastic(Transform):
 
     def _places(self, box: Box, draw: Draw) -> list[np.ndarray]:
         """Return the places in the image that the cells of a box show, an array (*box.shape) for each axis."""
-        weights, points = zip(*(self._weights(lo, hi) for lo, hi in box.axes()), strict=True)
+        knots, points = zip(*(self._knots(lo, hi) for lo, hi in box.axes()), strict=True)
         lattice = tuple(int((n - 1) / self.spacing) + 4 for n in draw.extent)
         index = draw.index((len(lattice), *lattice), (slice(0, len(lattice)), *points))
         field = self.displacement * (2 * rng.uniform(draw.stream, index) - 1)
-        for axis, weight in enumerate(weights):
-            field = np.moveaxis(np.tensordot(weight, field, (1, 1 + axis)), 0, 1 + axis)
+        for axis, each in enumerate(knots, start=1):  # cell by cell, so that no box changes a bit of it
+            shape = (-1, *(1,) * (field.ndim - 1 - axis))
+            field = sum(weight.reshape(shape) * field.take(point, axis) for point, weight in each)
         cells = np.meshgrid(*(np.arange(lo, hi) for lo, hi in box.axes()), indexing="ij", sparse=True)
         return [np.clip(at + by, 0, n - 1) for at, by, n in zip(cells, field, draw.extent, strict=True)]
 
-    def _weights(self, lo: int, hi: int) -> tuple[np.ndarray, slice]:
-        """Return the weights of the control points for the cells [lo, hi) of an axis, and which points these are.
+    def _knots(self, lo: int, hi: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], slice]:
+        """Return four control points and weights for each of the cells [lo, hi) of an axis, and which points.
 
         Point 0 lies one spacing before the first cell.
         """
@@ -95,10 +96,8 @@ class Elastic(Transform):
         knot = np.floor(place).astype(np.intp)
         t, first = place - knot, int(knot[0])
         spline = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
-        weights = np.zeros((hi - lo, int(knot[-1]) - first + 4))
-        for point, weight in enumerate(spline):
-            weights[np.arange(hi - lo), knot - first + point] = weight / 6
-        return weights, slice(first, first + weights.shape[1])
+        each = [(knot - first + point, weight / 6) for point, weight in enumerate(spline)]
+        return each, slice(first, int(knot[-1]) + 4)
 
 
 _BLOCK = 1 << 14  # cells
