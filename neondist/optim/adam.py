@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 from ..namespace import namespace
@@ -32,7 +31,7 @@ class Adam(Optimizer):
     """
 
     slot_names = ("mean", "square")
-    has_momentum = True
+    momentum_field = "beta1"
 
     def __init__(
         self,
@@ -45,12 +44,6 @@ class Adam(Optimizer):
     ) -> None:
         super().__init__(learning_rate, **kwargs)
         self.beta1, self.beta2, self.eps = float(beta1), float(beta2), float(eps)
-
-    def with_momentum(self, momentum: float | None) -> Optimizer:
-        """Return the same rule with another beta1."""
-        found = copy(self)
-        found.beta1 = self.beta1 if momentum is None else momentum
-        return found
 
     def apply(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Literal
 
 from ..errors import ConfigError
@@ -23,8 +24,8 @@ class Scheduled:
     """What follows a schedule."""
 
     schedule: Schedule | None
-    #: whether there is a momentum that a schedule can change
-    has_momentum = False
+    #: the attribute that a schedule of momentum changes; "": there is none
+    momentum_field = ""
 
     def scale(self, epoch: float, losses: Sequence[float | None] = ()) -> float:
         """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `scale`.
@@ -44,7 +45,7 @@ class Scheduled:
         if isinstance(self.schedule, Schedule):
             try:
                 self.schedule.check(epochs)
-                if self.momentum_at(math.inf) is not None and not self.has_momentum:
+                if self.momentum_at(math.inf) is not None and not self.momentum_field:
                     raise ConfigError(
                         f"momentum: {type(self).__name__} has none that could change; give it momentum: 0.9, or leave"
                         " it out here"
@@ -159,7 +160,9 @@ class Optimizer(Scheduled, Registered, ABC):
         """Return the same rule with another momentum, None: its own; slots go on."""
         if momentum is None:
             return self
-        raise ConfigError(f"{type(self).__name__} has no momentum that could change")
+        found = copy(self)
+        setattr(found, self.momentum_field, momentum)
+        return found
 
     @abstractmethod
     def apply(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 from ..namespace import namespace
@@ -42,13 +41,7 @@ class RMSprop(Optimizer):
         super().__init__(learning_rate, **kwargs)
         self.alpha, self.momentum, self.centered, self.eps = float(alpha), float(momentum), centered, float(eps)
         self.slot_names = ("square", *(["mean"] if centered else []), *(["momentum"] if momentum else []))
-        self.has_momentum = bool(momentum)
-
-    def with_momentum(self, momentum: float | None) -> Optimizer:
-        """Return the same rule with another momentum."""
-        found = copy(self)
-        found.momentum = self.momentum if momentum is None else momentum
-        return found
+        self.momentum_field = "momentum" if momentum else ""
 
     def apply(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 from ..errors import ConfigError
@@ -44,13 +43,7 @@ class SGD(Optimizer):
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov: true needs a momentum; give momentum: 0.9 or leave nesterov out")
         self.slot_names = ("momentum",) if self.momentum else ()
-        self.has_momentum = bool(momentum)
-
-    def with_momentum(self, momentum: float | None) -> Optimizer:
-        """Return the same rule with another momentum."""
-        found = copy(self)
-        found.momentum = self.momentum if momentum is None else momentum
-        return found
+        self.momentum_field = "momentum" if momentum else ""
 
     def apply(
         self,

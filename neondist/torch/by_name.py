@@ -65,7 +65,7 @@ class TorchOptimizer(Scheduled, Registered):
         A factor on the learning rate over the epochs.
     """
 
-    has_momentum = True
+    momentum_field = "momentum"
 
     def __init__(
         self,
