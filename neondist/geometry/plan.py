@@ -211,7 +211,7 @@ class _Axis:
         return found
 
 
-_axis = lru_cache(maxsize=64)(_Axis)  # the plans of all tiles share them
+_axis = lru_cache(maxsize=512)(_Axis)  # the plans of all tiles share them
 
 
 def needs_along(outputs: Partition, window: Window, axis: int) -> list[tuple[int, int]]:

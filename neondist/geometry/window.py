@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeGuard, overload
@@ -119,8 +120,10 @@ class Window:
 
     def along(self, axis: int) -> Window:
         """Return the window of one axis."""
-        fields = self.kernel[axis], self.stride[axis], (self.padding[axis],), self.dilation[axis]
-        return Window(*fields, fill=self.fill, mode=self.mode, ndim=1)
+        one = copy(self)
+        for field in ("kernel", "stride", "padding", "dilation"):
+            one._set(field, (getattr(self, field)[axis],))
+        return one
 
     def check(self, extent: Sequence[int]) -> None:
         """Raise ShapeError or ConfigError if the window cannot slide over an image of this extent."""

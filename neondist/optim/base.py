@@ -161,7 +161,7 @@ class Optimizer(Scheduled, Registered, ABC):
         if momentum is None:
             return self
         found = copy(self)
-        setattr(found, self.momentum_field, momentum)
+        vars(found)[self.momentum_field] = momentum
         return found
 
     @abstractmethod

@@ -36,12 +36,13 @@ def checked(function: Function) -> Function:
     """Let a function check by its type hints what it is given; what only behaves like it should will do."""
 
     who = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
-    signature = inspect.signature(function)
+    parameters = inspect.signature(function).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     hints = functools.cache(lambda: hints_of(function))  # later: a hint may name what comes after it
 
     @functools.wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
+        given = {**dict(zip(names, args, strict=False)), **kwargs}  # what is too much, the call itself tells
         _check(who, hints(), {name: value for name, value in given.items() if _is_plain(value)})
         return function(*args, **kwargs)
 
