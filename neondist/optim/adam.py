@@ -31,7 +31,7 @@ class Adam(Optimizer):
     """
 
     slot_names = ("mean", "square")
-    momentum_field = "beta1"
+    has_momentum = True
 
     def __init__(
         self,
@@ -44,6 +44,10 @@ class Adam(Optimizer):
     ) -> None:
         super().__init__(learning_rate, **kwargs)
         self.beta1, self.beta2, self.eps = float(beta1), float(beta2), float(eps)
+
+    def set_momentum(self, momentum: float) -> None:
+        """Change beta1."""
+        self.beta1 = momentum
 
     def apply(
         self,

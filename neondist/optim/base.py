@@ -24,8 +24,8 @@ class Scheduled:
     """What follows a schedule."""
 
     schedule: Schedule | None
-    #: the attribute that a schedule of momentum changes; "": there is none
-    momentum_field = ""
+    #: whether there is a momentum that a schedule can change
+    has_momentum = False
 
     def scale(self, epoch: float, losses: Sequence[float | None] = ()) -> float:
         """Return the schedule's factor at `epoch` (1 without a schedule), which `update` takes as `scale`.
@@ -45,7 +45,7 @@ class Scheduled:
         if isinstance(self.schedule, Schedule):
             try:
                 self.schedule.check(epochs)
-                if self.momentum_at(math.inf) is not None and not self.momentum_field:
+                if self.momentum_at(math.inf) is not None and not self.has_momentum:
                     raise ConfigError(
                         f"momentum: {type(self).__name__} has none that could change; give it momentum: 0.9, or leave"
                         " it out here"
@@ -161,8 +161,12 @@ class Optimizer(Scheduled, Registered, ABC):
         if momentum is None:
             return self
         found = copy(self)
-        vars(found)[self.momentum_field] = momentum
+        found.set_momentum(momentum)
         return found
+
+    def set_momentum(self, momentum: float) -> None:
+        """Change the momentum, where `has_momentum` says that there is one."""
+        raise NotImplementedError
 
     @abstractmethod
     def apply(

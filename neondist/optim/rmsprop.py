@@ -41,7 +41,11 @@ class RMSprop(Optimizer):
         super().__init__(learning_rate, **kwargs)
         self.alpha, self.momentum, self.centered, self.eps = float(alpha), float(momentum), centered, float(eps)
         self.slot_names = ("square", *(["mean"] if centered else []), *(["momentum"] if momentum else []))
-        self.momentum_field = "momentum" if momentum else ""
+        self.has_momentum = bool(momentum)
+
+    def set_momentum(self, momentum: float) -> None:
+        """Change the share of the last step."""
+        self.momentum = momentum
 
     def apply(
         self,

@@ -43,7 +43,11 @@ class SGD(Optimizer):
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov: true needs a momentum; give momentum: 0.9 or leave nesterov out")
         self.slot_names = ("momentum",) if self.momentum else ()
-        self.momentum_field = "momentum" if momentum else ""
+        self.has_momentum = bool(momentum)
+
+    def set_momentum(self, momentum: float) -> None:
+        """Change the share of the last step."""
+        self.momentum = momentum
 
     def apply(
         self,

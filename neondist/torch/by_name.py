@@ -65,7 +65,7 @@ class TorchOptimizer(Scheduled, Registered):
         A factor on the learning rate over the epochs.
     """
 
-    momentum_field = "momentum"
+    has_momentum = True
 
     def __init__(
         self,
