@@ -202,6 +202,15 @@ PyDoc_STRVAR(run_doc,
              "low : float\n    The least output; where a kernel goes back, what gave no more has no gradient.\n"
              "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
 
+/* Let go of the arrays that are held, and return whether it is done; below 0: there was no memory. */
+static PyObject *told(Py_buffer *views, int held, int done) {
+    while (held > 0)
+        PyBuffer_Release(views + --held);
+    if (done < 0)
+        return PyErr_NoMemory();
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(done);
+}
+
 static PyObject *run(PyObject *self, PyObject *args) {
     const char *name;
     PyObject *arrays, *coefficients, *sums;
@@ -253,11 +262,7 @@ static PyObject *run(PyObject *self, PyObject *args) {
         Py_END_ALLOW_THREADS;
     }
 end:
-    while (held > 0)
-        PyBuffer_Release(views + --held);
-    if (done < 0)
-        return PyErr_NoMemory();
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(done);
+    return told(views, held, done);
 }
 
 #include "_pool.h"

@@ -250,10 +250,6 @@ static PyObject *winograd(PyObject *self, PyObject *args) {
         Py_END_ALLOW_THREADS;
     }
 end:
-    while (held > 0)
-        PyBuffer_Release(views + --held);
-    if (done < 0)
-        return PyErr_NoMemory();
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(done);
+    return told(views, held, done);
 }
 #endif

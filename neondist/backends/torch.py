@@ -126,7 +126,8 @@ class TorchKernels(HostKernels):
         self, dx: np.ndarray | None, x: np.ndarray, dy: np.ndarray, weights: np.ndarray, *how: Any
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradients of weights and bias, as the table does: the weights are brought into order once."""
-        by_weights, by_bias = super().conv_back_into(dx, x, dy, conv.arranged(weights), *how)
+        other = self.transforms(x, weights.shape, *how[:3])
+        by_weights, by_bias = super().conv_back_into(dx, x, dy, weights if other else conv.arranged(weights), *how)
         return conv.in_order(by_weights), by_bias
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:

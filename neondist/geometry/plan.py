@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 from ..renamed import Renamed
 from .box import Box
@@ -245,10 +246,10 @@ def _combine(partition: Partition, axes: list[list[_AxisPiece]], by_needer: bool
     return sorted(pieces, key=lambda piece: piece.peer) if by_needer else pieces
 
 
-def fold(i: int, n: int, mode: str) -> int:
-    """Return the cell in [0, n) that cell i shows, for the modes reflect, replicate and wrap."""
+def fold(i: Any, n: int, mode: str) -> Any:
+    """Return the cell in [0, n) that cell i (or each of an array) shows, for the modes reflect, replicate and wrap."""
     if mode == "wrap":
         return i % n
     if mode == "replicate":
-        return min(max(i, 0), n - 1)
-    return -i if i < 0 else (2 * (n - 1) - i if i >= n else i)
+        return (abs(i) - abs(i - n + 1) + n - 1) // 2  # i, but at least 0 and at most n - 1
+    return n - 1 - abs(n - 1 - abs(i))

@@ -185,9 +185,9 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     ignored = getattr(model.cost, "ignore_index", None)
     for _, y, targets, cost in judged(model, split, batch_size):
         costs += cost
-        if weights.size:
+        if weights.size:  # what a model of the user's returns need not have a shape
             weights += weights_of(model.cost, y.shape, targets)
-        cells = (y, targets) if ignored is None else counted(y, targets, ignored)
+        cells = counted(y, targets, ignored)
         for meter in meters:
             meter.add(to_host(cells[0]) if meter.metric.on_host else cells[0], cells[1])
     sums = model.output.total(np.concatenate([costs, weights]), replicas=True)

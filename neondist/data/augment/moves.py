@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ...errors import ConfigError
-from ...geometry import Box, sources_within
+from ...geometry import Box, fold, sources_within
 from ...registry.ranges import Count
 from .base import Axis, Draw, Probability, Range, Transform, along_axes, axis_numbers, box_of
 
@@ -144,7 +144,7 @@ class Shift(Transform):
         for axis, ((lo, hi), n) in enumerate(zip(shifted.axes(), draw.extent, strict=True)):
             if lo < 0 or hi > n:
                 shown = np.arange(lo, hi)
-                places = n - 1 - abs(n - 1 - abs(shown)) if self.mode == "reflect" else shown.clip(0, n - 1)
+                places = fold(shown, n, self._fold)
                 cells = cells.take(places - source.lo[axis], axis)
                 if self.mode == "zeros":
                     cells[(slice(None),) * axis + (places != shown,)] = 0

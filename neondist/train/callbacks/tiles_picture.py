@@ -15,6 +15,7 @@ from ...io.files import can_draw, write_figure
 from ...plan import LayerPlan
 from ..state import TrainState
 from .hook import Hook
+from .thinned import pasted, shown, step_for
 
 PIXELS = 512  # a larger image is drawn from every s-th cell, so that no rank has to hold it whole
 
@@ -60,22 +61,17 @@ def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> n
 
     `box` is what this rank's data set has of it: its tile, or more.
     """
-    height, width, channels = dataset.sample_shape
-    step = -(-max(height, width) // PIXELS)
-    piece = None
+    *extent, channels = dataset.sample_shape
+    step = step_for(extent, PIXELS)
+    piece = np.zeros((0, 0, 0, channels))
     if grid.replica == 0:
-        top, left = (slice(-lo % step, None, step) for lo in box.lo)
+        top, left = shown(box, step)
         cells, (rows, cols) = dataset.selection.lazily([0], dtype), box.shape
         band = -(-_ROWS // step) * step  # the image may not fit into memory
         bands = [slice(at, min(at + band, rows)) for at in range(top.start, rows, band)] or [slice(0, 0)]
-        read = [cells.read([rows_of, slice(0, cols)])[0, ::step, left].copy() for rows_of in bands]
-        piece = (tuple(-(-lo // step) for lo in box.lo), np.concatenate(read))
-    image = np.zeros((-(-height // step), -(-width // step), channels))
-    for part in grid.world.allgather(piece):
-        if part is not None:
-            (row, col), cells = part
-            image[row : row + cells.shape[0], col : col + cells.shape[1]] = cells
-    return image
+        read = [cells.read([rows_of, slice(0, cols)])[:, ::step, left].astype(np.float64) for rows_of in bands]
+        piece = np.concatenate(read, axis=1)
+    return pasted(grid, box, extent, step, piece, 0)[0]
 
 
 def _title(shape: Sequence[int], parts: Sequence[int], replicas: int, layer: LayerPlan | None) -> str:

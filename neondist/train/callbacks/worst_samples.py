@@ -20,6 +20,7 @@ from ...namespace import to_host
 from ..loop import judged
 from ..state import TrainState
 from .hook import Hook
+from .thinned import pasted, shown, step_for
 
 MOST, PIXELS = 12, 96
 
@@ -79,9 +80,9 @@ def _pictures(model: Trainable, split: Split, numbers: np.ndarray) -> dict[str, 
         label = np.where(keep, label, ignored)
     if len(model.output_shape) == 3 and found is None:
         said, label = (cells[..., 0] if cells.ndim == 4 else cells for cells in (said, label))
-    shown = _whole(grid, mine.start, images.own, images.extent, x).astype(np.float64)
-    low, high = (of(shown, axis=(1, 2, 3), keepdims=True) for of in (np.min, np.max))
-    scaled = 255 * (shown - low) / np.where(high > low, high - low, 1)
+    pixels = _whole(grid, mine.start, images.own, images.extent, x).astype(np.float64)
+    low, high = (of(pixels, axis=(1, 2, 3), keepdims=True) for of in (np.min, np.max))
+    scaled = 255 * (pixels - low) / np.where(high > low, high - low, 1)
     dense = (output.own, output.extent) if len(model.output_shape) == 3 else (Box((), ()), ())
     maps = {name: _whole(grid, mine.start, *dense, cells) for name, cells in (("label", label), ("said", said))}
     return {"image": scaled.astype(np.uint8), **maps}
@@ -92,13 +93,5 @@ def _whole(grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cel
 
     Of a large extent it is every s-th cell.
     """
-    step = -(-max(extent, default=1) // PIXELS)
-    place = tuple(-(-lo // step) for lo in box.lo)
-    thin = cells[(slice(None), *(slice(-lo % step, None, step) for lo in box.lo))]
-    parts = grid.world.allgather((first, place, thin))
-    count = max(first + len(part) for first, _, part in parts)
-    out = np.zeros((count, *(-(-n // step) for n in extent), *cells.shape[1 + len(extent) :]), cells.dtype)
-    for first, place, part in parts:
-        cut = (slice(lo, lo + n) for lo, n in zip(place, part.shape[1:], strict=False))
-        out[(slice(first, first + len(part)), *cut)] = part
-    return out
+    step = step_for(extent, PIXELS)
+    return pasted(grid, box, extent, step, cells[(slice(None), *shown(box, step))], first)

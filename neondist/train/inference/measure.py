@@ -137,8 +137,7 @@ class _Sums:
             table[samples.start : samples.stop] += one.of_cells(y, targets)
         costs = [0.0 if part in self.tables else float(part.value(y, targets)) for part in self.parts]
         self.sums += [*costs, *weights_of(self.cost, y.shape, targets)]
-        ignored = getattr(self.cost, "ignore_index", None)
-        judged = (y, targets) if ignored is None else counted(y, targets, ignored)
+        judged = counted(y, targets, getattr(self.cost, "ignore_index", None))
         for meter in self.meters.values():
             meter.add(*judged)
 
