@@ -66,6 +66,15 @@ class Box:
         """Return the box in the coordinates of an array whose first cell is origin.lo."""
         return self.shift([-o for o in origin.lo])
 
+    def outside(self, inner: Box) -> list[Box]:
+        """Return boxes that hold, together, the cells that are not in `inner`; corners are in several."""
+        found = []
+        for axis, (first, end) in enumerate(inner.axes()):
+            lo, hi = self.lo, self.hi
+            found.append(Box(lo, (*hi[:axis], min(first, hi[axis]), *hi[axis + 1 :])))
+            found.append(Box((*lo[:axis], max(end, lo[axis]), *lo[axis + 1 :]), hi))
+        return [box for box in found if not box.empty]
+
     def axes(self) -> Iterator[tuple[int, int]]:
         """Yield (lo, hi) of every axis."""
         return zip(self.lo, self.hi, strict=True)

@@ -78,13 +78,7 @@ class HaloPlan(TransferPlan):
         """What of the buffer lies outside the image, or has no owner, and holds the window's fill value."""
         if self.window.mode != "zeros":
             return []
-        found = []
-        inside = self.own if self.overlaps else Box.of(self.extent)
-        for axis, (first, end) in enumerate(inside.axes()):
-            lo, hi = self.buffer.lo, self.buffer.hi
-            found.append(Box(lo, (*hi[:axis], min(first, hi[axis]), *hi[axis + 1 :])))
-            found.append(Box((*lo[:axis], max(end, lo[axis]), *lo[axis + 1 :]), hi))
-        return [box for box in found if not box.empty]
+        return self.buffer.outside(self.own if self.overlaps else Box.of(self.extent))
 
     @classmethod
     def of(cls, partition: Partition, window: Window, tile: int, outputs: Partition | None = None) -> HaloPlan:

@@ -103,6 +103,10 @@ class LayerDescription(Node):
     no_recompute = ""
     #: whether it sums over the whole image; such a layer takes its sums over `ctx.owned` cells
     sums_image = False
+    #: whether, in strips and blocks, its view is what `reach_for` says, and no halo of its own travels
+    sees_reach = False
+    #: whether cells inside of the image differ in what is done with them
+    by_place = False
 
     def window_for(self, input_shape: Shape) -> Window | None:
         """Return the window for inputs of this shape."""
@@ -277,6 +281,10 @@ class Layer(LayerDescription):
             self.input.cut(*self.regions)
         self.ifmshape = self.input.local_shape[1:]
         self.ofmshape = (*self.tile.shape, self.output_shape[-1])
+        self.adjust_for_tile()
+
+    def adjust_for_tile(self) -> None:
+        """Make what depends on `tile`; called again for the tile of a strip or a block."""
 
     def make_array(self, shape: Shape, window: Window | None) -> GlobalArray:
         """Return what makes the views of activations of this global shape (without the batch), and count its bytes."""

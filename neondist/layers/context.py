@@ -184,12 +184,12 @@ class StepContext:
         entry = self._layer.input
         return entry.own.intersect(entry.need)  # the image itself may reach further in a strip: others read it too
 
-    def owned(self, array: Any) -> Any:
-        """Return the part of an array over the view that no other call or rank has too."""
+    def owned(self, array: Any, cells: Box | None = None) -> Any:
+        """Return the part of an array over the view, or over other cells, that no other call or rank has too."""
         layer = self._layer
         if layer.regions[0] is None:
             return array
-        own = layer.context.grid.tile_box(layer.input_shape[:-1]).relative_to(layer.input.need)
+        own = layer.context.grid.tile_box(layer.input_shape[:-1]).relative_to(cells or layer.input.need)
         return array[(slice(None), *own.slices)]
 
     def local_contribution(self, array: Any) -> Any:

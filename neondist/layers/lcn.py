@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError, ShapeError
 from ..geometry import Box, GridShape, Window
-from ..halo import ExchangePolicy
+from ..halo import ExchangePolicy, GlobalArray
 from ..registry import suggest
 from .base import Dist, Layer, Shape
 from .context import StepContext
@@ -48,6 +48,7 @@ class LCNLayer(Layer):
     saves_input = saves_output = False
     saves_beside = (0, 1)
     no_recompute = "its two stages exchange means"
+    sees_reach = True
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class LCNLayer(Layer):
             raise ConfigError(f"min_deviation {min_deviation!r}: needs a number above 0, or 'mean'")
         self.local = LocalWindow(kernel_size, window, sigma, padding_mode)
         self.min_deviation, self.halo = min_deviation, halo
+        self.sums_image = min_deviation == "mean"
 
     def window_for(self, input_shape: Shape) -> Window:
         """Return the window of one stage or, for halo 'wide', of both together."""
@@ -94,6 +96,10 @@ class LCNLayer(Layer):
         halos = self.halos_for(input_shape, grid)
         return halos[0][1] if len(halos) == 1 else None
 
+    def reach_for(self, input_shape: Shape) -> Window | None:
+        """Return the window of both stages; None where the image is too small to be reflected so far."""
+        return next((window for _, window in self.local.ways(input_shape).get("wide", [])), None)
+
     def halos_for(self, input_shape: Shape, grid: GridShape) -> Halos:
         """Return the halos of the way asked for, or of the one that sends fewer numbers."""
         way = self.local.fewest(input_shape, grid) if self.halo == "auto" else self.halo
@@ -101,37 +107,37 @@ class LCNLayer(Layer):
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return those of the mean deviation, forth and back, if it is asked for."""
-        both = ("forward", "backward") if self.min_deviation == "mean" else ()
+        both = ("forward", "backward") if self.sums_image else ()
         return [Reduction(direction, "tiles", each=1) for direction in both]
 
-    def adjust_for_dist(self) -> None:
+    def adjust_for_tile(self) -> None:
         """Choose the way, and create the arrays whose halos travel."""
-        halos = self.halos_for(self.input_shape, self.context.grid.shape)
-        wide = len(halos) == 1
-        super().adjust_for_dist()
         self.taps = self.local.taps(self.input_shape)
+        wide = self.regions[1] is not None or len(self.halos_for(self.input_shape, self.context.grid.shape)) == 1
         # what makes views of the means over the channels, first of x and then of v²
         self.means: Any
         self.squares: Any
-        self.means, self.squares = (self._in_view(stages) if wide else self.make_array(*halos[0]) for stages in (2, 1))
+        self.means, self.squares = (self._in_view(stages) if wide else self._exchanged() for stages in (2, 1))
+
+    def _exchanged(self) -> GlobalArray:
+        return self.make_array((*self.input_shape[:-1], 1), self.local.over(self.input_shape))
 
     def _in_view(self, stages: int) -> InView:
         """Return what has the cells within the reach of so many stages around this rank's tile."""
-        region = self.local.over(self.input_shape, stages).needs(self.context.grid.tile_box(self.input_shape[:-1]))
+        region = self.local.over(self.input_shape, stages).needs(self.tile)
         # what is reflected in the view stays so: the weights are symmetric
-        image = region if self.local.mode == "reflect" else Box.of(self.input_shape[:-1])
-        return InView(region, image, self.context.dtype, self.kernels.xp)
+        return InView(region, region if self.local.mode == "reflect" else Box.of(self.input_shape[:-1]))
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return each sample's sum of the deviations of this rank's cells."""
         self._deviations(ctx, view)
-        return self.kernels.sample_sum(ctx.sigma)
+        return self.kernels.sample_sum(ctx.owned(ctx.sigma, ctx.output_box))
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return v over its local deviation."""
-        if self.min_deviation != "mean":
+        if not self.sums_image:
             self._deviations(ctx, view)
-        least = self._average(ctx, ctx.reduced) if self.min_deviation == "mean" else self.min_deviation
+        least = self._average(ctx, ctx.reduced) if self.sums_image else self.min_deviation
         divisor = ctx.xp.maximum(ctx.sigma, least)
         scale = 1 / ctx.xp.where(divisor != 0, divisor, inf)  # a blank image stays blank
         ctx.save(least=least, scale=scale)
@@ -159,8 +165,9 @@ class LCNLayer(Layer):
             return None
         kernels, own = self.kernels, middle(ctx.v, dy)
         _, by_sigma = self._by_sigma(ctx, dy)
-        if self.min_deviation == "mean":
-            by_sigma = by_sigma + self._average(ctx, ctx.reduced)  # least rises with every deviation of the image
+        if self.sums_image:
+            counted = ctx.owned(by_sigma, ctx.output_box)
+            counted += self._average(ctx, ctx.reduced)  # least rises with every deviation of the image
         by_square = by_sigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
         dsquares = ctx.scatter_add(self.squares, kernels.separable_spread(by_square, ctx.extents[1], self.taps))
         dv = ctx.v * (dsquares * (2 / dy.shape[-1]))

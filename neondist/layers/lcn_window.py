@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from math import exp, prod
 from typing import Any
 
-import numpy as np
-
 from ..geometry import Box, GridShape, Window, split
 from ..halo import Phase
 from .layout import Shape
@@ -78,6 +76,8 @@ def halo_volume(extent: Shape, window: Window, grid: GridShape) -> int:
 class InView:
     """Takes the place of an exchanged array where the view holds the neighbours already; it blanks what lies outside.
 
+    It writes into what it is given.
+
     Parameters
     ----------
     region : Box
@@ -85,17 +85,18 @@ class InView:
     image : Box
     """
 
-    def __init__(self, region: Box, image: Box, dtype: np.dtype, xp: Any) -> None:
-        self.inside = xp.zeros((1, *region.shape, 1), dtype)
-        self.inside[(slice(None), *region.intersect(image).relative_to(region).slices)] = 1
+    def __init__(self, region: Box, image: Box) -> None:
+        self.outside = [(slice(None), *box.relative_to(region).slices) for box in region.outside(image)]
 
     def get_fprop_view(self, x: Any, phase: Phase) -> Any:
         """Return x with zeros outside the image."""
-        return x * self.inside
+        for cells in self.outside:
+            x[cells] = 0
+        return x
 
     def get_bprop_view(self, dview: Any, phase: Phase) -> Any:
         """Return the adjoint."""
-        return dview * self.inside
+        return self.get_fprop_view(dview, phase)
 
 
 def middle(array: Any, inner: Any) -> tuple[slice, ...]:

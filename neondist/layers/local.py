@@ -49,8 +49,6 @@ class LocalFilteringLayer(Layer):
     saves_output = False
     saves_beside = (0, 0)
 
-    no_recompute = "each tile keeps the weights of its own outputs alone"
-
     def __init__(
         self,
         out_channels: Count,
@@ -70,7 +68,9 @@ class LocalFilteringLayer(Layer):
         self.bias, self.activation, self.weights_init = bias, activation, weights_init or FanInUniform()
         if not isinstance(shared, bool) and any(b < 1 for b in ([shared] if isinstance(shared, int) else shared)):
             raise ConfigError(f"shared {shared}: needs true, false, or blocks of at least 1 cell")
-        self.shared = shared
+        self.shared, self.by_place = shared, shared is not True or bias
+        if bias or shared is False:
+            self.no_recompute = "each tile keeps the weights of its own outputs alone"
 
     def window_for(self, input_shape: Shape) -> Window:
         """Return the window."""
@@ -104,14 +104,12 @@ class LocalFilteringLayer(Layer):
             raise ConfigError(f"shared {self.shared}: needs one number, or {len(out)}")
         return block
 
-    def adjust_for_dist(self) -> None:
+    def adjust_for_tile(self) -> None:
         """Find out which filters this rank's cells have."""
-        super().adjust_for_dist()
-        extent = self.output_shape[:-1]
-        block, kernels = self.block_for(extent), self.kernels
+        block, kernels = self.block_for(self.output_shape[:-1]), self.kernels
         self.filters: Filters = OwnFilters(kernels, self.window)
         if block is not None:
-            self.filters = BlockFilters(kernels, self.window, self.context.grid.tile_box(extent), block)
+            self.filters = BlockFilters(kernels, self.window, self.tile, block)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return every cell's filter on its window."""

@@ -133,9 +133,10 @@ class BlockPlan:
     def _kinds(self) -> list[list[int]]:
         """The kind of each block along each axis."""
         found = []
+        by_place = any(step.layer is not None and step.layer.by_place for step in self.graph.steps)
         for axis, ratios in enumerate(self._paces):
             known: dict[tuple[object, ...], int] = {}
-            alike = None not in ratios and self.size[axis] % _period(ratios) == 0
+            alike = not by_place and None not in ratios and self.size[axis] % _period(ratios) == 0
             parts = range(self.cells[0].parts[axis])
             ranges = [self._ranges(axis, part, ratios) if alike else (part,) for part in parts]
             found.append([known.setdefault(each, len(known)) for each in ranges])

@@ -96,7 +96,9 @@ class LayerPlan:
         self.reductions = [one for one in layer.reductions_for(input_shape) if one.group and one.direction not in cut]
         self._halos = layer.halos_for(input_shape, grid)
         self._gathers = layer.gathers_for(input_shape, grid)
-        self._seen = layer.view_window_for(input_shape, grid) or Window.of_one(len(input_shape) - 1)
+        wide = layer.sees_reach and regions[1] is not None
+        seen = layer.reach_for(input_shape) if wide else layer.view_window_for(input_shape, grid)
+        self._seen = seen or Window.of_one(len(input_shape) - 1)
         largest = max(self.parameters, prod(output_shape), self.view(0).need.size * input_shape[-1])
         if largest > _MOST:
             raise ShapeError(f"would have {largest} numbers, more than any machine can hold; make the layer smaller")

@@ -338,13 +338,14 @@ def _goes(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
     if layer is None:
         return True
     window = layer.window_for(shape)
+    halos = [] if window is None else [(shape, window)]
     return (
         len(shape) > 1
         and (layer.scheme is None or layer.scheme.exact)
         and layer.reach_for(shape) is not None
         and layer.gathers_for(shape, grid) is None
         and (window is None or window.mode != "wrap")
-        and layer.view_window_for(shape, grid) == window
-        and (layer.reverse_halos or layer.halos_for(shape, grid) == ([] if window is None else [(shape, window)]))
+        and (layer.sees_reach or layer.view_window_for(shape, grid) == window)
+        and (layer.sees_reach or layer.reverse_halos or layer.halos_for(shape, grid) == halos)
         and (last or not any(parameter.layout.cut for parameter in layer.parameters_for(shape).values()))
     )

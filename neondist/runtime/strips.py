@@ -112,6 +112,7 @@ def on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> Layer:
     if cuts:
         parts = {name: _part(layer.params[name], cut) for name, cut in cuts.items()}
         made.params, made.grads = dict(layer.params) | parts, _StripGradients(layer.grads, cuts)
+    made.adjust_for_tile()
     return made
 
 

@@ -85,12 +85,40 @@ def test_a_network_that_goes_down_and_up(shape, size, alike):
     assert not alike or found < blocks / 3
 
 
+@pytest.mark.parametrize(
+    ("shape", "size", "shared", "alike"),
+    [
+        ((64, 25, 2), (8, 5), True, True),
+        ((19, 23, 1), (7, 4), (3, 5), False),
+        ((47, 2), (6,), 4, False),
+        ((9, 7, 8, 1), (4, 7, 3), 2, False),
+    ],
+)
+def test_contrast_normalisation_and_shared_filters(shape, size, shared, alike):
+    layers = [
+        nd.LCNLayer(5, min_deviation=0.2),
+        nd.LocalFilteringLayer(3, 3, padding=1, shared=shared),
+        nd.Sum([[nd.LCNLayer(3, min_deviation=0.3, halo="wide", window="uniform")], []]),
+        nd.ConvLayer(2, 2),
+        nd.LCNLayer(3, min_deviation=0.1, padding_mode="reflect"),
+    ]
+    model = nd.Convnet(layers, seed=1, dtype="float64", backend="numpy")
+    model.build(shape, 2)
+    kinds, blocks = check(model, np.random.default_rng(0).normal(size=(2, *shape)), size)
+    assert kinds < blocks if alike else kinds == blocks
+
+
 def test_what_sees_the_whole_image_is_named():
     for layers, name in (
         ([nd.ConvLayer(2, 3), nd.GroupNormLayer(2)], ("group_norm1", "sums over the whole image")),
         ([nd.ConvLayer(2, 3), nd.FCLayer(3)], ("fc1", "needs the whole image for one vector")),
         ([nd.ConvLayer(2, 3, padding=1, padding_mode="wrap")], ("conv1", "its image wraps around")),
-        ([nd.LCNLayer(3)], ("lcn1", "its two stages exchange means")),
+        ([nd.LCNLayer(3, min_deviation="mean")], ("lcn1", "sums over the whole image")),
+        ([nd.LCNLayer(11, padding_mode="reflect")], ("lcn1", "its two stages exchange means")),
+        (
+            [nd.LocalFilteringLayer(2, 3)],
+            ("local_filtering1", "each tile keeps the weights of its own outputs alone"),
+        ),
     ):
         model = nd.Convnet(layers)
         assert list(not_in_blocks(model.plan((9, 9, 1)).graph)) == [name]
