@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -64,6 +65,13 @@ def pytest_runtest_makereport(item):
             job = MPITransport(MPI.COMM_WORLD)
         print(f"\nrank {job.rank}: {item.nodeid}\n{report.longreprtext}", flush=True)
         job.abort(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """The garbage collector does not look again at what is there for all tests: it takes half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

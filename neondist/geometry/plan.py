@@ -81,6 +81,7 @@ class HaloPlan(TransferPlan):
         return self.buffer.outside(self.own if self.overlaps else Box.of(self.extent))
 
     @classmethod
+    @lru_cache(maxsize=1024)  # virtual ranks, and every look at the same model, ask for the same
     def of(cls, partition: Partition, window: Window, tile: int, outputs: Partition | None = None) -> HaloPlan:
         """Return the plan of `tile` when `window` slides over the image that `partition` cuts.
 

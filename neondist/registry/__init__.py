@@ -7,6 +7,7 @@ do, and nothing has to be filled in at import time.
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 from ..errors import ConfigError
@@ -15,6 +16,9 @@ from .fields import fields
 from .names import below, named, suggest
 
 __all__ = ["Distributed", "Registered", "dist_class", "registered", "serial_class", "suggest"]
+
+
+_signature = lru_cache(maxsize=1024)(inspect.signature)
 
 
 class Registered:
@@ -27,7 +31,7 @@ class Registered:
         self._arguments = {}
         if cls.__init__ is object.__init__:  # no arguments; its signature would be parsed from text
             return self
-        bound = inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs)
+        bound = _signature(cls.__init__).bind_partial(self, *args, **kwargs)
         given = dict(list(bound.arguments.items())[1:])
         check_arguments(cls, given | given.pop("kwargs", {}))
         bound.apply_defaults()

@@ -17,8 +17,10 @@ from .fields import fields, hints_of
 from .names import below, named, suggest
 from .words import bases, looked_up_once, members, ranges, words
 
+Check = Callable[[Any], bool]
 _NUMBERS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
-
+_OF_ITSELF = frozenset((int, float, bool, str, type(None)))
+"""types of which most arguments are; what is of exactly such a type needs no further look"""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,7 +31,10 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
     Numbers and sequences of NumPy are numbers and lists; a hint that says something else than a file could is not
     looked at.
     """
-    _check(cls.__name__, {name: field.hint for name, field in fields(cls).items()}, given)
+    known = fields(cls)
+    for name, value in given.items():
+        if name in known and not fits(value, known[name].hint):
+            raise _misfit(cls.__name__, name, value, known[name].hint)
 
 
 def checked(function: Function) -> Function:
@@ -38,27 +43,31 @@ def checked(function: Function) -> Function:
     who = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
     parameters = inspect.signature(function).parameters.values()
     names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    hints = functools.cache(lambda: hints_of(function))  # later: a hint may name what comes after it
+
+    @functools.cache  # later: a hint may name what comes after it
+    def checks() -> dict[str, tuple[Check, Any]]:
+        return {name: (check_of(hint), hint) for name, hint in hints_of(function).items()}
 
     @functools.wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}  # what is too much, the call itself tells
-        _check(who, hints(), {name: value for name, value in given.items() if _is_plain(value)})
+        known = checks()
+        for given in zip(names, args, strict=False), kwargs.items():  # what is too much, the call itself tells
+            for name, value in given:
+                if name in known and not known[name][0](value) and _is_plain(value):
+                    raise _misfit(who, name, value, known[name][1])
         return function(*args, **kwargs)
 
     return cast(Function, checking)
 
 
-def _check(who: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if name in hints and not fits(value, hints[name]):
-            path, item, hint = _deepest(name, value, hints[name])
-            raise ConfigError(f"{who}: {path}: {expected(item, hint)}")
+def _misfit(who: str, name: str, value: Any, hint: Any) -> ConfigError:
+    path, item, hint = _deepest(name, value, hint)
+    return ConfigError(f"{who}: {path}: {expected(item, hint)}")
 
 
 def fits(value: Any, hint: Any) -> bool:
     """Tell whether a value is what a type hint asks for."""
-    return any(_fits(value, member) for member in members(hint)) and within(value, hint)
+    return check_of(hint)(value)
 
 
 def within(value: Any, hint: Any) -> bool:
@@ -67,33 +76,56 @@ def within(value: Any, hint: Any) -> bool:
 
 
 @looked_up_once
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    return typing.get_origin(hint), typing.get_args(hint)
+def check_of(hint: Any) -> Check:
+    """Return what tells whether a value is what a type hint asks for: it is worked out once, not for each value."""
+    kinds, limits = members(hint), ranges(hint)
+    checks = [_check_of(kind) for kind in kinds]
+    exact = frozenset() if limits else _OF_ITSELF.intersection(kinds)
+
+    def check(value: Any) -> bool:
+        if type(value) in exact:
+            return True
+        return any(one(value) for one in checks) and all(limit.allows(value) for limit in limits)
+
+    return check
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    origin, args = _parts(hint)
+def _check_of(hint: Any) -> Check:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     kind = origin or hint
+    if origin is typing.Literal:
+        return lambda value: any(value == arg and type(value) is type(arg) for arg in args)
     if hint is Any or hint is object or not isinstance(kind, type):
-        return origin is not typing.Literal or any(value == arg and type(value) is type(arg) for arg in args)
+        return lambda value: True
     if kind is bool:
-        return _is_bool(value)
+        return _is_bool
     if kind in _NUMBERS:
-        return isinstance(value, _NUMBERS[kind]) and not _is_bool(value)
+        number = _NUMBERS[kind]
+        return lambda value: isinstance(value, number) and not _is_bool(value)
     if issubclass(kind, os.PathLike):
-        return isinstance(value, str | os.PathLike)
+        return lambda value: isinstance(value, str | os.PathLike)
     if kind is collections.abc.Callable:
-        return callable(value)
+        return callable
+    item = check_of(args[-1]) if args and (issubclass(kind, Mapping) or _of_lists(hint)) else None
     if issubclass(kind, Mapping):
-        return isinstance(value, Mapping) and all(fits(item, args[-1]) for item in value.values() if args)
-    if kind is collections.abc.Iterable and not hasattr(value, "__len__"):
-        return isinstance(value, collections.abc.Iterable)  # what is made while it is used
+        return lambda value: isinstance(value, Mapping) and (item is None or all(map(item, value.values())))
     if _of_lists(hint):
-        return _is_list(value) and all(fits(item, args[0]) for item in value if args)
-    try:
-        return isinstance(value, kind)
-    except TypeError:  # a protocol: the class itself has to judge
-        return True
+        endless = kind is collections.abc.Iterable  # also what is made while it is used
+
+        def check_list(value: Any) -> bool:
+            if endless and not hasattr(value, "__len__"):
+                return isinstance(value, collections.abc.Iterable)
+            return _is_list(value) and (item is None or all(map(item, value)))
+
+        return check_list
+
+    def check_instance(value: Any) -> bool:
+        try:
+            return isinstance(value, kind)
+        except TypeError:  # a protocol: the class itself has to judge
+            return True
+
+    return check_instance
 
 
 def _deepest(path: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
