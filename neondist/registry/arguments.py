@@ -78,14 +78,14 @@ def within(value: Any, hint: Any) -> bool:
 @looked_up_once
 def check_of(hint: Any) -> Check:
     """Return what tells whether a value is what a type hint asks for: it is worked out once, not for each value."""
-    kinds, limits = members(hint), ranges(hint)
+    kinds, allowed = members(hint), ranges(hint)
     checks = [_check_of(kind) for kind in kinds]
-    exact = frozenset() if limits else _OF_ITSELF.intersection(kinds)
+    plain = frozenset() if allowed else _OF_ITSELF.intersection(kinds)
 
     def check(value: Any) -> bool:
-        if type(value) in exact:
+        if type(value) in plain:
             return True
-        return any(one(value) for one in checks) and all(limit.allows(value) for limit in limits)
+        return any(one(value) for one in checks) and all(limit.allows(value) for limit in allowed)
 
     return check
 
