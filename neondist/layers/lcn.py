@@ -141,7 +141,9 @@ class LCNLayer(Layer):
         divisor = ctx.xp.maximum(ctx.sigma, least)
         scale = 1 / ctx.xp.where(divisor != 0, divisor, inf)  # a blank image stays blank
         ctx.save(least=least, scale=scale)
-        return ctx.v[middle(ctx.v, divisor)] * scale
+        y = ctx.out
+        ctx.xp.multiply(ctx.v[middle(ctx.v, divisor)], scale, out=y)
+        return y
 
     def _deviations(self, ctx: StepContext, view: Any) -> None:
         """Keep v for all cells that the view allows, own ones in the middle, and the deviations of these."""
@@ -163,18 +165,20 @@ class LCNLayer(Layer):
         """Return the gradient of the view: through the cell itself, the deviations and the means around it."""
         if not ctx.needs_input_gradient:
             return None
-        kernels, own = self.kernels, middle(ctx.v, dy)
+        kernels = self.kernels
         _, by_sigma = self._by_sigma(ctx, dy)
         if self.sums_image:
             counted = ctx.owned(by_sigma, ctx.output_box)
             counted += self._average(ctx, ctx.reduced)  # least rises with every deviation of the image
         by_square = by_sigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
         dsquares = ctx.scatter_add(self.squares, kernels.separable_spread(by_square, ctx.extents[1], self.taps))
-        dv = ctx.v * (dsquares * (2 / dy.shape[-1]))
-        dv[own] += dy * ctx.scale
-        by_mean = kernels.separable_spread(-self._channel_mean(dv), ctx.extents[0], self.taps)
-        dview = ctx.xp.repeat(ctx.scatter_add(self.means, by_mean), dy.shape[-1], axis=-1)
-        dview[middle(dview, dv)] += dv
+        by_v = dsquares * (2 / dy.shape[-1])
+        mean = by_v * self._channel_mean(ctx.v)  # of the gradient of v, which is never whole in memory
+        mean[middle(mean, dy)] += ctx.scale * self._channel_mean(dy)
+        dview = ctx.out
+        dview[...] = ctx.scatter_add(self.means, kernels.separable_spread(-mean, ctx.extents[0], self.taps))
+        dview[middle(dview, mean)] += ctx.v * by_v
+        dview[middle(dview, dy)] += dy * ctx.scale
         return dview
 
     def _by_sigma(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:

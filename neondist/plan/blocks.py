@@ -119,6 +119,7 @@ class BlockPlan:
             if not cells.trivial
         ]
         beside = KINDS * sum(added) + max(added, default=0)  # kept; and what the kernels take for the largest
+        beside += 2 * max(self.section.saved(number, 8), default=0) // 8  # what a layer saves, and takes for a moment
         ends = COPIES * sum(self._numbers(value, number) for value in (0, self.graph.output))
         return self.section.live_ranges(number).length + beside + ends
 

@@ -176,9 +176,10 @@ class Plan(Sequence[LayerPlan]):
         inputs = self.sections[self.stream is None :]
         kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
         numbers, samples = self.length(tile) + self.strip_length(tile) + kept, self._held_samples(replica)
-        saved = 0 if self.stream is None else self.stream.saved(tile, self.itemsize)
-        saved += max((section.saved(tile, self.itemsize) for section in self.sections), default=0)
-        return (numbers * self.itemsize + saved) * samples
+        beside = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
+        if self.stream is not None:
+            beside += self.stream.saved(tile, self.itemsize) + self.stream.most_held(tile, self.itemsize)
+        return (numbers * self.itemsize + beside) * samples
 
     @property
     def needed(self) -> int:
@@ -195,17 +196,17 @@ class Plan(Sequence[LayerPlan]):
         return max((section.live_ranges(tile).length for section in self.sections), default=0)
 
     def strip_length(self, tile: int) -> int:
-        """Return the numbers of a sample that strips need beside it, one at a time."""
-        streamed = 0 if self.stream is None else self.stream.most_held(tile) + self.stream.kept(tile)
-        return streamed + max((segment.length(tile) for segment in self.segments), default=0)
+        """Return the numbers of a sample that segments need beside it, one at a time, and that a stream keeps."""
+        kept = 0 if self.stream is None else self.stream.kept(tile)
+        return kept + max((segment.length(tile) for segment in self.segments), default=0)
 
     @property
     def streamed(self) -> int:
         """Bytes of a strip of the stream on the rank that needs most."""
         if self.stream is None:
             return 0
-        held = max(self.stream.most_held(tile) for tile in range(self.grid.tiles))
-        return held * self._held_samples(0) * self.itemsize
+        held = max(self.stream.most_held(tile, self.itemsize) for tile in range(self.grid.tiles))
+        return held * self._held_samples(0)
 
     @property
     def segments(self) -> list[Segment]:

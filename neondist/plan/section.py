@@ -75,14 +75,14 @@ class PlannedSection:
         numbers = [prod(shape) for shape in self.tile_shapes(tile)]
         return plan_memory(self.graph, held, windowed, in_place, numbers, self.gradient, self.backward)
 
-    def saved(self, tile: int, itemsize: int) -> int:
-        """Return the bytes of a sample that layers save on a tile's rank beside their views and outputs."""
-        found = 0
+    def saved(self, tile: int, itemsize: int) -> list[int]:
+        """Return the bytes of a sample that each layer saves on a tile's rank beside its view and outputs."""
+        found = []
         for step in self.graph.steps:
             if step.layer is not None:
                 few, numbers = step.layer.saves_beside or (0, 0)
                 cells = self.placed[id(step.layer)].tile(tile).size
-                found += cells * self.graph.shapes[step.output][-1] * (few + numbers * itemsize)
+                found.append(cells * self.graph.shapes[step.output][-1] * (few + numbers * itemsize))
         return found
 
     def added_to(self, tile: int) -> list[tuple[HaloPlan, int]]:

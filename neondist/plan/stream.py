@@ -285,33 +285,37 @@ class Stream:
         return dict(zip(self.grid.of_tile(tile, ndim), range(first, first + count), strict=True))
 
     def length(self, tile: int) -> int:
-        """Return the numbers of a sample that the largest strip needs."""
+        """Return the numbers of a sample that the arrays of the largest strip need."""
+        return max(self.section.live_ranges(at).length for at in self._unlike(tile))
+
+    def _unlike(self, tile: int) -> list[int]:
+        """Return the numbers of strips that differ in more than their place."""
         maps = [(cells, cells.extent[0]) for cells in self.cells if cells.extent]
         numbers, alike = self._numbers(tile), dict[tuple[object, ...], int]()
         for at in self.strips(tile):
             ranges = [(cells.range(0, numbers[at]), n) for cells, n in maps]
             alike.setdefault(tuple((hi - lo, lo == 0, hi == n) for (lo, hi), n in ranges), at)  # ends are padded
-        return max(self.section.live_ranges(at).length for at in alike.values())
+        return list(alike.values())
 
-    def held(self, tile: int) -> int:
-        """Return the same with its part of the image, as it is read and as it is normalised."""
-        image = max(self.cells[0].box(at).size for at in self.strips(tile)) * self.graph.shapes[0][-1]
-        return self.length(tile) + 2 * image + self._added_to(tile)
+    def held(self, tile: int, itemsize: int) -> int:
+        """Return the bytes of a sample that the largest strip needs, its image as it is read and normalised, too."""
+        found, channels = [], self.graph.shapes[0][-1]
+        for at in self._unlike(tile):
+            added = sum(cells.buffer.size * each for cells, each in self.section.added_to(at))  # and its gradient
+            numbers = self.section.live_ranges(at).length + 2 * (self.cells[0].box(at).size * channels + added)
+            saved = self.section.saved(at, itemsize)
+            found.append(numbers * itemsize + sum(saved) + max(saved))  # the largest takes as much for a moment
+        return max(found)
 
-    def most_held(self, tile: int) -> int:
+    def most_held(self, tile: int, itemsize: int) -> int:
         """Return the same with that below its cuts, one at a time."""
-        return max(part.held(tile) for part in self.parts)
+        return max(part.held(tile, itemsize) for part in self.parts)
 
     def kept(self, tile: int) -> int:
         """Return the numbers of a sample that are kept of gradients: of the cut above and of the one below."""
         cut = [part for part in self.parts if part.wide is not None]
         sizes = [part.wide.box(tile).size * part.graph.shapes[part.graph.output][-1] for part in cut]  # type: ignore[union-attr]
         return max(one + other for one, other in pairwise([0, *sizes, 0]))
-
-    def _added_to(self, tile: int) -> int:
-        """Return the numbers beside it of what layers add to whose halo adds, and of its gradient."""
-        added = (self.section.added_to(at) for at in self.strips(tile))
-        return max(sum(2 * cells.buffer.size * channels for cells, channels in each) for each in added)
 
 
 def _leaves(step: Step) -> bool:
