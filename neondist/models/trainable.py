@@ -141,6 +141,10 @@ class Whole(Registered, Trainable, ABC):
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the output for its tile of the images."""
 
+    def cost_of_cells(self) -> Any:
+        """Return the cost such that sums over boxes of an image's cells, whole samples or not, add up."""
+        return self.cost
+
     def summary(
         self,
         input_shape: Sequence[int] | None = None,

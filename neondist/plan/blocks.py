@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from math import gcd, lcm, prod
+from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Overlapping
@@ -47,20 +48,18 @@ class BlockPlan:
 
     def __init__(self, graph: Graph, size: Sequence[int]) -> None:
         self.graph, self.size = graph, tuple(size)
-        extent = graph.shapes[graph.output][:-1]
-        cuts = [
-            tuple((lo, min(lo + each, n)) for lo in range(0, n, each))
-            for n, each in zip(extent, self.size, strict=True)
-        ]
-        counts = [len(axis) for axis in cuts]
-        planes, rows, cols = [*[1] * (3 - len(counts)), *counts]
+        blocks = cut_into(graph.shapes[graph.output][:-1], self.size)
+        planes, rows, cols = [*[1] * (3 - len(blocks.parts)), *blocks.parts]
         self.grid = GridShape(1, rows, cols, planes)
-        blocks = Overlapping(extent, tuple(counts), prod(counts), tuple(cuts))
         shapes = graph.shapes
         self.cells = trace(graph, blocks, lambda layer, outputs, value: needed_by(layer, outputs, shapes[value]))
 
     def __len__(self) -> int:
         return self.grid.tiles
+
+    def coords(self, number: int) -> tuple[int, ...]:
+        """Return a block's place among the others."""
+        return self.cells[0].coords(number)
 
     def output(self, number: int) -> Box:
         """Return the cells of the output that a block is."""
@@ -77,7 +76,7 @@ class BlockPlan:
 
     def kind(self, number: int) -> tuple[int, ...]:
         """Return what is the same for blocks that differ in nothing but their place."""
-        return tuple(kinds[at] for kinds, at in zip(self._kinds, self.cells[0].coords(number), strict=True))
+        return tuple(kinds[at] for kinds, at in zip(self._kinds, self.coords(number), strict=True))
 
     @cached_property
     def largest(self) -> int:
@@ -100,7 +99,7 @@ class BlockPlan:
         parts = self.cells[0].parts
         longest = [max(range(count), key=lambda part: self._extent(axis, part)) for axis, count in enumerate(parts)]
         ends = (sorted({0, at, count - 1}) for at, count in zip(longest, parts, strict=True))
-        return [_number(place, parts) for place in product(*ends)]
+        return [number_of(place, parts) for place in product(*ends)]
 
     def _extent(self, axis: int, part: int) -> int:
         ranges = (cells.range(axis, part) for cells in self.cells)
@@ -154,6 +153,15 @@ class BlockPlan:
         return tuple(found)
 
 
+def cut_into(extent: Extent, size: Extent) -> Overlapping:
+    """Return blocks of a size; those at the end of an axis may be smaller."""
+    cuts = tuple(
+        tuple((lo, min(lo + each, n)) for lo in range(0, n, each)) for n, each in zip(extent, size, strict=True)
+    )
+    counts = tuple(len(axis) for axis in cuts)
+    return Overlapping(extent, counts, prod(counts), cuts)
+
+
 def paces(graph: Graph) -> list[list[Ratio | None]]:
     """Return, for every axis and value, a and b: blocks that lie b outputs further need cells a further.
 
@@ -182,7 +190,8 @@ def _period(ratios: Sequence[Ratio | None]) -> int:
     return lcm(*(ratio[1] for ratio in ratios if ratio is not None))
 
 
-def _number(place: Sequence[int], parts: Sequence[int]) -> int:
+def number_of(place: Sequence[int], parts: Sequence[int]) -> int:
+    """Return the number of the block at a place."""
     found = 0
     for at, count in zip(place, parts, strict=True):
         found = found * count + at
@@ -220,10 +229,24 @@ def fitted_blocks(graph: Graph, size: Sequence[int], numbers: int, itemsize: int
     ConfigError
         Not even the smallest blocks fit: it names the layer that needs most, and how much it takes.
     """
-    extent, periods = graph.shapes[graph.output][:-1], [_period(ratios) for ratios in paces(graph)]
+    periods = [_period(ratios) for ratios in paces(graph)]
+    extent = graph.shapes[graph.output][:-1]
+    return fitted(lambda size: BlockPlan(graph, size), extent, size, numbers, itemsize, periods)
+
+
+def fitted(
+    blocks: Callable[[Sequence[int]], Any],
+    extent: Extent,
+    size: Sequence[int],
+    numbers: int,
+    itemsize: int = 1,
+    periods: Sequence[int] | None = None,
+) -> Any:
+    """Return `blocks` of at most this size, those of which the largest takes no more than so many numbers."""
+    periods = periods or [1] * len(extent)
     size = [_rounded(*each) for each in zip(size, extent, periods, strict=True)]
     while True:
-        plan = BlockPlan(graph, size)
+        plan = blocks(size)
         if plan.largest <= numbers:
             return plan
         halves = [_rounded((each + 1) // 2, *more) for each, *more in zip(size, extent, periods, strict=True)]

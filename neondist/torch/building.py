@@ -226,9 +226,7 @@ def _own(atom: Atom) -> tuple[int | None, list[list[Range]]]:
 
 def _alike_cut(dim: Dim, target: Dim) -> bool:
     """Tell whether a dimension, if it is cut at all, is made of the same atoms as another, and does not broadcast."""
-    if not axes_of((dim,)) or dim == target:
-        return True
-    return shape_of((dim,)) != (1,) and [a.extent for a in dim] == [a.extent for a in target]
+    return not axes_of((dim,)) or [a.extent for a in dim] == [a.extent for a in target]
 
 
 def _aligned(dim: Dim, problem: Unaligned, mesh: Mesh) -> Dim:

@@ -134,6 +134,7 @@ def lowered(
     gather_at: Sequence[str] = (),
     schemes: Mapping[str, ExchangePolicy] | None = None,
     recompute: bool = False,
+    lowering: Lowering | None = None,
 ) -> tuple[TorchPlan, Any]:
     """Return the plan of a program for one rank, and the tree of its outputs.
 
@@ -147,8 +148,10 @@ def lowered(
         Of modules' windows; default: exact.
     recompute : bool
         Whether the way back runs segments again.
+    lowering : Lowering, optional
+        What makes the plan.
     """
-    lowering, signature = Lowering(mesh, rank), program.graph_signature
+    lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     parameters: dict[str, int] = {}
     buffers: dict[str, int] = {}

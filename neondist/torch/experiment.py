@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -20,12 +22,15 @@ from ..geometry import GridShape
 from ..halo import GlobalArray
 from ..io.output import WEIGHTS
 from ..layers import Layer, Parameter
+from ..memory import as_bytes
 from ..models import Whole
 from ..parallel import HEADER, AllReduce, Flag, ParameterShard
+from ..plan.blocks import COPIES
 from ..registry.ranges import Count, Index
 from ..rng import key
 from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor, first
+from .blocks import ModuleBlocks, Traced
 from .by_name import TorchLoss, TorchOptimizer, called, unwrapped
 from .capture import captured, lowered
 from .checks import check_gather_at
@@ -56,8 +61,14 @@ class ModulePlan:
     input_shape: tuple[int, ...]
     batch_size: int
     steps: TorchPlan
+    weights: int
     streams = False
     wide_tiles = None
+
+    def needed(self) -> int:
+        """Return the bytes of a rank in a pass without a way back, weights, images and outputs included."""
+        ends = self.steps.inputs[0], self.output.id
+        return self.weights + self.steps.peak()[0] + COPIES * sum(self.steps.values[end].nbytes for end in ends)
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -151,6 +162,7 @@ class TorchModel(Whole):
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.slots: dict[str, Any] = {}
         self._plans: dict[Any, ModulePlan] = {}
+        self._programs: dict[Any, Any] = {}
         self._feed = unwrapped(self._arguments["feed"] or channels_first)
 
     def __str__(self) -> str:
@@ -164,9 +176,10 @@ class TorchModel(Whole):
         strips: int | Literal["auto"] | None = None,
         memory: int | str | None = None,
     ) -> None:
-        """Say whether to recompute; refuse what is for layers alone."""
+        """Say whether to recompute, and what `predict` may take; refuse what is for layers alone."""
         self.recompute = self.recompute if recompute is None else recompute
-        given = {"accumulate": accumulate, "sync": sync, "strips": strips, "memory": memory}
+        self.memory = self.memory if memory is None else as_bytes("memory", memory)
+        given = {"accumulate": accumulate, "sync": sync, "strips": strips}
         for name in (name for name, value in given.items() if value is not None and value is not False):
             raise ConfigError(f"{name}: is for layers of neondist, and a TorchModel has none; leave it out")
 
@@ -189,12 +202,38 @@ class TorchModel(Whole):
             mesh = Mesh.of(grid, len(input_shape) - 1)
             check_gather_at(module, self.gather_at)
             schemes = chosen(self.scheme, dict(module.named_modules()), self.recompute)
-            program = captured(module.train(), [(shape, DTYPES[str(self.dtype)])])
-            steps, _ = lowered(program, mesh, 0, [cut(shape, mesh)], self.gather_at, schemes, self.recompute)
+            steps, _ = lowered(
+                self._program(shape, True), mesh, 0, [cut(shape, mesh)], self.gather_at, schemes, self.recompute
+            )
             if not any(isinstance(out, int) for out in steps.outputs):
                 raise ConfigError("factory: the module returns no tensor")
-            self._plans[input_shape, grid, batch] = ModulePlan(grid, input_shape, batch, steps)
+            weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+            self._plans[input_shape, grid, batch] = ModulePlan(grid, input_shape, batch, steps, weights)
         return self._plans[input_shape, grid, batch]
+
+    def resize(self, input_shape: Sequence[int]) -> None:
+        """Take images of another extent than `shape` says."""
+        if self.shape is not None:
+            self.shape = [self.shape[0], *input_shape[:-1]]
+
+    def in_blocks(self, input_shape: Sequence[int], remedy: str) -> Traced:
+        """Return what computes any box of the output from the cells that it depends on.
+
+        Raises
+        ------
+        UnsupportedOperator
+            The module sees more than a bounded neighbourhood; the message ends with the remedy.
+        """
+        shape, dtype = (1, *self._sample_shape(tuple(input_shape))), DTYPES[str(self.dtype)]
+        return Traced(self._program(shape, False), shape, dtype, self.gather_at, remedy)
+
+    def block(self, blocks: ModuleBlocks, number: int, x: Any) -> np.ndarray:
+        """Return a block of the output, given the cells of the image that it depends on, channels last."""
+        module = self._module()
+        tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        with torch.no_grad(), self._about():
+            features, _ = self._fed(x, None, 1)
+            return _channels_last(blocks.run(number, features, *map(dict, tensors)))
 
     def build(
         self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Any = None
@@ -265,6 +304,12 @@ class TorchModel(Whole):
         y = _channels_last(output)
         return y, _metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
+    def cost_of_cells(self) -> LossOfCells:
+        """Return the loss such that sums over boxes of an image's cells add up; ConfigError if they do not."""
+        if self._arguments["feed"] is not None:
+            raise ConfigError("feed: makes labels of whole images; evaluate without --block, and with memory for them")
+        return LossOfCells(self.cost)
+
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the first output, channels last."""
         batch = batch_size or self.batch_size
@@ -328,6 +373,12 @@ class TorchModel(Whole):
                 self.cost.criterion.to(DTYPES[str(self.dtype)])
         return self.module
 
+    def _program(self, shape: tuple[int, ...], training: bool) -> Any:
+        if (shape, training) not in self._programs:
+            module = self._module().train(training)
+            self._programs[shape, training] = captured(module, [(shape, DTYPES[str(self.dtype)])])
+        return self._programs[shape, training]
+
     def _sample_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = tuple(self.shape or (input_shape[-1], *input_shape[:-1]))
         if shape[1:] != input_shape[:-1]:
@@ -362,7 +413,7 @@ class TorchModel(Whole):
     def _fed(self, x: Any, targets: Any, batch: int) -> tuple[torch.Tensor, Any]:
         """Return what `feed` gives; if it fails on one rank, or gives something wrong, so does this on all."""
         lo, hi = self.grid.sample_range(batch)
-        expected = hi - lo, self._sample_shape(self.input_shape)[0], *self.input.own.shape
+        expected = hi - lo, self._sample_shape(self.input_shape)[0], *x.shape[1:-1]
         with all_or_none(self.grid.world) if self.grid.size > 1 else nullcontext():
             found = called("feed", self._feed, x, targets)
             if not isinstance(found, tuple) or len(found) != 2:
@@ -407,6 +458,36 @@ class TorchModel(Whole):
         except UserError as error:
             error.args, error.subject = (f"{field}{error}",), self
             raise
+
+
+class LossOfCells:
+    """A loss of outputs and labels (n, *cells, C), as the sum over cells and what their mean divides it by."""
+
+    weighted = True
+
+    def __init__(self, loss: TorchLoss) -> None:
+        self.ignore_index, self._weights = loss.ignore_index, getattr(loss.criterion, "weight", None)
+        if getattr(loss.criterion, "reduction", None) != "mean":
+            raise ConfigError("loss: is no mean over cells, and needs whole images; give more memory, or ranks")
+        self._sum = copy(loss.criterion)
+        self._sum.reduction = "sum"
+
+    def sums_for(self, y_shape: tuple[int, ...]) -> int:
+        """Return 0: nothing is summed over a sample first."""
+        return 0
+
+    def value(self, y: np.ndarray, targets: np.ndarray) -> float:
+        """Return the sum."""
+        return float(self._sum(*channels_first(y, targets)))
+
+    def weight(self, shape: Sequence[int], targets: np.ndarray) -> float:
+        """Return the weights of all labels that count; of a loss that knows no labels, how many numbers there are."""
+        if self.ignore_index is None:
+            return float(prod(shape))
+        if targets.ndim == len(shape):
+            return float(prod(shape[:-1]))
+        labels = torch.from_numpy(targets[targets != self.ignore_index])
+        return float(len(labels) if self._weights is None else self._weights[labels].sum(dtype=torch.float64))
 
 
 class Owned:

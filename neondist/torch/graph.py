@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import isqrt
+from math import isqrt, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,11 @@ class Value:
     def shape(self) -> Shape:
         """The global shape."""
         return shape_of(self.layout)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part."""
+        return prod(self.local) * self.dtype.itemsize
 
 
 @dataclass(eq=False)

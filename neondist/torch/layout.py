@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..geometry import GridShape, split
 
@@ -18,11 +18,15 @@ Shape = tuple[int, ...]
 
 
 class Atom(NamedTuple):
-    """A range of indices, whole on every rank, or cut: part p of `axis` has those of [bounds[p], bounds[p + 1])."""
+    """A range of indices, whole on every rank, or cut: part p of `axis` has those of [bounds[p], bounds[p + 1]).
+
+    Where a block is computed alone (blocks.py), `origin` says which cut these bounds come from, and the factor between.
+    """
 
     extent: int
     axis: int | None = None
     bounds: tuple[int, ...] | None = None
+    origin: tuple[Any, int] | None = None
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -38,7 +42,8 @@ class Atom(NamedTuple):
     def scaled(self, factor: int) -> Atom:
         """Return the atom whose every index has become `factor` of them, one after the other."""
         bounds = None if self.bounds is None else tuple(b * factor for b in self.bounds)
-        return Atom(self.extent * factor, self.axis, bounds)
+        origin = None if self.origin is None else (self.origin[0], self.origin[1] * factor)
+        return Atom(self.extent * factor, self.axis, bounds, origin)
 
 
 Dim = tuple[Atom, ...]
@@ -253,6 +258,8 @@ def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:
     minor = atom.extent // major
     if atom.bounds is None:
         return Atom(major), Atom(minor)
-    if any(bound % minor for bound in atom.bounds):
+    # of a block the bounds are not known yet: its factor tells what they are multiples of
+    if any(bound % minor for bound in (atom.bounds if atom.origin is None else atom.origin[1:])):
         raise Unaligned(atom, minor)
-    return Atom(major, atom.axis, tuple(bound // minor for bound in atom.bounds)), Atom(minor)
+    origin = None if atom.origin is None else (atom.origin[0], atom.origin[1] // minor)
+    return Atom(major, atom.axis, tuple(bound // minor for bound in atom.bounds), origin), Atom(minor)

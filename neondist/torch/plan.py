@@ -74,6 +74,23 @@ class TorchPlan(TorchGraph):
         made = [self.values[out] for step in self.steps if step.kind not in SAME for out in step.outputs]
         return sum(prod(part_of(value, place)) * value.dtype.itemsize for value in made)
 
+    def peak(self) -> tuple[int, str]:
+        """Return the bytes that live at once in a pass of this rank without a way back, and the step where they do.
+
+        Parameters and buffers are not counted; what a convolution takes for a moment is: as much as its arrays have.
+        """
+        size = [value.nbytes for value in self.values]
+        kept = {*self.parameters.values(), *self.buffers.values(), *self.inputs}
+        live = sum(size[value] for value in self.inputs)
+        found = [(live, "")]
+        for step in self.steps:
+            made, freed = (sum(size[v] for v in values if v not in kept) for values in (step.outputs, step.free))
+            live += made
+            work = sum(size[v] for v in (*step.inputs, *step.outputs)) if "conv" in step.op else 0
+            found.append((live + work, step.name))
+            live -= freed
+        return max(found)
+
     def describe(self) -> str:
         """Return a table of what this rank sends in a training step."""
         table: dict[tuple[str, str], list[int]] = {}

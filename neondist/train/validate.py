@@ -60,6 +60,8 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
     with about(dataset):
         dataset.check()
     with about(model):
+        if model.memory is not None and not model.leaves:
+            raise ConfigError("memory: a module of PyTorch is trained with all activations in memory; leave it out")
         model.room = free_memory() if room is None else room
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         get_backend(model.backend)

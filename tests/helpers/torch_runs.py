@@ -10,7 +10,9 @@ import torch
 
 from neondist import ProcessGrid
 from neondist.comm import loopback
+from neondist.torch import experiment
 from neondist.torch import module as capturing
+from neondist.torch.blocks import Traced
 
 GRIDS = ((1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2), (2, 1, 2), (2, 1, 1))
 """(replicas, rows, cols)"""
@@ -79,6 +81,21 @@ def distributed(module, inputs, gradients, grid, **more):
     return loopback.run(replicas * rows * cols * planes, body, **running)
 
 
+def in_blocks(module, x, size):
+    """Return the first output put together from blocks, what the module gives of the whole, and the blocks."""
+    module = module.to(x.dtype).eval()
+    named = dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers(remove_duplicate=False))
+    program = capturing.captured(module, [(tuple(x.shape), x.dtype)])
+    blocks = Traced(program, tuple(x.shape), x.dtype, (), "whole").blocks(size)
+    with torch.no_grad():
+        expected = next(y for y in torch.utils._pytree.tree_leaves(module(x)) if isinstance(y, torch.Tensor))
+        found = torch.full_like(expected, torch.nan)
+        for number in range(len(blocks)):
+            part = blocks.run(number, x[(..., *blocks.image(number).slices)].clone(), *named)
+            found[(..., *blocks.output(number).slices)] = part
+    return found, expected, blocks
+
+
 def sent(model):
     """Return the bytes that a rank has sent, as its plan tells them."""
     found = Counter()
@@ -136,6 +153,7 @@ def captured_once(programs=None):
     lock = threading.Lock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capturing, "captured", captured)
+        patch.setattr(experiment, "captured", captured)
         yield
 
 

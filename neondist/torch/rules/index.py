@@ -124,6 +124,7 @@ def slice_scatter(
     x, src = (lowering.cut_as(v, replaced(rest, dim, *v.layout[dim])) for v in (x, src))
     if lowering.is_whole(x, dim):
         return lowering.local(lambda a, b: torch.slice_scatter(a, b, dim, start, end, step), [x, src], x.layout)
+    x = lowering.cut_as(x, lowering.common([x.layout]))
     axis = lowering.cut(x, dim)
     out = x.layout[dim][0]
     where = {cell: at for at, cell in enumerate(picked)}

@@ -111,7 +111,8 @@ def attention(
     if dropout_p:
         lowering.refuse("dropout inside of attention")
     query, key, value = (lowering.gathered(t, [-1]) for t in (query, key, value))
-    rows = indices(query.layout[-2], lowering.place)
+    cut = bool(axes_of([query.layout[-2]]))
+    rows = indices(query.layout[-2], lowering.place) if is_causal and cut else []
     batch = lowering.common([t.layout[:-2] for t in (query, key, value)])
     every = (Atom(key.shape[-2]),)
     context = axes_of((*batch, query.layout[-2]))
@@ -123,8 +124,6 @@ def attention(
     rows_and_keys = (*batch, query.layout[-2], every)
     args.append(None if attn_mask is None else _as(lowering, attn_mask, rows_and_keys, context))
     layout = (*batch, query.layout[-2], value.layout[-1])
-
-    cut = bool(axes_of([query.layout[-2]]))
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if is_causal and cut:  # PyTorch would take this rank's first query for that of the image

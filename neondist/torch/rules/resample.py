@@ -10,14 +10,18 @@ import torch.nn.functional as F
 
 from ..layout import Atom, replaced
 from ..registry import rule
-from ..transfer import hull
 
 
 class Taps(NamedTuple):
-    """For each result: the cells that it is made of, and their weights."""
+    """For each result: the cells that it is made of, and their weights, (results, taps)."""
 
-    cells: list[list[int]]
-    weights: list[list[float]] | None
+    cells: torch.Tensor
+    weights: torch.Tensor | None
+
+    def hull(self, lo: int, hi: int) -> tuple[int, int]:
+        """Return the range of cells that some results are made of."""
+        cells = self.cells[lo:hi]
+        return (int(cells.min()), int(cells.max()) + 1) if lo < hi else (0, 0)
 
 
 def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int, int], axes: dict[int, Any]) -> Any:
@@ -25,7 +29,7 @@ def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int,
     wants, starts, atoms = {}, {}, {}
     for dim, tap in taps.items():
         out = atoms[dim] = lowering.mesh.atom(extents[dim], axes[dim])
-        ranges = [(hull([cell for cells in tap.cells[lo:hi] for cell in cells]),) for lo, hi in out.ranges]
+        ranges = [(tap.hull(lo, hi),) for lo, hi in out.ranges]
         starts[dim] = ranges[0 if out.axis is None else lowering.place[out.axis]][0][0]
         wants[dim] = out.axis, ranges
     context = x.axes | {atom.axis for atom in atoms.values() if atom.axis is not None}
@@ -33,9 +37,7 @@ def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int,
     plans = []
     for dim, tap in taps.items():
         lo, hi = atoms[dim].range(lowering.place)
-        index = torch.tensor([[c - starts[dim] for c in cells] for cells in tap.cells[lo:hi]], dtype=torch.int64)
-        weights = None if tap.weights is None else torch.tensor(tap.weights[lo:hi], dtype=torch.float64)
-        plans.append((dim, index, weights))
+        plans.append((dim, tap.cells[lo:hi] - starts[dim], None if tap.weights is None else tap.weights[lo:hi]))
 
     def run(a: torch.Tensor) -> torch.Tensor:
         for dim, index, weights in plans:
@@ -72,40 +74,30 @@ def _scale(n: int, m: int, factor: float | None, align: bool) -> float:
     return 1.0 / factor if factor is not None and factor > 0 else n / m
 
 
-def _source(i: int, scale: float, align: bool) -> float:
-    return scale * i if align else max(0.0, scale * (i + 0.5) - 0.5)
-
-
 def linear(n: int, m: int, factor: float | None, align: bool) -> Taps:
     """Return the taps of linear interpolation from n cells to m; as ATen's UpSample.h reckons them."""
-    scale, cells, weights = _scale(n, m, factor, align), [], []
-    for i in range(m):
-        at = _source(i, scale, align)
-        first = min(int(at), n - 1)
-        second = first + (1 if first < n - 1 else 0)
-        share = min(max(at - first, 0.0), 1.0)
-        cells.append([first, second])
-        weights.append([1.0 - share, share])
-    return Taps(cells, weights)
+    scale, i = _scale(n, m, factor, align), torch.arange(m, dtype=torch.float64)
+    at = scale * i if align else (scale * (i + 0.5) - 0.5).clamp(min=0)
+    first = at.to(torch.int64).clamp(max=n - 1)
+    share = (at - first).clamp(0, 1)
+    return Taps(torch.stack([first, (first + 1).clamp(max=n - 1)], 1), torch.stack([1 - share, share], 1))
 
 
 def cubic(n: int, m: int, factor: float | None, align: bool) -> Taps:
     """Return the taps of cubic interpolation (A = -0.75); as ATen's UpSample.h reckons them."""
-    scale, cells, weights, a = _scale(n, m, factor, align), [], [], -0.75
+    scale, i, a = _scale(n, m, factor, align), torch.arange(m, dtype=torch.float64), -0.75
+    at = scale * i if align else scale * (i + 0.5) - 0.5
+    first = at.floor()
+    t = at - first
 
-    def near(x: float) -> float:
+    def near(x: torch.Tensor) -> torch.Tensor:
         return ((a + 2) * x - (a + 3)) * x * x + 1
 
-    def far(x: float) -> float:
+    def far(x: torch.Tensor) -> torch.Tensor:
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
-    for i in range(m):
-        at = scale * i if align else scale * (i + 0.5) - 0.5
-        first = floor(at)
-        t = at - first
-        cells.append([min(max(first + k, 0), n - 1) for k in (-1, 0, 1, 2)])
-        weights.append([far(t + 1), near(t), near(1 - t), far(2 - t)])
-    return Taps(cells, weights)
+    cells = (first.to(torch.int64)[:, None] + torch.arange(-1, 3)).clamp(0, n - 1)
+    return Taps(cells, torch.stack([far(t + 1), near(t), near(1 - t), far(2 - t)], 1))
 
 
 def nearest(n: int, m: int, factor: float | None, exact: bool) -> Taps:
@@ -113,7 +105,7 @@ def nearest(n: int, m: int, factor: float | None, exact: bool) -> Taps:
     scale = torch.tensor(1.0 / factor if factor else n / m, dtype=torch.float32)
     at = torch.arange(m, dtype=torch.float32)
     found = ((at + 0.5) * scale if exact else at * scale).floor().to(torch.int64).clamp(max=n - 1)
-    return Taps([[int(i)] for i in found], None)
+    return Taps(found[:, None], None)
 
 
 _RANK = {"1d": 1, "2d": 2, "3d": 3}
@@ -175,10 +167,10 @@ def _averaged(lowering: Any, x: Any, dim: int, m: int) -> Any:
     many = axis is not None and m >= 2 * lowering.mesh.parts[axis] and m * 2 >= n
     if many:
         out = lowering.mesh.atom(m, axis)
-        ranges = [((bins[lo][0], bins[hi - 1][1]),) for lo, hi in out.ranges]
+        ranges = [((bins[lo][0], bins[hi - 1][1]) if lo < hi else (0, 0),) for lo, hi in out.ranges]
         view = lowering.view(x, {dim: (axis, ranges)})
         lo, hi = out.range(lowering.place)
-        first, last = bins[lo][0], bins[hi - 1][1]
+        ((first, last),) = ranges[lowering.place[axis]]
         layout = replaced(x.layout, dim, out)
         matrix = _matrix(bins[lo:hi], first, last)
         return lowering.local(lambda a: _applied(a, matrix, dim), [view], layout)

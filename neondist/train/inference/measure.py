@@ -88,7 +88,8 @@ class _Sums:
     """Adds up, block by block, what the cost and the metrics say; of some, sums of each sample over all its blocks."""
 
     def __init__(self, experiment: FitExperiment, route: Route, targets: _Targets, grid: ProcessGrid) -> None:
-        self.cost, self.metrics, self.route, self.targets = experiment.model.cost, experiment.metrics, route, targets
+        self.cost, self.metrics = experiment.model.cost_of_cells(), experiment.metrics
+        self.route, self.targets = route, targets
         self.parts: list[Any] = [part for _, part in parts_of(self.cost)]
         self.grid, samples, shape = grid, len(targets), route.output_shape
         self.tables: dict[Any, np.ndarray] = {}  # (samples, numbers), by cost or metric

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil, prod
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from ...memory import PROCESS, free_memory, share_of, words
 from ...models import Whole
 from ...namespace import to_host
 from ...plan import Plan, Training, compile_plan
-from ...plan.blocks import COPIES, BlockPlan, fitted_blocks, not_in_blocks
+from ...plan.blocks import COPIES, fitted, fitted_blocks, not_in_blocks
 from ...runtime.blocks import Blockwise
 from .images import Images
 
@@ -63,20 +64,29 @@ class Route(Protocol):
 
 
 class InBlocks:
-    """Each rank computes blocks by itself, each from all cells that it depends on."""
+    """Each rank computes blocks by itself, each from all cells that it depends on.
+
+    Parameters
+    ----------
+    model : Whole
+        Built for one of the images, on one rank.
+    plan : BlockPlan, or what is like it
+    run : callable
+        From a block's number and its cells of the image to its output.
+    cache : int
+        Bytes of decoded chunks.
+    """
 
     collective = False
 
-    def __init__(self, model: Any, images: Images, plan: BlockPlan, cache: int) -> None:
+    def __init__(self, model: Any, images: Images, plan: Any, run: Callable[[int, Any], Any], cache: int) -> None:
         images.source.cache, self._across = ChunkCache(cache), self._blocks_in(cache, images, plan)
-        self.images, self.plan, self.dtype = images, plan, model.dtype
-        model.build(images.shape[1:], 1, ProcessGrid.serial(), forward_plan(model, images.shape[1:], GridShape(), 1))
-        self._run = Blockwise(plan, model.context)
+        self.images, self.plan, self._run, self.dtype = images, plan, run, model.dtype
         self.parts, self.output_shape = images.shape[0] * len(plan), model.output_shape
         self.about = ["blocks", list(plan.size)]
 
     @staticmethod
-    def _blocks_in(cache: int, images: Images, plan: BlockPlan) -> int:
+    def _blocks_in(cache: int, images: Images, plan: Any) -> int:
         """Return how many neighbours across can be kept until those below them are read."""
         source, cells = images.source, plan.largest_image.shape
         if source.chunks is None:
@@ -91,7 +101,7 @@ class InBlocks:
 
         def place(part: int) -> list[int]:
             sample, number = divmod(part, len(self.plan))
-            first, *others = self.plan.cells[0].coords(number)
+            first, *others = self.plan.coords(number)
             return [sample, *(at // self._across for at in others), first, *others]
 
         return sorted(parts, key=place)
@@ -103,9 +113,7 @@ class InBlocks:
 
     def outputs(self, part: int, x: np.ndarray) -> np.ndarray:
         """Return a block."""
-        y: np.ndarray = to_host(
-            self._run.run(part % len(self.plan), self._run.context.backend.from_host(x, self.dtype))
-        )
+        y: np.ndarray = to_host(self._run(part % len(self.plan), x))
         return y
 
     def place(self, part: int) -> tuple[range, Box]:
@@ -181,20 +189,15 @@ def choose(
     batch = max(grid.replicas, min(batch, images.shape[0] if images.stacked else 1))
     if before is not None and block is None:
         batch, block = (before[1], None) if before[0] == "whole" else (batch, max(before[1]))
-    if not model.leaves:  # a module of PyTorch has a plan of its own
-        if block is not None:
-            raise ConfigError(f"block: {model} sees whole images; leave out --block")
-        return InTiles(model, images, batch, grid, None)
+    limit = grid.world.bcast(_limit(memory, grid.size))
+    if not model.leaves:
+        return _choose_module(model, images, grid, batch, block, limit)
     graph = forward_plan(model, shape).graph
     whole = next(not_in_blocks(graph), None)
     if block is not None and whole is not None:
         raise ConfigError(f"block: layer '{whole[0]}' cannot go block by block ({whole[1]}); leave out --block")
-    limit = grid.world.bcast(_limit(memory, grid.size))
     if block is None:
-        plan = forward_plan(model, shape, grid.shape, batch)
-        while _needed(plan) > limit and batch > grid.replicas:
-            batch = max(grid.replicas, batch // 2)
-            plan = forward_plan(model, shape, grid.shape, batch)
+        plan, batch = _halved(lambda batch: forward_plan(model, shape, grid.shape, batch), _needed, batch, grid, limit)
         if _needed(plan) > limit and whole is not None:
             if memory is None:
                 raise ConfigError(
@@ -206,10 +209,57 @@ def choose(
         if whole is not None or _needed(plan) <= limit:
             return InTiles(model, images, batch, grid, plan)
     alone = forward_plan(model, shape)
-    cache = 0 if images.source.chunks is None else min(CACHE, limit // 4)
+    cache = _cache(images, limit)
     numbers = (limit - cache - alone.memory(0) + alone.arena(0, 0)) // model.dtype.itemsize
-    sizes = [block or BLOCK[len(shape) - 1]] * (len(graph.shapes[graph.output]) - 1)
-    return InBlocks(model, images, fitted_blocks(graph, sizes, numbers, model.dtype.itemsize), cache)
+    blocks = fitted_blocks(graph, _sizes(block, len(graph.shapes[graph.output]) - 1), numbers, model.dtype.itemsize)
+    model.build(shape, 1, ProcessGrid.serial(), forward_plan(model, shape, GridShape(), 1))
+    computed = Blockwise(blocks, model.context)
+
+    def run(number: int, x: np.ndarray) -> Any:
+        return computed.run(number, model.context.backend.from_host(x, model.dtype))
+
+    return InBlocks(model, images, blocks, run, cache)
+
+
+def _choose_module(model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, limit: int) -> Route:
+    """Return the route of a module of PyTorch, as `choose` does."""
+    shape = images.shape[1:]
+    model.resize(shape)
+    plan, batch = _halved(
+        lambda batch: model.plan(shape, grid.shape, batch), lambda plan: plan.needed(), batch, grid, limit
+    )
+    needed = plan.needed()
+    if block is None and needed <= limit:
+        return InTiles(model, images, batch, grid, plan)
+    remedy = f"leave out --block: whole, a rank needs {words(needed)}"
+    if block is None:
+        remedy = f"whole, a rank needs {words(needed)}, and has {words(limit)}; use more ranks, or give more --memory"
+    traced, cache = model.in_blocks(shape, remedy), _cache(images, limit)
+    sizes, left = _sizes(block, len(traced.extent)), limit - cache - plan.weights
+    blocks = fitted(traced.blocks, traced.extent, sizes, left)
+    model.build(shape, 1, ProcessGrid.serial())
+    return InBlocks(model, images, blocks, partial(model.block, blocks), cache)
+
+
+def _halved(
+    plan_of: Callable[[int], Any], needed: Callable[[Any], int], batch: int, grid: ProcessGrid, limit: int
+) -> tuple[Any, int]:
+    """Return the plan for as many samples as fit, and how many they are."""
+    plan = plan_of(batch)
+    while needed(plan) > limit and batch > grid.replicas:
+        batch = max(grid.replicas, batch // 2)
+        plan = plan_of(batch)
+    return plan, batch
+
+
+def _cache(images: Images, limit: int) -> int:
+    """Return the bytes of decoded chunks that a rank may keep."""
+    return 0 if images.source.chunks is None else min(CACHE, limit // 4)
+
+
+def _sizes(block: int | None, axes: int) -> list[int]:
+    """Return the cells along each axis that a block has at most."""
+    return [block or BLOCK[axes]] * axes
 
 
 def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape | None = None, batch: int | None = None) -> Plan:

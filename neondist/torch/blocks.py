@@ -1,0 +1,383 @@
+"""A captured module block after block of its output, each from all cells that it depends on, without messages.
+
+The rules that distribute the module lower it here for one rank that has but a block of every value. Which cells those
+are follows backwards: the rules are run again from the last to the first, each for the cells that are needed of its
+results, and what their views want to see is needed of their arguments. Zeros are padded at the image's true borders
+alone, and the numbers are those of the whole image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+
+from ..comm import ProcessGrid
+from ..geometry import Box
+from ..plan.blocks import COPIES, cut_into, number_of
+from .building import Ranges
+from .capture import lowered
+from .errors import UnsupportedOperator
+from .graph import Value
+from .layout import Atom, Layout, Mesh, Shape, axes_of
+from .lower import Lowering
+from .plan import TorchPlan
+from .run import Runner
+from .steps import Where
+from .transfer import Range, hull
+from .wires import Wires
+
+Cut = tuple[int, int]
+"""The number of a rule's call, and that of a cut which it asks for."""
+_WHY = {
+    "gather": "it sees the whole image",
+    "sum": "it sums over the whole image",
+    "max": "it compares the whole image",
+    "norm": "it normalises by sums over the whole image",
+}
+
+
+class Cuts:
+    """The range that a block has of each cut; before any block is known, all.
+
+    Attributes
+    ----------
+    ranges : dict of Cut to Range, or None
+    grown : set of int
+        The calls of which a cut has grown.
+    """
+
+    def __init__(self, ranges: dict[Cut, Range] | None = None) -> None:
+        self.ranges, self.grown = ranges, set[int]()
+        self.begin(0)
+
+    def begin(self, call: int) -> None:
+        """Take note that a rule is called."""
+        self._next: Cut = call, 0
+
+    def atom(self, extent: int, axis: int) -> Atom:
+        """Return the next cut of a rule."""
+        this = self._next
+        self._next = this[0], this[1] + 1
+        return Atom(extent, axis, (0, extent) if self.ranges is None else self.ranges.get(this, (0, 0)), (this, 1))
+
+    def need(self, atom: Atom, lo: int, hi: int) -> None:
+        """Take note that indices of a dimension are needed."""
+        if self.ranges is None or atom.origin is None or lo == hi:
+            return
+        this, factor = atom.origin
+        known = self.ranges.get(this, ())
+        found = hull([*known[:1], *(at - 1 for at in known[1:]), lo // factor, (hi - 1) // factor])
+        if found != known:
+            self.ranges[this] = found
+            self.grown.add(this[0])
+
+
+@dataclass(frozen=True)
+class BlockMesh(Mesh):
+    """One rank that has but a block."""
+
+    cuts: Cuts
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """All that are spatial: the others' cells are nowhere."""
+        return frozenset(range(1, len(self.parts)))
+
+    def atom(self, extent: int, axis: int | None) -> Atom:
+        """Return a cut of its own for each value, which may need less than those that it is made of."""
+        return self.cuts.atom(extent, axis) if axis else Atom(extent)
+
+
+class Call(NamedTuple):
+    """A rule that was called, and what it gave."""
+
+    number: int
+    target: Any
+    args: Any
+    kwargs: Any
+    where: Where
+    out: Any
+    found: Any
+
+
+class BlockLowering(Lowering):
+    """Lowers for one block; refuses what needs the whole image."""
+
+    mesh: BlockMesh
+
+    def __init__(
+        self, spatial: int, remedy: str, ranges: dict[Cut, Range] | None = None, values: Sequence[Value] = ()
+    ) -> None:
+        self.cuts, self.remedy, self.spatial = Cuts(ranges), remedy, spatial
+        super().__init__(BlockMesh((1,) * (spatial + 1), self.cuts), 0)
+        self.values, self.calls = list(values), list[Call]()
+        self.recorded, self._number = set[int](), 0  # the values that calls have made
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a rule for the first time."""
+        number = self._number = self._number + 1
+        self.cuts.begin(number)
+        steps, calls, where, out = len(self.steps), len(self.calls), self.where, self.out
+        found = super().call(target, args, kwargs)
+        if len(self.calls) == calls and len(self.steps) > steps:  # else it was made of others
+            self.calls.append(Call(number, target, args, kwargs, where, out, found))
+            self.recorded.update(value for step in self.steps[steps:] for value in step.outputs)
+        return found
+
+    def again(self, call: Call, env: Mapping[int, Value]) -> Any:
+        """Call a rule again for the ranges that are known now; `env` has its arguments by their former ids."""
+        self.cuts.begin(call.number)
+        self.where, self.out = call.where, call.out
+        args, kwargs = pytree.tree_map(
+            lambda arg: env.get(arg.id, arg) if isinstance(arg, Value) else arg, (call.args, call.kwargs)
+        )
+        return super().call(call.target, args, kwargs)
+
+    def view(
+        self,
+        value: Value,
+        wants: Ranges,
+        context: Iterable[int] | None = None,
+        pads: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+        fill: float = 0.0,
+        window: bool = False,
+    ) -> Value:
+        """Return what a block wants to see of a value, which it therefore needs."""
+        asked = frozenset(axis for axis, _ in wants.values() if axis is not None)
+        inside = (value.axes | asked) if context is None else frozenset(context)
+        shape, narrowed, around = list(value.local), [], [0] * (2 * len(value.local))
+        lost = axes_of(value.layout) - inside
+        for dim, (axis, (ranges, *_)) in wants.items():
+            atom = self.atom(value, dim)
+            lost -= {atom.axis}
+            if atom.axis is not None and (axis is None or len(ranges) > 1):
+                self.refuse(_WHY["gather"] if axis is None else "its image wraps around")
+            first, last = atom.range(self.place)
+            for lo, hi in ranges:
+                self.cuts.need(atom, lo, hi)
+            if tuple(ranges) != ((first, last),):
+                narrowed.append((dim, [(lo - first if lo < hi else 0, hi - lo) for lo, hi in ranges]))
+            shape[dim] = sum(hi - lo for lo, hi in ranges)
+        if lost:
+            self.refuse(_WHY["gather"])
+        for dim, parts in (pads or {}).items():
+            at = 2 * (len(shape) - 1 - dim)
+            around[at : at + 2] = parts[0]
+            shape[dim] += sum(parts[0])
+        if not narrowed and not any(around):
+            return value
+
+        def run(a: torch.Tensor) -> tuple[torch.Tensor]:
+            for dim, parts in narrowed:
+                seen = [_part(a, dim, *part) for part in parts]
+                a = seen[0] if len(seen) == 1 else torch.cat(seen, dim)
+            return (F.pad(a, around, value=fill) if any(around) else a,)
+
+        found = self._value(tuple(shape), inside, value.dtype, value.kind)
+        self._step("local", [value], [found], run=run)
+        return found
+
+    def common(self, layouts: Sequence[Layout]) -> Layout:
+        """Return cuts of their own for results, which may need less than any of the values has that they are of."""
+        return tuple(tuple(self.mesh.atom(atom.extent, atom.axis) for atom in dim) for dim in super().common(layouts))
+
+    def enter(self, value: Value, context: Iterable[int]) -> Value:
+        """Return the value: there are no gradients."""
+        return value
+
+    def random_key(self) -> Any:
+        """Refuse random numbers, which are drawn for a pass over the whole image."""
+        return self.refuse("it draws random numbers")
+
+    def refuse(self, why: str = "") -> Any:
+        """Raise UnsupportedOperator for the operator at hand."""
+        raise UnsupportedOperator(self.where, why, cannot="go block by block", remedy=self.remedy)
+
+    def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **more: Any) -> None:
+        if kind != "local":
+            self.refuse(_WHY[kind])
+        super()._step(kind, inputs, outputs, **more)
+
+
+class Traced:
+    """A captured module that can go in blocks of its first output.
+
+    Parameters
+    ----------
+    program
+        What `captured` returned, in evaluation.
+    shape : (1, C, *spatial)
+        Of the image.
+    remedy : str
+        What a message about what cannot go so ends with.
+
+    Raises
+    ------
+    UnsupportedOperator
+        It sees more than a bounded neighbourhood: names the operator, the module's path and the user's file and line.
+    """
+
+    def __init__(
+        self, program: Any, shape: Sequence[int], dtype: torch.dtype, gather_at: Sequence[str], remedy: str
+    ) -> None:
+        self.shape, self.dtype, self.remedy = tuple(shape), dtype, remedy
+        first = self._lowering()
+        self.layout = first.mesh.image(shape)
+        plan, _ = lowered(program, first.mesh, 0, [self.layout], gather_at, lowering=first)
+        self.values, self.parameters, self.buffers = first.values, plan.parameters, plan.buffers
+        (self.input,) = plan.inputs
+        self.output = self.values[next(out for out in plan.outputs if isinstance(out, int))]
+        layout = self.output.layout
+        if len(layout) != len(shape) or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout[2:]):
+            first.refuse(f"the output, {self.output.shape}, is no image")
+        steps = self._plan(first, self.input, self.output).steps  # without what the output does not depend on
+        self.constants = [step for step in steps if not step.inputs]
+        needed = {value for step in steps for value in step.outputs}
+        if any(step.inputs and not first.recorded.issuperset(step.outputs) for step in steps):
+            first.refuse("it is lowered in no call of a rule")
+        self.calls = [call for call in first.calls if not needed.isdisjoint(_ids(call.found))]
+        self.needs = lru_cache(8)(self._needs)
+
+    @property
+    def extent(self) -> Shape:
+        """The spatial extent of the output."""
+        return self.output.shape[2:]
+
+    def blocks(self, size: Sequence[int]) -> ModuleBlocks:
+        """Return the blocks of a size."""
+        return ModuleBlocks(self, size)
+
+    def image(self, box: Box) -> Box:
+        """Return the cells of the image that a box of the output depends on."""
+        needed = self.needs(box)
+        ranges = [
+            (0, atom.extent) if atom.origin is None else needed.get(atom.origin[0], (0, 0))
+            for (atom,) in self.layout[2:]
+        ]
+        return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
+
+    def plan(self, box: Box) -> TorchPlan:
+        """Return what computes a box of the output from those cells, and perhaps cells around it."""
+        lowering, env = self._lowering(self.needs(box), self.values), dict[int, Value]()
+        lowering.steps = [replace(step) for step in self.constants]
+        image = env[self.input] = lowering.input(lowering.mesh.image(self.shape), self.dtype)
+        for call in self.calls:
+            found = pytree.tree_leaves(lowering.again(call, env))
+            env.update(
+                (old.id, new)
+                for old, new in zip(pytree.tree_leaves(call.found), found, strict=True)
+                if isinstance(old, Value)
+            )
+        return self._plan(lowering, image.id, env.get(self.output.id, self.output))
+
+    def _needs(self, box: Box) -> dict[Cut, Range]:
+        """Return the range of each cut that a box of the output needs."""
+        ranges: dict[Cut, Range] = {}
+        lowering = self._lowering(ranges, self.values)
+        for (atom,), (lo, hi) in zip(self.output.layout[2:], box.axes(), strict=True):
+            lowering.cuts.need(atom, lo, hi)
+        grown = lowering.cuts.grown
+        for call in reversed(self.calls):
+            grown.add(call.number)
+            while call.number in grown:  # one rule may make cuts one after the other
+                grown.discard(call.number)
+                lowering.again(call, {})
+        return ranges
+
+    def _lowering(self, ranges: dict[Cut, Range] | None = None, values: Sequence[Value] = ()) -> BlockLowering:
+        return BlockLowering(len(self.shape) - 2, self.remedy, ranges, values)
+
+    def _plan(self, lowering: BlockLowering, image: int, output: Value) -> TorchPlan:
+        given = self.parameters, self.buffers, [image], [output.id]
+        return TorchPlan(lowering.mesh, 0, lowering.steps, lowering.values, *given, {})
+
+
+class ModuleBlocks:
+    """The blocks of a traced module's output; as `plan.blocks.BlockPlan` for layers.
+
+    Parameters
+    ----------
+    traced : Traced
+    size : (*spatial,)
+        Of a block; those at the end of an axis may be smaller.
+    """
+
+    def __init__(self, traced: Traced, size: Sequence[int]) -> None:
+        self.traced, self.size = traced, tuple(size)
+        self.cells = cut_into(traced.extent, self.size)
+        self._wires = Wires(ProcessGrid.serial(), len(self.size))
+
+    def __len__(self) -> int:
+        return self.cells.tiles
+
+    def coords(self, number: int) -> tuple[int, ...]:
+        """Return a block's place among the others."""
+        return self.cells.coords(number)
+
+    def output(self, number: int) -> Box:
+        """Return the cells of the output that a block is."""
+        return self.cells.box(number)
+
+    def image(self, number: int) -> Box:
+        """Return the cells of the image that it depends on."""
+        return self.traced.image(self.output(number))
+
+    def run(
+        self, number: int, x: torch.Tensor, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a block of the output (1, C, *block), given the cells of the image that it depends on."""
+        plan, box = self.traced.plan(self.output(number)), self.output(number)
+        (y,) = Runner(self._wires, plan)([x], parameters, buffers)
+        for dim, ((atom,), (lo, hi)) in enumerate(zip(_output(plan).layout[2:], box.axes(), strict=True), start=2):
+            y = _part(y, dim, lo - atom.range(plan.mesh.place(0))[0], hi - lo)
+        return y
+
+    @cached_property
+    def largest(self) -> int:
+        """The bytes that a block needs at most: values of the module, the image and the output."""
+        return max(peak + COPIES * ends for peak, ends, _ in self._costs)
+
+    @property
+    def largest_image(self) -> Box:
+        """The most cells of the image that a block depends on."""
+        return max((self.image(number) for number in self._longest), key=lambda box: box.size)
+
+    def heaviest(self) -> str:
+        """Return the step at which most is needed."""
+        return max(self._costs)[2]
+
+    @property
+    def _longest(self) -> list[int]:
+        """The blocks among which is the one that needs most: inside, and at the image's borders."""
+        ends = [sorted({0, count // 2}) for count in self.cells.parts]
+        return [number_of(place, self.cells.parts) for place in product(*ends)]
+
+    @cached_property
+    def _costs(self) -> list[tuple[int, int, str]]:
+        found = []
+        for number in self._longest:
+            plan = self.traced.plan(self.output(number))
+            ends = sum(plan.values[at].nbytes for at in (plan.inputs[0], _output(plan).id))
+            found.append((*plan.peak(), ends))
+        return [(peak, ends, name) for peak, name, ends in found]
+
+
+def _output(plan: TorchPlan) -> Value:
+    return plan.values[plan.outputs[0]]
+
+
+def _part(a: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    if start < 0 or start + length > a.shape[dim]:
+        raise RuntimeError("a block lacks cells that it depends on; this is a defect of neondist")
+    return a.narrow(dim, start, length)
+
+
+def _ids(found: Any) -> list[int]:
+    return [value.id for value in pytree.tree_leaves(found) if isinstance(value, Value)]

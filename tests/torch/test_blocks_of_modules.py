@@ -1,0 +1,245 @@
+"""A module block by block of its output gives the numbers of the whole image, from no more of it than it needs."""
+
+import os
+import random
+
+import h5py
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import random_modules  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from module_steps import STEPS  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_runs import captured_once, in_blocks  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+from neondist.comm import ProcessGrid, loopback  # noqa: E402
+from neondist.errors import ConfigError, UserError  # noqa: E402
+from neondist.io.journal import Journal  # noqa: E402
+from neondist.train import evaluate_files, predict  # noqa: E402
+
+SEED = int(os.environ["NEONDIST_SEED"])
+LOCAL = (
+    "conv conv_function conv_transpose max_pool avg_pool lp_pool pad interpolate pixels slices flip cat parts"
+    " pointwise combined channel_linear channel_shuffle in_place coordinates"
+)
+
+
+def test_random_modules(monkeypatch):
+    monkeypatch.setattr(random_modules, "STEPS", {name: STEPS[name] for name in LOCAL.split()})
+    exact = 0
+    for number in range(6):
+        drawn = random_modules.draw(SEED, number)
+        rng = random.Random(number)
+        try:
+            size = [rng.randint(1, 9) for _ in range(drawn.spatial)]
+            found, expected, _ = in_blocks(drawn.module(), drawn.inputs()[0][:1], size)
+        except UserError:
+            continue
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=lambda m, d=drawn: m + d.program())
+        exact += 1
+    assert exact >= 1
+
+
+class Net(nn.Module):
+    """Down and up in several ways, beside skips of any extent."""
+
+    def __init__(self, n=2, wide=4):
+        super().__init__()
+        conv, norm = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[n - 1], (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[n - 1]
+        self.n = n
+        self.first = nn.Sequential(
+            conv(1, wide, 3, padding=1, padding_mode="reflect"), norm(wide), nn.ReLU(inplace=True)
+        )
+        self.down = conv(wide, 2 * wide, 3, stride=2, padding=1)
+        self.inner = nn.Sequential(conv(2 * wide, 2 * wide, 3, padding=2, dilation=2), nn.GELU())
+        self.up = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[n - 1](2 * wide, wide, 4, 2, 1)
+        self.last = conv(2 * wide, 3, 3, padding=1)
+        for buffer in self.buffers():
+            buffer.data = buffer + 0.3
+
+    def forward(self, x):
+        pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[self.n - 1]
+        x = self.first(x)
+        y = F.silu(self.down(x))
+        z = pool(y, 3, 2, 1, count_include_pad=False)
+        z = F.interpolate(self.inner(z), size=y.shape[2:])
+        up = self.up(y + z)
+        up = F.pad(up, [p for a, b in zip(x.shape[:1:-1], up.shape[:1:-1], strict=True) for p in (0, a - b)])
+        return {"out": self.last(torch.cat([up, x], 1)), "other": y}
+
+
+@pytest.mark.parametrize(("cells", "size"), [((61, 50), (16, 13)), ((97,), (10,)), ((14, 13, 17), (6, 20, 5))])
+def test_exactly_the_halo_that_is_needed(cells, size):
+    """By the gradient of a block with respect to the image."""
+    torch.manual_seed(0)
+    found, expected, blocks = in_blocks(Net(len(cells)), torch.randn(1, 1, *cells, dtype=torch.float64), size)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    module = Net(len(cells)).double().eval()
+    module.first[2] = nn.Sigmoid()
+    x = torch.randn(1, 1, *cells, dtype=torch.float64, requires_grad=True)
+    for number in range(0, len(blocks), 3):
+        y = module(x)["out"][(..., *blocks.output(number).slices)]
+        (seen,) = torch.autograd.grad(y.square().sum(), x)
+        places = seen[0, 0].nonzero()
+        box = blocks.image(number)
+        assert (box.lo, box.hi) == (tuple(places.amin(0).tolist()), tuple((places.amax(0) + 1).tolist()))
+
+
+def test_float32_and_taps_between_cells():
+    class Taps(nn.Module):
+        def forward(self, x):
+            y = F.interpolate(x, scale_factor=2, mode="bilinear")
+            z = F.interpolate(F.pixel_unshuffle(y, 4), size=x.shape[2:], mode="bicubic", align_corners=True)
+            return F.max_pool2d(y, 3, 2, 1) + F.pixel_shuffle(F.pixel_unshuffle(z, 2), 2).amax(1, keepdim=True)
+
+    found, expected, _ = in_blocks(Taps(), torch.randn(1, 1, 44, 36), (9, 7))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+
+
+class Flat(nn.Module):
+    def forward(self, x):
+        return x.flatten(2).transpose(1, 2).flatten(1)
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        q = x.flatten(2).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("part", "operator", "why"),
+    [
+        (nn.AdaptiveAvgPool2d(1), "adaptive_avg_pool2d", "it sums over the whole image"),
+        (nn.GroupNorm(1, 2), "group_norm", "it normalises by sums over the whole image"),
+        (nn.InstanceNorm2d(2), "instance_norm", "it normalises by sums over the whole image"),
+        (nn.BatchNorm2d(2, track_running_stats=False), "batch_norm", "it sums over the whole image"),
+        (nn.Sequential(Flat(), nn.Linear(2 * 12 * 11, 3)), "linear", "it sums over the whole image"),
+        (Attention(), "scaled_dot_product_attention", "it sees the whole image"),
+        (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), "pad", "its image wraps around"),
+    ],
+)
+def test_what_is_global_is_named(part, operator, why):
+    module = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), part)
+    said = rf"aten\.\w*{operator}.* in module '1.*' cannot go block by block: {why}; whole$"
+    with pytest.raises(ndt.UnsupportedOperator, match=said):
+        in_blocks(module, torch.randn(1, 2, 12, 11), (4, 4))
+
+
+def segmenter(last=nn.Identity):
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.ConvTranspose2d(4, 4, 2, 2), last(),
+        nn.Conv2d(4, 3, 3, padding=1),
+    )  # fmt: skip
+
+
+class Cells(nd.Synthetic):
+    """Every cell is labelled."""
+
+    def load(self, grid):
+        tile = grid.tile_box(self.sample_shape[:-1]).shape
+        return tuple(
+            nd.Split(
+                split.images(range(len(split)), "float64"),
+                np.broadcast_to(split.labels[:, None, None], (len(split), *tile)),
+                mean=0,
+                std=1,
+                scale=1,
+            )
+            for split in super().load(grid)
+        )
+
+
+def made(build=segmenter, memory=None, **more):
+    loss = ndt.TorchLoss("CrossEntropyLoss", {"weight": [1.0, 2.0, 0.5], "ignore_index": 0, "label_smoothing": 0.1})
+    model = ndt.TorchModel(build, loss=loss, shape=[2, 12, 8], dtype="float64", **more)
+    return nd.FitExperiment(Cells((12, 8, 2), classes=3, train=4, test=2), model, batch_size=2, epochs=1, memory=memory)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A trained module, a larger image, and what it says of it as it is."""
+    folder = tmp_path_factory.mktemp("trained")
+    with captured_once():
+        trained = made()
+        trained.run(ProcessGrid.serial(), output=folder, hooks=[])
+        x = np.random.default_rng(0).normal(size=(1, 42, 30, 2))
+        np.save(folder / "x.npy", x)
+        np.save(folder / "labels.npy", np.random.default_rng(1).integers(0, 3, (1, 42, 30)).astype(np.uint8))
+        with torch.no_grad(), h5py.File(folder / "checkpoint.h5") as file:
+            assert "model" in file
+            y = trained.model.module.eval()(torch.from_numpy(np.moveaxis(x, -1, 1).copy()))
+        np.save(folder / "y.npy", np.moveaxis(y.numpy(), 1, -1))
+        yield folder
+
+
+def on(ranks, folder, target, fresh=made, **how):
+    def body(world):
+        return predict(fresh(), folder / "checkpoint.h5", folder / "x.npy", target, ProcessGrid(world), **how)
+
+    loopback.run(ranks, body)
+    return np.load(target)
+
+
+def test_an_experiment_predicts_in_blocks(folder, tmp_path, monkeypatch):
+    expected = np.load(folder / "y.npy")
+    for ranks, how in ((1, {"block": 16}), (2, {"block": 9}), (2, {})):
+        found = on(ranks, folder, tmp_path / f"y{ranks}{len(how)}.npy", **how)
+        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+    small = on(1, folder, tmp_path / "small.npy", fresh=lambda: made(memory="150kB"))
+    np.testing.assert_allclose(small, expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ConfigError, match=r"memory: even a block of 1 x 1 takes .* layer '0:aten\.conv2d\.default'"):
+        on(1, folder, tmp_path / "z.npy", fresh=lambda: made(memory="6kB"))
+
+
+def test_ended_and_gone_on_with(folder, tmp_path, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    def once(self, number):
+        add(self, number)
+        raise Killed
+
+    add = Journal.add
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", once)
+        with pytest.raises(Killed):
+            on(1, folder, tmp_path / "y.npy", block=16)
+    on(2, folder, tmp_path / "y.npy")
+    on(1, folder, tmp_path / "z.npy", block=16)
+    assert (tmp_path / "y.npy").read_bytes() == (tmp_path / "z.npy").read_bytes()
+
+
+def test_cost_and_metrics_in_blocks(folder):
+    def measured(ranks, block, **more):
+        def body(world):
+            paths = folder / "checkpoint.h5", folder / "x.npy", folder / "labels.npy"
+            return evaluate_files(made(**more), *paths, ProcessGrid(world), block)
+
+        return loopback.run(ranks, body)[0]
+
+    whole = measured(1, None)
+    assert 0 < whole["error"] < 1
+    assert measured(2, 16) == pytest.approx(whole, rel=1e-10)
+    with pytest.raises(ConfigError, match="feed: makes labels of whole images"):
+        measured(1, 16, feed=lambda x, labels: (torch.from_numpy(np.moveaxis(x, -1, 1).copy()), labels))
+
+
+def test_what_goes_whole_says_how_much_it_takes(folder, tmp_path, monkeypatch):
+    def pooled(**more):
+        return made(lambda: segmenter(lambda: nn.GroupNorm(2, 4)), **more)
+
+    wrong = r"aten\.group_norm\.default in module '4' cannot go block by block: .*; "
+    with pytest.raises(UserError, match=wrong + r"leave out --block: whole, a rank needs \d.* kB"):
+        on(1, folder, tmp_path / "y.npy", fresh=pooled, block=16)
+    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+    with pytest.raises(UserError, match=wrong + r"whole, a rank needs .*, and has 50 kB; use more ranks, or give more"):
+        on(1, folder, tmp_path / "y.npy", fresh=lambda: pooled(memory="50kB"))
+    with pytest.raises(ConfigError, match="memory: a module of PyTorch is trained with all activations in memory"):
+        made(memory="1GiB").run(ProcessGrid.serial(), output=tmp_path / "run", hooks=[])
