@@ -290,7 +290,7 @@ def off(found, expected):
     return worst
 
 
-ON_RANKS = "SGD", "modes", "two outputs"
+ON_RANKS = "modes", "two outputs"
 
 
 def main(transport):

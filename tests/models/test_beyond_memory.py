@@ -96,7 +96,7 @@ def whole():
         (1, 1, {"strips": 1, "accumulate": 3}),
         (2, 1, {"strips": 100}),
         (3, 1, {"strips": 3, "recompute": True}),
-        (4, 2, {"strips": 1, "recompute": True, "accumulate": 2}),
+        (4, 2, {"strips": 2, "recompute": True, "accumulate": 2}),
     ],
     ids=str,
 )

@@ -42,7 +42,7 @@ def steps(grid, sync, accumulate=1):
     return found | model.state(), sums.bytes_reduced, sum(sums.recorded.values()), early.counts
 
 
-@pytest.mark.parametrize("grid", [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (6, 2), (9, 3)], ids=str)
+@pytest.mark.parametrize("grid", [(1, 1), (2, 2), (3, 1), (6, 2)], ids=str)
 def test_buckets_travel_during_backward(small, grid):
     ranks, replicas = grid
 
@@ -61,7 +61,7 @@ def test_buckets_travel_during_backward(small, grid):
 
 
 @pytest.mark.parametrize("kind", ["unshared", "shared"])
-@pytest.mark.parametrize("grid", [(1, 1), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("grid", [(4, 1), (6, 2)], ids=str)
 def test_gradients_of_a_tiles_own_weights(small, kind, grid):
     ranks, replicas = grid
 

@@ -51,7 +51,7 @@ def test_redistribution():
 
 def test_views_and_dot_test():
     made = [nd.ProcessGrid(world, rows=shape.rows, cols=shape.cols) for shape in grids(world.size)]
-    for extent, window in random_windows(60 if world.size <= 4 else 30):
+    for extent, window in random_windows(20):
         for grid in made:
             check_views(grid, extent, window)
 

@@ -20,7 +20,9 @@ FILLS = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate"}
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if as_scheme(name).exact])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_exact_schemes_compute_what_one_process_does(layer, scheme):
+    """Each pair on every second grid, those that `halo` does not have for the others."""
     shape, make = LAYERS[layer]
+    first = (list(LAYERS).index(layer) + (scheme == "halo")) % 2
 
     def job(comm, rows=None):
         model = build(comm, make(scheme=scheme), shape, rows)
@@ -28,7 +30,7 @@ def test_exact_schemes_compute_what_one_process_does(layer, scheme):
         return [y, dx, *model.gradients().values()]
 
     expected = on_ranks(1, job)[0]
-    for ranks, rows in GRIDS:
+    for ranks, rows in GRIDS[first::2]:
         for found in on_ranks(ranks, lambda comm, rows=rows: job(comm, rows)):
             for one, other in zip(found, expected, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)

@@ -30,11 +30,11 @@ def collected(comm=None, replicas=1, kind="unshared"):
     return found | {f"stimuli {stage.number}": stimuli(stage, data.test) for stage in model.stages}, data
 
 
-@pytest.mark.parametrize("kind", ["unshared", "blocks"])
-def test_each_picture_is_put_together_once(kind):
+@pytest.mark.parametrize(("kind", "grids"), [("unshared", [(2, 1), (6, 2)]), ("blocks", [(6, 1)])])
+def test_each_picture_is_put_together_once(kind, grids):
     expected, data = collected(kind=kind)
     np.testing.assert_allclose(expected["input"], data.test.images(range(5), "float64"))
-    for ranks, replicas in ((2, 1), (6, 1), (6, 2)):
+    for ranks, replicas in grids:
         for found, _ in loopback.run(ranks, lambda c, r=replicas: collected(c, r, kind)):
             assert worst(found, expected) < 1e-9
 
