@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
+from torch_runs import captured_once as capturing_once  # noqa: E402
 from torch_training import CELLS, IMAGES, Net, drawn, labels, made  # noqa: E402
 
 import neondist as nd  # noqa: E402
@@ -16,6 +17,14 @@ import neondist.torch as ndt  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 
 RANKS = 2
+PROGRAMS = {}
+"""those of Net and of the criteria, the same in all tests"""
+
+
+@pytest.fixture
+def captured_before():
+    with capturing_once(PROGRAMS):
+        yield
 
 
 class Function(nn.Module):
@@ -146,6 +155,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize("name", REFUSED)
 def test_operators_without_a_rule_name_their_place(name):
     def body(grid):
@@ -163,6 +173,7 @@ def test_operators_without_a_rule_name_their_place(name):
     refused(body, "in module 'body.1' cannot be distributed")
 
 
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize("name", [*REFUSED, *OTHERS])
 def test_the_remedy_works(name):
     module = made(lambda: Inner((REFUSED | OTHERS)[name]))
@@ -177,6 +188,7 @@ def test_the_remedy_works(name):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.usefixtures("captured_once")
 def test_gather_at_names_what_is_close():
     def body(grid):
         ndt.distribute(made(Net), IMAGES, grid, gather_at=["firts"])
@@ -195,6 +207,7 @@ TILES = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("captured_before")
 @pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_tiles(name, everywhere):
@@ -207,6 +220,7 @@ def test_tiles(name, everywhere):
     refused(body, message)
 
 
+@pytest.mark.usefixtures("captured_before")
 def test_numbers_of_inputs():
     def body(grid):
         model, x = ready(grid)
@@ -215,6 +229,7 @@ def test_numbers_of_inputs():
     refused(body, "the module takes 1 input, as example_shape says, got 2")
 
 
+@pytest.mark.usefixtures("captured_before")
 @pytest.mark.parametrize("mistake", ["train", "gradients", "no_grad", "frozen", "weights", "loss"])
 def test_ranks_that_would_do_different_things(mistake):
     def body(grid):
@@ -246,6 +261,7 @@ def test_ranks_that_would_do_different_things(mistake):
     )
 
 
+@pytest.mark.usefixtures("captured_before")
 def test_weights_that_came_by_another_way_are_no_mistake():
     def body(grid):
         model, x = ready(grid)
@@ -287,6 +303,7 @@ def test_other_arguments():
             assert message in str(caught.value)
 
 
+@pytest.mark.usefixtures("captured_before")
 def test_whole_tensors_of_the_wrong_shape():
     with nd.ProcessGrid.serial() as grid:
         model, _ = ready(grid)
@@ -309,6 +326,7 @@ CRITERIA = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("captured_before")
 @pytest.mark.parametrize("name", CRITERIA)
 def test_criteria(name):
     criterion, message = CRITERIA[name]
@@ -321,6 +339,7 @@ def test_criteria(name):
     refused(body, message)
 
 
+@pytest.mark.usefixtures("captured_before")
 def test_a_tensor_that_is_no_part_of_anything():
     def body(grid):
         model, x = ready(grid)
@@ -331,6 +350,7 @@ def test_a_tensor_that_is_no_part_of_anything():
         assert said.startswith(f"rank {rank}: no tensor of this model has a part of shape (2, 3, ")
 
 
+@pytest.mark.usefixtures("captured_before")
 def test_gradients_of_gradients_are_no_wrong_numbers():
     def body(world):
         with nd.ProcessGrid(world) as grid:
