@@ -263,7 +263,8 @@ class Streamed:
         section, inner = self._section(number), run.last
         if number != self.numbers[-1] or inner is None:
             inner = self._open(section, run, self.steps)
-            section.run(inner, self._seen(run.x, number), run.left.get(number))
+            left = run.left.get(number) if self.planned.sparing else None  # below a cut strips have other cells
+            section.run(inner, self._seen(run.x, number), left)
         run.last = None
         inner.done_back = before
         return section, inner

@@ -221,7 +221,7 @@ def contrast(**more):
         nd.MaxPoolingLayerDist(2),
         nd.LocalFilteringLayerDist(3, 3, padding=1, shared=(2, 3)),
         nd.LCNLayerDist((3, 5), min_deviation="mean", halo="wide", window="uniform"),
-        nd.ConvLayerDist(3, 3, 2),
+        nd.LCNLayerDist(3, min_deviation=0.2),  # does not look at its input again, which so is not taken again
         nd.GlobalAvgPoolingLayerDist(),
         nd.FCLayerDist(4),
     ]
