@@ -107,6 +107,8 @@ epochs: 2
 dtype: float64
 """
 FILES = {"classifier": CLASSIFIER, "segmenter": SEGMENTER}
+PROGRAMS = {}
+"""those of the networks, which are few"""
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / f"{name}.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with captured_once():
+    with captured_once(PROGRAMS):
         yield tmp_path
     sys.modules.pop("nets", None)
 
