@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_runs import call, mpirun_env, needs_mpirun, neondist, own, under_mpirun
+from cli_runs import needs_mpirun, neondist
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -298,13 +298,11 @@ def test_bench_and_debug_halo_are_for_layers(folder, capsys):
 
 
 @needs_mpirun
-def test_a_feed_that_fails_on_one_rank_ends_all(folder):
-    words = ["run", "classifier.yaml", "--import", "nets.py", "--set", "model.feed=nets:wrong_somewhere", "epochs=1"]
-    environment = {**mpirun_env(), "NEONDIST_TESTS_HIDE": "matplotlib", "OMP_NUM_THREADS": "1"}
-    code, _, error = call(under_mpirun(2, *words), folder, **environment)
-    assert code == 2, error
+def test_a_feed_that_fails_on_one_rank_ends_all(folder, capsys):
+    words = ["run", "classifier.yaml", "--import", "nets.py", "--virtual", "2"]
+    assert main([*words, "--set", "model.feed=nets:wrong_somewhere", "epochs=1"]) == 2
     place = "--set model.feed=nets:wrong_somewhere: model.feed"
-    assert own(error) == f"error: {place}: wrong_somewhere failed: OSError: no such lens\n"
+    assert capsys.readouterr().err == f"error: {place}: wrong_somewhere failed: OSError: no such lens\n"
 
 
 def test_without_torch(folder):
