@@ -99,6 +99,9 @@ def test_float32_and_taps_between_cells():
 
     found, expected, _ = in_blocks(Taps(), torch.randn(1, 1, 44, 36), (9, 7))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+    for mode in ("bilinear", "bicubic"):  # PyTorch's places have seven digits, too
+        found, expected, _ = in_blocks(nn.Upsample(size=(9001, 3), mode=mode), torch.randn(1, 1, 4500, 2), (4000, 3))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
 
 
 class Flat(nn.Module):
