@@ -77,7 +77,8 @@ class TorchPlan(TorchGraph):
     def peak(self) -> tuple[int, str]:
         """Return the bytes that live at once in a pass of this rank without a way back, and the step where they do.
 
-        Parameters and buffers are not counted; what a convolution takes for a moment is: as much as its arrays have.
+        Parameters and buffers are not counted; what convolutions and interpolations take for a moment is: as much as
+        their arrays have.
         """
         size = [value.nbytes for value in self.values]
         kept = {*self.parameters.values(), *self.buffers.values(), *self.inputs}
@@ -86,7 +87,8 @@ class TorchPlan(TorchGraph):
         for step in self.steps:
             made, freed = (sum(size[v] for v in values if v not in kept) for values in (step.outputs, step.free))
             live += made
-            work = sum(size[v] for v in (*step.inputs, *step.outputs)) if "conv" in step.op else 0
+            takes = "conv" in step.op or "upsample" in step.op
+            work = sum(size[v] for v in (*step.inputs, *step.outputs)) if takes else 0
             found.append((live + work, step.name))
             live -= freed
         return max(found)

@@ -45,10 +45,11 @@ def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int,
                 a = a.index_select(dim, index[:, 0].to(a.device))
                 continue
             shape = [-1 if d == dim else 1 for d in range(a.dim())]
-            total: Any = 0
+            total: Any = None
             for k in range(index.shape[1]):
                 weight = weights[:, k].to(a.device, a.dtype).view(shape)
-                total = total + a.index_select(dim, index[:, k].to(a.device)) * weight
+                cells = a.index_select(dim, index[:, k].to(a.device))
+                total = cells.mul_(weight) if total is None else total.addcmul_(cells, weight)
             a = total
         return a
 
