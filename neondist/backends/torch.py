@@ -44,10 +44,10 @@ class TorchKernels(HostKernels):
         share = os.environ.get("OMP_NUM_THREADS", "")
         if share.isdecimal():  # torch read it already, unless it was imported before the launcher set it
             torch.set_num_threads(max(1, min(int(share), torch.get_num_threads())))
-        # more threads want larger strips (measured: two are 1.2 times slower with 2^20); one rank of many wants memory,
-        # and with one thread 2^19 is as fast as 2^20 (2^18 is 1.2 times slower)
+        # one thread is as fast with 2^19 as with 2^20 (2^18: 1.2 times slower); two are no faster with 2^22 than with
+        # 2^20 (at most 1.05 times, over six networks), which takes 30 to 100 MiB less
         self.alone = torch.get_num_threads() == 1
-        self.strip = 1 << 19 if self.alone else 1 << 22
+        self.strip = 1 << 19 if self.alone else 1 << 20
         self._closing.callback(keep_freed_memory())
         if not self.alone and self.compiled is not None:
             self.threads, self.start = torch.get_num_threads(), _gomp_parallel()

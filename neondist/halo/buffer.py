@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,6 +100,31 @@ class HaloBuffer:
         """Put the window's constant into the cells outside the image."""
         for cells in self.outside:
             cells.fill(self.plan.window.fill)
+
+    def keep_border(self, place: Any) -> None:
+        """Copy the cells around the tile into an array (n, numbers)."""
+        for index, part in self._border(place):
+            part[...] = self.cells[index]
+
+    def restored(self, slot: Any, place: Any, write: Callable[[Any], None]) -> Any:
+        """Return the view anew, in other memory: `write` fills in the tile, `keep_border` had its `place`."""
+        cells = self._new(slot)
+        for index, part in self._border(place):
+            cells[index] = part
+        write(cells[self.own])
+        return cells[self.need]
+
+    def _border(self, place: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
+        """Yield where the slabs around the tile lie in the buffer, and the part of `place` that has each."""
+        inner, done = [slice(None)] * len(self.own), 0
+        for axis in range(1, len(self.own) - 1):
+            for side in (slice(0, self.own[axis].start), slice(self.own[axis].stop, None)):
+                index = (*inner[:axis], side, *inner[axis + 1 :])
+                shape = self.cells[index].shape
+                numbers = prod(shape[1:])
+                yield index, place[:, done : done + numbers].reshape(shape)
+                done += numbers
+            inner[axis] = self.own[axis]
 
     def dview_place(self) -> Any:
         """Return the part of the gradient that is the view's; zero around it."""

@@ -202,6 +202,8 @@ class Layer(LayerDescription):
         `backward` are.
     in_place : bool
         Whether `backward` may write the gradient of the view over the view itself; said there.
+    restores : bool
+        Whether `restore` writes what `forward` gave a second time, from what that saved; said where `forward` is.
     only_activates : bool
         Whether all that it does is to apply `activation`; said where `forward` is.
     gathers, scatters : GlobalArray or None
@@ -222,6 +224,7 @@ class Layer(LayerDescription):
     absorbs = ""
     clears = False
     in_place = False
+    restores = False
     only_activates = False
     gathers: GlobalArray | None = None
     scatters: GlobalArray | None = None
@@ -242,6 +245,10 @@ class Layer(LayerDescription):
     @abstractmethod
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view, given that of the outputs; fill `ctx.grads` with this rank's share."""
+
+    def restore(self, ctx: StepContext, y: Any) -> None:
+        """Write into y what `forward` gave; asked of a layer that `restores`."""
+        raise NotImplementedError
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return this rank's part of a reduction, before `forward`, which gets the result as `ctx.reduced`.

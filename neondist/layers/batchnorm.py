@@ -37,6 +37,7 @@ class BatchNormLayer(NormLayer):
     absorbs = "clips"
     saves_beside = (0, 0)
     reduce_saves = False
+    restores = in_place = True
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the moments of the batch, and the sums of the gradients."""

@@ -82,7 +82,7 @@ class StepContext:
     cleared = False
     #: whether this pooling does so
     clears = False
-    #: the view, of a pass of which something is kept for its repetition
+    #: the view, where it will not be there any more on the way back
     whole_view: Any = None
     #: what the activation gave, where the layer did not apply it
     output: Any = None
@@ -115,10 +115,10 @@ class StepContext:
             raise ConfigError(f"ctx.save({name}=...): ctx has a '{name}' of its own; take another name")
         self._saved.update(arrays)
 
-    def shield(self, memory: Any) -> None:
-        """Replace what was saved by copies, where it lies in memory that others will use."""
+    def shield(self, memory: Any, but: Any = None) -> None:
+        """Replace what was saved, but for one array, by copies, where it lies in memory that others will use."""
         for name, kept in self._saved.items():
-            if self._layer.context.backend.owns(kept) and self.xp.may_share_memory(kept, memory):
+            if kept is not but and self._layer.context.backend.owns(kept) and self.xp.may_share_memory(kept, memory):
                 self.save(**{name: kept.copy()})
 
     def to_keep(self, owns: Callable[[Any], bool]) -> dict[str, Any]:
@@ -129,6 +129,11 @@ class StepContext:
         if kept is self.whole_view and kept is not None:
             return _VIEW
         return kept.copy() if self._layer.context.backend.owns(kept) and owns(kept) else kept
+
+    def move_view(self, view: Any) -> None:
+        """Let what was saved as the view be this one."""
+        self._saved = {name: view if kept is self.whole_view else kept for name, kept in self._saved.items()}
+        self.whole_view = view
 
     def resume(self, view: Any, left: dict[str, Any]) -> None:
         """Save what `to_keep` has returned of a call before, with this view."""

@@ -40,6 +40,7 @@ class DeconvLayer(Layer):
 
     reverse_halos = True
     saves_output = False
+    in_place = True
     saves_beside = (0, 0)
     no_recompute = "its windows slide over the output"
 
@@ -118,16 +119,22 @@ class DeconvLayer(Layer):
         """Return what this rank's windows add to the outputs, those of other tiles too."""
         assert self.scatters is not None
         ctx.save(view=view)
-        extent = self.scatters.need.shape
-        return self.kernels.conv_backward_input(view, self._turned(ctx.params["weights"]), extent, *self._how)
+        shape = len(view), *self.scatters.need.shape, self.out_channels
+        y = ctx.out if self.scatters.plan.trivial else ctx.xp.empty(shape, view.dtype)
+        weights, kernels = self._turned(ctx.params["weights"]), self.kernels
+        kernels.conv_back_into(
+            y, y, view, weights, *self._how, lambda part: kernels.contiguous(view[part]), None, False
+        )
+        return y
 
     def finish(self, ctx: StepContext, y: Any) -> Any:
         """Return what all windows add up to, plus bias."""
-        out = ctx.out
+        assert self.scatters is not None
+        out = y if self.scatters.plan.trivial else ctx.out
         if self.bias:
             shift = ctx.params["bias"][None]
             self.kernels.normalise(y, Normal(ctx.xp.zeros_like(shift), ctx.xp.ones_like(shift), shift), out)
-        else:
+        elif out is not y:
             self.kernels.copy(y, out)
         return out
 
@@ -141,7 +148,11 @@ class DeconvLayer(Layer):
         """Return the gradient of the view: a convolution of dy, which comes with its halo."""
         weights = self.kernels.conv_backward_weights(dy, ctx.view, self.over.kernel, *self._how)
         ctx.grads["weights"] = self._turned(weights)
-        return self.kernels.conv_forward(dy, self._turned(ctx.params["weights"]), *self._how)
+        if not ctx.needs_input_gradient:
+            return None
+        dview, weights = ctx.out, self._turned(ctx.params["weights"])
+        self.kernels.conv_into(dview, dy, weights, *self._how, None, self.kernels.copy)
+        return dview
 
     @property
     def _how(self) -> tuple[Shape, Shape, int]:

@@ -28,6 +28,7 @@ class SampleNormLayer(NormLayer):
     absorbs = "clips"
     saves_beside = (0, 0)
     reduce_saves = False
+    restores = in_place = True
 
     def __init__(self, eps: float, affine: bool, name: str | None) -> None:
         super().__init__(name=name)

@@ -24,6 +24,10 @@ class NormLayer(Layer):
         ctx.save(view=view, how=how)
         return y
 
+    def restore(self, ctx: StepContext, y: Any) -> None:
+        """Write into y what `forward` gave."""
+        self.kernels.normalise(ctx.view, ctx.how, y)
+
     def sums_back(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
         """Return the sums of dy and of dy * (view - mean), (groups, C)."""
         return self.kernels.normalise_sums(ctx.view, dy, ctx.how)
@@ -34,8 +38,9 @@ class NormLayer(Layer):
         That is, given (a, b), a * (view - mean) + b in cells that count for them; None: nothing.
         """
         x, dx, alone = ctx.view, ctx.out, (through, *ctx.xp.zeros((2, *through.shape), dy.dtype))
-        own = tuple(ctx.owned(each) for each in (x, dy, dx))
+        own = [ctx.owned(each) for each in (x, dy, dx)]
         if statistics is None or own[0].size < x.size:  # a segment has cells of other tiles too
+            own[0] = own[0].copy()  # dx may be the view's memory
             self.kernels.normalise_back(x, dy, ctx.how, alone, dx)
         if statistics is not None:
             self.kernels.normalise_back(own[0], own[1], ctx.how, (through, *statistics), own[2])

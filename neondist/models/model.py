@@ -66,7 +66,8 @@ class Model(Whole):
     memory : int or str, optional
         What the processes on one machine may use together, such as '8GiB'. Where a step takes more, its first layers
         go through it strip after strip of the image, `strips` rows of their output at a time, or as many as fit; each
-        goes forward again on the way back. The numbers are the same, but for rounding.
+        goes forward again on the way back. The numbers are the same, but for rounding. Default: what there is; and half
+        of what a step of more than 64 MiB takes on one tile, where that costs little.
 
     Attributes
     ----------
@@ -190,7 +191,8 @@ class Model(Whole):
         """
         grid = grid or GridShape()
         memory = None if self.memory is None else share_of(self.memory, grid.size)
-        training = Training(self.cost, self.optimizer, self.dtype, self.accumulate, self.recompute, self.strips, memory)
+        how = self.accumulate, self.recompute, self.strips, memory
+        training = Training(self.cost, self.optimizer, self.dtype, *how, spares=not self.no_strips)
         plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
         if self.room is None or memory is not None or self.no_strips or plan.needed <= self.room:
             return plan

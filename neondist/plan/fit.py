@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from ..errors import ConfigError, UserError
@@ -16,10 +16,15 @@ from .graph import Lowering, of_layer
 from .layer import LayerPlan
 from .plan import Plan, Training
 from .planner import PASSES, operations
+from .section import Rows
 from .segments import Found, find_regions
 from .stream import Stream, can_stream
 
 Shape = tuple[int, ...]
+LARGE = 64 << 20
+"""bytes from which on half of a step's memory is worth something"""
+WORTH = 1.25
+"""times the multiplications, at most, that it is worth"""
 
 
 def compile_plan(
@@ -56,7 +61,9 @@ def compile_plan(
         return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream)
 
     plan = planned()
-    return plan if training.memory is None else fitted(plan, planned, regions)
+    if training.memory is not None:
+        return fitted(plan, planned, regions)
+    return spared(plan, planned, regions) if training.spares else plan
 
 
 def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Plan:
@@ -78,27 +85,57 @@ def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Pla
     limit, rows = plan.training.memory, plan.training.strips
     assert limit is not None
     least = [(plan.needed, plan)]
-    found = [(_work(plan), plan)] if least[0][0] <= limit else []
-    if found and rows is None:
+    if plan.needed <= limit and rows is None:
         return plan
-    for nodes in range(len(plan.graph.ends) - 1, 0, -1):
-        if not can_stream(plan.graph, nodes, plan.grid, regions):
-            continue
-        for sparing in (True, False):
-            count, made = _in_strips(plan, nodes, planned, limit, None if rows == "auto" else rows, sparing)
-            if count <= limit:
-                if rows is not None:
-                    return _with_cuts(made, planned, limit)
-                found.append((_work(made), made))
-            least.append((count, made))
+    for count, made in _streams(plan, planned, regions, limit, rows):
+        if count <= limit and rows is not None:
+            return _with_cuts(made, planned, limit)
+        least.append((count, made))
+    found = [made for count, made in least if count <= limit]
     if found:
-        return _with_cuts(min(found, key=lambda pair: pair[0])[1], planned, limit)
+        return _with_cuts(min(found, key=_work), planned, limit)
     count, made = min(least, key=lambda pair: pair[0])
     layer = max(made.layers, key=lambda each: max(box.size for box in each.kept) * each.input_shape[-1])
     raise ConfigError(
         f"memory: a rank may use {words(limit)}, but needs {words(count)} at least, most of it for layer"
         f" '{layer.name}'; give more memory, or use more ranks or smaller batches"
     )
+
+
+def spared(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Plan:
+    """Return the plan of a stream that takes half of the memory, where that costs little; else the plan.
+
+    On one tile alone: on several of them the strips would have to read more of the image than a tile's halo.
+    """
+    limit, most = plan.needed // 2, WORTH * _work(plan)
+    if plan.grid.tiles > 1 or plan.needed < LARGE or plan.training.strips is not None or plan.training.recompute:
+        return plan
+    found = [made for count, made in _streams(plan, planned, regions, limit, None, most) if count <= limit]
+    return min([made for made in found if _work(made) <= most] or [plan], key=_work)
+
+
+def _streams(
+    plan: Plan,
+    planned: Callable[[Stream], Plan],
+    regions: Found,
+    limit: int,
+    rows: Rows | None,
+    most: float = inf,
+) -> Iterator[tuple[int, Plan]]:
+    """Yield the plans with streams, the longest first, and the bytes that they need: within the limit if they can.
+
+    Parameters
+    ----------
+    most : float
+        Those that compute more in any case are left out.
+    """
+    for nodes in range(len(plan.graph.ends) - 1, 0, -1):
+        if not can_stream(plan.graph, nodes, plan.grid, regions):
+            continue
+        if most < inf and _work(planned(Stream.of(plan.graph, nodes, plan.grid, 1, 1))) > most:
+            continue
+        for sparing in (True, False):
+            yield _in_strips(plan, nodes, planned, limit, None if rows == "auto" else rows, sparing)
 
 
 def _in_strips(

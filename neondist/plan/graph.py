@@ -67,6 +67,8 @@ class Graph:
     cleared : dict of step to step
         Steps whose max(z, 0) is gone back through by what is behind them: a pooling, which keeps no place of what is
         not positive, or a convolution, which has it as its view. They do not look at what they gave.
+    restored : dict of step to step
+        Steps that read what a normalisation gives, by the step of that: on the way back it gives it again.
     whole : int
         A vector that each rank has whole, whoever reads it.
     shards : set of int
@@ -84,6 +86,10 @@ class Graph:
                 self.readers[value].append(at)
         self.absorbed = {at: at - 1 for at in range(1, len(self.steps)) if self._absorbed(at)}
         self.cleared = dict(found for at in range(1, len(self.steps)) if (found := self._cleared(at)))
+        self.restored: dict[int, int] = {}
+        for at in range(len(self.steps)):
+            if (by := self._restored(at)) is not None and by not in self.restored:  # which needs its own input
+                self.restored[at] = by
         self.shards = {step.output for step in self.steps if self._stays_cut(step)}
 
     def _absorbed(self, at: int) -> bool:
@@ -106,6 +112,16 @@ class Graph:
         said = all(said_with(layer, "clears", method) for method in ("forward", "backward"))
         exact = layer.scheme is None or (layer.scheme.exact and layer.scheme.gradients == "scatter")
         return (by, at) if keeps and clips and said and exact else None
+
+    def _restored(self, at: int) -> int | None:
+        layer, (value, *_) = self.steps[at].layer, self.steps[at].inputs
+        by = self.made.get(value)
+        maker = None if by is None else self.steps[by].layer
+        saving = [reader for reader in self.readers[value] if self.steps[reader].saves_input]
+        if layer is None or maker is None or saving != [at] or self.looked_at(value):
+            return None
+        saves_it_alone = layer.saves_beside == (0, 0) == said_with(layer, "saves_beside", "forward")
+        return by if saves_it_alone and maker.restores and said_with(maker, "restores", "forward") else None
 
     def _stays_cut(self, step: Step) -> bool:
         readers = self.readers[step.output]

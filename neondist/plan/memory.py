@@ -71,6 +71,8 @@ class MemoryPlan:
         Which range holds a value that lies in no view, and the sum of the gradients from several readers.
     homes : dict of value to step
         In the middle of whose view a value lies.
+    restored, borders : dict of step to int
+        Which range holds a view that is made again for the way back, and what is kept of it: cells around the tile.
     turn : int
         The moment at which the backward pass begins.
     """
@@ -82,6 +84,8 @@ class MemoryPlan:
     values: dict[int, int] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
     homes: dict[int, int] = field(default_factory=dict)
+    restored: dict[int, int] = field(default_factory=dict)
+    borders: dict[int, int] = field(default_factory=dict)
 
     @cached_property
     def packed(self) -> tuple[list[LiveRange], list[int], int]:
@@ -113,6 +117,7 @@ def plan_memory(
     numbers: Sequence[int],
     gradient: bool = False,
     backward: bool = True,
+    restores: bool = False,
 ) -> MemoryPlan:
     """Return what lives when on one rank.
 
@@ -124,11 +129,14 @@ def plan_memory(
     numbers : of each value, the numbers of its tile
     gradient : whether that of the input is needed
     backward : False: there is no way back, for which anything would have to be kept
+    restores : whether what a normalisation gives is made again there, instead of being kept
     """
     steps, end = graph.steps, 2 * len(graph.steps) - 1
     made = graph.made
     gone = {steps[by].output for by in graph.absorbed.values()}  # values that are no more than an intermediate result
     plan = MemoryPlan(len(steps))
+    restored = graph.restored if backward and restores else {}
+    saves = [step.saves_input and at not in restored for at, step in enumerate(steps)]
 
     @cache
     def read_last(value: int) -> int:
@@ -151,7 +159,7 @@ def plan_memory(
             plan.homes[value] = max(wide, key=lambda at: steps[at].saves_input)
         elif value and value not in gone:
             first = made[value]
-            saved = [end - at for at in readers if not windowed[at] and steps[at].saves_input]
+            saved = [end - at for at in readers if not windowed[at] and saves[at]]
             kept = [*saved, *looked_at(value)] if backward else []
             plan.values[value] = plan.add(numbers[value], first, max([first, *readers, *kept]))
         if backward and (value or gradient) and len(readers) > 1:
@@ -164,12 +172,16 @@ def plan_memory(
         back, homed = end - at, plan.homes.get(value) == at
         if windowed[at]:
             first = made.get(value, at) if homed else at
-            kept = [*([back] if step.saves_input else []), *(looked_at(value) if homed else [])]
+            kept = [*([back] if saves[at] else []), *(looked_at(value) if homed else [])]
             others = graph.readers[value] if homed else []
             plan.views[at] = plan.add(held[at], first, max([at, *others, *(kept if backward else [])]))
+        if at in restored:
+            plan.restored[at] = plan.add(held[at], back, back)
+            if windowed[at]:
+                plan.borders[at] = plan.add(held[at] - numbers[value], at, back)
         if backward and (value or gradient):
             last = read_last(value) if len(graph.readers[value]) == 1 else back
-            view = plan.views.get(at, plan.values.get(value))
+            view = plan.restored.get(at, plan.views.get(at, plan.values.get(value)))
             if view is not None and in_place[at] and plan.ranges[view].last == back:
                 plan.gradients[at], plan.ranges[view] = view, plan.ranges[view]._replace(last=last)
             else:

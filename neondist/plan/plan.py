@@ -43,6 +43,8 @@ class Training:
     """bytes that a rank may use; None: as many as it takes"""
     backward: bool = True
     """False: there is only a forward pass"""
+    spares: bool = False
+    """whether half of the memory is worth some more work, where there is no limit"""
 
 
 @dataclass
@@ -86,8 +88,8 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def streams(self) -> bool:
-        """Whether images are read strip by strip."""
-        return self.stream is not None
+        """Whether images are read strip by strip; without a limit they are in memory, whatever goes in strips."""
+        return self.stream is not None and self.training.memory is not None
 
     @property
     def input_shape(self) -> Shape:
@@ -242,6 +244,7 @@ class Plan(Sequence[LayerPlan]):
                     first > 0,
                     segments,
                     self.training.backward,
+                    restores=True,
                 )
             )
         return found

@@ -43,6 +43,8 @@ class PlannedSection:
         What of it is executed in strips.
     backward : bool
         False: no pass goes back, so that nothing is kept for it.
+    restores : bool
+        Whether what a normalisation gives is made again on the way back, instead of being kept.
     """
 
     first: int
@@ -54,6 +56,7 @@ class PlannedSection:
     gradient: bool
     segments: Mapping[int, Segment] = field(default_factory=dict)
     backward: bool = True
+    restores: bool = False
 
     def live_ranges(self, tile: int) -> MemoryPlan:
         """Return what lives when on a tile's rank."""
@@ -73,7 +76,8 @@ class PlannedSection:
             for view, step in zip(views, self.graph.steps, strict=True)
         ]
         numbers = [prod(shape) for shape in self.tile_shapes(tile)]
-        return plan_memory(self.graph, held, windowed, in_place, numbers, self.gradient, self.backward)
+        how = self.gradient, self.backward, self.restores
+        return plan_memory(self.graph, held, windowed, in_place, numbers, *how)
 
     def saved(self, tile: int, itemsize: int) -> list[int]:
         """Return the bytes of a sample that each layer saves on a tile's rank beside its view and outputs."""
@@ -125,6 +129,7 @@ class Segment:
 
     saves_input, saves_output, keeps_output, gives_shards, layout = True, True, False, False, None
     only_activates, saves_activated, clears, in_place, activation, saves_beside = False, True, False, False, None, None
+    restores = False
 
     def __init__(self, plans: Sequence[LayerPlan], rows: Rows, itemsize: int) -> None:
         self.plans, self.rows, self.itemsize = list(plans), rows, itemsize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,24 @@ class Workspace:
         if at in self.plan.views:
             return self.view(at, samples).dview_place()
         return self._array(self.plan.gradients.get(at), value, samples)
+
+    def keep_border(self, at: int, samples: int) -> None:
+        """Keep what `restored` needs of a view beside the tile."""
+        if at in self.plan.borders:
+            self.view(at, samples).keep_border(self._border(at, samples))
+
+    def restored(self, at: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
+        """Return the view of a step anew, where it is wanted on the way back; `write` fills in the tile."""
+        slot = self.plan.restored[at]
+        if at in self.plan.borders:
+            return self.view(at, samples).restored(ArenaSlot(self.arena, slot), self._border(at, samples), write)
+        tile = self._array(slot, value, samples)
+        write(tile)
+        return tile
+
+    def _border(self, at: int, samples: int) -> Any:
+        slot = self.plan.borders[at]
+        return self.arena.array(slot, (samples, self.plan.ranges[slot].numbers))
 
     def sum_place(self, value: int, samples: int) -> Any:
         """Return the array for the sum of a value's gradients."""
