@@ -18,6 +18,8 @@ from .memory import MemoryPlan, plan_memory
 
 Shape = tuple[int, ...]
 Rows = int | Literal["auto"]
+_WORTH = 0.95
+"""of the memory: with more left, values are not made again"""
 CACHE = 1 << 20
 """bytes of one sample that a strip of 'auto' has at most, all its layers together"""
 
@@ -44,7 +46,7 @@ class PlannedSection:
     backward : bool
         False: no pass goes back, so that nothing is kept for it.
     restores : bool
-        Whether what a normalisation gives is made again on the way back, instead of being kept.
+        Whether what a normalisation gives may be made again on the way back, instead of being kept.
     """
 
     first: int
@@ -76,8 +78,10 @@ class PlannedSection:
             for view, step in zip(views, self.graph.steps, strict=True)
         ]
         numbers = [prod(shape) for shape in self.tile_shapes(tile)]
-        how = self.gradient, self.backward, self.restores
-        return plan_memory(self.graph, held, windowed, in_place, numbers, *how)
+        how = self.graph, held, windowed, in_place, numbers, self.gradient, self.backward
+        kept = plan_memory(*how)
+        restored = plan_memory(*how, restores=True) if self.restores else kept
+        return restored if restored.length < _WORTH * kept.length else kept
 
     def saved(self, tile: int, itemsize: int) -> list[int]:
         """Return the bytes of a sample that each layer saves on a tile's rank beside its view and outputs."""
