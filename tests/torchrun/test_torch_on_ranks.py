@@ -205,7 +205,8 @@ def test_many_grids_leave_nothing():
         if n % 3:
             grid.close()
     use_grids(world(), 3, False)
-    assert (dist.get_pg_count(), process.num_fds()) == (groups, files)
+    assert dist.get_pg_count() == groups
+    assert process.num_fds() <= files  # fewer where what tests before had left is closed meanwhile
     assert process.num_threads() <= threads
 
 
