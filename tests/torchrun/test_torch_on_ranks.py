@@ -148,7 +148,7 @@ def test_a_model_learns_what_it_does_over_virtual_ranks(kind, backend, bound):
         return train(kind, nd.ProcessGrid(comm, replicas=2 if SIZE == 4 else 1), backend=backend)
 
     expected = loopback.run(SIZE, learned)
-    for comm in (world(), DebugTransport(world())) if SIZE == 2 else (world(),):
+    for comm in (world(), DebugTransport(world())) if SIZE == 3 else (world(),):
         found = learned(comm)
         assert worst(found, expected[comm.rank]) < bound
     for name, array in found.items():
@@ -199,7 +199,7 @@ def test_many_grids_leave_nothing():
     process = psutil.Process()
     use_grids(world(), 3, True)
     groups, threads, files = dist.get_pg_count(), process.num_threads(), process.num_fds()
-    for n in range(1000 if SIZE == 2 else 50):
+    for n in range(1000 if SIZE == 3 else 50):
         grid = nd.ProcessGrid(world(), replicas=SIZE if n % 2 else 1)
         assert grid.tile_comm.size * grid.replica_comm.size == SIZE
         if n % 3:
