@@ -116,7 +116,10 @@ class Streamed:
     def forward(self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None) -> list[StreamPass]:
         """Return passes that take each step together."""
         if nodes not in (None, self.last):
-            raise PassError("a pass cannot end between layers that are streamed; leave out memory")
+            raise PassError(
+                "a pass cannot end between layers that go in strips; leave out strips, and give memory enough for whole"
+                " images"
+            )
         runs = [StreamPass(x, phase, self.steps) for x, phase in zip(xs, phases, strict=True)]
         with self.context.grid.observers.during("layer", self.name, "forward"):
             known = 0

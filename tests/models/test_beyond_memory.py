@@ -267,7 +267,7 @@ def test_memory_that_is_not_enough():
 def test_a_pass_cannot_end_in_a_stream():
     model = nd.Convnet([nd.ConvLayer(2, 3), nd.ConvLayer(2, 3)], memory=ENOUGH, strips=2)
     model.build((9, 8, 1), 1)
-    with pytest.raises(PassError, match="leave out memory"):
+    with pytest.raises(PassError, match="leave out strips, and give memory enough for whole images"):
         nd.models.optimal_stimulus(model, 0, [(3, 3, 0)])
 
 
