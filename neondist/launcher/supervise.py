@@ -12,10 +12,14 @@ from contextlib import suppress
 from types import FrameType
 from typing import IO, Any
 
+import psutil
+
 from ..signals import STOPPED
 from .filter_mpirun import Filter, copy
 from .parent_watch import end_child_with_us
 
+_UNNOTICED = 20
+"""seconds without any process that mpirun has started, after which it is not waited for"""
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -59,7 +63,7 @@ def supervise(
                 process.wait(0.1)
         job.ready = True
         job.send(job.asked)
-        code = process.wait()
+        code = _waited(process)
         for copier in filter(None, copiers):
             copier.join(timeout=10)  # whoever reads us may be slow
     finally:
@@ -71,6 +75,26 @@ def supervise(
     if code not in (0, STOPPED) and not messages.spoken:  # no rank has said why: mpirun's message names the one
         sys.stderr.write(messages.left_out.decode(errors="replace"))
     return 128 - code if code < 0 else code
+
+
+def _waited(process: subprocess.Popen[bytes]) -> int:
+    """Return mpirun's exit code; end it where it does not notice that all that it has started is gone."""
+    alone = 0
+    while True:
+        try:
+            return process.wait(1)
+        except subprocess.TimeoutExpired:
+            alone = 0 if _has_children(process.pid) else alone + 1
+        if alone >= _UNNOTICED:
+            process.kill()
+            process.wait()
+            return 1
+
+
+def _has_children(number: int) -> bool:
+    with suppress(psutil.Error):
+        return any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(number).children())
+    return True  # nobody can tell
 
 
 def _copier(source: IO[bytes] | None, target: int, messages: Filter | None = None) -> threading.Thread | None:
