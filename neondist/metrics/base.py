@@ -73,8 +73,8 @@ class Meter:
 class PerSample(Metric):
     """A metric of whole images, whose mean over the samples is told; tiles of an image are measured together."""
 
-    #: whether its sums over a part depend on cells around that
-    sees_neighbours = False
+    #: how many cells after a part, along each axis, its sums over that depend on; those are given with it
+    beyond = 0
 
     @abstractmethod
     def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:

@@ -13,6 +13,9 @@ from ..registry.ranges import Positive
 from .base import PerSample
 from .outputs import Outputs
 
+_LINES = 64
+"""at a time, so that what is computed of them fits into a cache"""
+
 
 class PSNR(PerSample):
     """Peak signal-to-noise ratio in dB, the mean over the images, as `skimage.metrics.peak_signal_noise_ratio`.
@@ -57,7 +60,6 @@ class SSIM(PerSample):
     """
 
     name = "ssim"
-    sees_neighbours = True
     larger_is_better = True
 
     def __init__(self, data_range: Positive = 1.0, *, weights: Literal["uniform", "gaussian"] = "uniform") -> None:
@@ -65,27 +67,38 @@ class SSIM(PerSample):
         x = np.arange(-5.0, 6.0)
         self._filter = np.full(7, 1 / 7) if weights == "uniform" else np.exp(-(x**2) / (2 * 1.5**2))
         self._filter /= self._filter.sum()
+        self.beyond = len(self._filter) - 1
 
     def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
         """Return the similarities of each sample, summed over windows and channels, and their number."""
-        axes = range(1, y.ndim - 1)
-        window = Window((len(self._filter),) * len(axes), padding=0)
-        a, b = np.split(outputs.view(np.concatenate([y, targets], axis=-1), window), 2, axis=-1)
+        found = np.zeros((len(y), 2))
+        if min(outputs.shape[:-1]) <= self.beyond:  # a last block
+            return found
+        window = Window((len(self._filter),) * (y.ndim - 2), padding=0)
+        both = outputs.view(np.concatenate([y, targets], axis=-1), window)
+        for at in range(0, both.shape[1] - self.beyond, _LINES):
+            similar = self._similarities(both[:, at : at + _LINES + self.beyond])
+            found += np.stack([similar.sum(axis=1), np.full(len(y), similar.shape[1], "f8")], axis=1)
+        return found
+
+    def _similarities(self, both: np.ndarray) -> np.ndarray:
+        """Return those of each sample, in all windows that lie within the cells of two images."""
+        axes = range(1, both.ndim - 1)
+        a, b = np.split(both, 2, axis=-1)
         means = np.stack([a, b, a * a, b * b, a * b])
         for axis in axes:
             if means.shape[1 + axis] < len(self._filter):  # a tile of which no window is
-                return np.zeros((len(y), 2))
-            inner = means.shape[1 + axis] - len(self._filter) + 1
+                return np.zeros((len(both), 0))
+            inner = means.shape[1 + axis] - self.beyond
             along = (slice(None),) * (1 + axis)
             means = sum(w * means[(*along, slice(at, at + inner))] for at, w in enumerate(self._filter.tolist()))
         ma, mb, aa, bb, ab = means
         cells = len(self._filter) ** len(axes)
         unbias = cells / (cells - 1) if self.weights == "uniform" else 1.0
-        va, vb, vab = (unbias * (both - one * two) for both, one, two in ((aa, ma, ma), (bb, mb, mb), (ab, ma, mb)))
+        va, vb, vab = (unbias * (mean - one * two) for mean, one, two in ((aa, ma, ma), (bb, mb, mb), (ab, ma, mb)))
         c1, c2 = ((k * self.data_range) ** 2 for k in (0.01, 0.03))
         found = (2 * ma * mb + c1) * (2 * vab + c2) / ((ma**2 + mb**2 + c1) * (va + vb + c2))
-        found = found.reshape(len(y), prod(found.shape[1:]))
-        return np.stack([found.sum(axis=1), np.full(len(y), found.shape[1], "f8")], axis=1)
+        return found.reshape(len(both), prod(found.shape[1:]))
 
     def of_samples(self, sums: np.ndarray) -> np.ndarray:
         """Return the means."""

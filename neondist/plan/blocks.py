@@ -37,6 +37,8 @@ class BlockPlan:
         All of whose layers can go so: `not_in_blocks` names nothing.
     size : (*spatial,)
         Of a block; those at the end of an axis may be smaller.
+    beyond : int
+        Cells after its own, along each axis, that a block also has, which others have too.
 
     Attributes
     ----------
@@ -46,9 +48,9 @@ class BlockPlan:
         Which cells of every value each block needs.
     """
 
-    def __init__(self, graph: Graph, size: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, size: Sequence[int], beyond: int = 0) -> None:
         self.graph, self.size = graph, tuple(size)
-        blocks = cut_into(graph.shapes[graph.output][:-1], self.size)
+        blocks = cut_into(graph.shapes[graph.output][:-1], self.size, beyond)
         planes, rows, cols = [*[1] * (3 - len(blocks.parts)), *blocks.parts]
         self.grid = GridShape(1, rows, cols, planes)
         shapes = graph.shapes
@@ -153,10 +155,10 @@ class BlockPlan:
         return tuple(found)
 
 
-def cut_into(extent: Extent, size: Extent) -> Overlapping:
-    """Return blocks of a size; those at the end of an axis may be smaller."""
+def cut_into(extent: Extent, size: Extent, beyond: int = 0) -> Overlapping:
+    """Return blocks of a size, and so many cells after it; those at the end of an axis may be smaller."""
     cuts = tuple(
-        tuple((lo, min(lo + each, n)) for lo in range(0, n, each)) for n, each in zip(extent, size, strict=True)
+        tuple((lo, min(lo + own + beyond, n)) for lo in range(0, n, own)) for n, own in zip(extent, size, strict=True)
     )
     counts = tuple(len(axis) for axis in cuts)
     return Overlapping(extent, counts, prod(counts), cuts)
@@ -215,7 +217,7 @@ def not_in_blocks(graph: Graph) -> Iterator[tuple[str, str]]:
             yield str(layer.name), "its image wraps around"
 
 
-def fitted_blocks(graph: Graph, size: Sequence[int], numbers: int, itemsize: int) -> BlockPlan:
+def fitted_blocks(graph: Graph, size: Sequence[int], numbers: int, itemsize: int, beyond: int = 0) -> BlockPlan:
     """Return blocks of at most this size, smaller if one would take more than so many numbers.
 
     Parameters
@@ -223,6 +225,8 @@ def fitted_blocks(graph: Graph, size: Sequence[int], numbers: int, itemsize: int
     size : (*spatial,)
     numbers : int
         Of the network's dtype, which has `itemsize` bytes.
+    beyond : int
+        As for `BlockPlan`.
 
     Raises
     ------
@@ -231,7 +235,7 @@ def fitted_blocks(graph: Graph, size: Sequence[int], numbers: int, itemsize: int
     """
     periods = [_period(ratios) for ratios in paces(graph)]
     extent = graph.shapes[graph.output][:-1]
-    return fitted(lambda size: BlockPlan(graph, size), extent, size, numbers, itemsize, periods)
+    return fitted(lambda size: BlockPlan(graph, size, beyond), extent, size, numbers, itemsize, periods)
 
 
 def fitted(

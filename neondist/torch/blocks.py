@@ -250,9 +250,9 @@ class Traced:
         """The spatial extent of the output."""
         return self.output.shape[2:]
 
-    def blocks(self, size: Sequence[int]) -> ModuleBlocks:
+    def blocks(self, size: Sequence[int], beyond: int = 0) -> ModuleBlocks:
         """Return the blocks of a size."""
-        return ModuleBlocks(self, size)
+        return ModuleBlocks(self, size, beyond)
 
     def image(self, box: Box) -> Box:
         """Return the cells of the image that a box of the output depends on."""
@@ -307,11 +307,13 @@ class ModuleBlocks:
     traced : Traced
     size : (*spatial,)
         Of a block; those at the end of an axis may be smaller.
+    beyond : int
+        Cells after its own that a block also has.
     """
 
-    def __init__(self, traced: Traced, size: Sequence[int]) -> None:
+    def __init__(self, traced: Traced, size: Sequence[int], beyond: int = 0) -> None:
         self.traced, self.size = traced, tuple(size)
-        self.cells = cut_into(traced.extent, self.size)
+        self.cells = cut_into(traced.extent, self.size, beyond)
         self._wires = Wires(ProcessGrid.serial(), len(self.size))
 
     def __len__(self) -> int:

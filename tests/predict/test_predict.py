@@ -379,8 +379,24 @@ def test_costs_and_metrics_of_whole_samples(folder, tmp_path):
                 assert found[name] == pytest.approx(value, rel=1e-10), name
     means = np.mean((np.load(tmp_path / "numbers.npy") - y) ** 2, axis=(1, 2, 3))
     assert whole["psnr"] == pytest.approx(np.mean(10 * np.log10(400 / means)))
-    alike = of(nd.MSE(), nd.SSIM(20.0))
-    one, more = (measured(folder, tmp_path / "numbers.npy", ranks, None, alike)["ssim"] for ranks in (1, 4))
-    assert one == pytest.approx(more, rel=1e-10)
-    with pytest.raises(ConfigError, match="metrics: ssim needs whole images"):
-        measured(folder, tmp_path / "numbers.npy", 2, 16, alike)
+
+
+def test_windows_of_ssim_lie_across_blocks(folder, tmp_path):
+    sk = pytest.importorskip("skimage.metrics")
+    y = np.load(folder / "y.npy")
+    targets = y + np.random.default_rng(6).normal(size=y.shape)
+    np.save(tmp_path / "numbers.npy", targets)
+
+    def fresh():
+        found = made()
+        found.model.cost, found.metrics = nd.MSE(), [nd.SSIM(20.0), nd.PSNR(20.0)]
+        return found
+
+    both = list(zip(targets, y, strict=True))
+    ssim = np.mean([sk.structural_similarity(a, b, data_range=20.0, channel_axis=-1) for a, b in both])
+    psnr = np.mean([sk.peak_signal_noise_ratio(a, b, data_range=20.0) for a, b in both])
+    for ranks, block in ((1, None), (4, None), (2, 16), (3, 24), (1, 5)):
+        found = measured(folder, tmp_path / "numbers.npy", ranks, block, fresh)
+        assert found["ssim"] == pytest.approx(ssim, rel=1e-9)
+        assert found["psnr"] == pytest.approx(psnr, rel=1e-9)
+        assert found["loss"] == pytest.approx(np.mean((targets - y) ** 2), rel=1e-9)

@@ -23,7 +23,7 @@ from ..state import told_of
 from .images import Images, open_images
 from .network import network
 from .predict import through
-from .routes import InTiles, Route
+from .routes import InBlocks, InTiles, Route
 
 
 def evaluate_files(
@@ -53,11 +53,14 @@ def evaluate_files(
     Raises
     ------
     UserError
-        As `predict`; ConfigError for a cost or a metric that needs whole images where they go in blocks.
+        As `predict`; ConfigError for a cost that needs whole images where they go in blocks.
     """
     grid = experiment.open_grid() if grid is None else grid
-    with network(experiment, checkpoint, source, grid, block, None) as (route, images, _):
+    beyond = max((metric.beyond for metric in experiment.metrics if isinstance(metric, PerSample)), default=0)
+    with network(experiment, checkpoint, source, grid, block, None, beyond) as (route, images, _):
         with all_or_none(grid.world):
+            for metric in experiment.metrics:
+                metric.check_outputs(route.output_shape)
             targets = _labels(labels, route, images)
         with closing(targets):
             if isinstance(route, InTiles):
@@ -87,7 +90,7 @@ def _labels(labels: str | Path, route: Route, images: Images) -> Images:
 class _Sums:
     """Adds up, block by block, what the cost and the metrics say; of some, sums of each sample over all its blocks."""
 
-    def __init__(self, experiment: FitExperiment, route: Route, targets: _Targets, grid: ProcessGrid) -> None:
+    def __init__(self, experiment: FitExperiment, route: InBlocks, targets: _Targets, grid: ProcessGrid) -> None:
         self.cost, self.metrics = experiment.model.cost_of_cells(), experiment.metrics
         self.route, self.targets = route, targets
         self.parts: list[Any] = [part for _, part in parts_of(self.cost)]
@@ -100,8 +103,6 @@ class _Sums:
                 self.tables[part] = np.zeros((samples, 2 * shape[-1]))
         for metric in self.metrics:
             if isinstance(metric, PerSample):
-                if metric.sees_neighbours:
-                    raise ConfigError(f"metrics: {metric.name} needs whole images; give more memory, or leave it out")
                 self.tables[metric] = np.zeros((samples, 2))
         outputs = Outputs(grid, shape, lambda sums, replicas: _total(grid, sums))
         self.meters = {metric: metric.meter(outputs) for metric in self.metrics if metric not in self.tables}
@@ -134,8 +135,10 @@ class _Sums:
         return found
 
     def _add(self, samples: range, y: np.ndarray, targets: np.ndarray) -> None:
+        own = slice(None), *(slice(size) for size in self.route.plan.size)  # of what others have too
+        wide, y, targets = (y, targets), y[own], targets[own]
         for one, table in self.tables.items():
-            table[samples.start : samples.stop] += one.of_cells(y, targets)
+            table[samples.start : samples.stop] += one.of_cells(*(wide if getattr(one, "beyond", 0) else (y, targets)))
         costs = [0.0 if part in self.tables else float(part.value(y, targets)) for part in self.parts]
         self.sums += [*costs, *weights_of(self.cost, y.shape, targets)]
         judged = counted(y, targets, getattr(self.cost, "ignore_index", None))

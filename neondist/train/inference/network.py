@@ -19,7 +19,7 @@ from ..experiment import FitExperiment
 from ..validate import grid_shape_of
 from ..weights import take_weights
 from .images import Images, open_images
-from .routes import Route, choose
+from .routes import InBlocks, InTiles, choose
 
 _EXECUTION = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
 
@@ -32,7 +32,8 @@ def network(
     grid: ProcessGrid,
     block: int | None,
     before: list[Any] | None,
-) -> Iterator[tuple[Route, Images, dict[str, str]]]:
+    beyond: int = 0,
+) -> Iterator[tuple[InBlocks | InTiles, Images, dict[str, str]]]:
     """Yield the route that a network with a checkpoint's weights goes, its images, and what both are; collective."""
     model, world, path = experiment.model, grid.world, Path(checkpoint)
     with all_or_none(world):
@@ -43,7 +44,7 @@ def network(
             images = open_images(source, sample_shape, factor, offset)
         with closing(images):
             with all_or_none(world):
-                route = choose(model, images, grid, experiment.batch_size, block, before)
+                route = choose(model, images, grid, experiment.batch_size, block, before, beyond)
             take_weights(file, model)
             said = {"checkpoint": _identity(path), "network": hashlib.sha256(_text(model).encode()).hexdigest()[:16]}
             yield route, images, said

@@ -167,8 +167,14 @@ class InTiles:
 
 
 def choose(
-    model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, before: list[Any] | None
-) -> Route:
+    model: Any,
+    images: Images,
+    grid: ProcessGrid,
+    batch: int,
+    block: int | None,
+    before: list[Any] | None,
+    beyond: int = 0,
+) -> InBlocks | InTiles:
     """Return the route that a network goes: whole if it fits into memory, or needs the whole image; else in blocks.
 
     Parameters
@@ -179,6 +185,8 @@ def choose(
         Cells along each axis that a block may have: then it goes in blocks.
     before : list, optional
         The `about` of the job that is resumed.
+    beyond : int
+        Cells after its own, along each axis, that a block also has.
 
     Raises
     ------
@@ -191,7 +199,7 @@ def choose(
         batch, block = (before[1], None) if before[0] == "whole" else (batch, max(before[1]))
     limit = grid.world.bcast(_limit(memory, grid.size))
     if not model.leaves:
-        return _choose_module(model, images, grid, batch, block, limit)
+        return _choose_module(model, images, grid, batch, block, limit, beyond)
     graph = forward_plan(model, shape).graph
     whole = next(not_in_blocks(graph), None)
     if block is not None and whole is not None:
@@ -211,7 +219,8 @@ def choose(
     alone = forward_plan(model, shape)
     cache = _cache(images, limit)
     numbers = (limit - cache - alone.memory(0) + alone.arena(0, 0)) // model.dtype.itemsize
-    blocks = fitted_blocks(graph, _sizes(block, len(graph.shapes[graph.output]) - 1), numbers, model.dtype.itemsize)
+    sizes = _sizes(block, len(graph.shapes[graph.output]) - 1)
+    blocks = fitted_blocks(graph, sizes, numbers, model.dtype.itemsize, beyond)
     model.build(shape, 1, ProcessGrid.serial(), forward_plan(model, shape, GridShape(), 1))
     computed = Blockwise(blocks, model.context)
 
@@ -221,7 +230,9 @@ def choose(
     return InBlocks(model, images, blocks, run, cache)
 
 
-def _choose_module(model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, limit: int) -> Route:
+def _choose_module(
+    model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, limit: int, beyond: int
+) -> InBlocks | InTiles:
     """Return the route of a module of PyTorch, as `choose` does."""
     shape = images.shape[1:]
     model.resize(shape)
@@ -236,7 +247,7 @@ def _choose_module(model: Any, images: Images, grid: ProcessGrid, batch: int, bl
         remedy = f"whole, a rank needs {words(needed)}, and has {words(limit)}; use more ranks, or give more --memory"
     traced, cache = model.in_blocks(shape, remedy), _cache(images, limit)
     sizes, left = _sizes(block, len(traced.extent)), limit - cache - plan.weights
-    blocks = fitted(traced.blocks, traced.extent, sizes, left)
+    blocks = fitted(partial(traced.blocks, beyond=beyond), traced.extent, sizes, left)
     model.build(shape, 1, ProcessGrid.serial())
     return InBlocks(model, images, blocks, partial(model.block, blocks), cache)
 
