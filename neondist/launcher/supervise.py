@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from types import FrameType
 from typing import IO, Any
 
@@ -58,12 +60,13 @@ def supervise(
         messages = Filter()
         copiers = [_copier(process.stderr, sys.stderr.fileno(), messages), _copier(process.stdout, 1)]
         job.send(job.waiting)
-        while process.poll() is None and not ready():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(0.1)
+        mpirun, code = _Mpirun(process), None
+        while code is None and not ready():
+            code = mpirun.wait(0.1)
         job.ready = True
         job.send(job.asked)
-        code = _waited(process)
+        while code is None:
+            code = mpirun.wait(1)
         for copier in filter(None, copiers):
             copier.join(timeout=10)  # whoever reads us may be slow
     finally:
@@ -77,18 +80,30 @@ def supervise(
     return 128 - code if code < 0 else code
 
 
-def _waited(process: subprocess.Popen[bytes]) -> int:
-    """Return mpirun's exit code; end it where it does not notice that all that it has started is gone."""
-    alone = 0
-    while True:
-        try:
-            return process.wait(1)
-        except subprocess.TimeoutExpired:
-            alone = 0 if _has_children(process.pid) else alone + 1
-        if alone >= _UNNOTICED:
-            process.kill()
-            process.wait()
-            return 1
+class _Mpirun:
+    """Waits for mpirun, and ends it where it does not notice that all that it has started is gone.
+
+    Where it starts ranks without a process of its own, as some batch systems let it, it is left alone.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self._looked, self._seen = time.monotonic(), inf  # when processes of it were looked for, and there last
+
+    def wait(self, seconds: float) -> int | None:
+        """Return its exit code; None: it runs on after so many seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(seconds)
+        now = time.monotonic()
+        if now - self._looked >= 1:
+            self._looked = now
+            if _has_children(self.process.pid):
+                self._seen = now
+            elif now - self._seen >= _UNNOTICED:
+                self.process.kill()
+                self.process.wait()
+                return 1
+        return None
 
 
 def _has_children(number: int) -> bool:
