@@ -67,12 +67,14 @@ class Box:
         return self.shift([-o for o in origin.lo])
 
     def outside(self, inner: Box) -> list[Box]:
-        """Return boxes that hold, together, the cells that are not in `inner`; corners are in several."""
-        found = []
+        """Return boxes that hold, together, the cells that are not in `inner`, each cell once."""
+        found, lo, hi = [], self.lo, self.hi
         for axis, (first, end) in enumerate(inner.axes()):
-            lo, hi = self.lo, self.hi
-            found.append(Box(lo, (*hi[:axis], min(first, hi[axis]), *hi[axis + 1 :])))
-            found.append(Box((*lo[:axis], max(end, lo[axis]), *lo[axis + 1 :]), hi))
+            below = (*hi[:axis], min(first, hi[axis]), *hi[axis + 1 :])
+            above = (*lo[:axis], max(end, lo[axis]), *lo[axis + 1 :])
+            found += [Box(lo, below), Box(above, hi)]
+            lo = (*lo[:axis], max(first, lo[axis]), *lo[axis + 1 :])
+            hi = (*hi[:axis], min(end, hi[axis]), *hi[axis + 1 :])
         return [box for box in found if not box.empty]
 
     def axes(self) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -115,16 +114,12 @@ class HaloBuffer:
         return cells[self.need]
 
     def _border(self, place: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
-        """Yield where the slabs around the tile lie in the buffer, and the part of `place` that has each."""
-        inner, done = [slice(None)] * len(self.own), 0
-        for axis in range(1, len(self.own) - 1):
-            for side in (slice(0, self.own[axis].start), slice(self.own[axis].stop, None)):
-                index = (*inner[:axis], side, *inner[axis + 1 :])
-                shape = self.cells[index].shape
-                numbers = prod(shape[1:])
-                yield index, place[:, done : done + numbers].reshape(shape)
-                done += numbers
-            inner[axis] = self.own[axis]
+        """Yield where the boxes around the tile lie in the buffer, and the part of `place` that has each."""
+        done = 0
+        for box in self.plan.buffer.outside(self.plan.own):
+            numbers = box.size * self.owner.channels
+            yield self.index(box), place[:, done : done + numbers].reshape(-1, *box.shape, self.owner.channels)
+            done += numbers
 
     def dview_place(self) -> Any:
         """Return the part of the gradient that is the view's; zero around it."""

@@ -48,6 +48,9 @@ class Built(Protocol):
     def tile(self) -> Box:
         """The cells of the output that this rank computes."""
 
+    def restore(self, ctx: Any, y: Any) -> None:
+        """Write into y what `forward` gave."""
+
 
 class StepContext:
     """What `forward` and `backward` of a layer get beside their array; it is this call's, and no other's.
@@ -134,6 +137,10 @@ class StepContext:
         """Let what was saved as the view be this one."""
         self._saved = {name: view if kept is self.whole_view else kept for name, kept in self._saved.items()}
         self.whole_view = view
+
+    def restore_output(self, y: Any) -> None:
+        """Write into y what `forward` gave."""
+        self._layer.restore(self, y)
 
     def resume(self, view: Any, left: dict[str, Any]) -> None:
         """Save what `to_keep` has returned of a call before, with this view."""

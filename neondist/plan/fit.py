@@ -107,9 +107,9 @@ def spared(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Pla
 
     On one tile alone: on several of them the strips would have to read more of the image than a tile's halo.
     """
-    limit, most = plan.needed // 2, WORTH * _work(plan)
-    if plan.grid.tiles > 1 or plan.needed < LARGE or plan.training.strips is not None or plan.training.recompute:
+    if plan.grid.tiles > 1 or plan.training.strips is not None or plan.training.recompute or plan.needed < LARGE:
         return plan
+    limit, most = plan.needed // 2, WORTH * _work(plan)
     found = [made for count, made in _streams(plan, planned, regions, limit, None, most) if count <= limit]
     return min([made for made in found if _work(made) <= most] or [plan], key=_work)
 

@@ -80,7 +80,9 @@ class PlannedSection:
         numbers = [prod(shape) for shape in self.tile_shapes(tile)]
         how = self.graph, held, windowed, in_place, numbers, self.gradient, self.backward
         kept = plan_memory(*how)
-        restored = plan_memory(*how, restores=True) if self.restores else kept
+        if not (self.restores and self.backward and self.graph.restored):
+            return kept
+        restored = plan_memory(*how, restores=True)
         return restored if restored.length < _WORTH * kept.length else kept
 
     def saved(self, tile: int, itemsize: int) -> list[int]:

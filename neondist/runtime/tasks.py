@@ -160,9 +160,8 @@ class LayerTask(Task):
         self.opens = self._joins(graph.shapes[value]) if graph.wants_shard(step) and value not in graph.shards else None
         self.joins = self._joins(graph.shapes[step.output]) if step.output in graph.shards else None
         self.windowed = not self.array.plan.trivial
-        #: the step that can give the input again, and its layer
-        self.maker = graph.restored.get(at, 0)
-        self.restorer: Any = graph.steps[self.maker].layer
+        #: the step that can give the input again
+        self.maker = graph.restored.get(at)
         self.reductions = {one.direction: one for one in layer.reductions_for(layer.input_shape)}
         self.over_batch = any(one.over_batch for one in self.reductions.values())
         #: whose partial results are computed where what they come to is known, for what the layer saves
@@ -212,9 +211,8 @@ class LayerTask(Task):
         run.contexts[self.at], ctx.repeats = ctx, self.at < run.first_new
         ctx.cleared, ctx.clears = self.cleared(run), self.clears
         view = x if not self.windowed or x is None else self.halo("forward", ctx, space.view(self.at, samples), x)
+        space.keep_border(self.at, samples)
         again = self.at in space.plan.restored
-        if again:
-            space.keep_border(self.at, samples)
         ctx.whole_view = view if again or (run.keeps and layer.saves_input) else None
         return ctx, view
 
@@ -273,8 +271,10 @@ class LayerTask(Task):
         """Return a call's ctx, and the gradient of what the layer's forward returned."""
         layer, ctx, space = self.layer, run.contexts[self.at], run.workspace
         assert ctx is not None
-        if self.at in space.plan.restored:
-            ctx.move_view(space.restored(self.at, self.inputs[0], run.samples, partial(self._restore, run)))
+        if self.at in space.plan.restored and self.maker is not None:
+            maker = run.contexts[self.maker]
+            assert maker is not None
+            ctx.move_view(space.restored(self.at, self.inputs[0], run.samples, maker.restore_output))
         if ctx.activation is not None and not (ctx.activated or ctx.cleared):
             dy = ctx.activation.bprop(ctx.output, dy)
         ctx.needs_input_gradient, ctx.needs_weight_gradients = needed, self.at < run.done_back
@@ -284,12 +284,6 @@ class LayerTask(Task):
         elif layer.gathers is None or not needed:
             ctx.offer(partial(run.workspace.gradient_place, self.at, self.inputs[0], run.samples))
         return ctx, self._redistributed("backward", self.joins, dy)
-
-    def _restore(self, run: SectionPass, y: Any) -> None:
-        """Write what the step before gave into y."""
-        ctx = run.contexts[self.maker]
-        assert ctx is not None
-        self.restorer.restore(ctx, y)
 
     def _computed_back(self, run: SectionPass, ctx: StepContext, dy: Any) -> Any:
         layer, space = self.layer, run.workspace

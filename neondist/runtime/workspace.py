@@ -48,7 +48,7 @@ class Workspace:
         return self._array(self.plan.gradients.get(at), value, samples)
 
     def keep_border(self, at: int, samples: int) -> None:
-        """Keep what `restored` needs of a view beside the tile."""
+        """Keep what `restored` needs of a view beside the tile, if anything."""
         if at in self.plan.borders:
             self.view(at, samples).keep_border(self._border(at, samples))
 

@@ -5,7 +5,7 @@ operators. lower: from the graph to a plan, by the rules of rules/, which are wr
 run: the plan, and what runs it. wires, functions: tensors over a transport, and autograd through it. module: what users
 have; alike, checks, criteria: its parts. blocks: a module block by block of its output, without messages. weights:
 files of them. by_hand: views and sums for code of one's own. transport: torch.distributed. convert: modules as models
-of our layers, and back. by_name, experiment: a module in an experiment.
+of our layers, and back. by_name, judging, experiment: a module in an experiment.
 """
 
 from ..errors import MissingPackageError

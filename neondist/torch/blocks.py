@@ -131,7 +131,7 @@ class BlockLowering(Lowering):
             self.recorded.update(value for step in self.steps[steps:] for value in step.outputs)
         return found
 
-    def again(self, call: Call, env: Mapping[int, Value]) -> Any:
+    def repeat(self, call: Call, env: Mapping[int, Value]) -> Any:
         """Call a rule again for the ranges that are known now; `env` has its arguments by their former ids."""
         self.cuts.begin(call.number)
         self.where, self.out = call.where, call.out
@@ -150,8 +150,7 @@ class BlockLowering(Lowering):
         window: bool = False,
     ) -> Value:
         """Return what a block wants to see of a value, which it therefore needs."""
-        asked = frozenset(axis for axis, _ in wants.values() if axis is not None)
-        inside = (value.axes | asked) if context is None else frozenset(context)
+        inside = self._inside(value, wants, context)
         shape, narrowed, around = list(value.local), [], [0] * (2 * len(value.local))
         lost = axes_of(value.layout) - inside
         for dim, (axis, (ranges, *_)) in wants.items():
@@ -269,7 +268,7 @@ class Traced:
         lowering.steps = [replace(step) for step in self.constants]
         image = env[self.input] = lowering.input(lowering.mesh.image(self.shape), self.dtype)
         for call in self.calls:
-            found = pytree.tree_leaves(lowering.again(call, env))
+            found = pytree.tree_leaves(lowering.repeat(call, env))
             env.update(
                 (old.id, new)
                 for old, new in zip(pytree.tree_leaves(call.found), found, strict=True)
@@ -288,7 +287,7 @@ class Traced:
             grown.add(call.number)
             while call.number in grown:  # one rule may make cuts one after the other
                 grown.discard(call.number)
-                lowering.again(call, {})
+                lowering.repeat(call, {})
         return ranges
 
     def _lowering(self, ranges: dict[Cut, Range] | None = None, values: Sequence[Value] = ()) -> BlockLowering:

@@ -51,8 +51,7 @@ class Builder(StepList):
         window : bool
             Whether windows slide over it, so that a border scheme may stand for the exact exchange.
         """
-        asked = frozenset(axis for axis, _ in wants.values() if axis is not None)
-        inside = (value.axes | asked) if context is None else frozenset(context)
+        inside = self._inside(value, wants, context)
         lost = axes_of(value.layout) - inside  # along which all compute alike from now on
         value = self.gathered(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
         wanted = tuple(
@@ -78,6 +77,11 @@ class Builder(StepList):
         inner = all(want.axis == want.source.axis and want.axis and want.dim > 1 for want in wanted)
         self.steps[-1].window = window and inner and not transfer.silent
         return found
+
+    def _inside(self, value: Value, wants: Ranges, context: Iterable[int] | None) -> frozenset[int]:
+        """Return the axes that cut what is computed from a view, which `view` is asked for."""
+        asked = frozenset(axis for axis, _ in wants.values() if axis is not None)
+        return (value.axes | asked) if context is None else frozenset(context)
 
     def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Value:
         """Return a value of which every rank has all indices (of these dimensions), for what they compute alike."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..comm import ProcessGrid, Reductions, all_or_none
+from ..comm import ProcessGrid, all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..geometry import GridShape
 from ..halo import GlobalArray
@@ -34,6 +32,7 @@ from .blocks import ModuleBlocks, Traced
 from .by_name import TorchLoss, TorchOptimizer, called, unwrapped
 from .capture import captured, lowered
 from .checks import check_gather_at
+from .judging import LossOfCells, Owned, channels_first, channels_last, metric_targets
 from .layout import Mesh, axes_of, cut
 from .module import DistributedModule, distribute
 from .plan import TorchPlan, Value
@@ -42,15 +41,6 @@ from .schemes import Schemes, chosen
 from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights, slots_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
-def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return images (n, *tile, C) as (n, C, *tile); whole numbers as int64, and target images as images."""
-    if labels is not None:
-        labels = np.moveaxis(labels, -1, 1) if labels.ndim == images.ndim else labels
-        labels = labels.astype(images.dtype if labels.dtype.kind == "f" else np.int64)
-    features = torch.from_numpy(np.ascontiguousarray(np.moveaxis(images, -1, 1)))
-    return features, None if labels is None else torch.from_numpy(labels)
 
 
 @dataclass(frozen=True)
@@ -65,8 +55,9 @@ class ModulePlan:
     streams = False
     wide_tiles = None
 
+    @property
     def needed(self) -> int:
-        """Return the bytes of a rank in a pass without a way back, weights, images and outputs included."""
+        """The bytes of a rank in a pass without a way back, weights, images and outputs included."""
         ends = self.steps.inputs[0], self.output.id
         return self.weights + self.steps.peak()[0] + COPIES * sum(self.steps.values[end].nbytes for end in ends)
 
@@ -233,7 +224,7 @@ class TorchModel(Whole):
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         with torch.no_grad(), self._about():
             features, _ = self._fed(x, None, 1)
-            return _channels_last(blocks.run(number, features, *map(dict, tensors)))
+            return channels_last(blocks.run(number, features, *map(dict, tensors)))
 
     def build(
         self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Any = None
@@ -301,8 +292,8 @@ class TorchModel(Whole):
         model = self._of(batch_size, training=False)
         with self.grid.observers.during("cost"), torch.no_grad(), self._about():
             (output, labels), loss = self._loss(model, x, targets, batch_size)
-        y = _channels_last(output)
-        return y, _metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
+        y = channels_last(output)
+        return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
     def cost_of_cells(self) -> LossOfCells:
         """Return the loss such that sums over boxes of an image's cells add up; ConfigError if they do not."""
@@ -315,7 +306,7 @@ class TorchModel(Whole):
         batch = batch_size or self.batch_size
         model = self._of(batch, training)
         with torch.no_grad(), self._about(), self._seeded():
-            return _channels_last(model(self._fed(x, None, batch)[0]))
+            return channels_last(model(self._fed(x, None, batch)[0]))
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return all that a checkpoint holds: the module's state, and what the optimiser remembers."""
@@ -458,62 +449,3 @@ class TorchModel(Whole):
         except UserError as error:
             error.args, error.subject = (f"{field}{error}",), self
             raise
-
-
-class LossOfCells:
-    """A loss of outputs and labels (n, *cells, C), as the sum over cells and what their mean divides it by."""
-
-    weighted = True
-
-    def __init__(self, loss: TorchLoss) -> None:
-        self.ignore_index, self._weights = loss.ignore_index, getattr(loss.criterion, "weight", None)
-        if getattr(loss.criterion, "reduction", None) != "mean":
-            raise ConfigError("loss: is no mean over cells, and needs whole images; give more memory, or ranks")
-        self._sum = copy(loss.criterion)
-        self._sum.reduction = "sum"
-
-    def sums_for(self, y_shape: tuple[int, ...]) -> int:
-        """Return 0: nothing is summed over a sample first."""
-        return 0
-
-    def value(self, y: np.ndarray, targets: np.ndarray) -> float:
-        """Return the sum."""
-        return float(self._sum(*channels_first(y, targets)))
-
-    def weight(self, shape: Sequence[int], targets: np.ndarray) -> float:
-        """Return the weights of all labels that count; of a loss that knows no labels, how many numbers there are."""
-        if self.ignore_index is None:
-            return float(prod(shape))
-        if targets.ndim == len(shape):
-            return float(prod(shape[:-1]))
-        labels = torch.from_numpy(targets[targets != self.ignore_index])
-        return float(len(labels) if self._weights is None else self._weights[labels].sum(dtype=torch.float64))
-
-
-class Owned:
-    """Adds up what ranks counted in their own outputs; what several have alike, one of them counts."""
-
-    def __init__(self, grid: ProcessGrid, owns: bool) -> None:
-        self.owns = owns
-        self.reductions = Reductions(grid)
-
-    def total(self, array: Any, replicas: bool = False) -> Any:
-        """Return the sum over all ranks; collective."""
-        return self.reductions.allreduce("world", array * self.owns)
-
-
-def _channels_last(output: Any) -> np.ndarray:
-    """Return the first tensor of an output as metrics and files take it."""
-    y = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)).detach().numpy()
-    return np.ascontiguousarray(np.moveaxis(y, 1, -1) if y.ndim > 2 else y)
-
-
-def _metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np.ndarray:
-    """Return labels as metrics take them: NaN, for which those have no number, where they cannot judge by them."""
-    found = _channels_last(labels) if pytree.tree_leaves(labels)[0].dim() == y.ndim else labels
-    found = np.asarray(pytree.tree_leaves(found)[0])
-    of_classes = found.shape == y.shape[:-1] and found.dtype.kind in "iu"
-    known = found if ignored is None else found[found != ignored]
-    if found.shape == y.shape or (of_classes and known.min(initial=0) >= 0 and known.max(initial=0) < y.shape[-1]):
-        return found
-    return np.full_like(y, np.nan)

@@ -200,7 +200,8 @@ def choose(
     limit = grid.world.bcast(_limit(memory, grid.size))
     if not model.leaves:
         return _choose_module(model, images, grid, batch, block, limit, beyond)
-    graph = forward_plan(model, shape).graph
+    alone = forward_plan(model, shape, GridShape(), 1)
+    graph = alone.graph
     whole = next(not_in_blocks(graph), None)
     if block is not None and whole is not None:
         raise ConfigError(f"block: layer '{whole[0]}' cannot go block by block ({whole[1]}); leave out --block")
@@ -216,12 +217,11 @@ def choose(
             plan = model.plan(shape, grid.shape, batch)
         if whole is not None or _needed(plan) <= limit:
             return InTiles(model, images, batch, grid, plan)
-    alone = forward_plan(model, shape)
     cache = _cache(images, limit)
     numbers = (limit - cache - alone.memory(0) + alone.arena(0, 0)) // model.dtype.itemsize
     sizes = _sizes(block, len(graph.shapes[graph.output]) - 1)
     blocks = fitted_blocks(graph, sizes, numbers, model.dtype.itemsize, beyond)
-    model.build(shape, 1, ProcessGrid.serial(), forward_plan(model, shape, GridShape(), 1))
+    model.build(shape, 1, ProcessGrid.serial(), alone)
     computed = Blockwise(blocks, model.context)
 
     def run(number: int, x: np.ndarray) -> Any:
@@ -237,14 +237,15 @@ def _choose_module(
     shape = images.shape[1:]
     model.resize(shape)
     plan, batch = _halved(
-        lambda batch: model.plan(shape, grid.shape, batch), lambda plan: plan.needed(), batch, grid, limit
+        lambda batch: model.plan(shape, grid.shape, batch), lambda plan: plan.needed, batch, grid, limit
     )
-    needed = plan.needed()
-    if block is None and needed <= limit:
+    if block is None and plan.needed <= limit:
         return InTiles(model, images, batch, grid, plan)
-    remedy = f"leave out --block: whole, a rank needs {words(needed)}"
+    needed = f"whole, a rank needs {words(plan.needed)}"
     if block is None:
-        remedy = f"whole, a rank needs {words(needed)}, and has {words(limit)}; use more ranks, or give more --memory"
+        remedy = f"{needed}, and has {words(limit)}; use more ranks, or give more --memory"
+    else:
+        remedy = f"leave out --block: {needed}"
     traced, cache = model.in_blocks(shape, remedy), _cache(images, limit)
     sizes, left = _sizes(block, len(traced.extent)), limit - cache - plan.weights
     blocks = fitted(partial(traced.blocks, beyond=beyond), traced.extent, sizes, left)
@@ -273,10 +274,10 @@ def _sizes(block: int | None, axes: int) -> list[int]:
     return [block or BLOCK[axes]] * axes
 
 
-def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape | None = None, batch: int | None = None) -> Plan:
+def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, batch: int) -> Plan:
     """Return the plan of a model of neondist's layers for passes alone that do not go back, whole tiles at once."""
     training = Training(model.cost, model.optimizer, model.dtype, backward=False)
-    return compile_plan(model.chain, shape, grid or GridShape(), batch, training)
+    return compile_plan(model.chain, shape, grid, batch, training)
 
 
 def _limit(memory: int | None, ranks: int) -> int:
