@@ -16,7 +16,6 @@ from .hdf5_tiles import StreamedSplit
 from .image_lists import Item
 
 _OPEN, _WHOLE = 64, 4  # files at a time; of pictures, and others in one piece, the cells are in memory
-_KEPT = 1 << 27  # bytes of decoded chunks of the others
 
 
 class Crops:
@@ -55,6 +54,7 @@ class CropTiles:
     opener : what opens a file
     fill : what is given instead of NaN; None: NaN is an error
     classes : of masks, how many there are, and a number beside them that may occur
+    cache : bytes of decoded chunks, of files that have some, to keep
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class CropTiles:
         opener: Callable[[str], TileSource] = open_source,
         fill: float | None = None,
         classes: tuple[int, int | None] | None = None,
+        cache: int = 0,
     ) -> None:
         self.crops, self.items, self.tile, self._opener, self._fill = crops, items, tile, opener, fill
         self._classes = classes
@@ -75,7 +76,7 @@ class CropTiles:
         cells = tuple(cut.stop - cut.start for cut in tile)
         self.shape = (len(items), *cells, *(() if self._flat else first.shape[-1:]))
         self._sources: OrderedDict[str, TileSource] = OrderedDict()
-        self._cache = ChunkCache(_KEPT)
+        self._cache = ChunkCache(cache)
 
     def __len__(self) -> int:
         return len(self.items)

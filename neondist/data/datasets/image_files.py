@@ -11,6 +11,7 @@ from ... import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...io.hdf5 import checksum
+from ...memory import as_bytes
 from ...registry.ranges import Count
 from ..base import Dataset, Split, count_of, require_share, tile_slices
 from .image_crops import Crops, CropSplit, CropTiles
@@ -60,6 +61,8 @@ class ImageFiles(Dataset):
         of the others, or {images: PATTERN, labels: ...}.
     ahead : bool
         Read the next batch in a thread while one trains.
+    cache : int or str
+        Decoded chunks of files in chunks that each rank keeps, of images and of masks each: 128MiB, 4GiB, bytes.
 
     Raises
     ------
@@ -85,6 +88,7 @@ class ImageFiles(Dataset):
         validation: float | int | None = 0.1,
         test: float | int | Mapping[str, str] | None = None,
         ahead: bool = True,
+        cache: int | str = "128MiB",
     ) -> None:
         super().__init__(validation=validation)
         if crop is not None and not 1 <= len(crop) <= 3:
@@ -97,7 +101,8 @@ class ImageFiles(Dataset):
         self.images, self.labels, self.crop, self.crops_per_image = images, labels, crop, crops_per_image
         self._classes, self.ignore_index = classes, ignore_index
         self.normalise, self.percentiles, self.mean, self.std, self.fill = normalise, percentiles, mean, std, fill
-        self.seed, self.ahead = seed, ahead
+        self.seed, self.ahead, self.cache = seed, ahead, cache
+        self._cache = as_bytes("cache", cache)
         if isinstance(test, Mapping) and not {"images"} <= set(test) <= {"images", "labels"}:
             raise ConfigError(f"test: has {', '.join(test) or 'nothing'}; give images, and labels if they differ")
         if not isinstance(test, Mapping):
@@ -172,12 +177,13 @@ class ImageFiles(Dataset):
         extents = self.sample_shape[:-1]
         crops = Crops(self.seed, keys, [self._items[n].extents for n in samples], extents)
         tile = tile_slices(grid, self.sample_shape)[:-1]
-        tiles = CropTiles(crops, [self._items[n] for n in samples], tile, fill=self.fill)
+        tiles = CropTiles(crops, [self._items[n] for n in samples], tile, fill=self.fill, cache=self._cache)
         if self._masks is None:
             labels: Any = self._values[samples]  # type: ignore[index]
         else:
             most = None if self._classes is None else (self._classes, self.ignore_index)
-            labels = CropTiles(crops, [self._masks[n] for n in samples], tile, open_mask, classes=most)
+            masks = [self._masks[n] for n in samples]
+            labels = CropTiles(crops, masks, tile, open_mask, classes=most, cache=self._cache)
         return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **fitted)
 
     def _fit(self, numbers: np.ndarray) -> dict[str, Any]:
