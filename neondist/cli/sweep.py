@@ -1,4 +1,4 @@
-"""`neondist sweep`: many runs of one experiment, whose fields optuna chooses, one after the other."""
+"""`neondist sweep`: many runs of one experiment, whose fields optuna chooses."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -15,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from .. import safe_path
+from .. import safe_path, threads
 from ..comm import SingleTransport
 from ..config import dump
 from ..console import say
-from ..errors import ConfigError, LaunchError, MissingPackageError, OutputError
+from ..errors import ConfigError, DataError, LaunchError, MissingPackageError, OutputError
 from ..io.files import told as file_errors
 from ..io.files import write_text
 from ..io.output import held
 from ..job import detect
 from ..launcher.parent_watch import end_child_with_us
+from ..launcher.pinning import SWITCH
 from ..launcher.ranks import must_launch
-from ..signals import INTERRUPTED, STOPPED, Signals
+from ..signals import INTERRUPTED, STOPPED
 from ..train import Best
 from ..train.html_report import read_records
 from ..train.page import is_number, page, plot, table, told
@@ -36,9 +38,12 @@ from .experiment import load, validated
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
-    from optuna.trial import BaseTrial
+    from optuna.trial import FrozenTrial, Trial
 
 STORE = "sweep.db"
+PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner"}
+_POLL = 0.1  # seconds
+_ORDER = {"COMPLETE": 0, "PRUNED": 1}
 _MANY = 10_000  # more values, or combinations, are never all tried
 _SPACE = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, ...]"
 
@@ -59,6 +64,10 @@ def add(commands: Any) -> None:
         "--number", metavar="NAME",
         help="what of metrics.jsonl to compare, each run's best epoch (default: that of best:, or the validation loss)",
     )  # fmt: skip
+    one.add_argument("--jobs", type=options.positive, default=1, metavar="K", help="runs at a time (default 1)")
+    one.add_argument(
+        "--prune", choices=PRUNERS, help="end runs early whose epochs are worse than those of others (optuna's pruners)"
+    )
     one.add_argument("--output", metavar="DIR", help="where to write, and to go on (default runs/NAME-sweep)")
     one.set_defaults(command=sweep, stops=True)
 
@@ -82,6 +91,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         study = optuna.create_study(
             study_name="sweep", storage=f"sqlite:///{folder / STORE}", load_if_exists=True,
             direction="maximize" if best.larger(experiment.metrics) else "minimize",
+            pruner=getattr(optuna.pruners, PRUNERS.get(arguments.prune, "NopPruner"))(),
         )  # fmt: skip
         job = {"experiment": dump(experiment), "--vary": sorted(arguments.spaces), "--number": best.number}
         before = study.user_attrs.get("job", job)
@@ -150,37 +160,83 @@ def _stored(path: Path) -> Iterator[None]:
         raise OutputError(f"{path}: cannot be used ({what}); choose another folder with --output") from error
 
 
+class _Run:
+    """A trial that is being trained."""
+
+    def __init__(self, trial: Trial, process: Any, folder: Path) -> None:
+        self.trial, self.process, self.folder = trial, process, folder
+        self.pruned = self._told = False
+        self._reported = len(trial.study.trials[trial.number].intermediate_values)
+
+    def end(self) -> None:
+        """Ask it to end, once."""
+        if not self._told:
+            self._told = True
+            self.process.terminate()
+
+    def report(self, best: Best) -> None:
+        """Tell optuna of its new epochs, one by one, and end it where one of them is not worth going on."""
+        with suppress(DataError):  # there is none yet, or half of a line
+            records = read_records(self.folder / "metrics.jsonl")
+            for record in records[self._reported :]:
+                if not self.pruned:
+                    value = record.get(best.name(records))
+                    self.trial.report(float("nan") if value is None else value, record["epoch"])
+                    self.pruned = self.trial.should_prune()
+                    self._reported += 1
+        if self.pruned:
+            self.end()
+
+
 def _try(
     study: Study, arguments: argparse.Namespace, spaces: dict[str, Any], best: Best, metrics: Any, folder: Path
 ) -> int:
-    """Train every trial, and tell of it."""
+    """Train every trial, some at a time, and tell of it."""
     from optuna.trial import TrialState
 
-    for trial in _trials(study, arguments.trials, spaces):
-        run = _run(folder, trial.number)
-        code = train(_words(_with(arguments, trial.params), run), _log(run), arguments.signals)
-        if arguments.signals.heard or code in (STOPPED, INTERRUPTED):
-            say(f"stopped in trial {trial.number}; start the same command again")
-            return code if code == INTERRUPTED else STOPPED
-        value = _value(run, best, metrics) if code == 0 else None
-        study.tell(trial.number, value, None if value is not None else TrialState.FAIL)
-        result = f"failed: {_last_words(run)}" if value is None else f"{value:.6g}"
-        say(f"trial {trial.number}: {', '.join(f'{k}={v}' for k, v in trial.params.items())}: {result}")
-    return _conclude(study, folder)
+    waiting, running, stopped = _trials(study, arguments.trials, spaces), list[_Run](), 0
+    while True:
+        while len(running) < arguments.jobs and not stopped and (trial := next(waiting, None)) is not None:
+            run = _run(folder, trial.number)
+            process = start(_words(_with(arguments, trial.params), run), _log(run), _environment(arguments))
+            running.append(_Run(trial, process, run))
+        if not running:
+            return stopped or _conclude(study, folder)
+        time.sleep(_POLL)
+        for one in list(running):
+            code = one.process.poll()
+            if arguments.prune:
+                one.report(best)
+            if arguments.signals.heard or stopped:
+                one.end()
+            if code is None:
+                continue
+            running.remove(one)
+            number = one.trial.number
+            if one.pruned:
+                result = study.tell(number, state=TrialState.PRUNED)
+            elif arguments.signals.heard or code in (STOPPED, INTERRUPTED):
+                stopped = code if code == INTERRUPTED else STOPPED
+                say(f"stopped in trial {number}; start the same command again")
+                continue
+            else:
+                value = _value(one.folder, best, metrics) if code == 0 else None
+                result = study.tell(number, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
+            say(f"trial {number}: {', '.join(f'{k}={v}' for k, v in result.params.items())}: {_result(result, folder)}")
 
 
-def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[BaseTrial]:
+def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
     """Yield trials to be run: one that an earlier call was ended in, and new ones.
 
     What is chosen follows from the results before and the number of the trial alone: a sweep that was ended goes on as
     if it had not been.
     """
     from optuna.samplers import TPESampler
-    from optuna.trial import TrialState
+    from optuna.trial import Trial, TrialState
 
     for trial in study.get_trials(states=[TrialState.RUNNING]):
         if trial.params.keys() == spaces.keys():
-            yield trial
+            yield Trial(study, trial._trial_id)
         else:  # the call was ended while this one was chosen
             study.tell(trial.number, state=TrialState.FAIL)
     values = [_values(of) for of in spaces.values()]
@@ -213,15 +269,24 @@ def _words(arguments: argparse.Namespace, run: Path) -> list[str]:
     return words + [word for setting in arguments.settings for word in ("--set", setting)]
 
 
-def train(words: Sequence[str], log: Path, signals: Signals) -> int:
-    """Train in a process of its own, which says into a file what it says; return its exit code."""
+def _environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return that of a run: several at a time share the cores."""
+    more = {}
+    if arguments.jobs > 1:
+        more[SWITCH] = "no"
+        if not threads.chosen(os.environ):
+            each = threads.share(arguments.jobs * (arguments.ranks or 1))
+            more |= dict.fromkeys(threads.VARIABLES, str(each))
+    return {**os.environ, **more}
+
+
+def start(words: Sequence[str], log: Path, env: Mapping[str, str]) -> Any:
+    """Start a process that trains, and says into a file what it says."""
     with file_errors(log), log.open("ab") as file:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             safe_path.command("neondist", *words), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True, preexec_fn=end_child_with_us(),
+            start_new_session=True, preexec_fn=end_child_with_us(), env=env,
         )  # fmt: skip
-        signals.join(lambda name: process.terminate())
-        return process.wait()
 
 
 def _value(run: Path, best: Best, metrics: Any) -> float | None:
@@ -241,13 +306,22 @@ def _last_words(run: Path) -> str:
     return next((line.removeprefix("error: ") for line in reversed(lines) if line.strip()), "without a word")
 
 
+def _result(trial: FrozenTrial, folder: Path) -> str:
+    """Return what came out of a trial."""
+    if trial.state.name == "COMPLETE":
+        return f"{trial.value:.6g}"
+    if trial.state.name == "PRUNED":
+        return f"pruned after epoch {trial.last_step}"
+    return f"failed: {_last_words(_run(folder, trial.number))}"
+
+
 def _conclude(study: Study, folder: Path) -> int:
     """Print the trials, the best first, and write them and the best experiment; ConfigError if none has a result."""
     from rich.console import Console
     from rich.table import Table
 
     sign = -1 if study.direction.name == "MAXIMIZE" else 1
-    trials = sorted(study.trials, key=lambda t: (t.value is None, sign * (t.value or 0), t.number))
+    trials = sorted(study.trials, key=lambda t: (_ORDER.get(t.state.name, 2), sign * (t.value or 0), t.number))
     if trials[0].value is None:
         raise ConfigError(
             f"sweep: no trial has a result; trial {trials[0].number}: {_last_words(_run(folder, trials[0].number))}"
@@ -257,15 +331,15 @@ def _conclude(study: Study, folder: Path) -> int:
     names = [key if ends.count(end) > 1 else end for key, end in zip(keys, ends, strict=True)]
     head = ["trial", study.user_attrs["job"]["--number"] or "loss", *names]
     rows = [
-        [told(v) for v in (t.number, t.value if t.value is not None else _last_words(_run(folder, t.number)))]
-        + [told(t.params.get(key)) for key in keys]
+        [told(v) for v in (t.number, _result(t, folder), *(t.params.get(key) for key in keys))]
         for t in trials
     ]  # fmt: skip
     shown = Table(*head)
     for row in rows:
         shown.add_row(*row)
     Console(soft_wrap=True).print(shown)
-    good = sorted((t.number, t.value, t.params) for t in trials if t.value is not None)
+    done = [t for t in trials if t.state.name == "COMPLETE"]
+    good = [(t.number, float(t.value or 0), t.params) for t in sorted(done, key=lambda t: t.number)]
     points = {key: [(of[key], value) for _, value, of in good if is_number(of[key])] for key in keys}
     text = (_run(folder, trials[0].number) / "experiment.yaml").read_text("utf-8")
     write_text(folder / "best.yaml", f"# trial {trials[0].number} of {folder}: {trials[0].value:.6g}\n{text}")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from cli_runs import EXPERIMENT
@@ -20,12 +21,13 @@ def go(tmp_path, monkeypatch):
     (tmp_path / "file.yaml").write_text(EXPERIMENT.replace("batch_size", "metrics: [!Accuracy {}]\nbatch_size"))
     monkeypatch.chdir(tmp_path)
 
-    def here(words, log, signals):
+    def here(words, log, env):
         code = main(words)
         log.write_text("error: it says why\n\n")
-        return code
+        return SimpleNamespace(poll=lambda: code, terminate=lambda: None)
 
-    monkeypatch.setattr(sweep, "train", here)
+    monkeypatch.setattr(sweep, "start", here)
+    monkeypatch.setattr(sweep, "_POLL", 0)
     return lambda *words: main(["sweep", "file.yaml", *words])
 
 
@@ -81,7 +83,7 @@ def test_the_best_is_written_and_can_be_run(go, capsys, tmp_path):
 def test_it_goes_on_as_if_it_had_not_been_ended(go, capsys, monkeypatch):
     words = ["--vary", RATES, "--trials", "2", "--output"]
     assert go(*words, "whole") == 0
-    here, calls = sweep.train, []
+    here, calls = sweep.start, []
 
     def once(*given):
         calls.append(given)
@@ -89,7 +91,7 @@ def test_it_goes_on_as_if_it_had_not_been_ended(go, capsys, monkeypatch):
             raise KeyboardInterrupt
         return here(*given)
 
-    monkeypatch.setattr(sweep, "train", once)
+    monkeypatch.setattr(sweep, "start", once)
     assert go(*words, "parts") == 130
     assert go(*words, "parts") == 0
     one, other = (re.findall("^trial.*", part, re.M) for part in capsys.readouterr().out.split("whole/sweep.html"))
@@ -101,6 +103,61 @@ def test_few_combinations_are_all_tried(go, capsys):
     assert go("--vary", "model.layers.0.out_channels=1..2", "epochs=[1]", "--output", "x") == 0
     found = re.findall("^trial .: (.*):", capsys.readouterr().out, re.M)
     assert sorted(found) == [f"model.layers.0.out_channels={n}, epochs=1" for n in (1, 2)]
+
+
+class Fake:
+    """A run whose losses fall from its number on, an epoch at each look; it goes on for a look when asked to end."""
+
+    at_work, most, asked = 0, 0, []
+
+    def __init__(self, words, log, env):
+        self.folder, self.epoch, self.code = log.with_suffix(""), 0, None
+        self.number = int(self.folder.name[-3:])
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "experiment.yaml").write_text("!FitExperiment {}")
+        Fake.at_work += 1
+        Fake.most = max(Fake.most, Fake.at_work)
+
+    def poll(self):
+        if self.code is None:
+            self.epoch += 1
+            record = {"epoch": self.epoch, "step": 1, "train_loss": 1, "test_loss": self.number - self.epoch / 10}
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        if self.epoch == 4 or self.code is not None:
+            Fake.at_work -= 1
+            return self.code or 0
+        return None
+
+    def terminate(self):
+        Fake.asked.append(self.number)
+        self.code = 75
+
+
+def test_runs_at_a_time_of_which_bad_ones_are_ended(go, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "start", Fake)
+    words = ["--vary", RATES, "--trials", "7", "--jobs", "3", "--prune", "median", "--output", "here"]
+    assert go(*words) == 0
+    out = capsys.readouterr().out
+    assert Fake.most == 3
+    assert Fake.asked == [5, 6]  # five are seen through before
+    assert re.findall(r"^trial (\d): \S+: pruned after epoch (.)", out, re.M) == [("5", "4"), ("6", "1")]
+    assert (tmp_path / "here/best.yaml").read_text().startswith("# trial 0 of here: -0.4\n")
+    assert "pruned after epoch 1" in (tmp_path / "here/sweep.html").read_text()
+
+
+def test_all_runs_are_ended_and_go_on(go, capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "start", Fake)
+    monkeypatch.setattr(Fake, "asked", [])
+    words = ["--vary", RATES, "--trials", "4", "--jobs", "2", "--output", "here"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Fake, "poll", lambda self: 75 if self.number == 1 else self.code)
+        assert go(*words) == 75
+    assert Fake.asked == [0]
+    assert go(*words) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"stopped in trial (\d)", out) == ["1", "0"]
+    assert sorted(re.findall(r"^trial (\d): \S+: -?\d", out, re.M)) == ["0", "1", "2", "3"]
 
 
 def test_bad_input_is_told_before_anything_is_trained(go, capsys, tmp_path):
