@@ -58,8 +58,10 @@ class LossOfCells:
         """Return 0: nothing is summed over a sample first."""
         return 0
 
-    def value(self, y: np.ndarray, targets: np.ndarray) -> float:
-        """Return the sum."""
+    def value(self, y: np.ndarray, targets: np.ndarray, total: Any = None) -> float:
+        """Return the sum; NaN for what is judged by other labels than `metric_targets` has."""
+        if targets.dtype.kind == "f" and np.isnan(targets).any():
+            return float("nan")
         return float(self._sum(*channels_first(y, targets)))
 
     def weight(self, shape: Sequence[int], targets: np.ndarray) -> float:

@@ -115,7 +115,7 @@ def _worst(path: Path) -> list[str]:
     dense = found["label"].ndim == 3
     parts = ["<h2>Largest losses</h2>"]
     if dense:
-        parts += ["<p>The image, its labels, and what was said.</p>"]
+        parts += ["<p>The image (of a volume the middle slice), its labels, and what was said.</p>"]
     for sample, loss, *shown in zip(*found.values(), strict=True):
         words = "" if dense else f": {_few(shown[1])}, said {_few(shown[2])}"
         maps: Iterable[np.ndarray] = _coloured(np.stack(shown[1:])) if dense else ()

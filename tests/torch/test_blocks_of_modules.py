@@ -179,7 +179,25 @@ def folder(tmp_path_factory):
             assert "model" in file
             y = trained.model.module.eval()(torch.from_numpy(np.moveaxis(x, -1, 1).copy()))
         np.save(folder / "y.npy", np.moveaxis(y.numpy(), 1, -1))
+        data, module = trained.dataset.test, trained.model.module
+        x, labels = torch.from_numpy(data.images(range(2), "float64")), torch.from_numpy(data.targets(range(2)).copy())
+        with torch.no_grad():
+            y = module(x.movedim(-1, 1))
+            both = zip(y.split(1), labels.split(1), strict=True)
+            losses = [trained.model.cost.criterion(*one).item() for one in both]
+        np.save(folder / "losses.npy", np.nan_to_num(losses))  # all labels of a sample may be ignored
         yield folder
+
+
+def test_losses_of_samples_alone(folder, tmp_path):
+    with captured_once():
+        loopback.run(4, lambda world: made().run(ProcessGrid(world, replicas=2), output=tmp_path, hooks=[]))
+    losses = np.load(folder / "losses.npy")
+    for one in (folder, tmp_path):
+        with np.load(one / "worst.npz") as found:
+            assert found["sample"].tolist() == np.argsort(-losses).tolist()
+            np.testing.assert_allclose(found["loss"], sorted(losses)[::-1], rtol=1e-8)
+            assert found["said"].shape == found["image"].shape[:-1] == (2, 12, 8)
 
 
 def on(ranks, folder, target, fresh=made, **how):

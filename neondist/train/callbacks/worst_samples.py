@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
-from ...costs import Cost
 from ...costs.labels import without_ignored
 from ...costs.mean import mean_of, parts_of, weighted, weights_of
 from ...data import Split
+from ...errors import ConfigError
 from ...geometry import Box
 from ...io.files import replacing
 from ...metrics.classes import as_classes
@@ -28,7 +29,8 @@ MOST, PIXELS = 12, 96
 class WorstSamples(Hook):
     """Write the worst samples of `dataset.selection`, on rank 0, when all epochs are complete.
 
-    There are none of other samples than images, of a PyTorch module's loss, or where a step goes strip by strip.
+    There are none of other samples than images and volumes, of which the middle slice is shown, nor of a PyTorch loss
+    that is no mean over cells.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,10 +39,14 @@ class WorstSamples(Hook):
     def after_run(self, run: TrainState) -> None:
         """Judge the split once more, sample by sample (collective), and write."""
         model, split = run.model, run.dataset.selection
-        if len(run.dataset.sample_shape) != 3 or model.streams or not isinstance(model.cost, Cost) or not len(split):
+        if len(run.dataset.sample_shape) not in (3, 4) or model is not model.whole or not len(split):
+            return
+        try:
+            cost = model.whole.cost_of_cells()
+        except ConfigError:
             return
         with averaged(model.whole):
-            losses = losses_of(model, split, run.batch_size)
+            losses = losses_of(model, cost, split, run.batch_size)
             order = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
             worst = order[: min(MOST, run.batch_size)]
             found = _pictures(model, split, worst)
@@ -50,48 +56,61 @@ class WorstSamples(Hook):
                     np.savez_compressed(file, **found, sample=worst, loss=losses[worst])  # type: ignore[arg-type]
 
 
-def losses_of(model: Trainable, split: Split, batch_size: int) -> np.ndarray:
-    """Return the cost of each sample as if it were alone, float64, on every rank; collective."""
-    parts = parts_of(model.cost)
-    sums = np.zeros((len(parts) + len(weighted(model.cost)), len(split)))
+def losses_of(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
+    """Return the cost of each sample as if it were alone, float64, on every rank, 0 if nothing counts; collective."""
+    parts = parts_of(cost)
+    sums = np.zeros((len(parts) + len(weighted(cost)), len(split)))
     for numbers, y, targets, _ in judged(model, split, batch_size):
         for at, number in enumerate(numbers):
             one = y[at : at + 1], targets[at : at + 1]
             costs = [float(part.value(*one, model.output.total)) for _, part in parts]
-            sums[:, number] = [*costs, *weights_of(model.cost, one[0].shape, one[1])]
+            sums[:, number] = [*costs, *weights_of(cost, one[0].shape, one[1])]
     sums = model.output.total(sums, replicas=True)
     costs, weights = sums[: len(parts)].T, sums[len(parts) :].T
-    means = (mean_of(model.cost, *of, 1, model.output_shape) for of in zip(costs, weights, strict=True))
+    means = (
+        mean_of(cost, *of, 1, model.output_shape) if of[1].any() or not of[1].size else 0.0
+        for of in zip(costs, weights, strict=True)
+    )
     return np.fromiter(means, "f8", len(split))
 
 
 def _pictures(model: Trainable, split: Split, numbers: np.ndarray) -> dict[str, np.ndarray]:
     """Return small images, uint8, and what is and what was said: classes or numbers, of samples or cells."""
-    grid, images, output = model.grid, model.whole.input, model.output
+    grid, images, extent = model.grid, model.whole.input, model.output_shape[:-1]
     mine = slice(*grid.sample_range(len(numbers)))
-    x = split.images(numbers[mine], model.dtype)
-    y, targets, _ = model.judged(x, split.targets(numbers[mine]), len(numbers))
-    y, x = to_host(y), x if x.shape[-1] in (1, 3) else x.mean(axis=-1, keepdims=True)
-    ignored = model.cost.ignore_index
+    x = split.lazily(numbers[mine], model.dtype)
+    y, targets, _ = model.judged(x if model.streams else x.whole(), split.targets(numbers[mine]), len(numbers))
+    y, ignored = to_host(y), model.cost.ignore_index
     labels, keep = without_ignored(targets, ignored)
     found = as_classes(y, labels)
     said, label = (y, targets) if found is None else (found[0].argmax(-1), found[1])
     if found is not None and keep is not None:
         label = np.where(keep, label, ignored)
-    if len(model.output_shape) == 3 and found is None:
-        said, label = (cells[..., 0] if cells.ndim == 4 else cells for cells in (said, label))
+    if extent and found is None:
+        said, label = (cells[..., 0] if cells.ndim == y.ndim else cells for cells in (said, label))
     pixels = _whole(grid, mine.start, images.own, images.extent, x).astype(np.float64)
+    pixels = pixels if pixels.shape[-1] in (1, 3) else pixels.mean(axis=-1, keepdims=True)
     low, high = (of(pixels, axis=(1, 2, 3), keepdims=True) for of in (np.min, np.max))
     scaled = 255 * (pixels - low) / np.where(high > low, high - low, 1)
-    dense = (output.own, output.extent) if len(model.output_shape) == 3 else (Box((), ()), ())
-    maps = {name: _whole(grid, mine.start, *dense, cells) for name, cells in (("label", label), ("said", said))}
+    box = grid.partition(extent).box(grid.tile) if extent else Box((), ())
+    maps = {name: _whole(grid, mine.start, box, extent, cells) for name, cells in (("label", label), ("said", said))}
     return {"image": scaled.astype(np.uint8), **maps}
 
 
-def _whole(grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cells: np.ndarray) -> np.ndarray:
+def _whole(grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cells: Any) -> np.ndarray:
     """Return samples (n, *extent, ...) on every rank, of which this one has a box from the `first` on; collective.
 
-    Of a large extent it is every s-th cell.
+    Of a large extent it is every s-th cell, of a volume the middle slice; no more than that is read of a LazyTile.
     """
-    step = step_for(extent, PIXELS)
-    return pasted(grid, box, extent, step, cells[(slice(None), *shown(box, step))], first)
+    if not extent:
+        return pasted(grid, box, extent, 1, cells, first)
+    lead, step = box.ndim - 2, step_for(extent[-2:], PIXELS)
+    rows, columns = shown(Box(box.lo[lead:], box.hi[lead:]), step)
+    middle = [slice(n // 2 - lo, n // 2 - lo + 1) for n, lo in zip(extent[:lead], box.lo, strict=False)]
+    lines = range(*rows.indices(box.shape[lead]))
+    if any(cut.start not in range(n) for cut, n in zip(middle, box.shape, strict=False)) or not lines:
+        part = np.empty((0, 0, 0, *cells.shape[1 + box.ndim :]), cells.dtype)
+    else:
+        read = [cells[(slice(None), *middle, slice(row, row + 1), slice(None))] for row in lines]
+        part = np.concatenate(read, axis=1 + lead)[(slice(None), *(0 for _ in middle), slice(None), columns)]
+    return pasted(grid, Box(box.lo[lead:], box.hi[lead:]), extent[lead:], step, part, first)
