@@ -112,5 +112,6 @@ def _whole(grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cel
         part = np.empty((0, 0, 0, *cells.shape[1 + box.ndim :]), cells.dtype)
     else:
         read = [cells[(slice(None), *middle, slice(row, row + 1), slice(None))] for row in lines]
-        part = np.concatenate(read, axis=1 + lead)[(slice(None), *(0 for _ in middle), slice(None), columns)]
+        taken: tuple[Any, ...] = (slice(None), *(0 for _ in middle), slice(None), columns)
+        part = np.concatenate(read, axis=1 + lead)[taken]
     return pasted(grid, Box(box.lo[lead:], box.hi[lead:]), extent[lead:], step, part, first)
