@@ -65,8 +65,6 @@ class TorchOptimizer(Scheduled, Registered):
         A factor on the learning rate over the epochs.
     """
 
-    has_momentum = True
-
     def __init__(
         self,
         name: str | Callable[..., Any] = "SGD",
@@ -76,7 +74,8 @@ class TorchOptimizer(Scheduled, Registered):
         names = [one for one in dir(torch.optim) if isinstance(getattr(torch.optim, one), type) and one not in REFUSED]
         self.found = _found(name, "torch.optim", torch.optim, names)
         self.given, self.schedule = dict(arguments or {}), schedule
-        self.made([torch.nn.Parameter(torch.zeros(1, 1))])  # so that mistakes are found with the file
+        made = self.made([torch.nn.Parameter(torch.zeros(1, 1))])  # so that mistakes are found with the file
+        self.has_momentum = bool({"momentum", "betas"} & made.defaults.keys())
 
     def made(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimiser of a module's parameters."""

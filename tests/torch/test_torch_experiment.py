@@ -1,5 +1,6 @@
 """A PyTorch module in an experiment's file: the same numbers on any number of ranks, and one message for a mistake."""
 
+import copy
 import json
 import os
 import re
@@ -196,6 +197,33 @@ def test_first_weights_come_from_a_file(folder):
     for y in loopback.run(2, body):
         assert y.shape == (2, 3, 5, 3)
         assert (y == 4).all()
+
+
+@pytest.mark.parametrize(("name", "more"), [("SGD", {"momentum": 0.9}), ("AdamW", {})])
+def test_one_cycle_moves_the_momentum_as_that_of_torch(name, more):
+    rule = ndt.TorchOptimizer(name, {"lr": 0.1, **more}, nd.OneCycle(12, rise=3 / 12, momentum=(0.85, 0.95)))
+    model = ndt.TorchModel(lambda: nn.Sequential(nn.Flatten(), nn.Linear(9, 2)), optimizer=rule, dtype="float64")
+    with captured_once():
+        model.build((3, 3, 1), 4, nd.ProcessGrid.serial())
+    other = copy.deepcopy(model.module)
+    optimizer = getattr(torch.optim, name)(other.parameters(), lr=0.1, **more)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=13, pct_start=4 / 13)
+    x, labels = np.random.default_rng(0).normal(size=(4, 3, 3, 1)), np.array([0, 1, 1, 0])
+    rule.check(12)
+    for step in range(12):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(other(torch.from_numpy(x)), torch.from_numpy(labels)).backward()
+        optimizer.step()
+        schedule.step()
+        model.learning_rate_scale, model.momentum = rule.scale(step), rule.momentum_at(step)
+        model.train_batch(x, labels)
+    for found, expected in zip(model.module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_one_cycle_of_a_momentum_that_is_not_there():
+    with pytest.raises(nd.ConfigError, match="momentum: TorchOptimizer has none that could change"):
+        ndt.TorchOptimizer("Adagrad", {"lr": 0.1}, nd.OneCycle(3, momentum=(0.85, 0.95))).check(3)
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
