@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
 from ..halo import ExchangePolicy
+from .functional import is_simple, written
 from .graph import Value
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
@@ -30,8 +31,10 @@ _TORCH = os.path.dirname(torch.__file__)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
-def captured(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtype]], what: str = "") -> Any:
-    """Return the exported program of a module, in functional form, composite operators kept.
+def captured(
+    module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtype]], what: str = "", in_place: bool = True
+) -> Any:
+    """Return the exported program of a module, composite operators kept.
 
     Neither no_grad, inference_mode nor autocast around the call are part of it: they hold for what runs.
 
@@ -39,6 +42,8 @@ def captured(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtyp
     ----------
     what : str
         What errors call the module; default: its class.
+    in_place : bool
+        Whether there may be operators that write into their arguments, which is_simple of functional.py allows.
 
     Raises
     ------
@@ -51,7 +56,7 @@ def captured(module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtyp
         try:
             program = torch.export.export(module, inputs, strict=False)
             _detach(program.graph_module)
-            return program.run_decompositions({})
+            return program if in_place and is_simple(program) else program.run_decompositions({})
         except Exception as error:
             raise ConfigError(_explained(what or type(module).__name__, shapes, error)) from error
 
@@ -157,6 +162,7 @@ def lowered(
     buffers: dict[str, int] = {}
     inputs: list[int] = []
     env: dict[Any, Any] = {}
+    changed: dict[str, Any] = {}
     waiting = list(layouts)[::-1]
     gathering = _Gathering(lowering, gather_at)
     outputs: Sequence[Any] = ()
@@ -176,10 +182,14 @@ def lowered(
                 return pick(env[arg]) if isinstance(arg, torch.fx.Node) else arg
 
             args, kwargs = pytree.tree_map(value, (node.args, dict(node.kwargs)))
-            env[node] = lowering.call(node.target, args, kwargs)
+            env[node] = found = lowering.call(node.meta.get("twin", node.target), args, kwargs)
+            if olds := written(node):  # what is read of them from here on is what was written
+                env[node], *news = found if isinstance(found, tuple) else (found, found)
+                env.update(zip(olds, news, strict=True))
+                changed |= {specs[old.name].target: old for old in olds if old.op == "placeholder"}
             if gathering.at(node):
-                gathering.note(env[node])
-    mutated: dict[str, int] = {}
+                gathering.note(found)
+    mutated = {name: lowering.gathered(gathering.outside(env[old])).id for name, old in changed.items()}
     results: list[Any] = []
     for spec, out in zip(signature.output_specs, outputs, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:

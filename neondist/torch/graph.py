@@ -23,7 +23,7 @@ FRESH = {
     "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.add.Tensor", "aten.sub.Tensor",
     "aten.linear.default", "aten._native_batch_norm_legit_functional.default", "aten.group_norm.default",
     "aten._native_batch_norm_legit_no_training.default", "aten.instance_norm.default", "aten.cat.default",
-    "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
+    "aten.conv_transpose2d.input", "aten.conv_transpose3d.input", "aten.batch_norm.default",
 }  # fmt: skip
 """Operators that need not their results to go back, and give them in memory of their own."""
 IN_PLACE: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}

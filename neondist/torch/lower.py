@@ -40,6 +40,8 @@ class Lowering(Builder):
         """Return the values that an operator gives."""
         if target is operator.getitem:
             return args[0][args[1]]
+        if isinstance(target, type):  # a named tuple of results
+            return tuple(args)
         found = self._called(target, args, kwargs)
         self._note(str(target), found)
         return found

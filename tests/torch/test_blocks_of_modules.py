@@ -122,7 +122,7 @@ class Attention(nn.Module):
         (nn.AdaptiveAvgPool2d(1), "adaptive_avg_pool2d", "it sums over the whole image"),
         (nn.GroupNorm(1, 2), "group_norm", "it normalises by sums over the whole image"),
         (nn.InstanceNorm2d(2), "instance_norm", "it normalises by sums over the whole image"),
-        (nn.BatchNorm2d(2, track_running_stats=False), "batch_norm", "it sums over the whole image"),
+        (nn.BatchNorm2d(2, track_running_stats=False), "batch_norm", "it normalises by sums over the whole image"),
         (nn.Sequential(Flat(), nn.Linear(2 * 12 * 11, 3)), "linear", "it sums over the whole image"),
         (Attention(), "scaled_dot_product_attention", "it sees the whole image"),
         (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), "pad", "its image wraps around"),

@@ -18,6 +18,16 @@ def assigned(x, *index):
     return x * 2
 
 
+def written(x):
+    """Write in place: by one name after the other, and by two for the same memory."""
+    y = (x + 1).sub_(x * x)
+    y.add_(y.gt(0))
+    z = y.flatten()
+    y.mul_(3)
+    z.add_(2)
+    return y * z.view_as(x)
+
+
 def stopped(x):
     with torch.no_grad():
         mean = x.mean((2, 3), keepdim=True)
@@ -47,6 +57,8 @@ FUNCTIONS = {
     "a deviation of nothing": lambda x: x.std((2, 3), correction=0) + (x * 0).std(1, correction=0).sum(),
     "a written slice": lambda x: assigned(x, slice(None), slice(0, 2), slice(None), slice(1, None, 2)),
     "a written index": lambda x: assigned(x, 0) + assigned(x, ..., -1),
+    "memory of two names": written,
+    "the least and the greatest": lambda x: sum(x.aminmax(dim=2)),
     "a gradient stopped by no_grad": stopped,
     "a gradient stopped by detach": lambda x: x * x.detach()[:, :, :1],
     "a product with a vector": lambda x: (x @ torch.arange(6).to(x)) * (torch.arange(8).to(x) @ x).mean(),

@@ -101,7 +101,7 @@ def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[
     numbers: dict[Any, int] = {}
     networks = {}
     for training in (True, False):
-        program = captured(twin.train(training), [(shape, dtype)])
+        program = captured(twin.train(training), [(shape, dtype)], in_place=False)
         networks[training] = _network(program, Network(shape, dtype, training, numbers))
     if networks[True][1].number != networks[False][1].number:
         raise ConfigError(

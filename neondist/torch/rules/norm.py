@@ -45,8 +45,23 @@ def scaled(lowering: Any, x: Any, weight: Any, bias: Any, dims: Sequence[int]) -
     return x
 
 
-@rule("aten._native_batch_norm_legit_functional.default")
+@rule("aten.batch_norm.default", always=True)
 def batch_norm(
+    lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
+    momentum: float, eps: float, cudnn_enabled: bool,
+) -> Any:  # fmt: skip
+    """Reduction in training: moments of each channel, over all tiles and replicas."""
+    given = x, weight, bias, running_mean, running_var
+    if not training:
+        return fixed(lowering, *given, momentum, eps)[0]
+    if running_mean is None:
+        return normalised(lowering, lowering.gathered(x, [1]), None, weight, bias, eps)[0]
+    y, _, _, *moved = functional_batch_norm(lowering, *given, training, momentum, eps)
+    return y, *moved
+
+
+@rule("aten._native_batch_norm_legit_functional.default")
+def functional_batch_norm(
     lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: float, eps: float,
 ) -> Any:  # fmt: skip

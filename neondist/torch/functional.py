@@ -1,0 +1,82 @@
+"""What operators of a captured graph write into, and whether reading their results instead comes to the same."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+BATCH_NORM = torch.ops.aten.batch_norm.default
+
+
+def is_simple(program: Any) -> bool:
+    """Tell whether all that is written into may be replaced by what is written, from there on.
+
+    That is so if nobody reads the same memory by another name later, and only buffers outlive the program. PyTorch does
+    it for all others, but traces the whole module once more. Operators in place have their functional twins noted.
+    """
+    nodes = list(program.graph.nodes)
+    at = {node: place for place, node in enumerate(nodes)}
+    names: dict[int, list[Any]] = {}
+    for node in nodes:
+        for tensor in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(tensor, torch.Tensor):
+                names.setdefault(_memory(tensor), []).append(node)
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    twins: dict[Any, Any] = {}
+    for node in nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        if written(node):
+            twins[node] = node.target if node.target is BATCH_NORM else _twin(node)
+        for old in written(node):
+            if not isinstance(old, torch.fx.Node) or twins[node] is None:
+                return False
+            first, *others = found = names[_memory(old.meta["val"])]
+            before = (name for name in found if at[name] < at[node] and name is not old)
+            if any(at[user] > at[node] for name in before for user in name.users):
+                return False
+            is_buffer = old is first and kinds.get(old.name) == InputKind.BUFFER and all(map(written, others))
+            if first.op != "call_function" and not is_buffer:
+                return False
+    for node, twin in twins.items():
+        node.meta["twin"] = twin
+    return True
+
+
+def written(node: Any) -> list[Any]:
+    """Return what an operator writes into, in the order of its arguments."""
+    if node.target is BATCH_NORM:  # whose schema does not tell; its statistics, if it trains
+        *_, mean, var, training = (*node.args, None)[:6]
+        return [mean, var] if len(node.args) < 6 or (training and mean is not None) else []
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    given = dict(zip((arg.name for arg in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    return [given.get(arg.name) for arg in node.target._schema.arguments if arg.alias_info and arg.alias_info.is_write]
+
+
+def _twin(node: Any) -> Any:
+    """Return the operator that gives what one in place writes into its first argument; None: there is none."""
+    schema = node.target._schema
+    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
+    found = getattr(packet, node.target._overloadname, None)
+    names = [arg.name for arg in schema.arguments]
+    if found is None or found._schema.is_mutable or written(node) != list(node.args[:1]):
+        return None
+    if [arg.name for arg in found._schema.arguments] != names:
+        return None
+    args, kwargs = pytree.tree_map(
+        lambda arg: arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
+    )
+    with torch.no_grad():
+        made, old = found(*args, **kwargs), node.meta["val"]
+    return found if (made.shape, made.dtype) == (old.shape, old.dtype) else None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
