@@ -269,6 +269,7 @@ MISTAKES = {
     r"4\.npy: has no mask called 4": {"masks": [0, 1, 2, 3]},
     r"masks.9\.npy: is a mask of no image": {"masks": [0, 1, 2, 3, 4, 9]},
     r"masks.2\.npy: is 40 x 40 x 1 uint8, but its image": {"wrong": np.zeros((40, 40), "uint8"), "at": "masks/2.npy"},
+    r"masks.2\.npy: as samples it has 2 of 47 x 47": {"wrong": np.zeros((2, 47, 47), "uint8"), "at": "masks/2.npy"},
     r"2\.npy: is 47 x 47 x 1 uint8, but .*0\.npy is 40 x 52 x 3": {"wrong": cells(2)[1], "at": "images/2.npy"},
     r"2\.npy: is 47 x 47 x 3 float32, but": {"wrong": cells(2)[0].astype("float32"), "at": "images/2.npy"},
     r"smaller than crop \[60, 30\]": {"crop": [60, 30]},

@@ -6,6 +6,7 @@ import csv
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -126,15 +127,15 @@ def masks_of(pattern: str, items: Sequence[Item], rank: int) -> list[Item]:
     images = list(dict.fromkeys(item.name for item in items))
     of = dict(zip(images, names, strict=True)) if len(images) == len(names) == 1 else _by_stem(images, names, pattern)
     masks = {name: samples_of([of[name]], rank, masks=True) for name in images}
-    used: dict[str, int] = dict.fromkeys(images, 0)
-    found = []
-    for item in items:
-        at = used[item.name]
-        used[item.name] += 1
-        if at >= len(masks[item.name]) or masks[item.name][at].extents != item.extents:
-            mask = masks[item.name][min(at, len(masks[item.name]) - 1)]
+    counts = Counter(item.name for item in items)
+    for name, group in masks.items():
+        if len(group) != counts[name]:
+            of_each = f"{len(group)} of {_words(group[0])}, but its image {name} has {counts[name]}"
+            raise DataError(f"{group[0].name}: as samples it has {of_each}; give a mask for each slice, page or time")
+    found = [mask for group in masks.values() for mask in group]
+    for item, mask in zip(items, found, strict=True):
+        if mask.extents != item.extents:
             raise DataError(f"{mask.name}: is {_words(mask)}, but its image {item.name} is {_words(item)}")
-        found.append(masks[item.name][at])
     first = found[0]
     for mask in found:
         if (mask.shape[-1], mask.dtype.kind) != (first.shape[-1], first.dtype.kind):
