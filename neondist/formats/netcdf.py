@@ -13,6 +13,7 @@ from .axes import Cells, letters
 from .hdf5 import HDF5Sink, HDF5Source
 
 _OF_VARIABLE, _OF_DIMENSION = "_Netcdf4Coordinates", "_Netcdf4Dimid"
+_BARE = "This is a netCDF dimension but not a netCDF variable."
 _TEXTS = ("units", "calendar", "standard_name", "long_name", "axis")
 
 
@@ -84,7 +85,7 @@ class NetCDFSource(HDF5Source):
             if int(number) not in by_number:
                 return []
             name, found = by_number[int(number)]
-            kept = plain(found) and found.ndim == 1 and found.size <= max(array.shape)
+            kept = plain(found) and found.ndim == 1 and found.size <= max(array.shape) and not _is_bare(found)
             texts = {key: get_text(found.attrs, key) for key in _TEXTS if key in found.attrs and _is_text(found, key)}
             known.append((name, found[()] if kept else None, texts))
         return known
@@ -103,10 +104,9 @@ class NetCDFSink(HDF5Sink):
         usual = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
         for number, (letter, n) in enumerate(zip(self.axes, self.shape, strict=True)):
             name, values, texts = given.get(letter, (usual.get(letter, letter.lower()), None, {}))
-            if values is None or len(values) != n:
-                values = np.arange(n)
-            scale = file.create_dataset(name, data=values)
-            scale.make_scale(name)
+            known = values is not None and len(values) == n
+            scale = file.create_dataset(name, data=values if known else np.zeros(n, ">f4"))
+            scale.make_scale(name if known else f"{_BARE}{n:10d}")
             scale.attrs[_OF_DIMENSION] = np.int32(number)
             for key, text in texts.items():
                 put_text(scale.attrs, key, text)
@@ -126,6 +126,11 @@ def _number(found: Any, name: str) -> Any:
         return None
     values = np.ravel(found.attrs[name])
     return values[0] if values.size == 1 else None
+
+
+def _is_bare(found: Any) -> bool:
+    """Tell whether a dimension has no coordinates, and zeros stand in for them."""
+    return "NAME" in found.attrs and _is_text(found, "NAME") and get_text(found.attrs, "NAME").startswith(_BARE)
 
 
 def _is_text(found: Any, name: str) -> bool:

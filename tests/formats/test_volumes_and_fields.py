@@ -95,6 +95,7 @@ def test_variables_of_netcdf(tmp_path):
         np.testing.assert_array_equal(rain[..., 0], masked.filled(np.nan))
         np.testing.assert_array_equal(file["lat"][:], np.linspace(90, -90, 30))
         assert (file["lat"].units, file["time"].units) == ("degrees_north", "hours since 2020-01-01")
+        assert set(file.variables) == {"rain", "lat", "time"}  # the others have no coordinates
     with nd.open_source(tmp_path / "out.nc") as source:
         assert source.axes == "TYXC"
     with pytest.raises(nd.DataError, match=r"no array 'rain'; it has .*packed"):
