@@ -35,10 +35,10 @@ class ZarrSource(TileSource):
         with faults(name):
             found: Any = zarr.open(str(path / inside.strip("/")), mode="r")
             names: Any = None
-            scale, paths = None, [""]
+            facts, paths = None, [""]
             if isinstance(found, zarr.Group):
                 found, image = _image(name, found)
-                names, scale, paths = _described(image)
+                names, facts, paths = _described(image, level)
             at = paths[min(level, len(paths) - 1)]
             if ".." in at.split("/"):
                 raise DataError(f"{name}: level {level} leads out of the folder; put back a good copy")
@@ -57,7 +57,7 @@ class ZarrSource(TileSource):
                 array.dtype,
                 array.chunks,
                 len(paths),
-                {"scale": scale} if scale else None,
+                facts,
                 named=told is not None,
             )
 
@@ -106,8 +106,8 @@ class ZarrSink(DraftSink):
             if max(shape[axis] for axis in halved) <= _SMALL:
                 break
             shape = [ceil(n / 2) if axis in halved else n for axis, n in enumerate(shape)]
-        scale = (like.metadata.get("scale") if like is not None else None) or {}
-        image = _multiscales(axes, len(levels), {self.axes[axis] for axis in halved}, scale, self.path.name)
+        facts = like.metadata if like is not None else {}
+        image = _multiscales(axes, len(levels), {self.axes[axis] for axis in halved}, facts, self.path.name)
         if ome == "0.4":
             group.attrs["multiscales"] = [{"version": ome, **image}]
         else:
@@ -198,25 +198,30 @@ def _image(name: str, group: Any) -> tuple[Any, dict[str, Any]]:
     return group, {"datasets": [{"path": arrays[0]}], "axes": []}
 
 
-def _described(image: dict[str, Any]) -> tuple[list[str] | None, dict[str, float] | None, list[str]]:
-    """Return the names of the axes, the extent of a cell of the finest level by letter, and the paths of the levels."""
+def _described(image: dict[str, Any], level: int) -> tuple[list[str] | None, dict[str, Any], list[str]]:
+    """Return the names of the axes, extent and unit of a level's cell by letter, and the paths of the levels."""
     levels = [str(level["path"]) for level in image["datasets"]]
     axes = image.get("axes", list(_OLD_AXES))
     names = [str(axis["name"] if isinstance(axis, dict) else axis) for axis in axes]
-    for step in image["datasets"][0].get("coordinateTransformations", []):
+    units = {str(axis["name"]).upper(): str(axis["unit"]) for axis in axes if isinstance(axis, dict) and "unit" in axis}
+    facts: dict[str, Any] = {"units": units}
+    for step in image["datasets"][min(level, len(levels) - 1)].get("coordinateTransformations", []):
         if step.get("type") == "scale" and len(step["scale"]) == len(names):
-            return names, {name.upper(): float(n) for name, n in zip(names, step["scale"], strict=True)}, levels
-    return names or None, None, levels
+            facts["scale"] = {name.upper(): float(n) for name, n in zip(names, step["scale"], strict=True)}
+    return names or None, facts, levels
 
 
-def _multiscales(axes: str, levels: int, halved: set[str], scale: dict[str, float], name: str) -> dict[str, Any]:
-    kinds = {"T": "time", "C": "channel"}
+def _multiscales(axes: str, levels: int, halved: set[str], facts: dict[str, Any], name: str) -> dict[str, Any]:
+    kinds, scale, units = {"T": "time", "C": "channel"}, facts.get("scale", {}), facts.get("units", {})
     steps = [
         [scale.get(axis, 1.0) * (2.0**level if axis in halved else 1.0) for axis in axes] for level in range(levels)
     ]
     return {
         "name": name,
-        "axes": [{"name": axis.lower(), "type": kinds.get(axis, "space")} for axis in axes],
+        "axes": [
+            {"name": axis.lower(), "type": kinds.get(axis, "space")} | ({"unit": units[axis]} if axis in units else {})
+            for axis in axes
+        ],
         "datasets": [
             {"path": str(level), "coordinateTransformations": [{"type": "scale", "scale": step}]}
             for level, step in enumerate(steps)

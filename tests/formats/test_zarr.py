@@ -40,7 +40,7 @@ def test_levels_of_an_image(tmp_path, ome):
     array = cells((2, 3, 70, 90), "uint16")
     group = zarr.open_group(str(tmp_path / "a.ome.zarr"), mode="w", zarr_format=2 if ome == "0.4" else 3)
     image = {
-        "axes": [{"name": name, "type": "space"} for name in "tcyx"],
+        "axes": [{"name": name, "type": "space", "unit": f"of {name}"} for name in "tcyx"],
         "datasets": [
             {"path": f"s{n}", "coordinateTransformations": [{"type": "scale", "scale": [1, 1, 0.5 * 2**n, 0.5 * 2**n]}]}
             for n in range(2)
@@ -52,8 +52,15 @@ def test_levels_of_an_image(tmp_path, ome):
         group.create_array(f"s{n}", data=level, chunks=(1, 1, 32, 32))
     for n, path in enumerate([f"{tmp_path}/a.ome.zarr", f"{tmp_path}/a.ome.zarr#1"]):
         with nd.open_source(path) as source:
-            assert (source.axes, source.levels, source.metadata["scale"]["X"]) == ("TYXC", 2, 0.5)
+            assert (source.axes, source.levels, source.metadata["scale"]["X"]) == ("TYXC", 2, 0.5 * 2**n)
             same(source, array[:, :, :: 2**n, :: 2**n].transpose(0, 2, 3, 1))
+            with nd.create_sink(tmp_path / f"{n}.ome.zarr", source.shape, "u1", "TYXC", like=source, ome=ome) as sink:
+                sink.commit()
+        written = dict(zarr.open_group(str(tmp_path / f"{n}.ome.zarr")).attrs)
+        written = written.get("ome", written)["multiscales"][0]
+        assert [axis["unit"] for axis in written["axes"]] == ["of t", "of c", "of y", "of x"]
+        (step,) = written["datasets"][0]["coordinateTransformations"]
+        assert step["scale"] == [1, 1, 0.5 * 2**n, 0.5 * 2**n]
     for path in ("a.ome.zarr/s1", "a.ome.zarr:s1"):
         with nd.open_source(tmp_path / path, axes="TCYX") as source:
             assert source.shape == (2, 35, 45, 3)
