@@ -67,18 +67,25 @@ class FolderSource(TileSource):
                 path, "N" + first.axes, (len(self._files), *shape), first.dtype, chunks and (1, *chunks), first.levels
             )
         self._level = level
+        for file in self._files[1:]:
+            self._open(file).close()
 
     def _read(self, cells: Cells) -> np.ndarray:
         found = []
         for file in self._files[cells[0]]:
-            with open_source(file, level=self._level) as source:
-                if (source.shape, source.dtype) != (self.shape[1:], self.dtype):
-                    raise DataError(
-                        f"{file}: its shape is {list(source.shape)}, {source.dtype}; that of the folder's first is"
-                        f" {list(self.shape[1:])}, {self.dtype}: pictures must be of one size and kind"
-                    )
+            with self._open(file) as source:
                 found.append(source.read(cells[1:]))
         return np.stack(found)
+
+    def _open(self, file: Path) -> TileSource:
+        source = open_source(file, level=self._level)
+        if (source.shape, source.dtype) == (self.shape[1:], self.dtype):
+            return source
+        source.close()
+        raise DataError(
+            f"{file}: its shape is {list(source.shape)}, {source.dtype}; that of the folder's first is"
+            f" {list(self.shape[1:])}, {self.dtype}: pictures must be of one size and kind"
+        )
 
 
 class PictureSink(PlacedSink):

@@ -318,6 +318,8 @@ def test_bad_input(folder, tmp_path, monkeypatch):
     ):
         with pytest.raises(error, match=message):
             on(2, folder, tmp_path / "y.npy", tmp_path / name, block=4)
+    with pytest.raises(ConfigError, match=r"y\.jpg: JPEG changes numbers"):
+        on(2, folder, tmp_path / "y.jpg", classes=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 900, 100))
     with pytest.raises(OutputError, match=r"y\.npy: needs .*, there are 100 B free"):
         on(2, folder, tmp_path / "y.npy", block=16)

@@ -85,7 +85,7 @@ def predict(
     ):
         done: set[int] = set()
         with all_or_none(grid.world):
-            check_kinds(kinds, route.output_shape[-1])
+            check_kinds(kinds, route.output_shape[-1], Path(target))
             job = {"outputs": kinds, "route": route.about, "input": images.identity(), **said}
             if journal is not None:
                 done = journal.done(job, overwrite)

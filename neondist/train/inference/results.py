@@ -14,8 +14,10 @@ from ...errors import ConfigError
 KINDS = ("raw", "probabilities", "classes")
 
 
-def check_kinds(kinds: Sequence[str], channels: int) -> None:
-    """Raise ConfigError for what a network with so many outputs for a cell has not."""
+def check_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
+    """Raise ConfigError for what a network with so many outputs for a cell has not, or such a file cannot keep."""
+    if "classes" in kinds and path.suffix.lower() in (".jpg", ".jpeg"):
+        raise ConfigError(f"{path}: JPEG changes numbers, and classes with them; choose .png")
     for kind in kinds:
         if kind != "raw" and channels < 2:
             raise ConfigError(
