@@ -6,10 +6,12 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ..comm import ProcessGrid, Transport
+from ..comm import ProcessGrid, Transport, all_or_none
 from ..errors import ConfigError
+from ..io.files import write_text
 from ..launcher.ranks import on_ranks
 from . import options
 from .experiment import loaded, validated
@@ -25,6 +27,7 @@ def add(commands: Any) -> None:
     )
     one.add_argument("--input", metavar="X", help="images of any size in a file, instead of the data set's")
     one.add_argument("--labels", metavar="T", help="their classes, or targets, in a file")
+    one.add_argument("--report", metavar="FILE.html", help="also write a page: numbers, classes, confusion matrix")
     _block(one)
     one.set_defaults(command=evaluate, watched=True)
 
@@ -53,13 +56,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..train import evaluate_checkpoint, evaluate_files
+        from ..train.html_report import page_of_numbers
 
         if None in files:
             found = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split)
         else:
             found = evaluate_files(experiment, arguments.checkpoint, *files, grid, arguments.block)
-        if grid.rank == 0:
-            print(json.dumps(found))
+        with all_or_none(grid.world):
+            if grid.rank == 0:
+                print(json.dumps(found))
+                if arguments.report is not None:
+                    of = {"checkpoint": arguments.checkpoint, "images": arguments.input or arguments.split}
+                    write_text(Path(arguments.report), page_of_numbers(Path(arguments.file).stem, of, found))
 
     find = partial(validated, arguments) if None in files else lambda world, ranks: loaded(arguments, world)
     return _on_ranks(arguments, find, work)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,13 @@ def report(folder: Path) -> str:
     ])  # fmt: skip
 
 
+def page_of_numbers(name: str, of: Mapping[str, str], found: Mapping[str, Any]) -> str:
+    """Return a page of what `neondist evaluate` has found; `of`: what it is about, by name."""
+    numbers = {**of, **{name: value for name, value in found.items() if not isinstance(value, list)}}
+    rows = [[escape(name), told(value)] for name, value in numbers.items()]
+    return page(name, [table(["", ""], rows), *_of_classes(found, "")])
+
+
 def read_records(path: Path) -> list[Record]:
     """Return the records of a metrics.jsonl; DataError if there are none, or one cannot be read."""
     try:
@@ -82,8 +89,8 @@ def _lines(base: str, metrics: Sequence[str], records: Sequence[Record]) -> dict
     return {name: [(r["epoch"], r[name]) for r in records if is_number(r.get(name))] for name in named}
 
 
-def _of_classes(record: Record) -> list[str]:
-    """Return tables of what the last epoch has of each class."""
+def _of_classes(record: Mapping[str, Any], when: str = ", last epoch") -> list[str]:
+    """Return tables of what a record has of each class."""
     lists = {name: value for name, value in record.items() if isinstance(value, list)}
     parts = []
     columns = {name: value for name, value in lists.items() if not any(isinstance(one, list) for one in value)}
@@ -93,11 +100,11 @@ def _of_classes(record: Record) -> list[str]:
             [str(at), *(told(value[at]) if at < len(value) else "" for value in columns.values())]
             for at in range(count)
         ]
-        parts += ["<h2>Classes, last epoch</h2>", table(["class", *columns], rows)]
+        parts += [f"<h2>Classes{when}</h2>", table(["class", *columns], rows)]
     for name, value in lists.items():
         if name not in columns:
             parts += [
-                f"<h2>{escape(name)}, last epoch</h2><p>Rows: what is; columns: what was said.</p>",
+                f"<h2>{escape(name)}{when}</h2><p>Rows: what is; columns: what was said.</p>",
                 _matrix(value),
             ]
     return parts

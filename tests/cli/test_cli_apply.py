@@ -53,8 +53,12 @@ def test_evaluate_and_predict_on_two_ranks_as_on_one(folder):
 
 def test_evaluate_on_the_validation_split(folder):
     words = "evaluate", *WORDS, "--split", "validation"
-    found = json.loads(succeed(folder, *words, "--set", "dataset.validation=3"))
+    more = "--set", "dataset.validation=3", "metrics=[!ConfusionMatrix {}]", "--report", "a.html"
+    found = json.loads(succeed(folder, *words, *more))
     assert found["samples"] == 3
+    page = (folder / "a.html").read_text()
+    assert f"<td>loss</td><td>{found['loss']:.5g}</td>" in page
+    assert "<h2>confusion_matrix</h2>" in page
     code, _, err = here(folder, *words)
     assert (code, "the data set has no validation split; choose from train, test" in err) == (2, True)
 

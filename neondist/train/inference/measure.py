@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..state import told_of
 from .images import Images, open_images
 from .network import network
 from .predict import through
+from .progress import Progress
 from .routes import InBlocks, InTiles, Route
 
 
@@ -68,7 +70,8 @@ def evaluate_files(
             else:
                 with all_or_none(grid.world):
                     sums = _Sums(experiment, route, _Targets(targets, Box.of(targets.shape[1:-1])), grid)
-                through(route, range(route.parts), grid, sums)
+                progress = Progress(route.parts, file=sys.stderr) if grid.rank == 0 else None
+                through(route, range(route.parts), grid, sums, progress)
                 found = sums.result()
     return told_of(images.shape[0], found)
 
