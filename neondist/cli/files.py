@@ -76,10 +76,11 @@ def _classification(folder: Path) -> str:
             f"{folder}: has {len(classes)} subfolders with images; give a subfolder for each class, or images/ and"
             " masks/"
         )
-    kind = _suffix([path for one in classes for path in _images(one)])
+    images = [path for one in classes for path in _images(one)]
+    kind = _suffix(images)
     names = ", ".join(one.name for one in classes)
     return _FILE.format(
-        what=f"Which of {len(classes)} classes is an image of? {names[:200]}",
+        what=f"Which of {len(classes)} classes is an image of? {names[:200]}", crop=_crop(images),
         images=json.dumps(str(folder / "*" / f"*{kind}")), labels="folders", layers=_CLASSIFIER.format(len(classes)),
         cost="!CrossEntropy {}", metrics="!Accuracy {}, !F1 {}, !ConfusionMatrix {}", number="validation_error",
     )  # fmt: skip
@@ -99,7 +100,7 @@ def _segmentation(folder: Path, masks: str) -> str:
             mask = np.asarray(source.read([(0, n) for n in source.shape]))
         largest = max(largest, int(mask.max()))
     return _FILE.format(
-        what=f"Which class has each cell of an image? The first masks hold 0 to {largest}",
+        what=f"Which class has each cell of an image? The first masks hold 0 to {largest}", crop=_crop(images),
         images=json.dumps(str(folder / "images" / f"*{_suffix(images)}")),
         labels=json.dumps(str(folder / masks / f"*{_suffix(drawn)}")), layers=_SEGMENTER.format(largest + 1),
         cost="!DiceCE {}  # ignore_index: 255 leaves cells out", metrics="!IoU {}, !F1 {}", number="validation_loss",
@@ -110,6 +111,17 @@ def _images(folder: Path) -> list[Path]:
     from ..formats.image_loader import SUFFIXES
 
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+
+
+def _crop(paths: list[Path]) -> list[int]:
+    """Return the extents of crops that lie in all images, and can be halved."""
+    from ..formats import open_source
+
+    side = 64
+    for path in paths:
+        with open_source(path) as source:
+            side = min(side, *source.shape[-3:-1])
+    return [side // 8 * 8 or side] * 2
 
 
 def _suffix(paths: list[Path]) -> str:
@@ -124,7 +136,7 @@ _FILE = """\
 dataset: !ImageFiles
   images: {images}
   labels: {labels}
-  crop: [64, 64]         # what the network sees at once; larger ones show more of an image
+  crop: {crop}         # what the network sees at once; larger ones show more of an image
   crops_per_image: 4
   validation: 0.2        # this share of the images is judged, and not trained with
 augment: [!Flip {{}}]      # images are as likely mirrored; leave out what would change their meaning

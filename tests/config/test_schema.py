@@ -85,7 +85,7 @@ def images(folder, count=4, masks=False):
     image = pytest.importorskip("PIL.Image")
     folder.mkdir(parents=True)
     for at in range(count):
-        cells = np.random.default_rng(at).integers(0, 3 if masks else 255, (70, 66), dtype="u1")
+        cells = np.random.default_rng(at).integers(0, 3 if masks else 255, (70, 50), dtype="u1")
         image.fromarray(cells).save(folder / f"{at}.png")
 
 
@@ -99,6 +99,7 @@ def test_init_writes_a_file_that_can_be_run(tmp_path, monkeypatch, capsys, kind)
     assert faults((tmp_path / "mine.yaml").read_text()) == []
     made = load_experiment("mine.yaml")
     made.validate(2)
+    assert made.dataset.crop == [48, 48]  # a crop lies in every image
     assert made.model.leaves[-1].arguments().get("out_features", 3) == (2 if kind == "classes" else 3)
     assert main(["init", "mine"]) == 2
     assert "mine.yaml: exists already; choose another name with --to" in capsys.readouterr().err
