@@ -50,9 +50,13 @@ class GridShape:
 
 @dataclass(frozen=True)
 class StripGrid(GridShape):
-    """A grid whose tiles are cut into strips along the first axis; they are numbered as if they were tiles."""
+    """A grid whose tiles are cut into strips along the first axis; they are numbered as if they were tiles.
+
+    Of each tile so many strips have cells, the last ones (default: all).
+    """
 
     strips: int = 1
+    last: int | None = None
 
     @property
     def tiles(self) -> int:
@@ -86,8 +90,10 @@ def _in_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
     if not extent:
         return Partition((), (), grid.tiles)
     ranges = [tuple(tiles.range(axis, part) for part in range(parts)) for axis, parts in enumerate(tiles.parts)]
-    cut = ((lo, *split(hi - lo, grid.strips, at)) for lo, hi in ranges[0] for at in range(grid.strips))
-    ranges[0] = tuple((lo + first, lo + last) for lo, first, last in cut)
+    none = 0 if grid.last is None else grid.strips - grid.last
+    cut = [[split(hi - lo, grid.strips, at) for at in range(grid.strips)] for lo, hi in ranges[0]]
+    cut = [[(strips[none][0],) * 2] * none + strips[none:] for strips in cut]
+    ranges[0] = tuple((lo + a, lo + b) for (lo, _), strips in zip(ranges[0], cut, strict=True) for a, b in strips)
     return Overlapping(extent, grid.parts(len(extent)), grid.tiles, tuple(ranges))
 
 

@@ -212,7 +212,10 @@ _axis = lru_cache(maxsize=512)(_Axis)  # the plans of all tiles share them
 
 def needs_along(outputs: Partition, window: Window, axis: int) -> list[tuple[int, int]]:
     """Return the cells of an axis, those outside of the image too, that the windows of each part's outputs see."""
-    alone, ranges = window.along(axis), (outputs.range(axis, part) for part in range(outputs.parts[axis]))
+    ranges = [outputs.range(axis, part) for part in range(outputs.parts[axis])]
+    if window.pointwise:
+        return ranges
+    alone = window.along(axis)
     return [next(alone.needs(Box((lo,), (hi,))).axes()) for lo, hi in ranges]
 
 

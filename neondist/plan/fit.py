@@ -1,10 +1,10 @@
-"""A plan is compiled; where it does not fit into memory, that of the stream that computes least."""
+"""A plan is compiled; where it does not fit into memory, that of the stream that takes least time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from math import inf, prod
 from typing import Any
 
@@ -12,19 +12,19 @@ from ..errors import ConfigError, UserError
 from ..geometry import GridShape, split
 from ..layers import Layer, Sequential
 from ..memory import words
-from .graph import Lowering, of_layer
+from .graph import Graph, Lowering, of_layer
 from .layer import LayerPlan
 from .plan import Plan, Training
-from .planner import PASSES, operations
+from .planner import PASSES
 from .section import Rows
 from .segments import Found, find_regions
-from .stream import Stream, can_stream
+from .stream import Stream, can_stream, effort
 
 Shape = tuple[int, ...]
 LARGE = 64 << 20
 """bytes from which on half of a step's memory is worth something"""
-WORTH = 1.25
-"""times the multiplications, at most, that it is worth"""
+WORTH = 1.3
+"""times the work, at most, that it is worth"""
 
 
 def compile_plan(
@@ -67,7 +67,7 @@ def compile_plan(
 
 
 def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Plan:
-    """Return the plan, or that of a stream, which computes least of those that fit into the memory that there is.
+    """Return the plan, or that of the stream that takes least time of those that fit into the memory that there is.
 
     Where the rows of a strip are asked for, of the longest stream.
 
@@ -84,17 +84,14 @@ def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Pla
     """
     limit, rows = plan.training.memory, plan.training.strips
     assert limit is not None
-    least = [(plan.needed, plan)]
     if plan.needed <= limit and rows is None:
         return plan
-    for count, made in _streams(plan, planned, regions, limit, rows):
-        if count <= limit and rows is not None:
-            return _with_cuts(made, planned, limit)
-        least.append((count, made))
-    found = [made for count, made in least if count <= limit]
-    if found:
-        return _with_cuts(min(found, key=_work), planned, limit)
-    count, made = min(least, key=lambda pair: pair[0])
+    found, tried = _best(plan, planned, regions, limit, rows)
+    if found is not None:
+        return found
+    tiles = range(plan.grid.tiles)
+    needed = [(-made.left(stream, [-made.beside(tile) for tile in tiles]), made) for made, stream in tried]
+    count, made = min([(plan.needed, plan), *needed], key=lambda pair: pair[0])
     layer = max(made.layers, key=lambda each: max(box.size for box in each.kept) * each.input_shape[-1])
     raise ConfigError(
         f"memory: a rank may use {words(limit)}, but needs {words(count)} at least, most of it for layer"
@@ -109,105 +106,110 @@ def spared(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Pla
     """
     if plan.grid.tiles > 1 or plan.training.strips is not None or plan.training.recompute or plan.needed < LARGE:
         return plan
-    limit, most = plan.needed // 2, WORTH * _work(plan)
-    found = [made for count, made in _streams(plan, planned, regions, limit, None, most) if count <= limit]
-    return min([made for made in found if _work(made) <= most] or [plan], key=_work)
+    limit, most = plan.needed // 2, WORTH * _work(plan.graph, None)
+    found, _ = _best(plan, planned, regions, limit, None, most)
+    return found or plan
 
 
-def _streams(
-    plan: Plan,
-    planned: Callable[[Stream], Plan],
-    regions: Found,
-    limit: int,
-    rows: Rows | None,
-    most: float = inf,
-) -> Iterator[tuple[int, Plan]]:
-    """Yield the plans with streams, the longest first, and the bytes that they need: within the limit if they can.
+def _best(
+    plan: Plan, planned: Callable[[Stream], Plan], regions: Found, limit: int, rows: Rows | None, most: float = inf
+) -> tuple[Plan | None, list[tuple[Plan, Stream]]]:
+    """Return the plan of the stream that takes least time within the limit; and plans with the streams that were tried.
+
+    Where the rows of a strip are asked for, of the longest stream.
 
     Parameters
     ----------
     most : float
-        Those that compute more in any case are left out.
+        Those that take as long are left out.
     """
-    for nodes in range(len(plan.graph.ends) - 1, 0, -1):
-        if not can_stream(plan.graph, nodes, plan.grid, regions):
+    graph, best, tried, alone = plan.graph, None, list[tuple[Plan, Stream]](), isinstance(rows, int)
+    ends = [nodes for nodes in range(len(graph.ends) - 1, 0, -1) if can_stream(graph, nodes, plan.grid, regions)]
+    whole = {nodes: Stream.of(graph, nodes, plan.grid, 1) for nodes in ends}
+    least = {nodes: _work(graph, _keeping_all(stream)) for nodes, stream in whole.items()}
+    for nodes in ends if rows is not None else sorted(ends, key=lambda nodes: least[nodes]):
+        if least[nodes] >= most:
             continue
-        if most < inf and _work(planned(Stream.of(plan.graph, nodes, plan.grid, 1, 1))) > most:
-            continue
-        for sparing in (True, False):
-            yield _in_strips(plan, nodes, planned, limit, None if rows == "auto" else rows, sparing)
+        made, stream = planned(whole[nodes]), whole[nodes]
+        if isinstance(rows, int):
+            stream = stream.in_strips(-(-stream.rows // rows))
+        room = [limit - made.beside(tile) for tile in range(plan.grid.tiles)]
+        if min(room) > 0:
+            stream = _fewest(plan, stream, room, 0 if alone else stream.rows)
+        tried.append((made, stream))
+        for filled in sorted(_filled(plan, stream, room, most, alone), key=partial(_work, graph)):
+            if _work(graph, filled) >= most:
+                break
+            if (made := planned(filled)).needed <= limit:
+                best, most = made, _work(graph, filled)
+                break
+        if rows is not None and best is not None:
+            break
+    return best, tried
 
 
-def _in_strips(
-    plan: Plan, nodes: int, planned: Callable[[Stream], Plan], limit: int, rows: int | None, sparing: bool
-) -> tuple[int, Plan]:
-    """Return the plan with so many nodes in as few strips as fit, or of so many rows, and the bytes that it needs.
+def _keeping_all(stream: Stream) -> Stream:
+    return stream.keeping(stream.grid.strips, tuple(stream.possible_cuts()))
+
+
+def _filled(plan: Plan, stream: Stream, room: Sequence[int], most: float, alone: bool) -> list[Stream]:
+    """Return streams in as many strips and more that keep what there is room for, so that it need not be made again.
 
     Parameters
     ----------
-    sparing : bool
-        Whether of all strips what spares them work is kept, or of as many as there is room for.
+    stream : Stream
+        Of which nothing is kept.
+    room : list of int
+        Bytes for it on the rank of each tile.
+    most : float
+        More strips are not tried where they take as long, whatever they keep.
+    alone : bool
+        Whether they are to be as many.
     """
-    most = Stream.of(plan.graph, nodes, plan.grid, 1).rows
-    start = Stream.of(plan.graph, nodes, plan.grid, 1 if rows is None else -(-most // rows))
-    count, made = _fewest(plan, start, float(sparing), planned, limit, most if rows is None else 0)
-    strips = made.stream.grid.strips  # type: ignore[union-attr]
-    if sparing or count > limit:
-        return count, made
-    found = [(count, made)]
-    for strips in {min(most, strips * times) for times in ((1, 2, 4) if rows is None else (1,))}:
-        all_spared, none = (planned(Stream.of(plan.graph, nodes, plan.grid, strips, n)) for n in (strips, 0))
-        least = none.needed
-        few = int(strips * (limit - least) / max(1, all_spared.needed - least))
-        made = planned(Stream.of(plan.graph, nodes, plan.grid, strips, few))
-        found.append((made.needed, made))
-    return min(found, key=lambda pair: (pair[0] > limit, _work(pair[1])))
+    tiles, itemsize, samples, found = range(plan.grid.tiles), plan.itemsize, plan.held_samples(0), list[Stream]()
+    while _work(plan.graph, _keeping_all(stream)) < most:
+        strips, cuts, left = stream.grid.strips, stream.possible_cuts(), plan.left(stream, room)
+        if left < 0:
+            break
+        saved = samples * max(stream.keeping(strips).saved(tile, itemsize) for tile in tiles)
+        sparing = _share(strips, saved, left)
+        found.append(stream.keeping(sparing))
+        left -= saved * sparing // strips
+        for largest in sorted(set(cuts.values())):
+            few = tuple(sorted(nodes for nodes, size in cuts.items() if size <= largest))
+            cutting = strips
+            while cutting:  # less than in proportion, because they keep cells around theirs
+                cut = stream.keeping(sparing, few, cutting)
+                kept = samples * itemsize * max(cut.kept(tile) for tile in tiles)
+                if kept <= left:
+                    found.append(cut)
+                    break
+                cutting = cutting * left // kept
+        if alone or strips >= stream.rows:
+            break
+        most = min([most, *(_work(plan.graph, each) for each in found)])
+        stream = stream.in_strips(min(stream.rows, strips + (strips + 1) // 2))
+    return found
 
 
-def _with_cuts(plan: Plan, planned: Callable[[Stream], Plan], limit: int) -> Plan:
-    """Return a plan that keeps as many gradients on the way back as there is room for, in more strips if need be."""
-    stream = plan.stream
-    cuts = {} if stream is None else stream.possible_cuts()
-    if stream is None or not cuts:
-        return plan
-    found = [plan]
-    for largest in sorted(set(cuts.values())):
-        few = tuple(sorted(nodes for nodes, size in cuts.items() if size <= largest))
-        most = stream.rows if plan.training.strips is None else 0
-        spared = stream.sparing / stream.grid.strips
-        count, made = _fewest(plan, replace(stream, cuts=few), spared, planned, limit, most)
-        if count <= limit:
-            found.append(made)
-    return min(found, key=_work)
+def _share(strips: int, needed: int, room: int) -> int:
+    """Return for how many strips there is room, if all of them need so much."""
+    return strips if needed <= room else strips * max(0, room) // needed
 
 
-def _fewest(
-    plan: Plan, start: Stream, spared: float, planned: Callable[[Stream], Plan], limit: int, most: int
-) -> tuple[int, Plan]:
-    """Return the bytes that a plan needs, and it: in the fewest strips that fit, from those of `start` up to so many.
-
-    Parameters
-    ----------
-    spared : float
-        The share of strips of which something is kept.
-    """
-    strips = start.grid.strips
-    while True:
-        made = planned(Stream.of(plan.graph, start.nodes, plan.grid, strips, round(strips * spared), start.cuts))
-        count, streamed = made.needed, made.streamed
-        room = limit - (count - streamed)  # for strips, beside what else there is
-        if count <= limit or room <= 0 or strips >= most:
-            return count, made
-        strips = min(most, max(strips + 1, int(strips * streamed / room)))
+def _fewest(plan: Plan, stream: Stream, room: Sequence[int], most: int) -> Stream:
+    """Return the stream in the fewest strips for which there is room, from as many as it has up to `most`."""
+    while (left := plan.left(stream, room)) < 0 and (strips := stream.grid.strips) < most:
+        stream = stream.in_strips(min(most, max(strips + 1, int(strips * (1 - left / min(room))))))
+    return stream
 
 
-def _work(plan: Plan) -> float:
-    """Return the multiplications of a sample in a training step."""
-    stream = plan.stream
-    steps = 0 if stream is None else len(stream.graph.steps)
-    behind = {id(step.layer) for step in plan.graph.steps[steps:]}
-    layers = [each for each in plan if id(each.layer) in behind]
-    beside = sum(prod(each.output_shape[:-1]) * operations(each.layer, each.input_shape) for each in layers)
+def _work(graph: Graph, stream: Stream | None) -> float:
+    """Return what a training step of a sample takes, in multiplications."""
+    first = 0 if stream is None else len(stream.graph.steps)
+    beside = sum(
+        prod(graph.shapes[graph.steps[at].output][:-1]) * effort(graph, at) for at in range(first, len(graph.steps))
+    )
     return PASSES * beside + (0 if stream is None else stream.work)
 
 

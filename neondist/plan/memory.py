@@ -39,7 +39,13 @@ def pack(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
         lambda live: (live.first, -live.last),
         lambda live: (-live.last, live.first),
     ]
-    found = [_placed(ranges, sorted(range(len(ranges)), key=lambda at: order(ranges[at]))) for order in orders]
+    moments = {live.first for live in ranges}
+    least = max((sum(r.numbers for r in ranges if r.first <= at <= r.last) for at in moments), default=0)
+    found: list[tuple[list[int], int]] = []
+    for order in orders:
+        found.append(_placed(ranges, sorted(range(len(ranges)), key=lambda at: order(ranges[at]))))
+        if found[-1][1] == least:
+            break
     return min(found, key=lambda placed: placed[1])
 
 

@@ -168,20 +168,35 @@ class Plan(Sequence[LayerPlan]):
         Kernels' scratch space is not counted.
         """
         replica, tile = divmod(rank, self.grid.tiles)
-        return self.arena(replica, tile) + sum(plan.held_by(tile) for plan in self) * self._per_parameter
+        return self.arena(replica, tile) + self._parameters(tile)
 
     def arena(self, replica: int, tile: int) -> int:
         """Return the bytes of one block for all views and gradients, and of what is saved or recomputed from.
 
         Arrays that never live at the same moment of a step share memory in the block.
         """
+        stream = 0 if self.stream is None else self.stream.bytes(tile, self.itemsize)
+        return self._whole(replica, tile) + stream * self.held_samples(replica)
+
+    def beside(self, tile: int) -> int:
+        """Return the bytes that a tile's rank has beside what a stream needs."""
+        return self._whole(0, tile) + self._parameters(tile)
+
+    def left(self, stream: Stream, room: Sequence[int]) -> int:
+        """Return the bytes that a stream leaves where they are fewest, of so many for it on the rank of each tile."""
+        samples = self.held_samples(0)
+        return min(least - samples * stream.bytes(tile, self.itemsize) for tile, least in enumerate(room))
+
+    def _whole(self, replica: int, tile: int) -> int:
+        """Return the bytes of what does not go in strips from the image on, without parameters."""
         inputs = self.sections[self.stream is None :]
         kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
-        numbers, samples = self.length(tile) + self.strip_length(tile) + kept, self._held_samples(replica)
+        numbers = self.length(tile) + self.strip_length(tile) + kept
         beside = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
-        if self.stream is not None:
-            beside += self.stream.saved(tile, self.itemsize) + self.stream.most_held(tile, self.itemsize)
-        return (numbers * self.itemsize + beside) * samples
+        return (numbers * self.itemsize + beside) * self.held_samples(replica)
+
+    def _parameters(self, tile: int) -> int:
+        return sum(plan.held_by(tile) for plan in self) * self._per_parameter
 
     @property
     def needed(self) -> int:
@@ -198,17 +213,8 @@ class Plan(Sequence[LayerPlan]):
         return max((section.live_ranges(tile).length for section in self.sections), default=0)
 
     def strip_length(self, tile: int) -> int:
-        """Return the numbers of a sample that segments need beside it, one at a time, and that a stream keeps."""
-        kept = 0 if self.stream is None else self.stream.kept(tile)
-        return kept + max((segment.length(tile) for segment in self.segments), default=0)
-
-    @property
-    def streamed(self) -> int:
-        """Bytes of a strip of the stream on the rank that needs most."""
-        if self.stream is None:
-            return 0
-        held = max(self.stream.most_held(tile, self.itemsize) for tile in range(self.grid.tiles))
-        return held * self._held_samples(0)
+        """Return the numbers of a sample that segments need beside it, one at a time."""
+        return max((segment.length(tile) for segment in self.segments), default=0)
 
     @property
     def segments(self) -> list[Segment]:
@@ -260,7 +266,7 @@ class Plan(Sequence[LayerPlan]):
                     sent_most=round(max(plan.sent_bytes(shares[0], *self._how(plan)))),
                     sent_all=round(sum(sum(plan.sent_bytes(samples, *self._how(plan))) for samples in shares)),
                     parameters=plan.parameters,
-                    memory=(1 + (index > 0)) * view * self._held_samples(0) + max(plan.held) * self._per_parameter,
+                    memory=(1 + (index > 0)) * view * self.held_samples(0) + max(plan.held) * self._per_parameter,
                 )
             )
         return found
@@ -308,7 +314,7 @@ class Plan(Sequence[LayerPlan]):
         """Bytes of a trained number, its gradient, and what the optimiser keeps of it."""
         return self.itemsize * (2 + len(self.training.optimizer.kept))
 
-    def _held_samples(self, replica: int) -> int:
+    def held_samples(self, replica: int) -> int:
         """Return how many of a rank's samples are in memory at once: a micro-batch, if none waits for another."""
         samples = self.samples(replica)
         over_batch = any(one.over_batch for plan in self for one in plan.reductions)

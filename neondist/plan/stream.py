@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from operator import ge
 
 from ..geometry import Box, GridShape, Overlapping, Partition, StripGrid, hulls
 from ..layers import Layer, said_with
@@ -17,6 +18,10 @@ from .segments import Found
 from .traced import needed_by, section_of, trace
 
 Shape = tuple[int, ...]
+MOVED = 100
+"""multiplications in the time of a number that goes through memory"""
+START = 15 * 10**6
+"""multiplications in the time of calling a step for a strip, whatever it computes"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,9 @@ class Stream:
     sparing : int
         Of how many strips of a tile, the last ones, something is kept that spares a part of their second way forward.
     cuts : tuple of int
-        After how many nodes gradients are kept, of all cells of a tile; ascending.
+        After how many nodes gradients are kept; ascending.
+    cutting : int, optional
+        Of how many strips of a tile, the last ones, they are kept; default: of all.
     wide : Partition or None
         Which cells of the last value each tile has, if not its own: below a cut, all that what is above needs.
     """
@@ -48,18 +55,28 @@ class Stream:
     sparing: int = 0
     cuts: tuple[int, ...] = ()
     wide: Partition | None = None
+    cutting: int | None = None
 
     @classmethod
-    def of(
-        cls, graph: Graph, nodes: int, grid: GridShape, strips: int, sparing: int = 0, cuts: tuple[int, ...] = ()
-    ) -> Stream:
+    def of(cls, graph: Graph, nodes: int, grid: GridShape, strips: int, sparing: int = 0) -> Stream:
         """Return that of so many nodes of a network, in so many strips of each tile."""
         cut = StripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
-        return cls(graph.part(0, nodes), nodes, cut, min(strips, sparing), cuts)
+        return cls(graph.part(0, nodes), nodes, cut, min(strips, sparing))
+
+    def keeping(self, sparing: int, cuts: tuple[int, ...] = (), cutting: int | None = None) -> Stream:
+        """Return the same strips, of so many of which something is kept."""
+        made = replace(self, sparing=sparing, cuts=cuts, cutting=cutting)
+        known = ("cells", "tiles", "section", "regions", "recomputed", "outputs")  # whatever is kept
+        made.__dict__.update({name: self.__dict__[name] for name in known if name in self.__dict__})
+        return made
+
+    def in_strips(self, strips: int) -> Stream:
+        """Return the same in so many strips of each tile, of which nothing is kept."""
+        return Stream(self.graph, self.nodes, replace(self.grid, strips=strips))
 
     def __str__(self) -> str:
         layers = [step.layer.name for step in self.graph.steps if step.layer is not None]
-        sweeps = len(self.reducing("forward")) + sum(len(part.sweeps) for part in self.parts)
+        sweeps = len(self.reducing("forward")) + len(self._sweeps_uncut)
         tiled = len(self.graph.shapes[self.graph.output]) > 1
         strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
         return f"streamed: {layers[0]} to {layers[-1]} in {strips}, which go through {sweeps + tiled} times a step"
@@ -81,27 +98,32 @@ class Stream:
         forward = [*self.reducing("forward"), *([] if self.vector else [len(self.graph.steps)])]
         total = self._times([sum(end >= at for end in forward) for at in range(len(self.graph.steps))])
         for part in self.parts:
-            spared, sweeps = part.sparing / part.grid.strips, part.sweeps
-            total += part._times(
-                [
-                    (1 if at in part.recomputed else 1 - spared) * len(sweeps)
-                    + sum(end < at for end in sweeps)
-                    + (at > sweeps[-1])  # the gradients of weights
-                    for at in range(len(part.graph.steps))
-                ]
-            )
+            cut = 0.0 if part.below is None else part._cutting / (part.grid.last or part.grid.strips)
+            total += cut * part._work_back(part.sweeps) + (1 - cut) * part._work_back(part._sweeps_uncut)
         return total
 
+    def _work_back(self, sweeps: Sequence[int]) -> float:
+        """Return the multiplications of a sample, where all strips go back so."""
+        spared = self.sparing / self.grid.strips
+        return self._times(
+            [
+                (1 if at in self.recomputed else 1 - spared) * len(sweeps)
+                + sum(end < at for end in sweeps)
+                + (at > sweeps[-1])  # the gradients of weights
+                for at in range(len(self.graph.steps))
+            ]
+        )
+
     def _times(self, counts: Sequence[float]) -> float:
-        """Return the multiplications of a sample, where each step's strips are computed so many times."""
-        graph, total = self.graph, 0.0
-        for count, step in zip(counts, graph.steps, strict=True):
-            if step.layer is None or len(graph.shapes[step.output]) < 2:
+        """Return what a sample takes, where each step's strips are computed so many times, in multiplications."""
+        graph, total, share = self.graph, 0.0, (self.grid.last or self.grid.strips) / self.grid.strips
+        for at, (count, step) in enumerate(zip(counts, graph.steps, strict=True)):
+            if len(graph.shapes[step.output]) < 2:
                 continue
             cells = self.cells[step.output]
             lengths = ([cells.range(axis, part) for part in range(parts)] for axis, parts in enumerate(cells.parts))
             computed = prod(sum(max(0, hi - lo) for lo, hi in axis) for axis in lengths)
-            total += count * computed * operations(step.layer, graph.shapes[step.inputs[0]])
+            total += count * (computed * effort(graph, at) + share * prod(cells.parts) * START)
         return total
 
     @property
@@ -116,8 +138,19 @@ class Stream:
             return None
         *cuts, nodes = self.cuts
         value = self.graph.ends[nodes][1]
-        own = self.grid.whole.partition(self.graph.shapes[value][:-1])
-        return Stream(self.graph.part(0, nodes), nodes, self.grid, cuts=tuple(cuts), wide=hulls(self.tiles[value], own))
+        cells = self.cells[value], self.grid.partition(self.graph.shapes[value][:-1])
+        wide = hulls(*(self._of_tiles(each, self._cutting) for each in cells))
+        grid = replace(self.grid, last=self._cutting)
+        return Stream(self.graph.part(0, nodes), nodes, grid, cuts=tuple(cuts), wide=wide)
+
+    @property
+    def _cutting(self) -> int:
+        """Of how many strips of a tile gradients are kept, where there are cuts."""
+        return self.cutting or self.grid.last or self.grid.strips
+
+    def cut_strips(self, tile: int) -> list[int]:
+        """Return the numbers of the strips of a tile of which gradients are kept."""
+        return [] if self.below is None else list(self._numbers(tile))[-self._cutting :]
 
     @property
     def parts(self) -> list[Stream]:
@@ -130,12 +163,13 @@ class Stream:
 
         The sweep that comes to a cut goes on to the next layer that reduces.
         """
+        found = self._sweeps_uncut
+        return found if self.below is None else [at for at in found if at >= self.below.reducing("backward")[-1]]
+
+    @property
+    def _sweeps_uncut(self) -> list[int]:
         found = self.reducing("backward")[::-1]
-        if self.wide is not None:
-            del found[0]  # the sweep from above has come to it
-        if self.below is None:
-            return [*found, -1]
-        return [at for at in found if at >= self.below.reducing("backward")[-1]]
+        return [*found[self.wide is not None :], -1]  # below a cut: the first one has come from above
 
     def possible_cuts(self) -> dict[int, int]:
         """Return after how many nodes something can be kept that spares work, and how many numbers of a sample."""
@@ -156,11 +190,11 @@ class Stream:
         if self.wide is None:
             return own
         ranges = [[self.wide.range(axis, part) for part in range(parts)] for axis, parts in enumerate(self.wide.parts)]
-        count = self.grid.strips
-        rows: list[tuple[int, int]] = []
+        count, rows = self.grid.strips, list[tuple[int, int]]()
+        first = count - (self.grid.last or count)
         for tile, (lo, hi) in enumerate(ranges[0]):
-            inner = (min(max(own.range(0, tile * count + at)[0], lo), hi) for at in range(1, count))
-            rows += pairwise((lo, *inner, hi))
+            inner = [min(max(own.range(0, tile * count + at)[0], lo), hi) for at in range(first + 1, count)]
+            rows += [(lo, lo)] * first + list(pairwise((lo, *inner, hi)))
         return Overlapping(extent, own.parts, own.copies, (tuple(rows), *(tuple(axis) for axis in ranges[1:])))
 
     def output(self, tile: int) -> Box | None:
@@ -255,10 +289,11 @@ class Stream:
         """The cells of every value that all strips of a tile have together."""
         return [self._of_tiles(cells) if cells.extent else cells for cells in self.cells]
 
-    def _of_tiles(self, cells: Partition) -> Overlapping:
+    def _of_tiles(self, cells: Partition, last: int | None = None) -> Overlapping:
+        """Return what all strips of each tile have together, or so many, the last ones."""
         ranges = [[cells.range(axis, part) for part in range(parts)] for axis, parts in enumerate(cells.parts)]
         count = self.grid.strips
-        parts = [ranges[0][at : at + count] for at in range(0, len(ranges[0]), count)]
+        parts = [ranges[0][at + count - (last or count) : at + count] for at in range(0, len(ranges[0]), count)]
         filled = [[(lo, hi) for lo, hi in strips if lo < hi] or strips[:1] for strips in parts]
         ranges[0] = [(min(lo for lo, _ in strips), max(hi for _, hi in strips)) for strips in filled]
         whole = self.grid.whole
@@ -288,34 +323,51 @@ class Stream:
         """Return the numbers of a sample that the arrays of the largest strip need."""
         return max(self.section.live_ranges(at).length for at in self._unlike(tile))
 
-    def _unlike(self, tile: int) -> list[int]:
-        """Return the numbers of strips that differ in more than their place."""
+    def _unlike(self, tile: int, largest: bool = False) -> list[int]:
+        """Return the numbers of strips that differ in more than their place; or of those that none has all cells of."""
         maps = [(cells, cells.extent[0]) for cells in self.cells if cells.extent]
-        numbers, alike = self._numbers(tile), dict[tuple[object, ...], int]()
+        numbers, alike = self._numbers(tile), dict[tuple[tuple[bool, ...], tuple[int, ...]], int]()
         for at in self.strips(tile):
-            ranges = [(cells.range(0, numbers[at]), n) for cells, n in maps]
-            alike.setdefault(tuple((hi - lo, lo == 0, hi == n) for (lo, hi), n in ranges), at)  # ends are padded
-        return list(alike.values())
+            ranges = [(*cells.range(0, numbers[at]), n) for cells, n in maps]
+            ends = tuple(end for lo, hi, n in ranges for end in (lo == 0, hi == n))  # they are padded
+            alike.setdefault((ends, tuple(hi - lo for lo, hi, _ in ranges)), at)
+        if not largest:
+            return list(alike.values())
+        found: list[tuple[tuple[bool, ...], tuple[int, ...]]] = []
+        for ends, sizes in sorted(alike, key=lambda pair: -sum(pair[1])):
+            if not any(e == ends and all(map(ge, most, sizes)) for e, most in found):
+                found.append((ends, sizes))
+        return [alike[pair] for pair in found]
 
     def held(self, tile: int, itemsize: int) -> int:
         """Return the bytes of a sample that the largest strip needs, its image as it is read and normalised, too."""
         found, channels = [], self.graph.shapes[0][-1]
-        for at in self._unlike(tile):
+        for at in self._unlike(tile, largest=True):
             added = sum(cells.buffer.size * each for cells, each in self.section.added_to(at))  # and its gradient
             numbers = self.section.live_ranges(at).length + 2 * (self.cells[0].box(at).size * channels + added)
             saved = self.section.saved(at, itemsize)
             found.append(numbers * itemsize + sum(saved) + max(saved))  # the largest takes as much for a moment
         return max(found)
 
-    def most_held(self, tile: int, itemsize: int) -> int:
-        """Return the same with that below its cuts, one at a time."""
-        return max(part.held(tile, itemsize) for part in self.parts)
+    def bytes(self, tile: int, itemsize: int) -> int:
+        """Return the bytes of a sample of one strip at a time, and of all that is kept of strips."""
+        most = max(part.held(tile, itemsize) for part in self.parts)
+        return most + self.saved(tile, itemsize) + self.kept(tile) * itemsize
 
     def kept(self, tile: int) -> int:
         """Return the numbers of a sample that are kept of gradients: of the cut above and of the one below."""
         cut = [part for part in self.parts if part.wide is not None]
         sizes = [part.wide.box(tile).size * part.graph.shapes[part.graph.output][-1] for part in cut]  # type: ignore[union-attr]
         return max(one + other for one, other in pairwise([0, *sizes, 0]))
+
+
+def effort(graph: Graph, at: int) -> float:
+    """Return what a step takes forward for a cell of its output, in multiplications; absorbed, nothing."""
+    step = graph.steps[at]
+    if at in graph.absorbed:
+        return 0.0
+    computed = 0.0 if step.layer is None else operations(step.layer, graph.shapes[step.inputs[0]])
+    return computed + MOVED * graph.shapes[step.output][-1]
 
 
 def _leaves(step: Step) -> bool:

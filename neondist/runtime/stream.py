@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import PassError
 from ..geometry import Box
@@ -57,6 +57,14 @@ class StreamPass:
             self.last = None
 
 
+class _Going(NamedTuple):
+    """Strips that go back together: of which part of a stream, and the gradients of its output for each pass."""
+
+    part: Streamed
+    numbers: Sequence[int]
+    dys: Sequence[Any]
+
+
 class Streamed:
     """The nodes of a stream on this rank.
 
@@ -87,6 +95,7 @@ class Streamed:
             at: layer_task(at, graph, step.layer) for at, step in enumerate(graph.steps) if step.layer is not None
         }
         self.numbers, self.steps = planned.strips(tile), len(graph.steps)
+        self._cut = planned.cut_strips(tile)
         self._keeps = self.numbers[max(0, len(self.numbers) - planned.sparing) :]
         blocks.provide(planned.length(tile))
         self._sections: dict[int, Section] = {}
@@ -141,24 +150,23 @@ class Streamed:
         """Return the gradient of the input of each pass, given that of its output; fill in the layers' grads.
 
         All strips are taken forward again, and back to the next layer that reduces; and from the image anew for the
-        next one. Where gradients are kept on the way, what is above them is done.
+        next one. Of strips whose gradients are kept on the way, what is above them is done.
         """
         with self.context.grid.observers.during("layer", self.name, "backward"):
-            part, before = self, self.steps
-            while True:
-                *reducing, end = part.planned.sweeps
-                for at in reducing:
-                    part._reduce_backward(runs, dys, at, before, wanted)
-                    before = at
-                if part.below is None:
-                    break
-                dys, before, part = part._reduce_backward(runs, dys, end, before, wanted), end, part.below
-            found = part._to_image(runs, dys, before, wanted)
+            ways, before = [_Going(self, self.numbers, dys)], self.steps
+            for at in reversed(self.planned.reducing("backward")):
+                parts: list[list[Any]] = [[] for _ in runs]
+                found = [way.part._reduce_backward(runs, way, at, before, wanted, parts) for way in ways]
+                self._combine("backward", at, runs, parts)
+                ways, before = [way for after in found for way in after], at
+            dxs = [self._image_zeros(run.samples) if wanted else None for run in runs]
+            for way in ways:
+                way.part._to_image(runs, way, before, dxs)
         if done is not None:
             for task in reversed(self.tasks.values()):
                 for layer in task.layers:
                     done(layer)
-        return found
+        return dxs
 
     def _reduce_forward(self, runs: Sequence[StreamPass], at: int, known: int) -> None:
         """Take all strips up to a step's `reduce`, and let it add up; the steps before `known` have been taken before.
@@ -190,47 +198,54 @@ class Streamed:
             run.output = self._section(self.numbers[-1]).tasks[at].computed(ctx, view)  # type: ignore[attr-defined]
 
     def _reduce_backward(
-        self, runs: Sequence[StreamPass], dys: Sequence[Any], at: int, before: int, wanted: bool
-    ) -> list[Any]:
-        """Take all strips back to a step's `reduce_backward`, and let it add up.
+        self, runs: Sequence[StreamPass], going: _Going, at: int, before: int, wanted: bool, parts: list[list[Any]]
+    ) -> list[_Going]:
+        """Take strips back to a step's `reduce_backward`, and append their partial results; return what goes on.
 
-        Return what is kept on the way, where this comes to a cut: strips' gradients of a value, added.
+        Where this comes to a cut, strips' gradients of a value are kept, added.
         """
-        parts: list[list[Any]] = [[] for _ in runs]
         below = self.below if at == self.planned.sweeps[-1] else None
-        kept = [None if below is None else below.zeros(run.samples) for run in runs]
-        for number, run, found, dy, total in self._backward_order(runs, parts, dys, kept):
+        if below is None:
+            kept, rest, after = [None] * len(runs), going.numbers, []
+        else:
+            kept = [below.zeros(run.samples) for run in runs]
+            rest = [number for number in going.numbers if number not in self._cut]
+            after = [_Going(below, below.numbers, kept)]
+        for number, run, found, dy, total in self._backward_order(going.numbers, runs, parts, going.dys, kept):
             section, inner = self._again(number, run, before)
-            keep = None if below is None else (below.last, partial(self._add, number, below, total))
+            keep = None if below is None or number in rest else (below.last, partial(self._add, number, below, total))
             found.append(section.partial_result_back(inner, self._part(dy, number), at, wanted, keep))
             inner.close()
-        self._combine("backward", at, runs, parts)
-        return kept
+        self._leave()
+        return [*([going._replace(numbers=rest)] if rest else []), *after]
 
     def zeros(self, samples: int) -> Any:
         """Return an array for the gradient of this rank's output."""
         return self.context.backend.xp.zeros((samples, *self._output_shape), self.context.dtype)
+
+    def _image_zeros(self, samples: int) -> Any:
+        return self.context.backend.xp.zeros((samples, *self._wanted_shape), self.context.dtype)
 
     def _add(self, number: int, below: Streamed, total: Any, dy: Any) -> None:
         """Add a strip's gradient of the value with which `below` ends."""
         cells = self.planned.cells[below.planned.graph.output].box(number)
         total[(slice(None), *cells.relative_to(below._own).slices)] += dy  # type: ignore[arg-type]
 
-    def _to_image(self, runs: Sequence[StreamPass], dys: Sequence[Any], before: int, wanted: bool) -> list[Any]:
-        """Take all strips back to the image; what they share of it is added."""
-        xp, dtype = self.context.backend.xp, self.context.dtype
-        dxs = [xp.zeros((run.samples, *self._wanted_shape), dtype) if wanted else None for run in runs]
-        for number, run, dx, dy in self._backward_order(runs, dxs, dys):
+    def _to_image(self, runs: Sequence[StreamPass], going: _Going, before: int, dxs: Sequence[Any]) -> None:
+        """Take strips back to the image; what they share of it is added."""
+        for number, run, dx, dy in self._backward_order(going.numbers, runs, dxs, going.dys):
             section, inner = self._again(number, run, before)
-            (found,) = section.backward([inner], [self._part(dy, number)], wanted=wanted)
+            (found,) = section.backward([inner], [self._part(dy, number)], wanted=dx is not None)
             if dx is not None:
                 dx[self._cells(number)] += found
             inner.close()
-        return dxs
+        self._leave()
 
-    def _backward_order(self, runs: Sequence[StreamPass], *beside: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    def _backward_order(
+        self, numbers: Sequence[int], runs: Sequence[StreamPass], *beside: Sequence[Any]
+    ) -> Iterator[tuple[Any, ...]]:
         """Yield each strip's number and each run with what is beside it: the last strip first, which may be there."""
-        for number in reversed(self.numbers):
+        for number in reversed(numbers):
             for each in zip(runs, *beside, strict=True):
                 yield number, *each
 
@@ -281,10 +296,8 @@ class Streamed:
     # Where strips lie.
 
     def _section(self, number: int) -> Section:
-        if number != self._now and self._now in self._sections:
-            for layer in (layer for task in self._sections[self._now].tasks for layer in task.layers):
-                if layer.scatters is not None:  # what it adds to is for its strip alone
-                    layer.scatters.take(layer.scatters.plan)
+        if number != self._now:
+            self._leave()
         self._now = number
         if number not in self._sections:
             planned, layers = self.planned.section, [task.layer for task in self.tasks.values()]
@@ -292,6 +305,13 @@ class Streamed:
             made = {id(layer): on_strip(layer, planned.placed[id(layer)], number, inside) for layer in layers}
             self._sections[number] = Section(planned, inside, number, self.blocks, made, self.layer_task)
         return self._sections[number]
+
+    def _leave(self) -> None:
+        """Give back what is for the last strip alone: what layers have added to."""
+        section = self._sections.get(self._now)
+        for layer in () if section is None else (layer for task in section.tasks for layer in task.layers):
+            if layer.scatters is not None:
+                layer.scatters.take(layer.scatters.plan)
 
     def _cells(self, number: int) -> Cells:
         """Return where a strip's part of the image lies in this rank's."""

@@ -172,11 +172,14 @@ def pooled(**more):
 def test_what_is_kept_spares_work(ranks):
     whole, shape, grid = trained(pooled(), nd.ProcessGrid.serial()), (23, 17, 2), nd.GridShape(1, ranks)
     plans = {PROCESS * ranks + (1 << 40): None}
-    for share in (0.5, 0):
+    for spared, cut in ((1, 0.5), (0.5, 0), (0, 0)):
         plan = pooled(memory=ENOUGH, strips=1).plan(shape, grid, 4)
-        kept = [round((1 - share) * plan.stream.saved(tile, 8)) + 8 * plan.stream.kept(tile) for tile in range(ranks)]
+        kept = [
+            round((1 - spared) * plan.stream.saved(tile, 8)) + round((1 - cut) * 8 * plan.stream.kept(tile))
+            for tile in range(ranks)
+        ]
         most = max(plan.memory(tile) - 4 * kept[tile] for tile in range(ranks))
-        plans[(PROCESS + most) * ranks] = share
+        plans[(PROCESS + most) * ranks] = None
     for memory in plans:
         plan = pooled(memory=memory, strips=1).plan(shape, grid, 4)
         assert plan.stream.recomputed == {0, 1, 2, 3, 7}  # not the last convolution, pooling and dropout
@@ -186,9 +189,11 @@ def test_what_is_kept_spares_work(ranks):
 
         for found in loopback.run(ranks, job):
             assert worst(found, whole) < 1e-10
-        plans[memory] = plan.stream.sparing / plan.stream.grid.strips
-    assert [*plans.values()][::2] == [1, 0] or ranks > 3
+        strips = plan.stream.grid.strips
+        plans[memory] = plan.stream.sparing / strips, len(plan.stream.cut_strips(0)) / strips
+    assert [*plans.values()][::3] == [(1, 1), (0, 0)] or ranks > 3
     assert sorted(plans.values(), reverse=True) == [*plans.values()]
+    assert any(0 < cut < 1 for _, cut in plans.values()) or ranks > 3
 
 
 def unet(**more):
