@@ -131,6 +131,10 @@ class Whole(Registered, Trainable, ABC):
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Any:
         """Return what every rank of a grid would do; needs no MPI, and raises what `build` would raise."""
 
+    def within(self, plan: Any) -> Any:
+        """Return the plan of a training in `memory`, where `plan` leaves that to this."""
+        return plan
+
     @abstractmethod
     def build(
         self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Any = None

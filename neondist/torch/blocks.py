@@ -35,6 +35,8 @@ from .wires import Wires
 
 Cut = tuple[int, int]
 """The number of a rule's call, and that of a cut which it asks for."""
+Ranged = tuple[tuple[Range, ...], ...]
+"""Of some values, the range along each dimension."""
 _WHY = {
     "gather": "it sees the whole image",
     "sum": "it sums over the whole image",
@@ -84,15 +86,16 @@ class BlockMesh(Mesh):
     """One rank that has but a block."""
 
     cuts: Cuts
+    samples: bool = False
 
     @property
     def axes(self) -> frozenset[int]:
-        """All that are spatial: the others' cells are nowhere."""
-        return frozenset(range(1, len(self.parts)))
+        """All that are spatial, and that of `samples` where a block has but some: the others' cells are nowhere."""
+        return frozenset(range(not self.samples, len(self.parts)))
 
     def atom(self, extent: int, axis: int | None) -> Atom:
         """Return a cut of its own for each value, which may need less than those that it is made of."""
-        return self.cuts.atom(extent, axis) if axis else Atom(extent)
+        return self.cuts.atom(extent, axis) if axis in self.axes else Atom(extent)
 
 
 class Call(NamedTuple):
@@ -113,10 +116,15 @@ class BlockLowering(Lowering):
     mesh: BlockMesh
 
     def __init__(
-        self, spatial: int, remedy: str, ranges: dict[Cut, Range] | None = None, values: Sequence[Value] = ()
+        self,
+        spatial: int,
+        remedy: str = "",
+        ranges: dict[Cut, Range] | None = None,
+        values: Sequence[Value] = (),
+        samples: bool = False,
     ) -> None:
         self.cuts, self.remedy, self.spatial = Cuts(ranges), remedy, spatial
-        super().__init__(BlockMesh((1,) * (spatial + 1), self.cuts), 0)
+        super().__init__(BlockMesh((1,) * (spatial + 1), self.cuts, samples), 0)
         self.values, self.calls = list(values), list[Call]()
         self.recorded, self._number = set[int](), 0  # the values that calls have made
 
@@ -188,7 +196,7 @@ class BlockLowering(Lowering):
         return tuple(tuple(self.mesh.atom(atom.extent, atom.axis) for atom in dim) for dim in super().common(layouts))
 
     def enter(self, value: Value, context: Iterable[int]) -> Value:
-        """Return the value: there are no gradients."""
+        """Return the value: gradients are added up over blocks."""
         return value
 
     def random_key(self) -> Any:
@@ -206,7 +214,83 @@ class BlockLowering(Lowering):
 
 
 class Traced:
-    """A captured module that can go in blocks of its first output.
+    """A captured module that can go in blocks of some of its values.
+
+    Parameters
+    ----------
+    lowering : BlockLowering
+        What the module was lowered by, for all of `shape`.
+    plan : TorchPlan
+        What it gave.
+    shape : (N, C, *spatial)
+        Of the image.
+    outputs : list of Value
+        Each dimension of which is a single atom.
+    """
+
+    def __init__(self, lowering: BlockLowering, plan: TorchPlan, shape: Sequence[int], outputs: list[Value]) -> None:
+        self.shape, self.remedy, self.samples = tuple(shape), lowering.remedy, lowering.mesh.samples
+        self.values, self.outputs = lowering.values, outputs
+        (self.input,) = plan.inputs
+        self.layout, self.dtype = self.values[self.input].layout, self.values[self.input].dtype
+        self.parameters, self.buffers = plan.parameters, plan.buffers
+        steps = self._plan(lowering, self.input, outputs).steps  # without what the outputs do not depend on
+        read = {value for step in steps for value in step.inputs}
+        self.parameters = {name: value for name, value in plan.parameters.items() if value in read}
+        self.buffers = {name: value for name, value in plan.buffers.items() if value in read}
+        self.constants = [step for step in steps if not step.inputs]
+        needed = {value for step in steps for value in step.outputs}
+        if any(step.inputs and not lowering.recorded.issuperset(step.outputs) for step in steps):
+            lowering.refuse("it is lowered in no call of a rule")
+        self.calls = [call for call in lowering.calls if not needed.isdisjoint(_ids(call.found))]
+        self.needs = lru_cache(8)(self._needs)
+
+    def image(self, wanted: Ranged) -> tuple[Range, ...]:
+        """Return the indices of the image that ranges of the outputs depend on, along each dimension."""
+        needed = self.needs(wanted)
+        return tuple(
+            (0, atom.extent) if atom.origin is None else needed.get(atom.origin[0], (0, 0)) for (atom,) in self.layout
+        )
+
+    def plan(self, wanted: Ranged) -> TorchPlan:
+        """Return what computes ranges of the outputs from those, and perhaps indices around them."""
+        lowering, env = self._lowering(self.needs(wanted), self.values), dict[int, Value]()
+        lowering.steps = [replace(step) for step in self.constants]
+        image = env[self.input] = lowering.input(lowering.mesh.image(self.shape), self.dtype)
+        for call in self.calls:
+            found = pytree.tree_leaves(lowering.repeat(call, env))
+            env.update(
+                (old.id, new)
+                for old, new in zip(pytree.tree_leaves(call.found), found, strict=True)
+                if isinstance(old, Value)
+            )
+        return self._plan(lowering, image.id, [env.get(output.id, output) for output in self.outputs])
+
+    def _needs(self, wanted: Ranged) -> dict[Cut, Range]:
+        """Return the range of each cut that ranges of the outputs need."""
+        ranges: dict[Cut, Range] = {}
+        lowering = self._lowering(ranges, self.values)
+        for output, found in zip(self.outputs, wanted, strict=True):
+            for (atom,), (lo, hi) in zip(output.layout, found, strict=True):
+                lowering.cuts.need(atom, lo, hi)
+        grown = lowering.cuts.grown
+        for call in reversed(self.calls):
+            grown.add(call.number)
+            while call.number in grown:  # one rule may make cuts one after the other
+                grown.discard(call.number)
+                lowering.repeat(call, {})
+        return ranges
+
+    def _lowering(self, ranges: dict[Cut, Range] | None = None, values: Sequence[Value] = ()) -> BlockLowering:
+        return BlockLowering(len(self.shape) - 2, self.remedy, ranges, values, self.samples)
+
+    def _plan(self, lowering: BlockLowering, image: int, outputs: Sequence[Value]) -> TorchPlan:
+        given = self.parameters, self.buffers, [image], [output.id for output in outputs]
+        return TorchPlan(lowering.mesh, 0, lowering.steps, lowering.values, *given, {})
+
+
+class TracedImage(Traced):
+    """A captured module that can go in blocks of its first output, an image.
 
     Parameters
     ----------
@@ -223,79 +307,27 @@ class Traced:
         It sees more than a bounded neighbourhood: names the operator, the module's path and the user's file and line.
     """
 
-    def __init__(
-        self, program: Any, shape: Sequence[int], dtype: torch.dtype, gather_at: Sequence[str], remedy: str
-    ) -> None:
-        self.shape, self.dtype, self.remedy = tuple(shape), dtype, remedy
-        first = self._lowering()
-        self.layout = first.mesh.image(shape)
-        plan, _ = lowered(program, first.mesh, 0, [self.layout], gather_at, lowering=first)
-        self.values, self.parameters, self.buffers = first.values, plan.parameters, plan.buffers
-        (self.input,) = plan.inputs
-        self.output = self.values[next(out for out in plan.outputs if isinstance(out, int))]
-        layout = self.output.layout
-        if len(layout) != len(shape) or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout[2:]):
-            first.refuse(f"the output, {self.output.shape}, is no image")
-        steps = self._plan(first, self.input, self.output).steps  # without what the output does not depend on
-        self.constants = [step for step in steps if not step.inputs]
-        needed = {value for step in steps for value in step.outputs}
-        if any(step.inputs and not first.recorded.issuperset(step.outputs) for step in steps):
-            first.refuse("it is lowered in no call of a rule")
-        self.calls = [call for call in first.calls if not needed.isdisjoint(_ids(call.found))]
-        self.needs = lru_cache(8)(self._needs)
+    def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str], remedy: str) -> None:
+        first = BlockLowering(len(shape) - 2, remedy)
+        plan, _ = lowered(program, first.mesh, 0, [first.mesh.image(shape)], gather_at, lowering=first)
+        output = first.values[next(out for out in plan.outputs if isinstance(out, int))]
+        layout = output.layout
+        if len(layout) != len(shape) or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
+            first.refuse(f"the output, {output.shape}, is no image")
+        super().__init__(first, plan, shape, [output])
 
     @property
     def extent(self) -> Shape:
         """The spatial extent of the output."""
-        return self.output.shape[2:]
+        return self.outputs[0].shape[2:]
 
     def blocks(self, size: Sequence[int], beyond: int = 0) -> ModuleBlocks:
         """Return the blocks of a size."""
         return ModuleBlocks(self, size, beyond)
 
-    def image(self, box: Box) -> Box:
-        """Return the cells of the image that a box of the output depends on."""
-        needed = self.needs(box)
-        ranges = [
-            (0, atom.extent) if atom.origin is None else needed.get(atom.origin[0], (0, 0))
-            for (atom,) in self.layout[2:]
-        ]
-        return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
-
-    def plan(self, box: Box) -> TorchPlan:
-        """Return what computes a box of the output from those cells, and perhaps cells around it."""
-        lowering, env = self._lowering(self.needs(box), self.values), dict[int, Value]()
-        lowering.steps = [replace(step) for step in self.constants]
-        image = env[self.input] = lowering.input(lowering.mesh.image(self.shape), self.dtype)
-        for call in self.calls:
-            found = pytree.tree_leaves(lowering.repeat(call, env))
-            env.update(
-                (old.id, new)
-                for old, new in zip(pytree.tree_leaves(call.found), found, strict=True)
-                if isinstance(old, Value)
-            )
-        return self._plan(lowering, image.id, env.get(self.output.id, self.output))
-
-    def _needs(self, box: Box) -> dict[Cut, Range]:
-        """Return the range of each cut that a box of the output needs."""
-        ranges: dict[Cut, Range] = {}
-        lowering = self._lowering(ranges, self.values)
-        for (atom,), (lo, hi) in zip(self.output.layout[2:], box.axes(), strict=True):
-            lowering.cuts.need(atom, lo, hi)
-        grown = lowering.cuts.grown
-        for call in reversed(self.calls):
-            grown.add(call.number)
-            while call.number in grown:  # one rule may make cuts one after the other
-                grown.discard(call.number)
-                lowering.repeat(call, {})
-        return ranges
-
-    def _lowering(self, ranges: dict[Cut, Range] | None = None, values: Sequence[Value] = ()) -> BlockLowering:
-        return BlockLowering(len(self.shape) - 2, self.remedy, ranges, values)
-
-    def _plan(self, lowering: BlockLowering, image: int, output: Value) -> TorchPlan:
-        given = self.parameters, self.buffers, [image], [output.id]
-        return TorchPlan(lowering.mesh, 0, lowering.steps, lowering.values, *given, {})
+    def wanted(self, box: Box) -> Ranged:
+        """Return the ranges of a box of the output."""
+        return ((*((0, n) for n in self.outputs[0].shape[:2]), *box.axes()),)
 
 
 class ModuleBlocks:
@@ -303,14 +335,14 @@ class ModuleBlocks:
 
     Parameters
     ----------
-    traced : Traced
+    traced : TracedImage
     size : (*spatial,)
         Of a block; those at the end of an axis may be smaller.
     beyond : int
         Cells after its own that a block also has.
     """
 
-    def __init__(self, traced: Traced, size: Sequence[int], beyond: int = 0) -> None:
+    def __init__(self, traced: TracedImage, size: Sequence[int], beyond: int = 0) -> None:
         self.traced, self.size = traced, tuple(size)
         self.cells = cut_into(traced.extent, self.size, beyond)
         self._wires = Wires(ProcessGrid.serial(), len(self.size))
@@ -328,17 +360,17 @@ class ModuleBlocks:
 
     def image(self, number: int) -> Box:
         """Return the cells of the image that it depends on."""
-        return self.traced.image(self.output(number))
+        ranges = self.traced.image(self.traced.wanted(self.output(number)))[2:]
+        return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
 
     def run(
         self, number: int, x: torch.Tensor, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Return a block of the output (1, C, *block), given the cells of the image that it depends on."""
-        plan, box = self.traced.plan(self.output(number)), self.output(number)
+        wanted = self.traced.wanted(self.output(number))
+        plan = self.traced.plan(wanted)
         (y,) = Runner(self._wires, plan)([x], parameters, buffers)
-        for dim, ((atom,), (lo, hi)) in enumerate(zip(_output(plan).layout[2:], box.axes(), strict=True), start=2):
-            y = _part(y, dim, lo - atom.range(plan.mesh.place(0))[0], hi - lo)
-        return y
+        return part_of_block(y, _output(plan).layout, wanted[0])
 
     @cached_property
     def largest(self) -> int:
@@ -364,10 +396,17 @@ class ModuleBlocks:
     def _costs(self) -> list[tuple[int, int, str]]:
         found = []
         for number in self._longest:
-            plan = self.traced.plan(self.output(number))
+            plan = self.traced.plan(self.traced.wanted(self.output(number)))
             ends = sum(plan.values[at].nbytes for at in (plan.inputs[0], _output(plan).id))
             found.append((*plan.peak(), ends))
         return [(peak, ends, name) for peak, name, ends in found]
+
+
+def part_of_block(y: torch.Tensor, layout: Layout, ranges: Sequence[Range]) -> torch.Tensor:
+    """Return ranges of what a block gave, along each dimension; it may have more."""
+    for dim, ((atom,), (lo, hi)) in enumerate(zip(layout, ranges, strict=True)):
+        y = _part(y, dim, lo - (0 if atom.bounds is None else atom.bounds[0]), hi - lo)
+    return y
 
 
 def _output(plan: TorchPlan) -> Value:

@@ -184,7 +184,7 @@ def lowered(
             args, kwargs = pytree.tree_map(value, (node.args, dict(node.kwargs)))
             env[node] = found = lowering.call(node.meta.get("twin", node.target), args, kwargs)
             if olds := written(node):  # what is read of them from here on is what was written
-                env[node], *news = found if isinstance(found, tuple) else (found, found)
+                env[node], *news = found if isinstance(found, tuple) else [found] * (1 + len(olds))
                 env.update(zip(olds, news, strict=True))
                 changed |= {specs[old.name].target: old for old in olds if old.op == "placeholder"}
             if gathering.at(node):

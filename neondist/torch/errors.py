@@ -17,10 +17,12 @@ class UnsupportedOperator(UserError):
         Path of the module that calls it.
     source : str
         The user's file and line.
+    why : str
     """
 
     def __init__(self, where: Any, why: str = "", *, cannot: str = "be distributed", remedy: str = "") -> None:
         self.operator, self.module, self.source = where.operator, where.module, where.source
+        self.why = why
         remedy = remedy or (
             f"gather_at=[{self.module!r}] computes {'that' if self.module else 'the'} module whole on every rank,"
             " or give it a rule with neondist.torch.rule"

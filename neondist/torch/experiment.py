@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -20,7 +20,7 @@ from ..geometry import GridShape
 from ..halo import GlobalArray
 from ..io.output import WEIGHTS
 from ..layers import Layer, Parameter
-from ..memory import as_bytes
+from ..memory import as_bytes, share_of
 from ..models import Whole
 from ..parallel import HEADER, AllReduce, Flag, ParameterShard
 from ..plan.blocks import COPIES
@@ -28,7 +28,7 @@ from ..registry.ranges import Count, Index
 from ..rng import key
 from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor, first
-from .blocks import ModuleBlocks, Traced
+from .blocks import ModuleBlocks, TracedImage
 from .by_name import TorchLoss, TorchOptimizer, called, unwrapped
 from .capture import captured, lowered
 from .checks import check_gather_at
@@ -38,6 +38,7 @@ from .module import DistributedModule, distribute
 from .plan import TorchPlan, Value
 from .registry import TRACING
 from .schemes import Schemes, chosen
+from .trunk import fitted
 from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights, slots_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -52,6 +53,8 @@ class ModulePlan:
     batch_size: int
     steps: TorchPlan
     weights: int
+    memory: int | None = None
+    blocks: str = ""
     streams = False
     wide_tiles = None
 
@@ -81,7 +84,7 @@ class ModulePlan:
 
     def table(self) -> str:
         """Return the steps that communicate."""
-        return self.steps.describe()
+        return f"{self.steps.describe()}{self.blocks}"
 
     describe = table
 
@@ -167,7 +170,7 @@ class TorchModel(Whole):
         strips: int | Literal["auto"] | None = None,
         memory: int | str | None = None,
     ) -> None:
-        """Say whether to recompute, and what `predict` may take; refuse what is for layers alone."""
+        """Say whether to recompute, and what ranks may take; refuse what is for layers alone."""
         self.recompute = self.recompute if recompute is None else recompute
         self.memory = self.memory if memory is None else as_bytes("memory", memory)
         given = {"accumulate": accumulate, "sync": sync, "strips": strips}
@@ -202,12 +205,36 @@ class TorchModel(Whole):
             self._plans[input_shape, grid, batch] = ModulePlan(grid, input_shape, batch, steps, weights)
         return self._plans[input_shape, grid, batch]
 
+    def within(self, plan: ModulePlan) -> ModulePlan:
+        """Return the plan of a training that takes no more than `memory`.
+
+        Raises
+        ------
+        UserError
+            It takes more, block by block too.
+        """
+        if self.memory is None:
+            return plan
+        if self.scheme != "halo":
+            raise ConfigError("memory: blocks exchange no halos, and so have no scheme; leave one of them out")
+        module, shape = self._module().train(), (plan.batch_size, *self._sample_shape(plan.input_shape))
+        program, mesh = self._program(shape, True), Mesh.of(plan.grid, len(plan.input_shape) - 1)
+        memory, how = share_of(self.memory, plan.grid.size), (0, [cut(shape, mesh)], self.gather_at)
+        lowering = fitted(program, mesh, *how, self.recompute, memory, module)
+        if lowering is None:
+            return replace(plan, memory=self.memory)
+        steps, _ = lowered(program, mesh, *how, recompute=self.recompute, lowering=lowering)
+        told = f"\nmemory: each rank goes in {' x '.join(map(str, lowering.parts))} blocks (samples x space)"
+        if lowering.trunk.why is not None:
+            told += f" up to {lowering.trunk.why.operator} in module '{lowering.trunk.why.module}'"
+        return replace(plan, steps=steps, memory=self.memory, blocks=told)
+
     def resize(self, input_shape: Sequence[int]) -> None:
         """Take images of another extent than `shape` says."""
         if self.shape is not None:
             self.shape = [self.shape[0], *input_shape[:-1]]
 
-    def in_blocks(self, input_shape: Sequence[int], remedy: str) -> Traced:
+    def in_blocks(self, input_shape: Sequence[int], remedy: str) -> TracedImage:
         """Return what computes any box of the output from the cells that it depends on.
 
         Raises
@@ -215,8 +242,8 @@ class TorchModel(Whole):
         UnsupportedOperator
             The module sees more than a bounded neighbourhood; the message ends with the remedy.
         """
-        shape, dtype = (1, *self._sample_shape(tuple(input_shape))), DTYPES[str(self.dtype)]
-        return Traced(self._program(shape, False), shape, dtype, self.gather_at, remedy)
+        shape = (1, *self._sample_shape(tuple(input_shape)))
+        return TracedImage(self._program(shape, False), shape, self.gather_at, remedy)
 
     def block(self, blocks: ModuleBlocks, number: int, x: Any) -> np.ndarray:
         """Return a block of the output, given the cells of the image that it depends on, channels last."""
@@ -386,6 +413,7 @@ class TorchModel(Whole):
             made = distribute(
                 self._module(), shape, self.grid,
                 gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme,
+                memory=self.compiled.memory,
             )  # fmt: skip
             self._models[batch] = made
         model = self._models[batch].train(training)

@@ -15,6 +15,7 @@ from ..comm import ProcessGrid
 from ..comm.agree import all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..halo import Phase
+from ..memory import as_bytes, share_of
 from .alike import Watch, check_alike, digest_of, versions
 from .capture import captured, lowered
 from .checks import check_gather_at, check_parameters, check_tensor, gradients_of
@@ -25,6 +26,7 @@ from .run import Runner
 from .schemes import Schemes, chosen
 from .tiling import Tiling
 from .transport import world
+from .trunk import fitted
 from .wires import Wires
 
 CRITERIA = 16
@@ -38,6 +40,7 @@ class _Prepared(NamedTuple):
     tree: Any
     layouts: list[Layout | None]
     digest: str
+    blocks: bool
 
 
 class DistributedModule(nn.Module):
@@ -58,6 +61,7 @@ class DistributedModule(nn.Module):
         recompute: bool = False,
         compiler: Callable[..., Any] | None = None,
         scheme: Schemes = "halo",
+        memory: int | None = None,
     ) -> None:
         super().__init__()
         object.__setattr__(self, "module", module)  # no part of this one: its names stay as they are
@@ -65,6 +69,7 @@ class DistributedModule(nn.Module):
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
         self.grid, self.gather_at, self.recompute, self._compiler = grid, tuple(gather_at), recompute, compiler
+        self._memory = memory
         self._shapes, self._dtypes = list(shapes), list(dtypes)
         self._runners: dict[Any, _Prepared] = {}
         self._losses: dict[Hashable, tuple[Any, Watch, dict[Any, tuple[Runner, str]]]] = {}
@@ -86,7 +91,9 @@ class DistributedModule(nn.Module):
         if self.grid.size == 1:
             self._check_tiles(tiles)
             prepared = self._runner()
-            if prepared.runner.plan.key is None:  # random numbers are keyed by the plan, the same for every grid
+            if (
+                prepared.runner.plan.key is None and not prepared.blocks
+            ):  # random numbers are keyed by the plan, the same for every grid
                 return self._alone(tiles, prepared)
         error, facts = None, {"the call": "forward"}
         moved: tuple[int, ...] = ()
@@ -251,15 +258,18 @@ class DistributedModule(nn.Module):
         before = self._watch.key()
         if before not in self._runners:
             program = captured(self.module, list(zip(self._shapes, self._input_dtypes(), strict=True)))
+            mesh, cuts, lowering = self.wires.mesh, self.tiling.inputs, None
+            if self._memory is not None:
+                given = self.grid.rank, cuts, self.gather_at, self.recompute
+                lowering = fitted(program, mesh, *given, self._memory, self.module)
             plan, tree = lowered(
-                program, self.wires.mesh, self.grid.rank, self.tiling.inputs,
-                self.gather_at, self._schemes, self.recompute,
-            )  # fmt: skip
+                program, mesh, self.grid.rank, cuts, self.gather_at, self._schemes, self.recompute, lowering
+            )
             layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
             digest = digest_of(plan, program)
             if self._compiler is not None:
                 plan.compile(self._compiler)
-            prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest)
+            prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest, lowering is not None)
             before = self._watch.settled(before)
             self._runners[before] = prepared
         return self._runners[before]
@@ -341,6 +351,7 @@ def distribute(
     recompute: bool = False,
     compile: bool | Callable[..., Any] = False,
     scheme: Schemes = "halo",
+    memory: int | str | None = None,
 ) -> DistributedModule:
     """Return a PyTorch module whose images are cut into tiles, one per rank, with the numbers of one process.
 
@@ -374,6 +385,9 @@ def distribute(
         How windows come by cells of other tiles; default: exactly. Others, such as 'tower' or 'stale(2)', are
         approximate (docs/schemes.md); a module that is not named has the scheme of the one that it is in. Everything
         but windows stays exact.
+    memory : int or str, optional
+        What all ranks on a machine may take, such as '8GiB'. A pass that needs more goes block by block up to the first
+        operator that sees the whole image, twice in training. Default: as much as it takes.
 
     Returns
     -------
@@ -387,6 +401,8 @@ def distribute(
     ConfigError
         If the module cannot be captured, or ranks have different ones.
     """
+    if memory is not None and (scheme != "halo" or compile or len(_shapes(example_shape)) > 1):
+        raise ConfigError("memory: is for a module of one input, with exact halos, that is not compiled")
     if recompute and compile:
         raise ConfigError("recompute: cannot be had together with compile, which chooses itself what to keep")
     if not isinstance(module, nn.Module):
@@ -402,7 +418,8 @@ def distribute(
     compiler = partial(torch.compile, dynamic=False) if compile is True else compile or None
     if grid is None:
         grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
-    return DistributedModule(module, shapes, dtypes, grid, gather_at, recompute, compiler, scheme)
+    limit = None if memory is None else share_of(as_bytes("memory", memory), grid.size)
+    return DistributedModule(module, shapes, dtypes, grid, gather_at, recompute, compiler, scheme, limit)
 
 
 def _shapes(example_shape: Any) -> list[tuple[int, ...]]:

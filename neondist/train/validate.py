@@ -60,10 +60,9 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
     with about(dataset):
         dataset.check()
     with about(model):
-        if model.memory is not None and not model.leaves:
-            raise ConfigError("memory: a module of PyTorch is trained with all activations in memory; leave it out")
         model.room = free_memory() if room is None else room
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
+        plan = model.within(plan)
         get_backend(model.backend)
         if not plan.streams:
             _check_room_for_layers(plan)

@@ -12,7 +12,7 @@ from neondist import ProcessGrid
 from neondist.comm import loopback
 from neondist.torch import experiment
 from neondist.torch import module as capturing
-from neondist.torch.blocks import Traced
+from neondist.torch.blocks import TracedImage
 
 GRIDS = ((1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2), (2, 1, 2), (2, 1, 1))
 """(replicas, rows, cols)"""
@@ -86,7 +86,7 @@ def in_blocks(module, x, size):
     module = module.to(x.dtype).eval()
     named = dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers(remove_duplicate=False))
     program = capturing.captured(module, [(tuple(x.shape), x.dtype)])
-    blocks = Traced(program, tuple(x.shape), x.dtype, (), "whole").blocks(size)
+    blocks = TracedImage(program, tuple(x.shape), (), "whole").blocks(size)
     with torch.no_grad():
         expected = next(y for y in torch.utils._pytree.tree_leaves(module(x)) if isinstance(y, torch.Tensor))
         found = torch.full_like(expected, torch.nan)

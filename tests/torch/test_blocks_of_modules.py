@@ -263,5 +263,3 @@ def test_what_goes_whole_says_how_much_it_takes(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("neondist.memory.PROCESS", 0)
     with pytest.raises(UserError, match=wrong + r"whole, a rank needs .*, and has 50 kB; use more ranks, or give more"):
         on(1, folder, tmp_path / "y.npy", fresh=lambda: pooled(memory="50kB"))
-    with pytest.raises(ConfigError, match="memory: a module of PyTorch is trained with all activations in memory"):
-        made(memory="1GiB").run(ProcessGrid.serial(), output=tmp_path / "run", hooks=[])

@@ -1,0 +1,428 @@
+"""A pass block by block, in training too, up to where something first sees the whole image.
+
+What comes before, the *trunk*, is one step of the plan: each rank computes its tiles of what the rest, the *head*,
+reads of it, one block after the other, and keeps those alone. On the way back each block is computed once more, and
+takes its part of the gradient further. Blocks overlap in what they read, not in what they give: sums are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from ..comm import ProcessGrid
+from ..errors import ConfigError
+from ..geometry import split
+from ..memory import words
+from .blocks import BlockLowering, Ranged, Traced, part_of_block
+from .capture import lowered
+from .errors import UnsupportedOperator
+from .graph import IN_PLACE, Value
+from .layout import Layout, Mesh, axes_of, shape_of
+from .lower import Lowering
+from .plan import TorchPlan
+from .run import Runner
+from .steps import Where
+from .transfer import Range
+from .wires import Wires
+
+
+class _Beyond:
+    """Stands for a value of the head while the trunk is looked for."""
+
+    id = -1
+
+
+BEYOND = _Beyond()
+COPIES = 4
+"""of weights: they, their gradients, and what an optimiser remembers"""
+NAME = "blocks"
+"""of the step that is the trunk"""
+
+
+class _Noted(NamedTuple):
+    """An operator of the program: the values that it reads and gives, and why it is none of the trunk's."""
+
+    read: list[int]
+    found: Any
+    why: UnsupportedOperator | None
+
+
+class _Search(BlockLowering):
+    """Lowers for blocks what can be."""
+
+    def __init__(self, spatial: int) -> None:
+        super().__init__(spatial, samples=True)
+        self.given, self.noted, self.kept = list[Value](), list[_Noted](), set[int]()
+        self._ruling = False
+
+    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
+        """Return a new value that is given from outside."""
+        self.given.append(super().input(layout, dtype, kind))
+        return self.given[-1]
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator gives, or that it is beyond the trunk."""
+        if self._ruling:
+            return super().call(target, args, kwargs)
+        leaves, why = pytree.tree_leaves((args, kwargs)), None
+        found: Any = BEYOND
+        if BEYOND not in leaves:
+            self._ruling = True
+            try:
+                found = super().call(target, args, kwargs)
+            except UnsupportedOperator as refusal:
+                why = refusal
+            self._ruling = False
+        self.noted.append(_Noted([leaf.id for leaf in leaves if isinstance(leaf, Value)], found, why))
+        return found
+
+    def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Any:
+        """Return a value for what is computed whole, which is beyond the trunk."""
+        if self._ruling or value is BEYOND:
+            return value if value is BEYOND else super().gathered(value, dims)
+        self.kept.add(value.id)
+        return BEYOND if value.axes else value
+
+
+class Trunk(Traced):
+    """What of a captured module can go block by block, samples apart too.
+
+    Attributes
+    ----------
+    outputs : list of Value
+        What the head reads.
+    found : for each operator what it gives if it is the trunk's, else None
+    why : UnsupportedOperator or None
+        What ended the trunk.
+    """
+
+    def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str]) -> None:
+        search = _Search(len(shape) - 2)
+        layout = search.mesh.image(shape)
+        plan, _ = lowered(program, search.mesh, 0, [layout], gather_at, lowering=search)
+        (image,) = plan.inputs
+        noted, self.given = search.noted, [value.id for value in search.given]
+        read = search.kept | {out for out in plan.outputs if isinstance(out, int)}
+        depends, made = {image}, dict[int, int]()
+        for number, note in enumerate(noted):
+            for value in _ids(note.found):
+                made.setdefault(value, number)
+                if not depends.isdisjoint(note.read):
+                    depends.add(value)
+        head = {number for number, note in enumerate(noted) if note.found is BEYOND}
+        while True:
+            lost: set[int] = set()
+            for number, note in enumerate(noted):
+                if number in head or not lost.isdisjoint(note.read):
+                    head.add(number)
+                    lost.update(value for value in _ids(note.found) if made[value] == number)
+            reads = read.union(*(noted[number].read for number in head))
+            cuts = sorted(value for value in reads & depends - lost if value != image)
+            odd = {value for value in cuts if not _is_box(search.values[value].layout, axes_of(layout))}
+            if not odd:
+                break
+            head.update(made[value] for value in odd)  # of which tiles are no boxes
+        self.found = [
+            note.found if number not in head and not depends.isdisjoint(note.read) else None
+            for number, note in enumerate(noted)
+        ]
+        self.why = next((note.why for note in noted if note.why is not None), None)
+        super().__init__(search, plan, shape, [search.values[value] for value in cuts])
+
+    def layouts(self, mesh: Mesh) -> list[Layout]:
+        """Return how ranks have the outputs."""
+        return [tuple((mesh.atom(atom.extent, atom.axis),) for (atom,) in out.layout) for out in self.outputs]
+
+
+class HeadLowering(Lowering):
+    """Lowers a module whose trunk is one step, which goes block by block.
+
+    Parameters
+    ----------
+    parts : tuple of int
+        Into how many blocks a rank cuts its tiles along each axis of the mesh.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, trunk: Trunk, parts: Sequence[int]) -> None:
+        super().__init__(mesh, rank)
+        self.trunk, self.parts, self.given = trunk, tuple(parts), list[Value]()
+        self.blocks: Blocks | None = None
+        self.tiles: list[Value] = []
+        self._known: dict[int, Value] = {}
+        self._next, self._ruling = 0, False
+
+    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
+        """Return a new value that is given from outside."""
+        self.given.append(super().input(layout, dtype, kind))
+        return self.given[-1]
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator gives, or what the trunk gives instead of it."""
+        if self._ruling:
+            return super().call(target, args, kwargs)
+        if not self._known:
+            self._run_trunk()
+        found = self.trunk.found[self._next]
+        self._next += 1
+        if found is not None:
+            return pytree.tree_map(lambda leaf: self._known.get(leaf.id) if isinstance(leaf, Value) else leaf, found)
+        self._ruling = True
+        found = super().call(target, args, kwargs)
+        self._ruling = False
+        return found
+
+    def _run_trunk(self) -> None:
+        trunk, where, self.where = self.trunk, self.where, Where(NAME, "", "")
+        by_id = dict(zip(trunk.given, self.given, strict=True))
+        image = by_id[trunk.input]
+        layouts = trunk.layouts(self.mesh)
+        wants: dict[int, Any] = {}
+        for dim, axis in enumerate(atom.axis for (atom,) in image.layout):
+            if axis is not None:
+                asked = (_ranges(layouts, {axis: part}) for part in range(self.mesh.parts[axis]))
+                wants[dim] = axis, [[trunk.image(_some(ranges, ranges))[dim]] for ranges in asked]
+        wide = self.view(image, wants)
+        first = [
+            wants[dim][1][self.place[wants[dim][0]]][0][0] if dim in wants else 0 for dim in range(len(wide.local))
+        ]
+        blocks = self.blocks = Blocks(trunk, _ranges(layouts, dict(enumerate(self.place))), self.parts, first)
+        given = [by_id[value] for value in (*trunk.parameters.values(), *trunk.buffers.values())]
+        dtypes, axes = [out.dtype for out in trunk.outputs], axes_of(image.layout)
+        self.tiles = self._locals(blocks, [wide, *given], layouts, dtypes, axes, several=True)
+        self.steps[-1].key = None  # of some this rank may have no index
+        self._known = {trunk.input: image}
+        self._known.update((out.id, tile) for out, tile in zip(trunk.outputs, self.tiles, strict=True))
+        self.where = where
+
+
+class _Block(NamedTuple):
+    runner: Runner
+    image: tuple[Range, ...]
+    own: Ranged
+
+
+class Blocks:
+    """What a rank computes of the trunk.
+
+    Parameters
+    ----------
+    here : for each output, the range along each dimension that this rank has
+    parts : tuple of int
+        Into how many those are cut, by axes of the mesh.
+    first : for each dimension of the image, the first index that is given
+    """
+
+    def __init__(self, trunk: Trunk, here: Ranged, parts: Sequence[int], first: Sequence[int]) -> None:
+        self.trunk, self.here, self.parts, self.first = trunk, here, parts, first
+        self.names = *trunk.parameters, *trunk.buffers
+        self.wires = Wires(ProcessGrid.serial(), len(trunk.shape) - 2)
+
+    def __call__(self, wide: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return this rank's tiles of the outputs, given the image that they need, parameters and buffers."""
+        found: tuple[torch.Tensor, ...] = _Blocked.apply(self, wide, *given)
+        return found
+
+    def extents(self) -> list[int]:
+        """Return how many indices this rank has at most along each axis of the mesh."""
+        found = [1] * len(self.parts)
+        for here, out in zip(self.here, self.trunk.outputs, strict=True):
+            for (lo, hi), (atom,) in zip(here, out.layout, strict=True):
+                if atom.axis is not None:
+                    found[atom.axis] = max(found[atom.axis], hi - lo)
+        return found
+
+    def plan(self, place: Sequence[int]) -> tuple[TorchPlan, Ranged]:
+        """Return what computes one block, and what that is of the outputs."""
+        own = tuple(
+            tuple(
+                _part_of(lo, hi, self.parts, place, atom.axis)
+                for (lo, hi), (atom,) in zip(here, out.layout, strict=True)
+            )
+            for here, out in zip(self.here, self.trunk.outputs, strict=True)
+        )
+        return self.trunk.plan(_some(own, self.here)), own
+
+    @cached_property
+    def blocks(self) -> list[_Block]:
+        """All that have anything."""
+        found = []
+        for place in product(*map(range, self.parts)):
+            plan, own = self.plan(place)
+            if any(all(lo < hi for lo, hi in ranges) for ranges in own):
+                found.append(_Block(Runner(self.wires, plan), self.trunk.image(_some(own, self.here)), own))
+        return found
+
+    def run(self, block: _Block, seen: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+        """Return a block of each output, given what it needs of the image."""
+        tensors, plan = dict(zip(self.names, given, strict=True)), block.runner.plan
+        found = block.runner([seen], tensors, tensors)
+        return [
+            part_of_block(y, plan.values[out].layout, ranges)
+            for y, out, ranges in zip(found, plan.outputs, block.own, strict=True)
+        ]
+
+    def seen(self, block: _Block, wide: torch.Tensor) -> torch.Tensor:
+        """Return what a block needs of the image."""
+        for dim, ((lo, hi), first) in enumerate(zip(block.image, self.first, strict=True)):
+            wide = wide.narrow(dim, lo - first if lo < hi else 0, hi - lo)
+        return wide
+
+    def own(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
+        """Return a block's parts of tiles of the outputs."""
+        return [
+            None
+            if tile is None
+            else tile[tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(own, here, strict=True))]
+            for tile, own, here in zip(tiles, block.own, self.here, strict=True)
+        ]
+
+
+class _Blocked(torch.autograd.Function):
+    """Tiles of the trunk's outputs; each block is computed again on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Blocks, wide: torch.Tensor, *given: torch.Tensor) -> Any:
+        ctx.blocks, ctx.cast = blocks, (torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"))
+        ctx.save_for_backward(wide, *given)
+        outputs = blocks.trunk.outputs
+        tiles = [
+            wide.new_empty([hi - lo for lo, hi in here], dtype=out.dtype)
+            for here, out in zip(blocks.here, outputs, strict=True)
+        ]
+        for block in blocks.blocks:
+            for part, y in zip(
+                blocks.own(block, tiles), blocks.run(block, blocks.seen(block, wide), *given), strict=True
+            ):
+                part.copy_(y)
+        ctx.mark_non_differentiable(*(tile for tile in tiles if not tile.is_floating_point()))
+        return tuple(tiles)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Any) -> Any:
+        blocks, needed = ctx.blocks, ctx.needs_input_grad[1:]
+        wide, *given = ctx.saved_tensors
+        sums = [torch.zeros_like(t) if need else None for t, need in zip((wide, *given), needed, strict=True)]
+        for block in blocks.blocks:
+            tensors = blocks.seen(block, wide), *given
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
+            with torch.enable_grad(), torch.autocast("cpu", *ctx.cast):
+                found = zip(blocks.run(block, *leaves), blocks.own(block, dys), strict=True)
+            pairs = [(y, dy.to(y.dtype)) for y, dy in found if y.requires_grad and dy is not None]
+            if not pairs:
+                continue
+            ys, gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
+            ends = [leaf for leaf in leaves if leaf.requires_grad]
+            into = [total if at else blocks.seen(block, total) for at, total in enumerate(sums) if total is not None]
+            for total, grad in zip(into, torch.autograd.grad(ys, ends, gradients, allow_unused=True), strict=True):
+                if grad is not None:
+                    total.add_(grad)
+        return None, *sums
+
+
+def _ranges(layouts: Sequence[Layout], place: Mapping[int, int]) -> Ranged:
+    """Return the range along each dimension that the rank at a place has; of axes that are left out, all."""
+    return tuple(
+        tuple(
+            atom.ranges[place[atom.axis]] if atom.axis is not None and atom.axis in place else (0, atom.extent)
+            for (atom,) in layout
+        )
+        for layout in layouts
+    )
+
+
+def _is_box(layout: Layout, axes: frozenset[int]) -> bool:
+    return all(len(dim) == 1 for dim in layout) and axes_of(layout) == axes
+
+
+def _some(own: Ranged, here: Ranged) -> Ranged:
+    """Return the ranges, and one index where there is none: operators need not know what is empty."""
+    return tuple(
+        tuple(
+            (lo, hi) if lo < hi else (max(0, min(lo, end - 1)), max(1, min(lo + 1, end))) for (lo, hi), (_, end) in both
+        )
+        for both in (zip(a, b, strict=True) for a, b in zip(own, here, strict=True))
+    )
+
+
+def _part_of(lo: int, hi: int, parts: Sequence[int], place: Sequence[int], axis: int | None) -> Range:
+    if axis is None:
+        return lo, hi
+    a, b = split(hi - lo, parts[axis], place[axis])
+    return lo + a, lo + b
+
+
+def _ids(found: Any) -> list[int]:
+    return [value.id for value in pytree.tree_leaves(found) if isinstance(value, Value)]
+
+
+def held(plan: TorchPlan, training: bool) -> int:
+    """Return the bytes of a plan's values that a rank holds at once.
+
+    In training those are all, and the gradients of one step, without what the trunk's blocks take.
+    """
+    if not training:
+        return plan.peak()[0]
+    of_steps = ((*step.inputs, *step.outputs) for step in plan.steps if step.name != NAME)
+    largest = max((sum(plan.values[value].nbytes for value in ids) for ids in of_steps), default=0)
+    over = [plan.values[step.outputs[0]] for step in plan.steps if step.run in IN_PLACE.values()]
+    return plan.memory(plan.rank) + 2 * largest - sum(value.nbytes for value in over)
+
+
+def fitted(
+    program: Any,
+    mesh: Mesh,
+    rank: int,
+    layouts: Sequence[Layout],
+    gather_at: Sequence[str],
+    recompute: bool,
+    memory: int,
+    module: nn.Module,
+) -> HeadLowering | None:
+    """Return what lowers a module so that a pass takes no more memory than a rank has; None: it does so whole.
+
+    All ranks do as the first one, whose tiles are the largest, has to.
+
+    Raises
+    ------
+    UserError
+        It takes more; names the operator that ends the trunk.
+    """
+    weights = COPIES * sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    limit, training = memory - weights, module.training
+    plan, _ = lowered(program, mesh, 0, layouts, gather_at, recompute=recompute)
+    needed = held(plan, training)
+    if needed <= limit:
+        return None
+    trunk, parts = Trunk(program, shape_of(layouts[0]), gather_at), [1] * len(mesh.parts)
+    if trunk.outputs:
+        lowering = HeadLowering(mesh, 0, trunk, parts)
+        plan, _ = lowered(program, mesh, 0, layouts, gather_at, recompute=recompute, lowering=lowering)
+        blocks = lowering.blocks
+        assert blocks is not None
+        extents, tiles = blocks.extents(), sum(value.nbytes for value in lowering.tiles)
+        parts[0] = extents[0]
+        needed = held(plan, training) + training * tiles
+        while needed <= limit:
+            blocks.parts = tuple(parts)
+            inner, _ = blocks.plan([n // 2 for n in parts])
+            found = (1 + training) * tiles + held(inner, training)
+            if found <= limit:
+                return HeadLowering(mesh, rank, trunk, parts)
+            longest = max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
+            if extents[longest] == parts[longest]:
+                needed = found
+            parts[longest] = min(2 * parts[longest], extents[longest])
+    told = f"a pass needs {words(needed + weights)}, and has {words(memory)}; use more ranks, or give more memory"
+    if trunk.why is None:
+        raise ConfigError(f"memory: {told}")
+    remedy = f"with what comes after it, {told}"
+    raise UnsupportedOperator(trunk.why, trunk.why.why, cannot="go block by block", remedy=remedy)

@@ -1,0 +1,121 @@
+"""A step that goes block by block up to where something sees the whole image gives the numbers of the whole."""
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from test_blocks_of_modules import made  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_runs import captured_once  # noqa: E402
+
+import neondist.torch as ndt  # noqa: E402
+from neondist import ProcessGrid  # noqa: E402
+from neondist.comm import loopback  # noqa: E402
+from neondist.errors import UserError  # noqa: E402
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 8, 3, 2, 1)
+        self.inner, self.up = nn.Conv2d(8, 8, 3, padding=2, dilation=2), nn.ConvTranspose2d(8, 6, 2, 2)
+        self.last = nn.Conv2d(12, 4, 3, padding=1, padding_mode="reflect")
+
+    def forward(self, x):
+        x = F.relu_(self.first(x))
+        y = F.gelu(self.inner(F.silu(self.down(x))))
+        y = self.up(y)[:, :, : x.shape[2], : x.shape[3]]
+        return self.last(torch.cat([x, y], 1))
+
+
+class Frozen(nn.BatchNorm2d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class Classifier(nn.Module):
+    """A trunk whose first weights the head has, too; a head that draws random numbers, after two extents."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), Frozen(6)
+        self.deep, self.last = nn.Conv2d(6, 6, 3, 2), nn.Linear(12, 4)
+        self.norm.running_var += 0.5
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.first(x)))
+        y = F.relu_(self.deep(x))
+        z = torch.cat([F.conv2d(x[:, :3], self.first.weight).mean((2, 3)), y.amax((2, 3))], 1)
+        return self.last(F.dropout(z, 0.3, self.training))
+
+
+def trained(module, shape, target, ranks=1, replicas=1, memory=None):
+    """Return what is known after three steps, and how many blocks the first rank goes in, if any."""
+    draw = torch.Generator().manual_seed(1)
+    images = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(3)]
+    targets = [torch.randint(0, 4, target, generator=draw) for _ in range(3)]
+
+    def body(world):
+        with ProcessGrid(world, replicas=replicas) as grid:
+            model = ndt.distribute(copy.deepcopy(module), shape, grid, memory=memory)
+            parts = [step.run.parts for step in model.plan.steps if step.name == "blocks" and step.run]
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            torch.manual_seed(4)
+            for x, y in zip(images, targets, strict=True):
+                optimizer.zero_grad()
+                model.loss(F.cross_entropy, model(model.scatter(x)), model.scatter_target(y)).backward()
+                optimizer.step()
+            assert not hasattr(model, "unused") or model.unused.grad is None
+            return model.state_dict(), np.prod(parts)
+
+    return loopback.run(ranks, body)[0]
+
+
+def pixels():
+    return nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
+
+
+def test_an_experiment(tmp_path, monkeypatch):
+    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+
+    def weights(memory, build=pixels):
+        def body(world):
+            experiment = made(build, memory)
+            experiment.run(ProcessGrid(world), hooks=[])
+            return experiment.model
+
+        return loopback.run(2, body)[0]
+
+    with captured_once():
+        whole, found = weights(None), weights("50kB")
+        assert "blocks (samples x space)" in found.compiled.describe()
+        for a, b in zip(whole.module.parameters(), found.module.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    wrong = r"aten\.batch_norm\.default in module '1' cannot .*sums over the whole image; with what .* needs .* has 50"
+    with pytest.raises(UserError, match=wrong):
+        made(memory="50kB").validate()
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "target", "memory"),
+    [
+        (UNet, (2, 3, 37, 46), (2, 37, 46), (900, 700, 700)),
+        (Classifier, (2, 3, 37, 29), (2,), (500, 200, 200)),
+    ],
+)
+def test_three_steps(build, shape, target, memory, monkeypatch):
+    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+    torch.manual_seed(0)
+    module = build().double().train()
+    with captured_once():
+        expected, _ = trained(module, shape, target)
+        for ranks, replicas, kilobytes in zip((1, 3, 4), (1, 1, 2), memory, strict=True):
+            found, parts = trained(module, shape, target, ranks, replicas, f"{ranks * kilobytes} kB")
+            assert parts > 1, ranks
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{ranks} ranks: {name}")
