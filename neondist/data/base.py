@@ -58,6 +58,7 @@ class Split:
     """
 
     epoch = 0
+    fill: float | None = None  # what `tiles` have instead of NaN
     _tile: AugmentedTile | None = None
 
     def __init__(

@@ -310,6 +310,7 @@ def test_bad_input(folder, tmp_path, monkeypatch):
     np.save(tmp_path / "three.npy", np.zeros((8, 8, 3)))
     np.save(tmp_path / "small.npy", np.zeros((1, 8, 2)))
     np.save(tmp_path / "vectors.npy", np.zeros((8, 2)))
+    np.save(tmp_path / "nan.npy", np.full((8, 8, 2), np.nan))
     for name, error, message in (
         ("three.npy", DataError, r"three\.npy: holds an array of shape \[8, 8, 3\]; the model takes \(N, H, W, 2\)"),
         ("vectors.npy", DataError, r"vectors\.npy: holds an array of shape \[8, 2\]"),
@@ -318,12 +319,32 @@ def test_bad_input(folder, tmp_path, monkeypatch):
     ):
         with pytest.raises(error, match=message):
             on(2, folder, tmp_path / "y.npy", tmp_path / name, block=4)
+    with pytest.raises(DataError, match=r"nan\.npy: has cells that are NaN; give the data set fill"):
+        on(2, folder, tmp_path / "out.npy", tmp_path / "nan.npy", block=4)
     with pytest.raises(ConfigError, match=r"y\.jpg: JPEG changes numbers"):
         on(2, folder, tmp_path / "y.jpg", classes=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 900, 100))
     with pytest.raises(OutputError, match=r"y\.npy: needs .*, there are 100 B free"):
         on(2, folder, tmp_path / "y.npy", block=16)
     assert not list(tmp_path.glob("y*"))
+
+
+def test_what_is_missing_is_filled_as_in_training(tmp_path):
+    cells = np.random.default_rng(0).normal(size=(2, 24, 20))
+    cells[:, 3:9] = np.nan
+    (tmp_path / "m").mkdir()
+    for name, array in (("a", cells[0]), ("b", cells[1]), ("c", np.nan_to_num(cells[0], nan=1.5))):
+        np.save(tmp_path / f"{name}.npy", array)
+        np.save(tmp_path / "m" / f"{name}.npy", np.zeros((24, 20), "u1"))
+    data = nd.ImageFiles(
+        f"{tmp_path}/[ab].npy", f"{tmp_path}/m/[ab].npy", crop=[16, 16], validation=1, classes=2, fill=1.5
+    )
+    made = nd.FitExperiment(data, nd.ConvnetDist([nd.ConvLayerDist(2, 3, padding=1)]), batch_size=1, epochs=1)
+    made.run(ProcessGrid.serial(), output=tmp_path / "run", hooks=[])
+    for name in "ac":
+        paths = tmp_path / "run" / "checkpoint.h5", tmp_path / f"{name}.npy", tmp_path / f"y{name}.npy"
+        predict(made, *paths, ProcessGrid.serial(), block=8)
+    np.testing.assert_array_equal(np.load(tmp_path / "ya.npy"), np.load(tmp_path / "yc.npy"))
 
 
 def measured(folder, labels, ranks, block, fresh=made):

@@ -67,7 +67,7 @@ class CropTiles:
         classes: tuple[int, int | None] | None = None,
         cache: int = 0,
     ) -> None:
-        self.crops, self.items, self.tile, self._opener, self._fill = crops, items, tile, opener, fill
+        self.crops, self.items, self.tile, self._opener, self.fill = crops, items, tile, opener, fill
         self._classes = classes
         first = items[0]
         dtype = np.result_type(*{item.dtype for item in items})
@@ -117,12 +117,7 @@ class CropTiles:
         return self._sources[name]
 
     def _checked(self, item: Item, cells: np.ndarray) -> np.ndarray:
-        if cells.dtype.kind == "f" and not np.isfinite(cells.sum(dtype=np.float64)):
-            if self._fill is None and np.isnan(cells).any():
-                raise DataError(f"{item.name}: has cells that are NaN; give fill, or correct the file")
-            cells = (
-                np.where(np.isnan(cells), self._fill, cells).astype(cells.dtype) if self._fill is not None else cells
-            )
+        cells = filled(item.name, cells, self.fill)
         if self._classes is not None and self._flat:
             count, ignored = self._classes
             wrong = cells[(cells < 0) | (cells >= count)]
@@ -136,7 +131,7 @@ class CropSplit(StreamedSplit):
     """A split of crops, which move when its epoch changes."""
 
     def __init__(self, crops: Crops, tiles: CropTiles, labels: Any, ahead: bool, **normalisation: Any) -> None:
-        self._crops = crops
+        self._crops, self.fill = crops, tiles.fill
         super().__init__(tiles, labels, ahead, **normalisation)
 
     @property
@@ -147,3 +142,15 @@ class CropSplit(StreamedSplit):
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._crops.epoch = epoch
+
+
+def filled(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray:
+    """Return cells of a file with `fill` instead of NaN; DataError if there is NaN, and nothing to put there."""
+    if cells.dtype.kind != "f" or np.isfinite(cells.sum(dtype=np.float64)):
+        return cells
+    gone = np.isnan(cells)
+    if not gone.any():
+        return cells
+    if fill is None:
+        raise DataError(f"{name}: has cells that are NaN; give the data set fill, or correct the file")
+    return np.where(gone, fill, cells).astype(cells.dtype)

@@ -242,10 +242,12 @@ class Checkpoint(Hook):
         OutputError
             On every rank, if it cannot be written; the one before it stays.
         """
-        factor, offset = run.dataset.train.normalisation
+        train = run.dataset.train
+        factor, offset = train.normalisation
+        images = {"shape": run.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
         texts = {
             "position": Progress.of(run).to_json(),
-            "images": json.dumps({"shape": run.dataset.sample_shape, "factor": factor, "offset": offset}),
+            "images": json.dumps(images),
             "experiment": self.resolved or "",
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...data.base import normalised
+from ...data.datasets.image_crops import filled
 from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...geometry import Box
@@ -28,6 +29,8 @@ class Images:
         Of the images that the network was trained on: their axes and channels matter.
     factor, offset : sequence of float
         What makes of a raw value what the network was trained on.
+    fill : float, optional
+        The raw value that stands for NaN. Default: NaN is an error.
 
     Attributes
     ----------
@@ -37,9 +40,14 @@ class Images:
     """
 
     def __init__(
-        self, source: TileSource, sample_shape: Sequence[int], factor: Sequence[float], offset: Sequence[float]
+        self,
+        source: TileSource,
+        sample_shape: Sequence[int],
+        factor: Sequence[float],
+        offset: Sequence[float],
+        fill: float | None = None,
     ) -> None:
-        self.source, self.factor, self.offset = source, factor, offset
+        self.source, self.factor, self.offset, self.fill = source, factor, offset, fill
         ndim, channels = len(sample_shape) - 1, sample_shape[-1]
         first = len(source.shape) - 1 - ndim
         if first < 0 or not set(source.axes[first:-1]) <= set(SPATIAL) or source.shape[-1] != channels:
@@ -52,12 +60,13 @@ class Images:
         return normalised(self.raw(samples, box.slices), self.factor, self.offset, dtype)
 
     def raw(self, samples: range, cells: Sequence[slice]) -> np.ndarray:
-        """Return the same as they are in the file."""
+        """Return the same as they are in the file, but for NaN."""
         parts = [samples] if self.stacked else [samples[at : at + 1] for at in range(len(samples))]
         shape = (*(cut.stop - cut.start for cut in cells), self.shape[-1])
         boxes = ((*self.places(part), *cells, slice(0, self.shape[-1])) for part in parts)
         found = [self.source.read(box).reshape(len(part), *shape) for part, box in zip(parts, boxes, strict=True)]
-        return found[0] if len(found) == 1 else np.concatenate([np.empty((0, *shape), self.source.dtype), *found])
+        whole = found[0] if len(found) == 1 else np.concatenate([np.empty((0, *shape), self.source.dtype), *found])
+        return filled(self.source.path, whole, self.fill)
 
     def close(self) -> None:
         """Close the file."""
@@ -83,7 +92,11 @@ class Images:
 
 
 def open_images(
-    path: str | Path, sample_shape: Sequence[int], factor: Sequence[float] = (1,), offset: Sequence[float] = (0,)
+    path: str | Path,
+    sample_shape: Sequence[int],
+    factor: Sequence[float] = (1,),
+    offset: Sequence[float] = (0,),
+    fill: float | None = None,
 ) -> Images:
     """Return the images of a file; where it does not name its axes they follow from what the network takes.
 
@@ -104,7 +117,7 @@ def open_images(
             raise _misfit(source, sample_shape, shape)
         source = open_source(path, axes=fits[0])
     try:
-        return Images(source, sample_shape, factor, offset)
+        return Images(source, sample_shape, factor, offset, fill)
     except DataError:
         source.close()
         raise

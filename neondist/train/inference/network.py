@@ -39,9 +39,9 @@ def network(
     with all_or_none(world):
         grid_shape_of(experiment, grid.size)
     with opened(path, world) as file:
-        factor, offset, sample_shape = normalisation(path, file.facts.texts)
+        sample_shape, factor, offset, fill = normalisation(path, file.facts.texts)
         with all_or_none(world):
-            images = open_images(source, sample_shape, factor, offset)
+            images = open_images(source, sample_shape, factor, offset, fill)
         with closing(images):
             with all_or_none(world):
                 route = choose(model, images, grid, experiment.batch_size, block, before, beyond)
@@ -50,23 +50,28 @@ def network(
             yield route, images, said
 
 
-def normalisation(path: Path, texts: dict[str, str]) -> tuple[list[float], list[float], tuple[int, ...]]:
-    """Return how the images of training were normalised, and the shape of one; the same on every rank."""
+def normalisation(path: Path, texts: dict[str, str]) -> tuple[tuple[int, ...], list[float], list[float], float | None]:
+    """Return the shape of an image of training, and how they were made of raw values; the same on every rank."""
     try:
         facts = plain_json(texts["images"], dict)
         shape = tuple(whole("'shape'", n, 1) for n in of_kind("'shape'", facts["shape"], list))
-        return _channels(facts, "factor", shape), _channels(facts, "offset", shape), shape
+        fill = None if facts.get("fill") is None else _numbers("fill", [facts["fill"]])[0]
+        return shape, _channels(facts, "factor", shape), _channels(facts, "offset", shape), fill
     except (KeyError, ValueError) as problem:
         raise DataError(f"{path}: does not say what its images were ({problem}); name another file") from None
 
 
 def _channels(facts: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[float]:
     """Return the finite numbers of one name: one, or one for each channel."""
-    numbers = of_kind(f"'{name}'", facts[name], list)
-    if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):
-        raise ValueError(f"'{name}' are no numbers")
+    numbers = _numbers(name, of_kind(f"'{name}'", facts[name], list))
     if len(numbers) not in (1, *shape[-1:]):
         raise ValueError(f"'{name}' has {len(numbers)} numbers")
+    return numbers
+
+
+def _numbers(name: str, numbers: list[Any]) -> list[float]:
+    if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):
+        raise ValueError(f"'{name}' are no numbers")
     return numbers
 
 
