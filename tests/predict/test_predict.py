@@ -423,3 +423,9 @@ def test_windows_of_ssim_lie_across_blocks(folder, tmp_path):
         assert found["ssim"] == pytest.approx(ssim, rel=1e-9)
         assert found["psnr"] == pytest.approx(psnr, rel=1e-9)
         assert found["loss"] == pytest.approx(np.mean((targets - y) ** 2), rel=1e-9)
+    np.save(tmp_path / "x.npy", np.load(folder / "x.npy")[0])
+    np.save(tmp_path / "numbers.npy", targets[0])  # might be (N, Y, X), too
+    found = evaluate_files(
+        fresh(), folder / "net.h5", tmp_path / "x.npy", tmp_path / "numbers.npy", ProcessGrid.serial()
+    )
+    assert found["loss"] == pytest.approx(np.mean((targets[0] - y[0]) ** 2), rel=1e-9)

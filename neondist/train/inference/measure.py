@@ -78,16 +78,18 @@ def evaluate_files(
 
 def _labels(labels: str | Path, route: Route, images: Images) -> Images:
     *extent, channels = route.output_shape
-    try:
-        found = open_images(labels, (*extent, 1))
-    except DataError:
-        found = open_images(labels, (*extent, channels))
-    if found.shape[:-1] != (images.shape[0], *extent):
+    wanted, problem = (images.shape[0], *extent), DataError("")
+    for each in (channels, 1):  # a file without names for its axes may be read as either
+        try:
+            found = open_images(labels, (*extent, each))
+        except DataError as error:
+            problem = error
+            continue
+        if found.shape[:-1] == wanted:
+            return found
         found.close()
-        raise DataError(
-            f"{labels}: has labels for {list(found.shape[:-1])}; the outputs are {[images.shape[0], *extent]}"
-        )
-    return found
+        problem = DataError(f"{labels}: has labels for {list(found.shape[:-1])}; the outputs are {list(wanted)}")
+    raise problem
 
 
 class _Sums:
