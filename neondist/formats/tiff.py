@@ -7,6 +7,7 @@ from itertools import product
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 
@@ -88,7 +89,7 @@ class TIFFSource(TileSource):
             series.dtype,
             chunks,
             len(levels),
-            {"tags": tags},
+            {"tags": tags, "ome": {} if level else _sizes(self._file.ome_metadata, int(inside or 0))},
             named=axes is not None,
         )
 
@@ -182,7 +183,10 @@ class TIFFSink(PlacedSink):
             ome=ome,
             photometric="rgb" if rgb else "minisblack",
             planarconfig="contig" if channels else None,
-            metadata={"axes": axes.replace("C", "S").replace("N", "R")},
+            metadata={
+                "axes": axes.replace("C", "S").replace("N", "R"),
+                **(like.metadata.get("ome", {}) if ome and like is not None else {}),
+            },
             extratags=[
                 (code, kind, 0 if kind == "s" else np.size(tags[code]), tags[code], True)
                 for code, kind in _GEO.items()
@@ -196,6 +200,16 @@ class TIFFSink(PlacedSink):
         block = (*(1 for name in axes if name not in "YXC"), *tile, *((extents["C"],) if channels else ()))
         self.chunks = (*block[: len(self.shape) - 1], extents["C"])
         return Placement(axes, dtype, shape, block, offsets)
+
+
+def _sizes(ome: str | None, number: int) -> dict[str, str]:
+    """Return how large a cell of an image is, and in which units, as its OME metadata say."""
+    try:
+        pixels = [one for one in ElementTree.fromstring(ome or "<none/>").iter() if one.tag.endswith("}Pixels")]
+    except ElementTree.ParseError:
+        return {}
+    known = pixels[number].attrib if number < len(pixels) else {}
+    return {name: value for name, value in known.items() if name.startswith("PhysicalSize")}
 
 
 def _chunk(key: Any) -> tuple[int, ...]:

@@ -136,3 +136,12 @@ def test_geotiff_keeps_its_place(tmp_path, way):
     with rasterio.open(tmp_path / "out.tif") as file:
         assert (file.crs, file.transform) == (rasterio.CRS.from_epsg(32633), place)
         assert (file.read() == 7).all()
+
+
+def test_ome_keeps_the_size_of_a_cell(tmp_path):
+    known = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "mm", "PhysicalSizeY": 0.25}
+    tifffile.imwrite(tmp_path / "a.ome.tif", cells((40, 50)), metadata={"axes": "YX", **known})
+    with nd.open_source(tmp_path / "a.ome.tif") as source:
+        nd.create_sink(tmp_path / "b.ome.tif", (40, 50, 2), "uint8", "YXC", like=source).commit()
+    with tifffile.TiffFile(tmp_path / "b.ome.tif") as file:
+        assert all(f'{name}="{value}"' in file.ome_metadata for name, value in known.items())
