@@ -26,9 +26,9 @@ hunt: .venv/test
 	$(BIN)/python tools/random_graphs.py --jobs $(WORKERS) $(HUNT)
 	$(BIN)/python tools/random_modules.py --jobs $(WORKERS) $(HUNT)
 
-# minutes: every public model of tests/helpers/zoo.py on every grid
+# hours: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test
-	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) tests/torch/test_zoo.py
+	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n 0 tests/torch/test_zoo.py
 
 # a quarter of an hour, 5 GB: images of 2048 x 2048 in strips of several heights, on 1 to 6 ranks, against whole ones
 streams: .venv/test
