@@ -78,8 +78,8 @@ def _pictures(model: Trainable, split: Split, numbers: np.ndarray) -> dict[str, 
     """Return small images, uint8, and what is and what was said: classes or numbers, of samples or cells."""
     grid, images, extent = model.grid, model.whole.input, model.output_shape[:-1]
     mine = slice(*grid.sample_range(len(numbers)))
-    x = split.lazily(numbers[mine], model.dtype)
-    y, targets, _ = model.judged(x if model.streams else x.whole(), split.targets(numbers[mine]), len(numbers))
+    x = (split.lazily if model.streams else split.images)(numbers[mine], model.dtype)
+    y, targets, _ = model.judged(x, split.targets(numbers[mine]), len(numbers))
     y, ignored = to_host(y), model.cost.ignore_index
     labels, keep = without_ignored(targets, ignored)
     found = as_classes(y, labels)
