@@ -27,7 +27,7 @@ from .registry import TRACING
 from .schemes import put_into
 from .steps import Where
 
-_TORCH = os.path.dirname(torch.__file__)
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
