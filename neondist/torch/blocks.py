@@ -107,6 +107,7 @@ class Call(NamedTuple):
     kwargs: Any
     where: Where
     out: Any
+    draws: int
     found: Any
 
 
@@ -132,17 +133,17 @@ class BlockLowering(Lowering):
         """Call a rule for the first time."""
         number = self._number = self._number + 1
         self.cuts.begin(number)
-        steps, calls, where, out = len(self.steps), len(self.calls), self.where, self.out
+        steps, calls, given = len(self.steps), len(self.calls), (self.where, self.out, self.draws)
         found = super().call(target, args, kwargs)
         if len(self.calls) == calls and len(self.steps) > steps:  # else it was made of others
-            self.calls.append(Call(number, target, args, kwargs, where, out, found))
+            self.calls.append(Call(number, target, args, kwargs, *given, found))
             self.recorded.update(value for step in self.steps[steps:] for value in step.outputs)
         return found
 
     def repeat(self, call: Call, env: Mapping[int, Value]) -> Any:
         """Call a rule again for the ranges that are known now; `env` has its arguments by their former ids."""
         self.cuts.begin(call.number)
-        self.where, self.out = call.where, call.out
+        self.where, self.out, self.draws = call.where, call.out, call.draws
         args, kwargs = pytree.tree_map(
             lambda arg: env.get(arg.id, arg) if isinstance(arg, Value) else arg, (call.args, call.kwargs)
         )
@@ -200,8 +201,8 @@ class BlockLowering(Lowering):
         return value
 
     def random_key(self) -> Any:
-        """Refuse random numbers, which are drawn for a pass over the whole image."""
-        return self.refuse("it draws random numbers")
+        """Refuse random numbers where blocks are of several passes."""
+        return super().random_key() if self.mesh.samples else self.refuse("it draws random numbers")
 
     def refuse(self, why: str = "") -> Any:
         """Raise UnsupportedOperator for the operator at hand."""
@@ -230,7 +231,7 @@ class Traced:
 
     def __init__(self, lowering: BlockLowering, plan: TorchPlan, shape: Sequence[int], outputs: list[Value]) -> None:
         self.shape, self.remedy, self.samples = tuple(shape), lowering.remedy, lowering.mesh.samples
-        self.values, self.outputs = lowering.values, outputs
+        self.values, self.outputs, self.key = lowering.values, outputs, lowering.key
         (self.input,) = plan.inputs
         self.layout, self.dtype = self.values[self.input].layout, self.values[self.input].dtype
         self.parameters, self.buffers = plan.parameters, plan.buffers
@@ -282,7 +283,9 @@ class Traced:
         return ranges
 
     def _lowering(self, ranges: dict[Cut, Range] | None = None, values: Sequence[Value] = ()) -> BlockLowering:
-        return BlockLowering(len(self.shape) - 2, self.remedy, ranges, values, self.samples)
+        lowering = BlockLowering(len(self.shape) - 2, self.remedy, ranges, values, self.samples)
+        lowering.key = self.key
+        return lowering
 
     def _plan(self, lowering: BlockLowering, image: int, outputs: Sequence[Value]) -> TorchPlan:
         given = self.parameters, self.buffers, [image], [output.id for output in outputs]

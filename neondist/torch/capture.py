@@ -28,6 +28,8 @@ from .schemes import put_into
 from .steps import Where
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
+DRAWS = 1000
+"""More than an operator has of random numbers' keys."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
@@ -166,7 +168,7 @@ def lowered(
     waiting = list(layouts)[::-1]
     gathering = _Gathering(lowering, gather_at)
     outputs: Sequence[Any] = ()
-    for node in program.graph.nodes:
+    for place, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
             env[node] = _given(lowering, node, specs[node.name], program, waiting, parameters, buffers, inputs)
         elif node.op == "output":
@@ -174,7 +176,7 @@ def lowered(
                 lambda a: gathering.outside(env[a]) if isinstance(a, torch.fx.Node) else a, node.args[0]
             )
         else:
-            lowering.where, lowering.out = where(node), node.meta.get("val")
+            lowering.where, lowering.out, lowering.draws = where(node), node.meta.get("val"), place * DRAWS
             _check_static(lowering)
             pick = gathering.inside if gathering.at(node) else gathering.outside
 

@@ -25,6 +25,8 @@ class Lowering(Builder):
     ----------
     target : the operator
     out : its results, as fake tensors of the global shape
+    draws : int
+        What the next random numbers are keyed by; it follows from the place of the operator in the program.
     """
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
@@ -32,7 +34,7 @@ class Lowering(Builder):
         self.out: Any = None
         self.target: Any = None
         self.key: Value | None = None
-        self._draws = 0
+        self.draws = 0
         self._call: Any = None
         self._faking = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -99,14 +101,14 @@ class Lowering(Builder):
         return self.inline(graph, values)
 
     def random_key(self) -> tuple[Value, int]:
-        """Return the value of a number that is drawn anew for each pass, and how often it has been asked for before.
+        """Return the value of a number that is drawn anew for each pass, and another one for each call.
 
         Both are the same on every rank of every grid, whatever steps a plan has.
         """
         if self.key is None:
             self.key = self._value((), frozenset(), torch.int64, "constant", ())
-        self._draws += 1
-        return self.key, self._draws - 1
+        self.draws += 1
+        return self.key, self.draws - 1
 
     def inline(self, graph: torch.fx.GraphModule, inputs: Sequence[Value]) -> Any:
         """Lower another graph at this place."""

@@ -43,6 +43,8 @@ class _Beyond:
 BEYOND = _Beyond()
 COPIES = 4
 """of weights: they, their gradients, and what an optimiser remembers"""
+KEY = ""
+"""the name under which blocks are given what random numbers are keyed by, beside buffers"""
 NAME = "blocks"
 """of the step that is the trunk"""
 
@@ -109,6 +111,8 @@ class Trunk(Traced):
         layout = search.mesh.image(shape)
         plan, _ = lowered(program, search.mesh, 0, [layout], gather_at, lowering=search)
         (image,) = plan.inputs
+        if search.key is not None:
+            plan.buffers[KEY] = search.key.id
         noted, self.given = search.noted, [value.id for value in search.given]
         read = search.kept | {out for out in plan.outputs if isinstance(out, int)}
         depends, made = {image}, dict[int, int]()
@@ -182,6 +186,10 @@ class HeadLowering(Lowering):
     def _run_trunk(self) -> None:
         trunk, where, self.where = self.trunk, self.where, Where(NAME, "", "")
         by_id = dict(zip(trunk.given, self.given, strict=True))
+        if KEY in trunk.buffers:
+            draws = self.draws
+            by_id[trunk.buffers[KEY]], _ = self.random_key()
+            self.draws = draws
         image = by_id[trunk.input]
         layouts = trunk.layouts(self.mesh)
         wants: dict[int, Any] = {}

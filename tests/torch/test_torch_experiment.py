@@ -161,7 +161,7 @@ def test_any_number_of_ranks_gives_the_same_numbers(folder):
     again = load_experiment("one/experiment.yaml", modules=["nets"])
     assert dump(again) == Path("one/experiment.yaml").read_text()
     trained = [safetensors.load_file(f"{run}/weights.safetensors") for run in ("one", "some")]
-    torch.testing.assert_close(*trained, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(*trained, rtol=1e-8, atol=1e-8)  # Adam moves a bias before batch norm by rounding alone
     ndt.load_weights(sys.modules["nets"].classifier(5), "one/weights.safetensors")
 
 

@@ -38,7 +38,7 @@ class Frozen(nn.BatchNorm2d):
 
 
 class Classifier(nn.Module):
-    """A trunk whose first weights the head has, too; a head that draws random numbers, after two extents."""
+    """A trunk whose first weights the head has, too; random numbers in both, and two extents between them."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Classifier(nn.Module):
         self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
-        x = F.relu(self.norm(self.first(x)))
+        x = F.dropout2d(F.dropout(F.relu(self.norm(self.first(x))), 0.2, self.training), 0.2, self.training)
         y = F.relu_(self.deep(x))
         z = torch.cat([F.conv2d(x[:, :3], self.first.weight).mean((2, 3)), y.amax((2, 3))], 1)
         return self.last(F.dropout(z, 0.3, self.training))
