@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from math import inf, prod
 from typing import Any
 
@@ -137,11 +136,9 @@ def _best(
         if min(room) > 0:
             stream = _fewest(plan, stream, room, 0 if alone else stream.rows)
         tried.append((made, stream))
-        for filled in sorted(_filled(plan, stream, room, most, alone), key=partial(_work, graph)):
-            if _work(graph, filled) >= most:
-                break
+        for work, filled in _filled(plan, stream, room, most, alone):
             if (made := planned(filled)).needed <= limit:
-                best, most = made, _work(graph, filled)
+                best, most = made, work
                 break
         if rows is not None and best is not None:
             break
@@ -152,8 +149,10 @@ def _keeping_all(stream: Stream) -> Stream:
     return stream.keeping(stream.grid.strips, tuple(stream.possible_cuts()))
 
 
-def _filled(plan: Plan, stream: Stream, room: Sequence[int], most: float, alone: bool) -> list[Stream]:
+def _filled(plan: Plan, stream: Stream, room: Sequence[int], most: float, alone: bool) -> list[tuple[float, Stream]]:
     """Return streams in as many strips and more that keep what there is room for, so that it need not be made again.
+
+    With what they take; the best first.
 
     Parameters
     ----------
@@ -166,14 +165,20 @@ def _filled(plan: Plan, stream: Stream, room: Sequence[int], most: float, alone:
     alone : bool
         Whether they are to be as many.
     """
-    tiles, itemsize, samples, found = range(plan.grid.tiles), plan.itemsize, plan.held_samples(0), list[Stream]()
+    tiles, itemsize, samples = range(plan.grid.tiles), plan.itemsize, plan.held_samples(0)
+    found: list[tuple[float, Stream]] = []
+
+    def add(stream: Stream) -> None:
+        if (work := _work(plan.graph, stream)) < most:
+            found.append((work, stream))
+
     while _work(plan.graph, _keeping_all(stream)) < most:
         strips, cuts, left = stream.grid.strips, stream.possible_cuts(), plan.left(stream, room)
         if left < 0:
             break
         saved = samples * max(stream.keeping(strips).saved(tile, itemsize) for tile in tiles)
         sparing = _share(strips, saved, left)
-        found.append(stream.keeping(sparing))
+        add(stream.keeping(sparing))
         left -= saved * sparing // strips
         for largest in sorted(set(cuts.values())):
             few = tuple(sorted(nodes for nodes, size in cuts.items() if size <= largest))
@@ -182,14 +187,14 @@ def _filled(plan: Plan, stream: Stream, room: Sequence[int], most: float, alone:
                 cut = stream.keeping(sparing, few, cutting)
                 kept = samples * itemsize * max(cut.kept(tile) for tile in tiles)
                 if kept <= left:
-                    found.append(cut)
+                    add(cut)
                     break
                 cutting = cutting * left // kept
         if alone or strips >= stream.rows:
             break
-        most = min([most, *(_work(plan.graph, each) for each in found)])
+        most = min([most, *(work for work, _ in found)])
         stream = stream.in_strips(min(stream.rows, strips + (strips + 1) // 2))
-    return found
+    return sorted(found, key=lambda pair: pair[0])
 
 
 def _share(strips: int, needed: int, room: int) -> int:
@@ -199,8 +204,14 @@ def _share(strips: int, needed: int, room: int) -> int:
 
 def _fewest(plan: Plan, stream: Stream, room: Sequence[int], most: int) -> Stream:
     """Return the stream in the fewest strips for which there is room, from as many as it has up to `most`."""
-    while (left := plan.left(stream, room)) < 0 and (strips := stream.grid.strips) < most:
-        stream = stream.in_strips(min(most, max(strips + 1, int(strips * (1 - left / min(room))))))
+    strips, least, before = stream.grid.strips, min(room), (0, 0)
+    while (size := least - plan.left(stream, room)) > least and strips < most:
+        fixed = (strips * size - before[0] * before[1]) / (strips - before[0])  # more strips do not make it less
+        if before[0] and fixed > 2 * least:
+            break
+        before = strips, size
+        strips = min(most, 8 * strips, max(strips + 1, int(strips * size / least)))
+        stream = stream.in_strips(strips)
     return stream
 
 
