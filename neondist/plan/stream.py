@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 from operator import ge
@@ -65,10 +65,7 @@ class Stream:
 
     def keeping(self, sparing: int, cuts: tuple[int, ...] = (), cutting: int | None = None) -> Stream:
         """Return the same strips, of so many of which something is kept."""
-        made = replace(self, sparing=sparing, cuts=cuts, cutting=cutting)
-        known = ("cells", "tiles", "section", "regions", "recomputed", "outputs")  # whatever is kept
-        made.__dict__.update({name: self.__dict__[name] for name in known if name in self.__dict__})
-        return made
+        return replace(self, sparing=sparing, cuts=cuts, cutting=cutting)
 
     def in_strips(self, strips: int) -> Stream:
         """Return the same in so many strips of each tile, of which nothing is kept."""
@@ -254,20 +251,7 @@ class Stream:
     @cached_property
     def cells(self) -> list[Partition]:
         """Which cells of every value each strip has; of a vector, all."""
-        graph, shapes = self.graph, self.graph.shapes
-        own = [self.grid.partition(shape[:-1]) for shape in shapes]
-        own[graph.output] = self.outputs
-        counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.sums_image}
-        # it counts own cells, whether anybody reads them
-        counted = {step.output for at, step in enumerate(graph.steps) if {at, graph.absorbed.get(at)} & counts}
-        found = trace(graph, own[graph.output], self._needed, {value: own[value] for value in counted})
-        return [hulls(found[0], own[0]), *found[1:]]  # what nobody looks at is somebody's too
-
-    def _needed(self, layer: Layer, outputs: Partition, value: int) -> Partition:
-        shape = self.graph.shapes[value]
-        if not outputs.extent:  # a vector: sums over what is there
-            return self.grid.partition(shape[:-1])
-        return needed_by(layer, outputs, shape)
+        return _cells(self.graph, self.grid, self.outputs)
 
     @cached_property
     def section(self) -> PlannedSection:
@@ -359,6 +343,27 @@ class Stream:
         cut = [part for part in self.parts if part.wide is not None]
         sizes = [part.wide.box(tile).size * part.graph.shapes[part.graph.output][-1] for part in cut]  # type: ignore[union-attr]
         return max(one + other for one, other in pairwise([0, *sizes, 0]))
+
+
+@lru_cache(maxsize=16)  # of the same strips different things may be kept
+def _cells(graph: Graph, grid: StripGrid, outputs: Partition) -> list[Partition]:
+    """Return which cells of every value each strip has, of which it is to give those of the last one."""
+    shapes = graph.shapes
+    own = [grid.partition(shape[:-1]) for shape in shapes]
+    own[graph.output] = outputs
+    counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.sums_image}
+    # it counts own cells, whether anybody reads them
+    counted = {step.output for at, step in enumerate(graph.steps) if {at, graph.absorbed.get(at)} & counts}
+
+    def needed(layer: Layer, outputs: Partition, value: int) -> Partition:
+        shape = shapes[value]
+        # a vector: sums over what is there
+        return needed_by(layer, outputs, shape) if outputs.extent else grid.partition(shape[:-1])
+
+    found = trace(
+        graph, outputs, needed, {value: outputs if value == graph.output else own[value] for value in counted}
+    )
+    return [hulls(found[0], own[0]), *found[1:]]  # what nobody looks at is somebody's too
 
 
 def effort(graph: Graph, at: int) -> float:
