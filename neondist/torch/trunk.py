@@ -277,7 +277,7 @@ class Blocks:
             for y, out, ranges in zip(found, plan.outputs, block.own, strict=True)
         ]
 
-    def seen(self, block: _Block, wide: torch.Tensor) -> torch.Tensor:
+    def view_of(self, block: _Block, wide: torch.Tensor) -> torch.Tensor:
         """Return what a block needs of the image."""
         for dim, ((lo, hi), first) in enumerate(zip(block.image, self.first, strict=True)):
             wide = wide.narrow(dim, lo - first if lo < hi else 0, hi - lo)
@@ -307,7 +307,7 @@ class _Blocked(torch.autograd.Function):
         ]
         for block in blocks.blocks:
             for part, y in zip(
-                blocks.own(block, tiles), blocks.run(block, blocks.seen(block, wide), *given), strict=True
+                blocks.own(block, tiles), blocks.run(block, blocks.view_of(block, wide), *given), strict=True
             ):
                 part.copy_(y)
         ctx.mark_non_differentiable(*(tile for tile in tiles if not tile.is_floating_point()))
@@ -320,7 +320,7 @@ class _Blocked(torch.autograd.Function):
         wide, *given = ctx.saved_tensors
         sums = [torch.zeros_like(t) if need else None for t, need in zip((wide, *given), needed, strict=True)]
         for block in blocks.blocks:
-            tensors = blocks.seen(block, wide), *given
+            tensors = blocks.view_of(block, wide), *given
             leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
             with torch.enable_grad(), torch.autocast("cpu", *ctx.cast):
                 found = zip(blocks.run(block, *leaves), blocks.own(block, dys), strict=True)
@@ -329,7 +329,7 @@ class _Blocked(torch.autograd.Function):
                 continue
             ys, gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
             ends = [leaf for leaf in leaves if leaf.requires_grad]
-            into = [total if at else blocks.seen(block, total) for at, total in enumerate(sums) if total is not None]
+            into = [total if at else blocks.view_of(block, total) for at, total in enumerate(sums) if total is not None]
             for total, grad in zip(into, torch.autograd.grad(ys, ends, gradients, allow_unused=True), strict=True):
                 if grad is not None:
                     total.add_(grad)
