@@ -1,4 +1,4 @@
-"""The examples of docs/segmentation.md, volumes.md and climate.md on small images: they train, learn and predict, in the kind of file that they read."""
+"""The three examples of docs/fields.md on small images: they train, learn and predict, in the kind of file they read."""
 
 import json
 import os
