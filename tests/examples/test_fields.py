@@ -1,4 +1,4 @@
-"""The three examples of docs/fields.md on small images: they train, learn and predict, in the kind of file they read."""
+"""The examples of docs/fields.md on small images: they train, learn and predict, in the kind of file that they read."""
 
 import json
 import os
