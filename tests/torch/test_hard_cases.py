@@ -55,6 +55,9 @@ FUNCTIONS = {
     "a transposed sum": lambda x: x[:, :, :6] + x[:, :, :6].transpose(2, 3),
     "a transposed stack": lambda x: torch.cat([x[:, :, :6], x[:, :, :6].transpose(2, 3)], 2),
     "a deviation of nothing": lambda x: x.std((2, 3), correction=0) + (x * 0).std(1, correction=0).sum(),
+    "norms, of nothing too": lambda x: sum(
+        torch.linalg.vector_norm(values, order, (2, 3)) for values in (x, x * (x > 9)) for order in (1, 1.5, 2, 3)
+    ),
     "a written slice": lambda x: assigned(x, slice(None), slice(0, 2), slice(None), slice(1, None, 2)),
     "a written index": lambda x: assigned(x, 0) + assigned(x, ..., -1),
     "memory of two names": written,

@@ -83,9 +83,9 @@ def variance(
     return (found, mean) if "_mean" in name else found
 
 
-def _root(v: torch.Tensor) -> torch.Tensor:
-    """Return the square root, whose derivative at 0 is taken to be 0, as PyTorch does for standard deviations."""
-    return v.where(v != 0, 1).sqrt().where(v != 0, 0)
+def _root(v: torch.Tensor, order: float = 2) -> torch.Tensor:
+    """Return the root, whose derivative at 0 is taken to be 0, as PyTorch does for standard deviations and norms."""
+    return v.where(v != 0, 1).pow(1 / order).where(v != 0, 0)
 
 
 def moments(lowering: Any, x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
@@ -96,6 +96,18 @@ def moments(lowering: Any, x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
     apart = lowering.local(torch.sub, [x, lowering.enter(mean, x.axes)], x.layout)
     squares = total(lowering, lambda a, d, k: (a * a).sum(d, k), [apart], dims)
     return mean, squares, apart
+
+
+@rule("aten.linalg_vector_norm.default")
+def vector_norm(
+    lowering: Any, x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Any:
+    """Reduction: sums of powers are added; orders below 1, or infinite, as the operators that they are made of."""
+    dims = dims_of(x, dim)
+    if not 1 <= ord < torch.inf or dtype is not None or all(lowering.is_whole(x, d) for d in dims):
+        return along(lowering, x, dim, keepdim, ord=ord, dtype=dtype)
+    summed = total(lowering, lambda a, d, k: a.abs().pow(ord).sum(d, k), [x], dims, keepdim)
+    return lowering.local(lambda s: _root(s, ord), [summed], summed.layout, lowering.out.dtype)
 
 
 @rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
@@ -185,7 +197,7 @@ def cumsum(lowering: Any, x: Any, dim: int, dtype: Any = None) -> Any:
 @rule("aten.cumprod.default", "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default",
       "aten.argmax.default", "aten.argmin.default",
       "aten.topk.default", "aten.sort.default", "aten.max.dim", "aten.min.dim", "aten.glu.default",
-      "aten.linalg_vector_norm.default", "aten.prod.dim_int", "aten.any.dim", "aten.all.dim",
+      "aten.prod.dim_int", "aten.any.dim", "aten.all.dim",
       "aten.logsumexp.default", "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default",
       "aten.normalize.default")  # fmt: skip
 def along(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Any:
