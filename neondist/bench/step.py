@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -13,6 +14,7 @@ import numpy as np
 
 from ..comm import ProcessGrid
 from ..comm import agree as agree_on
+from ..data import Split
 from ..errors import UserError
 from ..io.environment import environment
 from ..models import Model, ModelStep
@@ -32,6 +34,8 @@ ROUND = 0.3
 """seconds that one side works before it is the other's turn"""
 TRACED = 3
 """steps"""
+READ, ROUNDS = 10, 5
+"""steps at least of a turn in which batches are read: one of them is read before; and how many turns"""
 CLOSE = {"float32": 1e-2, "float64": 1e-8}
 """relative distance up to which gradients are the same: float32 adds up millions of terms"""
 
@@ -44,6 +48,7 @@ def bench_step(
     threads: int = 1,
     roofline: bool = False,
     trace: Path | None = None,
+    reading: bool = False,
 ) -> dict[str, Any]:
     """Measure training steps on one batch; collective, every rank gets the same result.
 
@@ -60,6 +65,8 @@ def bench_step(
         'allocations', what they allocate in a step of rank 0.
     trace : Path, optional
         A file for Perfetto or chrome://tracing, which tells when each rank did what in a few steps more.
+    reading : bool
+        Time steps whose batches come from the data set as well, as in training, in turn.
 
     Returns
     -------
@@ -105,6 +112,8 @@ def bench_step(
             "ratios": [seconds / theirs for seconds, theirs, _ in rounds],
             "peak_bytes": max(peak for *_, peak in rounds),
         }
+    if reading:
+        made["reading"] = _reading(model, grid, dataset.train, plan, len(batch), steps, train)
     layers = _by_layer(model, grid, lambda: train(count), count)
     if roofline:
         machine = peaks(model, grid.world)
@@ -124,6 +133,30 @@ def labels_for(plan: Plan, targets: np.ndarray) -> np.ndarray:
         return targets
     whole = np.broadcast_to(targets.reshape(-1, *(1 for _ in cells)), (len(targets), *cells))
     return np.ascontiguousarray(whole)
+
+
+def _reading(
+    model: Model, grid: ProcessGrid, split: Split, plan: Plan, batch: int, steps: int, in_memory: Callable[[int], float]
+) -> dict[str, Any]:
+    """Return what steps take whose batches are read, against those of one batch in memory, in turn."""
+    parts = (np.arange(first, first + batch) % len(split) for first in itertools.count(0, batch))
+    with closing(split.batches((part[slice(*grid.sample_range(batch))] for part in parts), model.dtype)) as batches:
+
+        def train(steps: int) -> float:
+            rest(grid.world)
+            begin = time.perf_counter()
+            for x, targets in itertools.islice(batches, steps):
+                model.train_batch(x, labels_for(plan, targets), batch_size=batch)
+            return max(grid.world.allgather(time.perf_counter() - begin))
+
+        each = max(READ, steps)
+        rounds = [(train(each), in_memory(each)) for _ in range(ROUNDS)]
+    ratios = [seconds / theirs for seconds, theirs in rounds]
+    return {
+        "seconds_per_step": median(seconds for seconds, _ in rounds) / each,
+        "ratio": median(ratios),
+        "ratios": ratios,
+    }
 
 
 @contextmanager

@@ -60,6 +60,12 @@ def _summary(made: dict[str, Any]) -> list[str]:
             f"limits  {machine['flops_per_second'] / 1e9:.4g} Gflop/s in a matrix product,"
             f" {bytes_text(machine['bytes_per_second'])}/s in a copy, by all ranks; reached: share of it"
         )
+    if "reading" in made:
+        read, ratios = made["reading"], made["reading"]["ratios"]
+        lines.append(
+            f"reading {seconds_text(read['seconds_per_step'])} with batches of the data set,"
+            f" {read['ratio']:.3f} of those in memory ({min(ratios):.3f} to {max(ratios):.3f})"
+        )
     other = made.get("against")
     if other:
         agree = "agree" if other["agree"] else "DO NOT AGREE"

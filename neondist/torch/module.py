@@ -91,9 +91,8 @@ class DistributedModule(nn.Module):
         if self.grid.size == 1:
             self._check_tiles(tiles)
             prepared = self._runner()
-            if (
-                prepared.runner.plan.key is None and not prepared.blocks
-            ):  # random numbers are keyed by the plan, the same for every grid
+            # random numbers are keyed by the plan, the same for every grid
+            if prepared.runner.plan.key is None and not prepared.blocks:
                 return self._alone(tiles, prepared)
         error, facts = None, {"the call": "forward"}
         moved: tuple[int, ...] = ()

@@ -29,7 +29,7 @@ def _short_rounds(monkeypatch):
 
 @needs_mpirun
 def test_step_on_ranks(file, tmp_path):
-    more = ["--roofline", "--json", "made.json", "--trace", "trace.json"]
+    more = ["--roofline", "--reading", "--json", "made.json", "--trace", "trace.json"]
     command = neondist("bench", "step", "e.yaml", "-n", 2, "--steps", 3, *more)
     code, out, err = call(command, tmp_path)
     assert (code, err) == (0, "")
@@ -46,6 +46,8 @@ def test_step_on_ranks(file, tmp_path):
     assert layers["max_pooling1"]["bytes_moved"] == 8 * 8 * (3 * 240 + 2 * 60)
     assert layers["max_pooling1"]["limit"] == "memory"
     assert made["machine"]["flops_per_second"] > 0
+    assert made["reading"]["seconds_per_step"] > 0
+    assert len(made["reading"]["ratios"]) == 5
     assert "conv1" in out
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [e["pid"] for e in events if e["name"] == "step"] == [0, 0, 0, 1, 1, 1]

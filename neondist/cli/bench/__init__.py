@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
     one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps to time (default 10)")
     one.add_argument("--roofline", action="store_true", help="tell what limits each layer: matrix products or memory")
     one.add_argument("--trace", metavar="FILE", type=Path, help="write what each rank does when, for Perfetto")
+    one.add_argument("--reading", action="store_true", help="time steps too whose batches are read, as in training")
     one.add_argument("--json", metavar="FILE", help="write the results there as well")
     one.set_defaults(command=step)
 
@@ -56,7 +57,7 @@ def step(arguments: argparse.Namespace) -> int:
 
         # PyTorch gets what all ranks of this machine have together, which a launcher may have taken from each of them
         cores = threads.cores(os.getppid()) if detect(os.environ) is not None else threads.cores()
-        how = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace)
+        how = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
         made = bench_step(experiment, experiment.open_grid(world), *how)
         _tell(world, made, step_table, arguments.json)
         return int(not made.get("against", {}).get("agree", True))
