@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf, prod
 from typing import Any
@@ -88,8 +88,7 @@ def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Pla
     found, tried = _best(plan, planned, regions, limit, rows)
     if found is not None:
         return found
-    tiles = range(plan.grid.tiles)
-    needed = [(-made.left(stream, [-made.beside(tile) for tile in tiles]), made) for made, stream in tried]
+    needed = [(made.needed_by(stream), made) for made, stream in tried]
     count, made = min([(plan.needed, plan), *needed], key=lambda pair: pair[0])
     layer = max(made.layers, key=lambda each: max(box.size for box in each.kept) * each.input_shape[-1])
     raise ConfigError(
@@ -132,11 +131,10 @@ def _best(
         made, stream = planned(whole[nodes]), whole[nodes]
         if isinstance(rows, int):
             stream = stream.in_strips(-(-stream.rows // rows))
-        room = [limit - made.beside(tile) for tile in range(plan.grid.tiles)]
-        if min(room) > 0:
-            stream = _fewest(plan, stream, room, 0 if alone else stream.rows)
+        if made.needed_by(None) < limit:
+            stream = _fewest(made, stream, limit, 0 if alone else stream.rows)
         tried.append((made, stream))
-        for work, filled in _filled(plan, stream, room, most, alone):
+        for work, filled in _filled(made, stream, limit, most, alone):
             if (made := planned(filled)).needed <= limit:
                 best, most = made, work
                 break
@@ -149,17 +147,19 @@ def _keeping_all(stream: Stream) -> Stream:
     return stream.keeping(stream.grid.strips, tuple(stream.possible_cuts()))
 
 
-def _filled(plan: Plan, stream: Stream, room: Sequence[int], most: float, alone: bool) -> list[tuple[float, Stream]]:
+def _filled(plan: Plan, stream: Stream, limit: int, most: float, alone: bool) -> list[tuple[float, Stream]]:
     """Return streams in as many strips and more that keep what there is room for, so that it need not be made again.
 
     With what they take; the best first.
 
     Parameters
     ----------
+    plan : Plan
+        With such a stream.
     stream : Stream
         Of which nothing is kept.
-    room : list of int
-        Bytes for it on the rank of each tile.
+    limit : int
+        Bytes of a rank.
     most : float
         More strips are not tried where they take as long, whatever they keep.
     alone : bool
@@ -173,7 +173,7 @@ def _filled(plan: Plan, stream: Stream, room: Sequence[int], most: float, alone:
             found.append((work, stream))
 
     while _work(plan.graph, _keeping_all(stream)) < most:
-        strips, cuts, left = stream.grid.strips, stream.possible_cuts(), plan.left(stream, room)
+        strips, cuts, left = stream.grid.strips, stream.possible_cuts(), limit - plan.needed_by(stream)
         if left < 0:
             break
         saved = samples * max(stream.keeping(strips).saved(tile, itemsize) for tile in tiles)
@@ -202,15 +202,16 @@ def _share(strips: int, needed: int, room: int) -> int:
     return strips if needed <= room else strips * max(0, room) // needed
 
 
-def _fewest(plan: Plan, stream: Stream, room: Sequence[int], most: int) -> Stream:
+def _fewest(plan: Plan, stream: Stream, limit: int, most: int) -> Stream:
     """Return the stream in the fewest strips for which there is room, from as many as it has up to `most`."""
-    strips, least, before = stream.grid.strips, min(room), (0, 0)
-    while (size := least - plan.left(stream, room)) > least and strips < most:
+    beside = plan.needed_by(None)
+    strips, room, before = stream.grid.strips, limit - beside, (0, 0)
+    while (size := plan.needed_by(stream) - beside) > room and strips < most:
         fixed = (strips * size - before[0] * before[1]) / (strips - before[0])  # more strips do not make it less
-        if before[0] and fixed > 2 * least:
+        if before[0] and fixed > 2 * room:
             break
         before = strips, size
-        strips = min(most, 8 * strips, max(strips + 1, int(strips * size / least)))
+        strips = min(most, 8 * strips, max(strips + 1, int(strips * size / room)))
         stream = stream.in_strips(strips)
     return stream
 

@@ -178,14 +178,14 @@ class Plan(Sequence[LayerPlan]):
         stream = 0 if self.stream is None else self.stream.bytes(tile, self.itemsize)
         return self._whole(replica, tile) + stream * self.held_samples(replica)
 
-    def beside(self, tile: int) -> int:
-        """Return the bytes that a tile's rank has beside what a stream needs."""
-        return self._whole(0, tile) + self._parameters(tile)
+    def needed_by(self, stream: Stream | None) -> int:
+        """Return what the rank that needs most would need, if these strips went in such a way; None: without them."""
 
-    def left(self, stream: Stream, room: Sequence[int]) -> int:
-        """Return the bytes that a stream leaves where they are fewest, of so many for it on the rank of each tile."""
-        samples = self.held_samples(0)
-        return min(least - samples * stream.bytes(tile, self.itemsize) for tile, least in enumerate(room))
+        def bytes_of(tile: int) -> int:
+            strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.held_samples(0)
+            return self._whole(0, tile) + self._parameters(tile) + strips
+
+        return max(map(bytes_of, range(self.grid.tiles)))
 
     def _whole(self, replica: int, tile: int) -> int:
         """Return the bytes of what does not go in strips from the image on, without parameters."""
@@ -201,7 +201,7 @@ class Plan(Sequence[LayerPlan]):
     @property
     def needed(self) -> int:
         """What `memory` says of the rank that needs most."""
-        return max(self.memory(tile) for tile in range(self.grid.tiles))
+        return self.needed_by(self.stream)
 
     @property
     def peak(self) -> int:

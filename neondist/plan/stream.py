@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from operator import ge
@@ -47,6 +47,8 @@ class Stream:
         Of how many strips of a tile, the last ones, they are kept; default: of all.
     wide : Partition or None
         Which cells of the last value each tile has, if not its own: below a cut, all that what is above needs.
+    known : list of Partition, optional
+        The `cells`, where the same strips have them already.
     """
 
     graph: Graph
@@ -56,6 +58,7 @@ class Stream:
     cuts: tuple[int, ...] = ()
     wide: Partition | None = None
     cutting: int | None = None
+    known: list[Partition] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, graph: Graph, nodes: int, grid: GridShape, strips: int, sparing: int = 0) -> Stream:
@@ -65,7 +68,7 @@ class Stream:
 
     def keeping(self, sparing: int, cuts: tuple[int, ...] = (), cutting: int | None = None) -> Stream:
         """Return the same strips, of so many of which something is kept."""
-        return replace(self, sparing=sparing, cuts=cuts, cutting=cutting)
+        return replace(self, sparing=sparing, cuts=cuts, cutting=cutting, known=self.cells)
 
     def in_strips(self, strips: int) -> Stream:
         """Return the same in so many strips of each tile, of which nothing is kept."""
@@ -251,7 +254,22 @@ class Stream:
     @cached_property
     def cells(self) -> list[Partition]:
         """Which cells of every value each strip has; of a vector, all."""
-        return _cells(self.graph, self.grid, self.outputs)
+        if self.known is not None:
+            return self.known
+        graph, outputs = self.graph, self.outputs
+        own = [self.grid.partition(shape[:-1]) for shape in graph.shapes]
+        own[graph.output] = outputs
+        counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.sums_image}
+        # it counts own cells, whether anybody reads them
+        counted = {step.output for at, step in enumerate(graph.steps) if {at, graph.absorbed.get(at)} & counts}
+        found = trace(graph, outputs, self._needed, {value: own[value] for value in counted})
+        return [hulls(found[0], own[0]), *found[1:]]  # what nobody looks at is somebody's too
+
+    def _needed(self, layer: Layer, outputs: Partition, value: int) -> Partition:
+        shape = self.graph.shapes[value]
+        if not outputs.extent:  # a vector: sums over what is there
+            return self.grid.partition(shape[:-1])
+        return needed_by(layer, outputs, shape)
 
     @cached_property
     def section(self) -> PlannedSection:
@@ -343,27 +361,6 @@ class Stream:
         cut = [part for part in self.parts if part.wide is not None]
         sizes = [part.wide.box(tile).size * part.graph.shapes[part.graph.output][-1] for part in cut]  # type: ignore[union-attr]
         return max(one + other for one, other in pairwise([0, *sizes, 0]))
-
-
-@lru_cache(maxsize=16)  # of the same strips different things may be kept
-def _cells(graph: Graph, grid: StripGrid, outputs: Partition) -> list[Partition]:
-    """Return which cells of every value each strip has, of which it is to give those of the last one."""
-    shapes = graph.shapes
-    own = [grid.partition(shape[:-1]) for shape in shapes]
-    own[graph.output] = outputs
-    counts = {at for at, step in enumerate(graph.steps) if step.layer is not None and step.layer.sums_image}
-    # it counts own cells, whether anybody reads them
-    counted = {step.output for at, step in enumerate(graph.steps) if {at, graph.absorbed.get(at)} & counts}
-
-    def needed(layer: Layer, outputs: Partition, value: int) -> Partition:
-        shape = shapes[value]
-        # a vector: sums over what is there
-        return needed_by(layer, outputs, shape) if outputs.extent else grid.partition(shape[:-1])
-
-    found = trace(
-        graph, outputs, needed, {value: outputs if value == graph.output else own[value] for value in counted}
-    )
-    return [hulls(found[0], own[0]), *found[1:]]  # what nobody looks at is somebody's too
 
 
 def effort(graph: Graph, at: int) -> float:
