@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -23,7 +23,6 @@ from ..layers import Layer, Parameter
 from ..memory import as_bytes, share_of
 from ..models import Whole
 from ..parallel import HEADER, AllReduce, Flag, ParameterShard
-from ..plan.blocks import COPIES
 from ..registry.ranges import Count, Index
 from ..rng import key
 from ..runtime.observers.ledger import Ledger, ledger
@@ -35,58 +34,13 @@ from .checks import check_gather_at
 from .judging import LossOfCells, Owned, channels_first, channels_last, metric_targets
 from .layout import Mesh, axes_of, cut
 from .module import DistributedModule, distribute
-from .plan import TorchPlan, Value
+from .module_plan import ModulePlan
 from .registry import TRACING
 from .schemes import Schemes, chosen
 from .trunk import fitted
 from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights, slots_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
-@dataclass(frozen=True)
-class ModulePlan:
-    """What a run, and `neondist check`, asks of a plan; it has no layers of neondist."""
-
-    grid: GridShape
-    input_shape: tuple[int, ...]
-    batch_size: int
-    steps: TorchPlan
-    weights: int
-    memory: int | None = None
-    blocks: str = ""
-    streams = False
-    wide_tiles = None
-
-    @property
-    def needed(self) -> int:
-        """The bytes of a rank in a pass without a way back, weights, images and outputs included."""
-        ends = self.steps.inputs[0], self.output.id
-        return self.weights + self.steps.peak()[0] + COPIES * sum(self.steps.values[end].nbytes for end in ends)
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """The first output's global shape, channels last, without the batch."""
-        shape = self.output.shape[1:]
-        return (*shape[1:], *shape[:1])
-
-    @property
-    def output(self) -> Value:
-        """The first output that is a tensor."""
-        return self.steps.values[next(out for out in self.steps.outputs if isinstance(out, int))]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def costs(self) -> list[Any]:
-        """Return nothing: of each layer."""
-        return []
-
-    def table(self) -> str:
-        """Return the steps that communicate."""
-        return f"{self.steps.describe()}{self.blocks}"
-
-    describe = table
 
 
 class TorchModel(Whole):

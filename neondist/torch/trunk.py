@@ -7,31 +7,25 @@ takes its part of the gradient further. Blocks overlap in what they read, not in
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from ..comm import ProcessGrid
 from ..errors import ConfigError
-from ..geometry import split
 from ..memory import words
-from .blocks import BlockLowering, Ranged, Traced, part_of_block
+from .blocked import Blocks, at_least_one
 from .capture import lowered
 from .errors import UnsupportedOperator
 from .graph import IN_PLACE, Value
+from .in_blocks import BlockLowering, Ranged, Traced, ids_of
 from .layout import Layout, Mesh, axes_of, shape_of
 from .lower import Lowering
 from .plan import TorchPlan
-from .run import Runner
 from .steps import Where
-from .transfer import Range
-from .wires import Wires
 
 
 class _Beyond:
@@ -57,13 +51,20 @@ class _Noted(NamedTuple):
     why: UnsupportedOperator | None
 
 
-class _Search(BlockLowering):
-    """Lowers for blocks what can be."""
+class _OfProgram(Lowering):
+    """Knows the operators of the program, which a trunk is made of, from those that rules call.
 
-    def __init__(self, spatial: int) -> None:
-        super().__init__(spatial, samples=True)
-        self.given, self.noted, self.kept = list[Value](), list[_Noted](), set[int]()
-        self._ruling = False
+    Attributes
+    ----------
+    given : list of Value
+        What is given from outside.
+    ruling : bool
+        Whether a rule is being called.
+    """
+
+    def __init__(self, *about: Any, **more: Any) -> None:
+        super().__init__(*about, **more)
+        self.given, self.ruling = list[Value](), False
 
     def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
         """Return a new value that is given from outside."""
@@ -71,25 +72,47 @@ class _Search(BlockLowering):
         return self.given[-1]
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operator gives, or that it is beyond the trunk."""
-        if self._ruling:
+        """Return what an operator gives."""
+        return (self.ruled if self.ruling else self.of_program)(target, args, kwargs)
+
+    def ruled(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator gives by its rule."""
+        before, self.ruling = self.ruling, True
+        try:
             return super().call(target, args, kwargs)
+        finally:
+            self.ruling = before
+
+    @abstractmethod
+    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator of the program gives."""
+
+
+class _Search(_OfProgram, BlockLowering):
+    """Lowers for blocks what can be."""
+
+    def __init__(self, spatial: int) -> None:
+        super().__init__(spatial, samples=True)
+        self.noted, self.kept = list[_Noted](), set[int]()
+
+    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator gives, or that it is beyond the trunk."""
         leaves, why = pytree.tree_leaves((args, kwargs)), None
         found: Any = BEYOND
         if BEYOND not in leaves:
-            self._ruling = True
             try:
-                found = super().call(target, args, kwargs)
+                found = self.ruled(target, args, kwargs)
             except UnsupportedOperator as refusal:
                 why = refusal
-            self._ruling = False
         self.noted.append(_Noted([leaf.id for leaf in leaves if isinstance(leaf, Value)], found, why))
         return found
 
     def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Any:
         """Return a value for what is computed whole, which is beyond the trunk."""
-        if self._ruling or value is BEYOND:
-            return value if value is BEYOND else super().gathered(value, dims)
+        if value is BEYOND:
+            return value
+        if self.ruling:
+            return super().gathered(value, dims)
         self.kept.add(value.id)
         return BEYOND if value.axes else value
 
@@ -117,7 +140,7 @@ class Trunk(Traced):
         read = search.kept | {out for out in plan.outputs if isinstance(out, int)}
         depends, made = {image}, dict[int, int]()
         for number, note in enumerate(noted):
-            for value in _ids(note.found):
+            for value in ids_of(note.found):
                 made.setdefault(value, number)
                 if not depends.isdisjoint(note.read):
                     depends.add(value)
@@ -127,7 +150,7 @@ class Trunk(Traced):
             for number, note in enumerate(noted):
                 if number in head or not lost.isdisjoint(note.read):
                     head.add(number)
-                    lost.update(value for value in _ids(note.found) if made[value] == number)
+                    lost.update(value for value in ids_of(note.found) if made[value] == number)
             reads = read.union(*(noted[number].read for number in head))
             cuts = sorted(value for value in reads & depends - lost if value != image)
             odd = {value for value in cuts if not _is_box(search.values[value].layout, axes_of(layout))}
@@ -146,7 +169,7 @@ class Trunk(Traced):
         return [tuple((mesh.atom(atom.extent, atom.axis),) for (atom,) in out.layout) for out in self.outputs]
 
 
-class HeadLowering(Lowering):
+class HeadLowering(_OfProgram):
     """Lowers a module whose trunk is one step, which goes block by block.
 
     Parameters
@@ -157,31 +180,21 @@ class HeadLowering(Lowering):
 
     def __init__(self, mesh: Mesh, rank: int, trunk: Trunk, parts: Sequence[int]) -> None:
         super().__init__(mesh, rank)
-        self.trunk, self.parts, self.given = trunk, tuple(parts), list[Value]()
+        self.trunk, self.parts = trunk, tuple(parts)
         self.blocks: Blocks | None = None
         self.tiles: list[Value] = []
         self._known: dict[int, Value] = {}
-        self._next, self._ruling = 0, False
+        self._next = 0
 
-    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
-        """Return a new value that is given from outside."""
-        self.given.append(super().input(layout, dtype, kind))
-        return self.given[-1]
-
-    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives, or what the trunk gives instead of it."""
-        if self._ruling:
-            return super().call(target, args, kwargs)
         if not self._known:
             self._run_trunk()
         found = self.trunk.found[self._next]
         self._next += 1
         if found is not None:
             return pytree.tree_map(lambda leaf: self._known.get(leaf.id) if isinstance(leaf, Value) else leaf, found)
-        self._ruling = True
-        found = super().call(target, args, kwargs)
-        self._ruling = False
-        return found
+        return self.ruled(target, args, kwargs)
 
     def _run_trunk(self) -> None:
         trunk, where, self.where = self.trunk, self.where, Where(NAME, "", "")
@@ -196,7 +209,7 @@ class HeadLowering(Lowering):
         for dim, axis in enumerate(atom.axis for (atom,) in image.layout):
             if axis is not None:
                 asked = (_ranges(layouts, {axis: part}) for part in range(self.mesh.parts[axis]))
-                wants[dim] = axis, [[trunk.image(_some(ranges, ranges))[dim]] for ranges in asked]
+                wants[dim] = axis, [[trunk.image(at_least_one(ranges, ranges))[dim]] for ranges in asked]
         wide = self.view(image, wants)
         first = [
             wants[dim][1][self.place[wants[dim][0]]][0][0] if dim in wants else 0 for dim in range(len(wide.local))
@@ -209,131 +222,6 @@ class HeadLowering(Lowering):
         self._known = {trunk.input: image}
         self._known.update((out.id, tile) for out, tile in zip(trunk.outputs, self.tiles, strict=True))
         self.where = where
-
-
-class _Block(NamedTuple):
-    runner: Runner
-    image: tuple[Range, ...]
-    own: Ranged
-
-
-class Blocks:
-    """What a rank computes of the trunk.
-
-    Parameters
-    ----------
-    here : for each output, the range along each dimension that this rank has
-    parts : tuple of int
-        Into how many those are cut, by axes of the mesh.
-    first : for each dimension of the image, the first index that is given
-    """
-
-    def __init__(self, trunk: Trunk, here: Ranged, parts: Sequence[int], first: Sequence[int]) -> None:
-        self.trunk, self.here, self.parts, self.first = trunk, here, parts, first
-        self.names = *trunk.parameters, *trunk.buffers
-        self.wires = Wires(ProcessGrid.serial(), len(trunk.shape) - 2)
-
-    def __call__(self, wide: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return this rank's tiles of the outputs, given the image that they need, parameters and buffers."""
-        found: tuple[torch.Tensor, ...] = _Blocked.apply(self, wide, *given)
-        return found
-
-    def extents(self) -> list[int]:
-        """Return how many indices this rank has at most along each axis of the mesh."""
-        found = [1] * len(self.parts)
-        for here, out in zip(self.here, self.trunk.outputs, strict=True):
-            for (lo, hi), (atom,) in zip(here, out.layout, strict=True):
-                if atom.axis is not None:
-                    found[atom.axis] = max(found[atom.axis], hi - lo)
-        return found
-
-    def plan(self, place: Sequence[int]) -> tuple[TorchPlan, Ranged]:
-        """Return what computes one block, and what that is of the outputs."""
-        own = tuple(
-            tuple(
-                _part_of(lo, hi, self.parts, place, atom.axis)
-                for (lo, hi), (atom,) in zip(here, out.layout, strict=True)
-            )
-            for here, out in zip(self.here, self.trunk.outputs, strict=True)
-        )
-        return self.trunk.plan(_some(own, self.here)), own
-
-    @cached_property
-    def blocks(self) -> list[_Block]:
-        """All that have anything."""
-        found = []
-        for place in product(*map(range, self.parts)):
-            plan, own = self.plan(place)
-            if any(all(lo < hi for lo, hi in ranges) for ranges in own):
-                found.append(_Block(Runner(self.wires, plan), self.trunk.image(_some(own, self.here)), own))
-        return found
-
-    def run(self, block: _Block, seen: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
-        """Return a block of each output, given what it needs of the image."""
-        tensors, plan = dict(zip(self.names, given, strict=True)), block.runner.plan
-        found = block.runner([seen], tensors, tensors)
-        return [
-            part_of_block(y, plan.values[out].layout, ranges)
-            for y, out, ranges in zip(found, plan.outputs, block.own, strict=True)
-        ]
-
-    def view_of(self, block: _Block, wide: torch.Tensor) -> torch.Tensor:
-        """Return what a block needs of the image."""
-        for dim, ((lo, hi), first) in enumerate(zip(block.image, self.first, strict=True)):
-            wide = wide.narrow(dim, lo - first if lo < hi else 0, hi - lo)
-        return wide
-
-    def own(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
-        """Return a block's parts of tiles of the outputs."""
-        return [
-            None
-            if tile is None
-            else tile[tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(own, here, strict=True))]
-            for tile, own, here in zip(tiles, block.own, self.here, strict=True)
-        ]
-
-
-class _Blocked(torch.autograd.Function):
-    """Tiles of the trunk's outputs; each block is computed again on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, blocks: Blocks, wide: torch.Tensor, *given: torch.Tensor) -> Any:
-        ctx.blocks, ctx.cast = blocks, (torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"))
-        ctx.save_for_backward(wide, *given)
-        outputs = blocks.trunk.outputs
-        tiles = [
-            wide.new_empty([hi - lo for lo, hi in here], dtype=out.dtype)
-            for here, out in zip(blocks.here, outputs, strict=True)
-        ]
-        for block in blocks.blocks:
-            for part, y in zip(
-                blocks.own(block, tiles), blocks.run(block, blocks.view_of(block, wide), *given), strict=True
-            ):
-                part.copy_(y)
-        ctx.mark_non_differentiable(*(tile for tile in tiles if not tile.is_floating_point()))
-        return tuple(tiles)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dys: Any) -> Any:
-        blocks, needed = ctx.blocks, ctx.needs_input_grad[1:]
-        wide, *given = ctx.saved_tensors
-        sums = [torch.zeros_like(t) if need else None for t, need in zip((wide, *given), needed, strict=True)]
-        for block in blocks.blocks:
-            tensors = blocks.view_of(block, wide), *given
-            leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
-            with torch.enable_grad(), torch.autocast("cpu", *ctx.cast):
-                found = zip(blocks.run(block, *leaves), blocks.own(block, dys), strict=True)
-            pairs = [(y, dy.to(y.dtype)) for y, dy in found if y.requires_grad and dy is not None]
-            if not pairs:
-                continue
-            ys, gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
-            ends = [leaf for leaf in leaves if leaf.requires_grad]
-            into = [total if at else blocks.view_of(block, total) for at, total in enumerate(sums) if total is not None]
-            for total, grad in zip(into, torch.autograd.grad(ys, ends, gradients, allow_unused=True), strict=True):
-                if grad is not None:
-                    total.add_(grad)
-        return None, *sums
 
 
 def _ranges(layouts: Sequence[Layout], place: Mapping[int, int]) -> Ranged:
@@ -349,27 +237,6 @@ def _ranges(layouts: Sequence[Layout], place: Mapping[int, int]) -> Ranged:
 
 def _is_box(layout: Layout, axes: frozenset[int]) -> bool:
     return all(len(dim) == 1 for dim in layout) and axes_of(layout) == axes
-
-
-def _some(own: Ranged, here: Ranged) -> Ranged:
-    """Return the ranges, and one index where there is none: operators need not know what is empty."""
-    return tuple(
-        tuple(
-            (lo, hi) if lo < hi else (max(0, min(lo, end - 1)), max(1, min(lo + 1, end))) for (lo, hi), (_, end) in both
-        )
-        for both in (zip(a, b, strict=True) for a, b in zip(own, here, strict=True))
-    )
-
-
-def _part_of(lo: int, hi: int, parts: Sequence[int], place: Sequence[int], axis: int | None) -> Range:
-    if axis is None:
-        return lo, hi
-    a, b = split(hi - lo, parts[axis], place[axis])
-    return lo + a, lo + b
-
-
-def _ids(found: Any) -> list[int]:
-    return [value.id for value in pytree.tree_leaves(found) if isinstance(value, Value)]
 
 
 def held(plan: TorchPlan, training: bool) -> int:

@@ -1,0 +1,161 @@
+"""What a rank computes of a trunk, block after block, and once more on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..comm import ProcessGrid
+from ..geometry import split
+from .in_blocks import Ranged, Traced, part_of_block
+from .plan import TorchPlan
+from .run import Runner
+from .transfer import Range
+from .wires import Wires
+
+
+class _Block(NamedTuple):
+    runner: Runner
+    image: tuple[Range, ...]
+    own: Ranged
+
+
+class Blocks:
+    """What a rank computes of the trunk.
+
+    Parameters
+    ----------
+    here : for each output, the range along each dimension that this rank has
+    parts : tuple of int
+        Into how many those are cut, by axes of the mesh.
+    first : for each dimension of the image, the first index that is given
+    """
+
+    def __init__(self, trunk: Traced, here: Ranged, parts: Sequence[int], first: Sequence[int]) -> None:
+        self.trunk, self.here, self.parts, self.first = trunk, here, parts, first
+        self.names = *trunk.parameters, *trunk.buffers
+        self.wires = Wires(ProcessGrid.serial(), len(trunk.shape) - 2)
+
+    def __call__(self, wide: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return this rank's tiles of the outputs, given the image that they need, parameters and buffers."""
+        found: tuple[torch.Tensor, ...] = _Blocked.apply(self, wide, *given)
+        return found
+
+    def extents(self) -> list[int]:
+        """Return how many indices this rank has at most along each axis of the mesh."""
+        found = [1] * len(self.parts)
+        for here, out in zip(self.here, self.trunk.outputs, strict=True):
+            for (lo, hi), (atom,) in zip(here, out.layout, strict=True):
+                if atom.axis is not None:
+                    found[atom.axis] = max(found[atom.axis], hi - lo)
+        return found
+
+    def plan(self, place: Sequence[int]) -> tuple[TorchPlan, Ranged]:
+        """Return what computes one block, and what that is of the outputs."""
+        own = tuple(
+            tuple(
+                _part_of(lo, hi, self.parts, place, atom.axis)
+                for (lo, hi), (atom,) in zip(here, out.layout, strict=True)
+            )
+            for here, out in zip(self.here, self.trunk.outputs, strict=True)
+        )
+        return self.trunk.plan(at_least_one(own, self.here)), own
+
+    @cached_property
+    def blocks(self) -> list[_Block]:
+        """All that have anything."""
+        found = []
+        for place in product(*map(range, self.parts)):
+            plan, own = self.plan(place)
+            if any(all(lo < hi for lo, hi in ranges) for ranges in own):
+                found.append(_Block(Runner(self.wires, plan), self.trunk.image(at_least_one(own, self.here)), own))
+        return found
+
+    def run(self, block: _Block, seen: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+        """Return a block of each output, given what it needs of the image."""
+        tensors, plan = dict(zip(self.names, given, strict=True)), block.runner.plan
+        found = block.runner([seen], tensors, tensors)
+        return [
+            part_of_block(y, plan.values[out].layout, ranges)
+            for y, out, ranges in zip(found, plan.outputs, block.own, strict=True)
+        ]
+
+    def view_of(self, block: _Block, wide: torch.Tensor) -> torch.Tensor:
+        """Return what a block needs of the image."""
+        for dim, ((lo, hi), first) in enumerate(zip(block.image, self.first, strict=True)):
+            wide = wide.narrow(dim, lo - first if lo < hi else 0, hi - lo)
+        return wide
+
+    def own(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
+        """Return a block's parts of tiles of the outputs."""
+        return [
+            None
+            if tile is None
+            else tile[tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(own, here, strict=True))]
+            for tile, own, here in zip(tiles, block.own, self.here, strict=True)
+        ]
+
+
+class _Blocked(torch.autograd.Function):
+    """Tiles of the trunk's outputs; each block is computed again on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Blocks, wide: torch.Tensor, *given: torch.Tensor) -> Any:
+        ctx.blocks, ctx.cast = blocks, (torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"))
+        ctx.save_for_backward(wide, *given)
+        outputs = blocks.trunk.outputs
+        tiles = [
+            wide.new_empty([hi - lo for lo, hi in here], dtype=out.dtype)
+            for here, out in zip(blocks.here, outputs, strict=True)
+        ]
+        for block in blocks.blocks:
+            for part, y in zip(
+                blocks.own(block, tiles), blocks.run(block, blocks.view_of(block, wide), *given), strict=True
+            ):
+                part.copy_(y)
+        ctx.mark_non_differentiable(*(tile for tile in tiles if not tile.is_floating_point()))
+        return tuple(tiles)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Any) -> Any:
+        blocks, needed = ctx.blocks, ctx.needs_input_grad[1:]
+        wide, *given = ctx.saved_tensors
+        sums = [torch.zeros_like(t) if need else None for t, need in zip((wide, *given), needed, strict=True)]
+        for block in blocks.blocks:
+            tensors = blocks.view_of(block, wide), *given
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
+            with torch.enable_grad(), torch.autocast("cpu", *ctx.cast):
+                found = zip(blocks.run(block, *leaves), blocks.own(block, dys), strict=True)
+            pairs = [(y, dy.to(y.dtype)) for y, dy in found if y.requires_grad and dy is not None]
+            if not pairs:
+                continue
+            ys, gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
+            ends = [leaf for leaf in leaves if leaf.requires_grad]
+            into = [total if at else blocks.view_of(block, total) for at, total in enumerate(sums) if total is not None]
+            for total, grad in zip(into, torch.autograd.grad(ys, ends, gradients, allow_unused=True), strict=True):
+                if grad is not None:
+                    total.add_(grad)
+        return None, *sums
+
+
+def at_least_one(own: Ranged, here: Ranged) -> Ranged:
+    """Return the ranges, and one index where there is none: operators need not know what is empty."""
+    return tuple(
+        tuple(
+            (lo, hi) if lo < hi else (max(0, min(lo, end - 1)), max(1, min(lo + 1, end))) for (lo, hi), (_, end) in both
+        )
+        for both in (zip(a, b, strict=True) for a, b in zip(own, here, strict=True))
+    )
+
+
+def _part_of(lo: int, hi: int, parts: Sequence[int], place: Sequence[int], axis: int | None) -> Range:
+    if axis is None:
+        return lo, hi
+    a, b = split(hi - lo, parts[axis], place[axis])
+    return lo + a, lo + b
