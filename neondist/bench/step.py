@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
@@ -85,12 +85,12 @@ def bench_step(
     made |= {"backend": model.context.backend.name}
     made |= environment(grid, dtype=str(model.dtype), seed=model.seed)
 
-    def train(count: int) -> float:
+    def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
         """Return the seconds of the slowest rank for so many steps."""
         rest(grid.world)
         begin = time.perf_counter()
-        for _ in range(count):
-            model.train_batch(x, targets, batch_size=len(batch))
+        for images, labels in itertools.islice(batches, count):
+            model.train_batch(images, labels, batch_size=len(batch))
         return max(grid.world.allgather(time.perf_counter() - begin))
 
     with _baseline(model, grid, x, targets, len(batch), threads, against) as (baseline, agreement):
@@ -113,7 +113,12 @@ def bench_step(
             "peak_bytes": max(peak for *_, peak in rounds),
         }
     if reading:
-        made["reading"] = _reading(model, grid, dataset.train, plan, len(batch), steps, train)
+        with closing(_read(dataset.train, plan, grid, model.dtype, len(batch))) as batches:
+            turns = max(READ, steps)
+            pairs = [(train(turns, batches), train(turns)) for _ in range(ROUNDS)]
+        ratios = [seconds / theirs for seconds, theirs in pairs]
+        seconds = median(seconds for seconds, _ in pairs) / turns
+        made["reading"] = {"seconds_per_step": seconds, "ratio": median(ratios), "ratios": ratios}
     layers = _by_layer(model, grid, lambda: train(count), count)
     if roofline:
         machine = peaks(model, grid.world)
@@ -135,28 +140,12 @@ def labels_for(plan: Plan, targets: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(whole)
 
 
-def _reading(
-    model: Model, grid: ProcessGrid, split: Split, plan: Plan, batch: int, steps: int, in_memory: Callable[[int], float]
-) -> dict[str, Any]:
-    """Return what steps take whose batches are read, against those of one batch in memory, in turn."""
+def _read(split: Split, plan: Plan, grid: ProcessGrid, dtype: Any, batch: int) -> Generator[tuple[Any, np.ndarray]]:
+    """Yield a replica's shares of one batch after the other, for ever, read ahead as in training."""
     parts = (np.arange(first, first + batch) % len(split) for first in itertools.count(0, batch))
-    with closing(split.batches((part[slice(*grid.sample_range(batch))] for part in parts), model.dtype)) as batches:
-
-        def train(steps: int) -> float:
-            rest(grid.world)
-            begin = time.perf_counter()
-            for x, targets in itertools.islice(batches, steps):
-                model.train_batch(x, labels_for(plan, targets), batch_size=batch)
-            return max(grid.world.allgather(time.perf_counter() - begin))
-
-        each = max(READ, steps)
-        rounds = [(train(each), in_memory(each)) for _ in range(ROUNDS)]
-    ratios = [seconds / theirs for seconds, theirs in rounds]
-    return {
-        "seconds_per_step": median(seconds for seconds, _ in rounds) / each,
-        "ratio": median(ratios),
-        "ratios": ratios,
-    }
+    with closing(split.batches((part[slice(*grid.sample_range(batch))] for part in parts), dtype)) as batches:
+        for x, targets in batches:
+            yield x, labels_for(plan, targets)
 
 
 @contextmanager

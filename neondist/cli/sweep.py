@@ -166,6 +166,7 @@ class _Run:
     def __init__(self, trial: Trial, process: Any, folder: Path) -> None:
         self.trial, self.process, self.folder = trial, process, folder
         self.pruned = self._told = False
+        self._size = 0
         self._reported = len(trial.study.trials[trial.number].intermediate_values)
 
     def end(self) -> None:
@@ -176,16 +177,21 @@ class _Run:
 
     def report(self, best: Best) -> None:
         """Tell optuna of its new epochs, one by one, and end it where one of them is not worth going on."""
-        with suppress(DataError):  # there is none yet, or half of a line
-            records = read_records(self.folder / "metrics.jsonl")
+        path = self.folder / "metrics.jsonl"
+        with suppress(DataError, FileNotFoundError):  # there is none yet, or half of a line
+            before, self._size = self._size, path.stat().st_size
+            if self.pruned or self._size == before:
+                return
+            records = read_records(path)
+            name = best.name(records)
             for record in records[self._reported :]:
-                if not self.pruned:
-                    value = record.get(best.name(records))
-                    self.trial.report(float("nan") if value is None else value, record["epoch"])
-                    self.pruned = self.trial.should_prune()
-                    self._reported += 1
-        if self.pruned:
-            self.end()
+                value = record.get(name)
+                self.trial.report(float("nan") if value is None else value, record["epoch"])
+                self._reported += 1
+                if self.trial.should_prune():
+                    self.pruned = True
+                    self.end()
+                    return
 
 
 def _try(

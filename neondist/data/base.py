@@ -19,6 +19,7 @@ from ..io.hdf5 import checksum
 from ..lazy import LazyTile
 from ..registry import Registered
 from .augment import AugmentedTile, Transform
+from .raw import normalised
 
 SPLITS = ("train", "validation", "test")
 
@@ -373,20 +374,6 @@ def _are_maps(labels: Tiles, box: Box) -> bool:
 
 def _is_fraction(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < 1
-
-
-def normalised(raw: ArrayLike, factor: Sequence[float], offset: Sequence[float], dtype: DTypeLike) -> np.ndarray:
-    """Return `raw` (n, *tile, C) times `factor` minus `offset`, each one number or one per channel, contiguous."""
-    raw, out = np.asarray(raw), np.empty(np.shape(raw), dtype)
-    scale, shift = np.asarray(factor, out.dtype), np.asarray(offset, out.dtype)
-    rows, into = raw, out
-    if max(scale.size, shift.size) > 1 and raw.size and raw.ndim > 2 and raw.flags.c_contiguous:
-        rows, into = raw.reshape(*raw.shape[:-2], -1), out.reshape(*raw.shape[:-2], -1)  # NumPy is slow on short axes
-        scale, shift = np.resize(scale, rows.shape[-1]), np.resize(shift, rows.shape[-1])
-    np.multiply(rows, scale, out=into, dtype=out.dtype, casting="unsafe")
-    if shift.any():
-        into -= shift
-    return out
 
 
 def tile_slices(grid: ProcessGrid, sample_shape: Sequence[int]) -> tuple[slice, ...]:

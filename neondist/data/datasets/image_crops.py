@@ -12,6 +12,7 @@ from ... import rng
 from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.cache import ChunkCache
+from ..raw import filled
 from .hdf5_tiles import StreamedSplit
 from .image_lists import Item
 
@@ -142,15 +143,3 @@ class CropSplit(StreamedSplit):
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._crops.epoch = epoch
-
-
-def filled(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray:
-    """Return cells of a file with `fill` instead of NaN; DataError if there is NaN, and nothing to put there."""
-    if cells.dtype.kind != "f" or np.isfinite(cells.sum(dtype=np.float64)):
-        return cells
-    gone = np.isnan(cells)
-    if not gone.any():
-        return cells
-    if fill is None:
-        raise DataError(f"{name}: has cells that are NaN; give the data set fill, or correct the file")
-    return np.where(gone, fill, cells).astype(cells.dtype)

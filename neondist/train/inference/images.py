@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...data.base import normalised
-from ...data.datasets.image_crops import filled
+from ...data.raw import filled, normalised
 from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...geometry import Box

@@ -1,0 +1,36 @@
+"""What is made of the raw values of files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from ..errors import DataError
+
+
+def filled(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray:
+    """Return cells of a file with `fill` instead of NaN; DataError if there is NaN, and nothing to put there."""
+    if cells.dtype.kind != "f" or np.isfinite(cells.sum(dtype=np.float64)):
+        return cells
+    gone = np.isnan(cells)
+    if not gone.any():
+        return cells
+    if fill is None:
+        raise DataError(f"{name}: has cells that are NaN; give the data set fill, or correct the file")
+    return np.where(gone, fill, cells).astype(cells.dtype)
+
+
+def normalised(raw: ArrayLike, factor: Sequence[float], offset: Sequence[float], dtype: DTypeLike) -> np.ndarray:
+    """Return `raw` (n, *tile, C) times `factor` minus `offset`, each one number or one per channel, contiguous."""
+    raw, out = np.asarray(raw), np.empty(np.shape(raw), dtype)
+    scale, shift = np.asarray(factor, out.dtype), np.asarray(offset, out.dtype)
+    rows, into = raw, out
+    if max(scale.size, shift.size) > 1 and raw.size and raw.ndim > 2 and raw.flags.c_contiguous:
+        rows, into = raw.reshape(*raw.shape[:-2], -1), out.reshape(*raw.shape[:-2], -1)  # NumPy is slow on short axes
+        scale, shift = np.resize(scale, rows.shape[-1]), np.resize(shift, rows.shape[-1])
+    np.multiply(rows, scale, out=into, dtype=out.dtype, casting="unsafe")
+    if shift.any():
+        into -= shift
+    return out
