@@ -27,11 +27,13 @@ _BLOCK = 1 << 14  # numbers at a time that stay in the cache
 
 def key(*parts: int | str) -> int:
     """Return the 64-bit key of a stream, from integers and names such as (seed, 'dropout', layer name, step)."""
-    state = np.zeros(1, np.uint64)
-    for part in parts:
-        word = zlib.crc32(part.encode()) if isinstance(part, str) else part & _MASK
-        state = _mix(state + _GAMMA + np.array([word], np.uint64))
-    return int(state[0])
+    state = 0
+    for part in parts:  # as `_mix`, in Python's integers: arrays of one number take ten times as long
+        z = (state + int(_GAMMA) + (zlib.crc32(part.encode()) if isinstance(part, str) else int(part))) & _MASK
+        z = (z ^ z >> 30) * int(_MIX1) & _MASK
+        z = (z ^ z >> 27) * int(_MIX2) & _MASK
+        state = z ^ z >> 31
+    return state
 
 
 def uniform(stream: int, index: Any) -> Any:

@@ -75,7 +75,7 @@ def bench_step(
     """
     model, dataset, empty = cast(Model, experiment.model), experiment.dataset, memory.resident()
     plan = model.plan(dataset.sample_shape, grid.shape, experiment.batch_size)
-    dataset.open(grid.reading(plan.wide_tiles))
+    dataset.open(grid.reading(plan.wide_tiles), augment=experiment.augment, seed=model.seed)
     batch = np.arange(experiment.batch_size) % len(dataset.train)
     lo, hi = grid.sample_range(len(batch))
     x, targets = dataset.train.images(batch[lo:hi], model.dtype), labels_for(plan, dataset.train.targets(batch))

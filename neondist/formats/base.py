@@ -15,7 +15,6 @@ import numpy as np
 
 from ..comm import ProcessGrid, all_or_none
 from ..errors import ConfigError, DataError, OutputError, ShapeError, UserError
-from ..geometry import Box
 from ..io.files import REMEDY, reason
 from ..memory import require_room, words
 from .axes import Axes, BoxLike, Cells, cells_of
@@ -132,27 +131,29 @@ class TileSource(ABC):
 
     def _through(self, cache: ChunkCache, cells: Cells, chunks: Sequence[int]) -> np.ndarray:
         """Return cells by the chunks that they lie in, of which those that are not in the cache are read, by lines."""
-        box = Box(tuple(cut.start for cut in cells), tuple(cut.stop for cut in cells))
-        out = np.empty(box.shape, self.dtype)
-        spans = [range(lo // c, ceil(hi / c)) for (lo, hi), c in zip(box.axes(), chunks, strict=True)]
-        along = max(range(box.ndim), key=lambda axis: len(spans[axis]))
-        for line in product(*spans[:along], [0], *spans[along + 1 :]):
-            found: dict[Box, Any] = {}
-            for at in spans[along]:
-                lo = [n * c for n, c in zip((*line[:along], at, *line[along + 1 :]), chunks, strict=True)]
-                hi = (min(first + c, n) for first, c, n in zip(lo, chunks, self.shape, strict=True))
-                chunk = Box(tuple(lo), tuple(hi))
-                found[chunk] = cache.get((self.path, self.shape, chunk))
-            missing = [chunk for chunk, kept in found.items() if kept is None]
+        out = np.empty([cut.stop - cut.start for cut in cells], self.dtype)
+        spans = [
+            [slice(lo, min(lo + c, n)) for lo in range(cut.start // c * c, cut.stop, c)]
+            for cut, c, n in zip(cells, chunks, self.shape, strict=True)
+        ]
+        along = max(range(len(spans)), key=lambda axis: len(spans[axis]))
+        for line in product(*spans[:along], [slice(0)], *spans[along + 1 :]):
+            places = [(*line[:along], cut, *line[along + 1 :]) for cut in spans[along]]
+            keys = [(self.path, self.shape, *(cut.start for cut in place)) for place in places]
+            found: list[Any] = [cache.get(key) for key in keys]
+            missing = [at for at, kept in enumerate(found) if kept is None]
             if missing:
-                around = missing[0].hull(missing[-1])
-                read = self._decoded(around.slices)
-                for chunk in missing:
-                    found[chunk] = read[chunk.relative_to(around).slices].copy()
-                    cache.put((self.path, self.shape, chunk), found[chunk])
-            for chunk, kept in found.items():
-                part = chunk.intersect(box)
-                out[part.relative_to(box).slices] = kept[part.relative_to(chunk).slices]
+                first, last = places[missing[0]], places[missing[-1]]
+                around = tuple(slice(a.start, b.stop) for a, b in zip(first, last, strict=True))
+                read = self._decoded(around)
+                for at in missing:
+                    found[at] = read[_relative(places[at], around)].copy()
+                    cache.put(keys[at], found[at])
+            for place, kept in zip(places, found, strict=True):
+                part = tuple(
+                    slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(place, cells, strict=True)
+                )
+                out[_relative(part, cells)] = kept[_relative(part, place)]
         return out
 
     @abstractmethod
@@ -259,6 +260,10 @@ class TileSink(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
+
+
+def _relative(cells: Cells, origin: Cells) -> Cells:
+    return tuple(slice(cut.start - of.start, cut.stop - of.start) for cut, of in zip(cells, origin, strict=True))
 
 
 @contextmanager

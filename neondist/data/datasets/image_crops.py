@@ -36,14 +36,19 @@ class Crops:
         purpose: str = "crop",
     ) -> None:
         self.epoch, self.shape = 0, shape
-        self._seed, self._keys, self._extents, self._purpose = seed, keys, extents, purpose
+        self._room = np.array(extents) - shape
+        axes = np.arange(len(shape), dtype=np.uint64)
+        self._index = np.asarray(keys, np.uint64)[:, None] * np.uint64(len(shape)) + axes
+        self._seed, self._purpose = seed, purpose
+        self._drawn: tuple[int, np.ndarray] | None = None  # an epoch, and the first cells of all its crops
 
-    def first(self, number: int) -> tuple[int, ...]:
+    def first(self, number: int) -> list[int]:
         """Return the first cell of a sample's crop in its image."""
-        stream, axes = rng.key(self._seed, self._purpose, self.epoch), len(self.shape)
-        draws = rng.uniform(stream, np.arange(axes, dtype=np.uint64) + np.uint64(int(self._keys[number]) * axes))
-        room = zip(draws, self._extents[number], self.shape, strict=True)
-        return tuple(min(int(u * (n - c + 1)), n - c) for u, n, c in room)
+        if self._drawn is None or self._drawn[0] != self.epoch:
+            draws = rng.uniform(rng.key(self._seed, self._purpose, self.epoch), self._index)
+            self._drawn = self.epoch, np.minimum((draws * (self._room + 1)).astype(np.int64), self._room)
+        found: list[int] = self._drawn[1][number].tolist()
+        return found
 
 
 class CropTiles:
@@ -90,7 +95,7 @@ class CropTiles:
         extents = tuple(cut.stop - cut.start for cut in cells)
         out = np.empty((len(indices), *extents, *self.shape[1 + len(extents) :]), self.dtype)
         for at, number in enumerate(indices) if out.size else ():
-            item, origin = self.items[number], self.crops.first(int(number))
+            item, origin = self.items[number], self.crops.first(number)
             box = [
                 slice(lo + of.start + cut.start, lo + of.start + cut.stop)
                 for lo, of, cut in zip(origin, self.tile, cells, strict=True)
@@ -121,7 +126,7 @@ class CropTiles:
         cells = filled(item.name, cells, self.fill)
         if self._classes is not None and self._flat:
             count, ignored = self._classes
-            wrong = cells[(cells < 0) | (cells >= count)]
+            wrong = cells[(cells < 0) | (cells >= count)] if cells.min() < 0 or cells.max() >= count else cells[:0]
             wrong = wrong if ignored is None else wrong[wrong != ignored]
             if wrong.size:
                 raise DataError(f"{item.name}: has the label {wrong.flat[0]}; there are {count} classes, from 0")
