@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from ..comm import ProcessGrid
 from ..geometry import split
+from .functions import Moments
 from .in_blocks import Ranged, Traced, part_of_block
+from .layout import Shape
 from .plan import TorchPlan
 from .run import Runner
 from .transfer import Range
@@ -85,6 +88,11 @@ class Blocks:
             for y, out, ranges in zip(found, plan.outputs, block.own, strict=True)
         ]
 
+    def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return memory for what all blocks give."""
+        outputs = zip(self.here, self.trunk.outputs, strict=True)
+        return [like.new_empty([hi - lo for lo, hi in here], dtype=out.dtype) for here, out in outputs]
+
     def view_of(self, block: _Block, wide: torch.Tensor) -> torch.Tensor:
         """Return what a block needs of the image."""
         for dim, ((lo, hi), first) in enumerate(zip(block.image, self.first, strict=True)):
@@ -101,6 +109,57 @@ class Blocks:
         ]
 
 
+class Sums(Blocks):
+    """Of each block of what a norm is of, the means of groups, and the sums of squares about them.
+
+    (blocks, 2, N, groups), zeros for other samples, or (blocks, 2, 1, C).
+    """
+
+    def __init__(self, moments: Moments, *about: Any) -> None:
+        super().__init__(*about)
+        self.groups = moments.groups
+
+    def total(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all blocks, given what `run` gives."""
+        return (rows[:, 0] * self._counts(rows)).sum(0).view(-1)
+
+    def squares(self, rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Return the sum of squares about a mean."""
+        apart = rows[:, 0] - mean.view(rows.shape[2:])
+        return (rows[:, 1] + apart**2 * self._counts(rows)).sum(0).view(-1)
+
+    def _counts(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return over how many numbers they are taken."""
+        found = rows.new_zeros(len(rows), *rows.shape[2:])
+        for block in self.blocks:
+            samples, channels, *cells = (hi - lo for lo, hi in block.own[0])
+            number = prod(cells) * (samples if self.groups is None else channels // self.groups)
+            self.own(block, [found])[0].fill_(number)
+        return found
+
+    def run(self, block: _Block, seen: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+        """Return them of one block."""
+        (y,) = super().run(block, seen, *given)
+        y = y.transpose(0, 1).flatten(1)[None] if self.groups is None else y.reshape(len(y), self.groups, -1)
+        variance, mean = torch.var_mean(y, -1, correction=0)
+        return [torch.stack([mean, variance * y.shape[-1]])]
+
+    def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return memory for those of all blocks."""
+        return [like.new_zeros(self.shape, dtype=self.trunk.outputs[0].dtype)]
+
+    @property
+    def shape(self) -> Shape:
+        """That of all blocks' together."""
+        samples, channels, *_ = self.trunk.outputs[0].shape
+        return prod(self.parts), 2, *((1, channels) if self.groups is None else (samples, self.groups))
+
+    def own(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
+        """Return those of one block."""
+        samples = slice(None) if self.groups is None else slice(*block.own[0][0])
+        return [None if tile is None else tile[self.blocks.index(block)][..., samples, :] for tile in tiles]
+
+
 class _Blocked(torch.autograd.Function):
     """Tiles of the trunk's outputs; each block is computed again on the way back."""
 
@@ -108,11 +167,7 @@ class _Blocked(torch.autograd.Function):
     def forward(ctx: Any, blocks: Blocks, wide: torch.Tensor, *given: torch.Tensor) -> Any:
         ctx.blocks, ctx.cast = blocks, (torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"))
         ctx.save_for_backward(wide, *given)
-        outputs = blocks.trunk.outputs
-        tiles = [
-            wide.new_empty([hi - lo for lo, hi in here], dtype=out.dtype)
-            for here, out in zip(blocks.here, outputs, strict=True)
-        ]
+        tiles = blocks.empty(wide)
         for block in blocks.blocks:
             for part, y in zip(
                 blocks.own(block, tiles), blocks.run(block, blocks.view_of(block, wide), *given), strict=True

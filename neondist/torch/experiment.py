@@ -179,6 +179,8 @@ class TorchModel(Whole):
             return replace(plan, memory=self.memory)
         steps, _ = lowered(program, mesh, *how, recompute=self.recompute, lowering=lowering)
         told = f"\nmemory: each rank goes in {' x '.join(map(str, lowering.parts))} blocks (samples x space)"
+        if lowering.trunk.norms:
+            told += f", after {len(lowering.trunk.norms)} sweeps for the statistics of norms,"
         if lowering.trunk.why is not None:
             told += f" up to {lowering.trunk.why.operator} in module '{lowering.trunk.why.module}'"
         return replace(plan, steps=steps, memory=self.memory, blocks=told)

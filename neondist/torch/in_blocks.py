@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from .building import Ranges
 from .errors import UnsupportedOperator
+from .functions import Moments
 from .graph import Value
 from .layout import Atom, Layout, Mesh, axes_of
 from .lower import Lowering
@@ -104,6 +105,15 @@ class Call(NamedTuple):
     found: Any
 
 
+class Statistics(NamedTuple):
+    """What a live norm takes its statistics of, these, (N·groups,) or (C,), and how."""
+
+    x: Value
+    mean: Value
+    variance: Value
+    moments: Moments
+
+
 class BlockLowering(Lowering):
     """Lowers for one block; refuses what needs the whole image."""
 
@@ -121,6 +131,7 @@ class BlockLowering(Lowering):
         super().__init__(BlockMesh((1,) * (spatial + 1), self.cuts, samples), 0)
         self.values, self.calls = list(values), list[Call]()
         self.recorded, self._number = set[int](), 0  # the values that calls have made
+        self.statistics: dict[int, Statistics] = {}  # by the number of the call that normalises by them
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a rule for the first time."""
@@ -136,7 +147,7 @@ class BlockLowering(Lowering):
     def repeat(self, call: Call, env: Mapping[int, Value]) -> Any:
         """Call a rule again for the ranges that are known now; `env` has its arguments by their former ids."""
         self.cuts.begin(call.number)
-        self.where, self.out, self.draws = call.where, call.out, call.draws
+        self._number, self.where, self.out, self.draws = call.number, call.where, call.out, call.draws
         args, kwargs = pytree.tree_map(
             lambda arg: env.get(arg.id, arg) if isinstance(arg, Value) else arg, (call.args, call.kwargs)
         )
@@ -193,6 +204,27 @@ class BlockLowering(Lowering):
         """Return the value: gradients are added up over blocks."""
         return value
 
+    def normalise(
+        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+    ) -> tuple[Value, Value, Value]:
+        """Return x scaled by statistics that blocks are given, and those."""
+        if self._number not in self.statistics:
+            self.refuse(_WHY["norm"])
+        _, mean, variance, _ = self.statistics[self._number]
+        samples = None if moments.groups is None else slice(*self.atom(x, 0).range(self.place))
+
+        def run(a: torch.Tensor, m: torch.Tensor, v: torch.Tensor, w: Any, b: Any) -> torch.Tensor:
+            std = torch.rsqrt(v + moments.eps)
+            if samples is not None:
+                m, std = (t.view(x.shape[0], -1)[samples] for t in (m, std))
+                m, std = (t.repeat_interleave(a.shape[1] // t.shape[1], 1) for t in (m, std))
+            scale = std if w is None else std * w
+            shift = -m * scale if b is None else b - m * scale
+            shape = [-1, a.shape[1], *[1] * (a.dim() - 2)]
+            return torch.addcmul(shift.view(shape), a, scale.view(shape)).to(a.dtype)
+
+        return self.local(run, [x, mean, variance, weight, bias], x.layout), mean, variance
+
     def random_key(self) -> Any:
         """Refuse random numbers where blocks are of several passes."""
         return super().random_key() if self.mesh.samples else self.refuse("it draws random numbers")
@@ -225,6 +257,7 @@ class Traced:
     def __init__(self, lowering: BlockLowering, plan: TorchPlan, shape: Sequence[int], outputs: list[Value]) -> None:
         self.shape, self.remedy, self.samples = tuple(shape), lowering.remedy, lowering.mesh.samples
         self.values, self.outputs, self.key = lowering.values, outputs, lowering.key
+        self.statistics = lowering.statistics
         (self.input,) = plan.inputs
         self.layout, self.dtype = self.values[self.input].layout, self.values[self.input].dtype
         self.parameters, self.buffers = plan.parameters, plan.buffers
@@ -277,7 +310,7 @@ class Traced:
 
     def _lowering(self, ranges: dict[Cut, Range] | None = None, values: Sequence[Value] = ()) -> BlockLowering:
         lowering = BlockLowering(len(self.shape) - 2, self.remedy, ranges, values, self.samples)
-        lowering.key = self.key
+        lowering.key, lowering.statistics = self.key, self.statistics
         return lowering
 
     def _plan(self, lowering: BlockLowering, image: int, outputs: Sequence[Value]) -> TorchPlan:

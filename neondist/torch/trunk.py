@@ -3,12 +3,15 @@
 What comes before, the *trunk*, is one step of the plan: each rank computes its tiles of what the rest, the *head*,
 reads of it, one block after the other, and keeps those alone. On the way back each block is computed once more, and
 takes its part of the gradient further. Blocks overlap in what they read, not in what they give: sums are exact.
+
+A norm with live statistics ends the trunk, unless memory does not suffice: then a sweep over the blocks of what comes
+before it finds them, and they are given to the blocks of later sweeps, as parameters are, with a gradient.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +20,13 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
 from ..memory import words
-from .blocked import Blocks, at_least_one
+from .blocked import Blocks, Sums, at_least_one
 from .capture import lowered
 from .errors import UnsupportedOperator
+from .functions import Moments
 from .graph import IN_PLACE, Value
-from .in_blocks import BlockLowering, Ranged, Traced, ids_of
-from .layout import Layout, Mesh, axes_of, shape_of
+from .in_blocks import BlockLowering, Ranged, Statistics, Traced, ids_of
+from .layout import Layout, Mesh, axes_of, shape_of, whole
 from .lower import Lowering
 from .plan import TorchPlan
 from .steps import Where
@@ -49,6 +53,7 @@ class _Noted(NamedTuple):
     read: list[int]
     found: Any
     why: UnsupportedOperator | None
+    live: list[Statistics]
 
 
 class _OfProgram(Lowering):
@@ -91,21 +96,32 @@ class _OfProgram(Lowering):
 class _Search(_OfProgram, BlockLowering):
     """Lowers for blocks what can be."""
 
-    def __init__(self, spatial: int) -> None:
+    def __init__(self, spatial: int, live: int) -> None:
         super().__init__(spatial, samples=True)
-        self.noted, self.kept = list[_Noted](), set[int]()
+        self.noted, self.kept, self.live = list[_Noted](), set[int](), live
 
     def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives, or that it is beyond the trunk."""
-        leaves, why = pytree.tree_leaves((args, kwargs)), None
+        leaves, why, before = pytree.tree_leaves((args, kwargs)), None, len(self.statistics)
         found: Any = BEYOND
         if BEYOND not in leaves:
             try:
                 found = self.ruled(target, args, kwargs)
             except UnsupportedOperator as refusal:
                 why = refusal
-        self.noted.append(_Noted([leaf.id for leaf in leaves if isinstance(leaf, Value)], found, why))
+        read, live = [leaf.id for leaf in leaves if isinstance(leaf, Value)], list(self.statistics.values())[before:]
+        self.noted.append(_Noted(read, found, why, live))
         return found
+
+    def normalise(
+        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+    ) -> tuple[Value, Value, Value]:
+        """Return x scaled by statistics, those of so many norms as there may be."""
+        if len(self.statistics) < self.live and _is_box(x.layout, self.mesh.axes):
+            shape = shape_of(groups)
+            mean, variance = (self._value(shape, frozenset(), x.dtype, "value", whole(shape)) for _ in range(2))
+            self.statistics[self._number] = Statistics(x, mean, variance, moments)
+        return super().normalise(x, weight, bias, moments, groups)
 
     def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Any:
         """Return a value for what is computed whole, which is beyond the trunk."""
@@ -125,17 +141,23 @@ class Trunk(Traced):
     outputs : list of Value
         What the head reads.
     found : for each operator what it gives if it is the trunk's, else None
+    norms : dict of int to Statistics
+        Of those operators that are live norms; at most `live`.
+    sweeps : list of Traced
+        What each of them takes its statistics of, given those of the ones before.
     why : UnsupportedOperator or None
         What ended the trunk.
     """
 
-    def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str]) -> None:
-        search = _Search(len(shape) - 2)
+    def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str], live: int = 0) -> None:
+        search = _Search(len(shape) - 2, live)
         layout = search.mesh.image(shape)
         plan, _ = lowered(program, search.mesh, 0, [layout], gather_at, lowering=search)
         (image,) = plan.inputs
         if search.key is not None:
             plan.buffers[KEY] = search.key.id
+        for norm in search.statistics.values():
+            plan.buffers |= {f"{value.id}": value.id for value in (norm.mean, norm.variance)}
         noted, self.given = search.noted, [value.id for value in search.given]
         read = search.kept | {out for out in plan.outputs if isinstance(out, int)}
         depends, made = {image}, dict[int, int]()
@@ -145,6 +167,7 @@ class Trunk(Traced):
                 if not depends.isdisjoint(note.read):
                     depends.add(value)
         head = {number for number, note in enumerate(noted) if note.found is BEYOND}
+        beside = {value for note in noted if note.live for value in ids_of(note.found)[1:]}  # a few numbers
         while True:
             lost: set[int] = set()
             for number, note in enumerate(noted):
@@ -152,7 +175,7 @@ class Trunk(Traced):
                     head.add(number)
                     lost.update(value for value in ids_of(note.found) if made[value] == number)
             reads = read.union(*(noted[number].read for number in head))
-            cuts = sorted(value for value in reads & depends - lost if value != image)
+            cuts = sorted(value for value in reads & depends - lost - beside if value != image)
             odd = {value for value in cuts if not _is_box(search.values[value].layout, axes_of(layout))}
             if not odd:
                 break
@@ -163,10 +186,8 @@ class Trunk(Traced):
         ]
         self.why = next((note.why for note in noted if note.why is not None), None)
         super().__init__(search, plan, shape, [search.values[value] for value in cuts])
-
-    def layouts(self, mesh: Mesh) -> list[Layout]:
-        """Return how ranks have the outputs."""
-        return [tuple((mesh.atom(atom.extent, atom.axis),) for (atom,) in out.layout) for out in self.outputs]
+        self.norms = {number: note.live[0] for number, note in enumerate(noted) if note.live and number not in head}
+        self.sweeps = [Traced(search, plan, shape, [norm.x]) for norm in self.norms.values()]
 
 
 class HeadLowering(_OfProgram):
@@ -184,17 +205,32 @@ class HeadLowering(_OfProgram):
         self.blocks: Blocks | None = None
         self.tiles: list[Value] = []
         self._known: dict[int, Value] = {}
+        self._statistics: dict[int, tuple[Value, Value]] = {}  # by the value that stands for what they are of
         self._next = 0
 
     def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives, or what the trunk gives instead of it."""
         if not self._known:
             self._run_trunk()
-        found = self.trunk.found[self._next]
+        number, found = self._next, self.trunk.found[self._next]
         self._next += 1
-        if found is not None:
-            return pytree.tree_map(lambda leaf: self._known.get(leaf.id) if isinstance(leaf, Value) else leaf, found)
-        return self.ruled(target, args, kwargs)
+        if found is None:
+            return self.ruled(target, args, kwargs)
+        if number in self.trunk.norms and isinstance(found, tuple):  # what it remembers of its statistics
+            norm = self.trunk.norms[number]
+            x = self.input(_laid(norm.x, self.mesh), norm.x.dtype)
+            self._statistics[x.id] = self._known[norm.mean.id], self._known[norm.variance.id]
+            kept = zip(found[1:], self.ruled(target, (x, *args[1:]), kwargs)[1:], strict=True)
+            self._known.update((old.id, new) for old, new in kept if old is not None)
+        return pytree.tree_map(lambda leaf: self._known.get(leaf.id) if isinstance(leaf, Value) else leaf, found)
+
+    def normalise(
+        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+    ) -> tuple[Value, Value, Value]:
+        """Return x normalised, or statistics that the trunk has found."""
+        if x.id in self._statistics:
+            return x, *self._statistics[x.id]
+        return super().normalise(x, weight, bias, moments, groups)
 
     def _run_trunk(self) -> None:
         trunk, where, self.where = self.trunk, self.where, Where(NAME, "", "")
@@ -204,24 +240,53 @@ class HeadLowering(_OfProgram):
             by_id[trunk.buffers[KEY]], _ = self.random_key()
             self.draws = draws
         image = by_id[trunk.input]
-        layouts = trunk.layouts(self.mesh)
+        traced = *trunk.sweeps, trunk
+        layouts = [[_laid(out, self.mesh) for out in each.outputs] for each in traced]
         wants: dict[int, Any] = {}
         for dim, axis in enumerate(atom.axis for (atom,) in image.layout):
             if axis is not None:
-                asked = (_ranges(layouts, {axis: part}) for part in range(self.mesh.parts[axis]))
-                wants[dim] = axis, [[trunk.image(at_least_one(ranges, ranges))[dim]] for ranges in asked]
+                wants[dim] = axis, []
+                for part in range(self.mesh.parts[axis]):
+                    asked = [_ranges(laid, {axis: part}) for laid in layouts]
+                    seen = [each.image(at_least_one(own, own))[dim] for each, own in zip(traced, asked, strict=True)]
+                    wants[dim][1].append([(min(lo for lo, _ in seen), max(hi for _, hi in seen))])
         wide = self.view(image, wants)
         first = [
             wants[dim][1][self.place[wants[dim][0]]][0][0] if dim in wants else 0 for dim in range(len(wide.local))
         ]
-        blocks = self.blocks = Blocks(trunk, _ranges(layouts, dict(enumerate(self.place))), self.parts, first)
-        given = [by_id[value] for value in (*trunk.parameters.values(), *trunk.buffers.values())]
-        dtypes, axes = [out.dtype for out in trunk.outputs], axes_of(image.layout)
-        self.tiles = self._locals(blocks, [wide, *given], layouts, dtypes, axes, several=True)
-        self.steps[-1].key = None  # of some this rank may have no index
-        self._known = {trunk.input: image}
+        axes, here = axes_of(image.layout), [_ranges(laid, dict(enumerate(self.place))) for laid in layouts]
+
+        def of_blocks(blocks: Blocks, outs: Sequence[Layout], partial: bool = False) -> list[Value]:
+            of = blocks.trunk
+            given = [by_id[value] for value in (*of.parameters.values(), *of.buffers.values())]
+            dtypes = [out.dtype for out in of.outputs]
+            found = self._locals(blocks, [wide, *given], outs, dtypes, axes, several=True, partial=partial)
+            self.steps[-1].key = None  # of some this rank may have no index
+            return found
+
+        for each, own, norm in zip(trunk.sweeps, here[:-1], trunk.norms.values(), strict=True):
+            self.where = Where(NAME, "", "")
+            sums = Sums(norm.moments, each, own, self.parts, first)
+            (rows,) = of_blocks(sums, [whole(sums.shape)], partial=True)
+            rows.axes = axes
+            self.where = Where("statistics", "", "")
+            by_id[norm.mean.id] = mean = self._mean(sums.total, [rows], norm)
+            by_id[norm.variance.id] = self._mean(sums.squares, [rows, mean], norm)
+        self.where = Where(NAME, "", "")
+        blocks = self.blocks = Blocks(trunk, here[-1], self.parts, first)
+        self.tiles = of_blocks(blocks, layouts[-1])
+        self._known = {**by_id, trunk.input: image}
         self._known.update((out.id, tile) for out, tile in zip(trunk.outputs, self.tiles, strict=True))
         self.where = where
+
+    def _mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: Statistics) -> Value:
+        found = self.reduced(run, args, args[0].axes, norm.mean.layout)
+        return self.local(lambda a: a / norm.moments.number, [found], found.layout)
+
+
+def _laid(value: Value, mesh: Mesh) -> Layout:
+    """Return how ranks have a value of the trunk, a box."""
+    return tuple((mesh.atom(atom.extent, atom.axis),) for (atom,) in value.layout)
 
 
 def _ranges(layouts: Sequence[Layout], place: Mapping[int, int]) -> Ranged:
@@ -277,25 +342,30 @@ def fitted(
     needed = held(plan, training)
     if needed <= limit:
         return None
-    trunk, parts = Trunk(program, shape_of(layouts[0]), gather_at), [1] * len(mesh.parts)
-    if trunk.outputs:
-        lowering = HeadLowering(mesh, 0, trunk, parts)
-        plan, _ = lowered(program, mesh, 0, layouts, gather_at, recompute=recompute, lowering=lowering)
-        blocks = lowering.blocks
-        assert blocks is not None
-        extents, tiles = blocks.extents(), sum(value.nbytes for value in lowering.tiles)
-        parts[0] = extents[0]
-        needed = held(plan, training) + training * tiles
-        while needed <= limit:
-            blocks.parts = tuple(parts)
-            inner, _ = blocks.plan([n // 2 for n in parts])
-            found = (1 + training) * tiles + held(inner, training)
-            if found <= limit:
-                return HeadLowering(mesh, rank, trunk, parts)
-            longest = max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
-            if extents[longest] == parts[longest]:
-                needed = found
-            parts[longest] = min(2 * parts[longest], extents[longest])
+    live = 0
+    while True:
+        trunk, parts = Trunk(program, shape_of(layouts[0]), gather_at, live), [1] * len(mesh.parts)
+        if trunk.outputs:
+            lowering = HeadLowering(mesh, 0, trunk, parts)
+            plan, _ = lowered(program, mesh, 0, layouts, gather_at, recompute=recompute, lowering=lowering)
+            blocks = lowering.blocks
+            assert blocks is not None
+            extents, tiles = blocks.extents(), sum(value.nbytes for value in lowering.tiles)
+            parts[0] = extents[0]
+            needed = held(plan, training) + training * tiles
+            while needed <= limit:
+                blocks.parts = tuple(parts)
+                inner, _ = blocks.plan([n // 2 for n in parts])
+                found = (1 + training) * tiles + held(inner, training)
+                if found <= limit:
+                    return HeadLowering(mesh, rank, trunk, parts)
+                longest = max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
+                if extents[longest] == parts[longest]:
+                    needed = found
+                parts[longest] = min(2 * parts[longest], extents[longest])
+        if len(trunk.norms) < live:
+            break
+        live += 1 + live // 3  # each more costs another sweep
     told = f"a pass needs {words(needed + weights)}, and has {words(memory)}; use more ranks, or give more memory"
     if trunk.why is None:
         raise ConfigError(f"memory: {told}")

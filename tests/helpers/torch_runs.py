@@ -60,7 +60,7 @@ def distributed(module, inputs, gradients, grid, **more):
             shapes = [tuple(x.shape) for x in inputs]
             model = ndt.distribute(mine, shapes if len(shapes) > 1 else shapes[0], ranks, dtype=inputs[0].dtype, **more)
             tiles = [model.scatter(x, at).requires_grad_(x.is_floating_point()) for at, x in enumerate(inputs)]
-            outputs = torch.utils._pytree.tree_leaves(model(*tiles))
+            outputs = [y for y in torch.utils._pytree.tree_leaves(model(*tiles)) if isinstance(y, torch.Tensor)]
             layouts = [lay for lay in model._runner().layouts if lay is not None]
             parts = [model.tiling.part(g, lay) for g, lay in zip(gradients, layouts, strict=True)]
             torch.autograd.backward(*differentiable(outputs, parts))

@@ -60,7 +60,7 @@ def batch_norm(
     return y, *moved
 
 
-@rule("aten._native_batch_norm_legit_functional.default")
+@rule("aten._native_batch_norm_legit_functional.default", always=True)
 def functional_batch_norm(
     lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: float, eps: float,
