@@ -15,7 +15,7 @@ import numpy as np
 from .cells import CellKernels
 from .conv import Convolution
 from .pool import Pooling
-from .windows import Sides, StripAccumulator, clear_sides, cropped, strips
+from .windows import Sides, StripAccumulator, clear_between, clear_sides, cropped, every, strips
 
 Ints = Sequence[int]
 
@@ -62,7 +62,10 @@ class Kernels(CellKernels, Convolution, Pooling):
         outside : (before, after) for every axis, optional
             Cells at the ends of x that are zero.
         """
-        kernel, how = weights.shape[:-2], (stride, dilation, groups)
+        kernel = weights.shape[:-2]
+        if prod(kernel) == 1 < prod(stride):
+            x, stride, outside = x[every(stride)], (1,) * len(stride), None
+        how = stride, dilation, groups
         rows, *columns = outside or ((0, 0),) * len(kernel)
         for strip in strips(x, y, kernel, stride, dilation, self._conv_strip(x, y, weights, stride, dilation)):
             zeros = strip.outside(rows, x), *columns
@@ -99,7 +102,10 @@ class Kernels(CellKernels, Convolution, Pooling):
         clears : bool
             Whether dx is to be zero where x is not positive.
         """
-        kernel = weights.shape[:-2]
+        kernel, passed = weights.shape[:-2], None
+        if prod(kernel) == 1 < prod(stride):
+            cells, passed = every(stride), dx if dx is None else (dx, stride)
+            dx, x, stride, outside = None if dx is None else dx[cells], x[cells], (1,) * len(stride), None
         rows, *columns = outside or ((0, 0),) * len(kernel)
         by_weights, by_bias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
         inside = None if dx is None else clear_sides(dx, (rows, *columns))
@@ -117,6 +123,8 @@ class Kernels(CellKernels, Convolution, Pooling):
                 by_bias += self.channel_sum(dz)
             if accumulator is not None:
                 accumulator.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, zeros))
+        if passed is not None:
+            clear_between(*passed)
         return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
 
     def _writing(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:

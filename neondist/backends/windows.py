@@ -129,6 +129,20 @@ def clear_sides(dx: Any, sides: Sides) -> Any:
     return dx
 
 
+def every(stride: Ints) -> tuple[slice, ...]:
+    """Return the index of the cells of (N, *spatial, C) that windows of one cell see."""
+    return slice(None), *(slice(None, None, step) for step in stride)
+
+
+def clear_between(dx: Any, stride: Ints) -> None:
+    """Fill the other cells with zeros."""
+    for axis, step in enumerate(stride, start=1):
+        whole = (slice(None),) * axis
+        for first in range(1, step):
+            dx[(*whole, slice(first, None, step))] = 0
+        dx = dx[(*whole, slice(None, None, step))]
+
+
 class StripAccumulator:
     """Adds up, in `dx`, what strips send back; they overlap, and cells that no window sees become zero.
 

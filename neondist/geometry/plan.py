@@ -98,7 +98,8 @@ class HaloPlan(TransferPlan):
             if partition.overlaps
             else _combine(partition, [axis.pieces(at) for axis, at in zip(axes, here, strict=True)])
         )
-        own, need = partition.box(tile), window.needs(outputs.box(tile))
+        own, needs = partition.box(tile), [axis.needs[at] for axis, at in zip(axes, here, strict=True)]
+        need = Box(tuple(lo for lo, _ in needs), tuple(hi for _, hi in needs))
         sends = (
             []  # whoever shares cells has all that it needs
             if partition.overlaps
@@ -176,7 +177,12 @@ class _Axis:
     def __init__(self, partition: Partition, window: Window, axis: int, outputs: Partition) -> None:
         self.partition, self.axis, self.mode = partition, axis, window.mode
         self.n, self.parts = partition.extent[axis], partition.parts[axis]
-        self.needs = needs_along(outputs, window, axis)
+        needs, step = needs_along(outputs, window, axis), window.stride[axis]
+        if window.kernel[axis] == 1 < step:  # own cells behind the last that it sees, for that is often all of a tile
+            for part, (lo, hi) in enumerate(needs):
+                if lo < hi:
+                    needs[part] = lo, max(hi, min(hi + step - 1, partition.range(axis, part)[1]))
+        self.needs = needs
 
     def sources(self, part: int) -> tuple[int, int]:
         """Return the range of cells, inside the image or (wrap) modulo it, that the part needs from owners."""

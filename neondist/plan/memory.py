@@ -34,8 +34,8 @@ def pack(ranges: Sequence[LiveRange]) -> tuple[list[int], int]:
     needs more than the most that lives at one moment.
     """
     orders: list[Callable[[LiveRange], tuple[int, ...]]] = [
+        lambda live: (live.first - live.last, -live.numbers),
         lambda live: (-live.numbers,),
-        lambda live: (-live.numbers * (live.last - live.first + 1),),
         lambda live: (live.first, -live.last),
         lambda live: (-live.last, live.first),
     ]
@@ -75,6 +75,8 @@ class MemoryPlan:
         the same one, where that is written over the view.
     values, sums : dict of value to int
         Which range holds a value that lies in no view, and the sum of the gradients from several readers.
+    begun : set of value
+        Whose sum lies where the first of these gradients does.
     homes : dict of value to step
         In the middle of whose view a value lies.
     restored, borders : dict of step to int
@@ -92,6 +94,7 @@ class MemoryPlan:
     homes: dict[int, int] = field(default_factory=dict)
     restored: dict[int, int] = field(default_factory=dict)
     borders: dict[int, int] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
 
     @cached_property
     def packed(self) -> tuple[list[LiveRange], list[int], int]:
@@ -144,6 +147,29 @@ def plan_memory(
     restored = graph.restored if backward and restores else {}
     saves = [step.saves_input and at not in restored for at, step in enumerate(steps)]
 
+    def own(value: int) -> bool:
+        """Tell whether the memory in which a value's gradient comes is nobody else's."""
+        readers = graph.readers[value]
+        if len(readers) != 1:
+            return bool(readers)
+        (at,) = readers
+        return own(steps[at].output) if at in graph.absorbed else steps[at].layer is not None
+
+    @cache
+    def begins(value: int) -> bool:
+        """Tell whether the first gradient of a value with several readers may take the others: nobody else reads it."""
+        *_, before, first = sorted(graph.readers[value])
+        step = steps[first]
+        others = [v for v in step.inputs if v != value]
+        apart = numbers[value] == numbers[step.output] and own(step.output) and before < first
+        alone = (len(graph.readers[v]) == 1 and read_last(v) < end - before for v in others)
+        return step.layer is not None or (apart and all(alone))
+
+    def handed(value: int, at: int) -> bool:
+        """Tell whether a value's gradient lies where a step behind it has put it."""
+        readers = graph.readers[value]
+        return len(readers) == 1 or (max(readers) == at and begins(value))
+
     @cache
     def read_last(value: int) -> int:
         """Return when the gradient of a value is read last; joins hand theirs on as it is."""
@@ -151,8 +177,8 @@ def plan_memory(
             return end
         at = made[value]
         last = end - at
-        if steps[at].join is not None and (value == steps[at].output or at in graph.cleared):
-            last = max([last, *(read_last(v) for v in steps[at].inputs if len(graph.readers[v]) == 1)])
+        if steps[at].join is not None and (value == steps[at].output or at in graph.cleared or own(value)):
+            last = max([last, *(read_last(v) for v in steps[at].inputs if handed(v, at))])
         return last
 
     def looked_at(value: int) -> list[int]:
@@ -161,7 +187,7 @@ def plan_memory(
 
     for value, readers in enumerate(graph.readers):
         wide = [at for at in readers if windowed[at]]
-        if wide and (len(readers) == 1 or (value and all(windowed[at] or steps[at].join for at in readers))):
+        if wide and (value or len(readers) == 1):
             plan.homes[value] = max(wide, key=lambda at: steps[at].saves_input)
         elif value and value not in gone:
             first = made[value]
@@ -169,24 +195,29 @@ def plan_memory(
             kept = [*saved, *looked_at(value)] if backward else []
             plan.values[value] = plan.add(numbers[value], first, max([first, *readers, *kept]))
         if backward and (value or gradient) and len(readers) > 1:
-            plan.sums[value] = plan.add(numbers[value], end - max(readers), read_last(value))
+            if begins(value):
+                plan.begun.add(value)
+            else:
+                plan.sums[value] = plan.add(numbers[value], end - max(readers), read_last(value))
     for at, step in enumerate(steps):
         by = graph.absorbed.get(at)
-        if step.layer is None or (by is not None and (steps[by].join is None or by in graph.cleared)):
+        joined = by is not None and steps[by].join is not None and by not in graph.cleared
+        if step.layer is None or (by is not None and (not joined or own(step.output))):
             continue
         (value,) = step.inputs
         back, homed = end - at, plan.homes.get(value) == at
         if windowed[at]:
             first = made.get(value, at) if homed else at
-            kept = [*([back] if saves[at] else []), *(looked_at(value) if homed else [])]
-            others = graph.readers[value] if homed else []
-            plan.views[at] = plan.add(held[at], first, max([at, *others, *(kept if backward else [])]))
+            readers = graph.readers[value] if homed else [at]
+            kept = [end - each for each in readers if saves[each] and (each == at or not windowed[each])]
+            kept += looked_at(value) if homed else []
+            plan.views[at] = plan.add(held[at], first, max([*readers, *(kept if backward else [])]))
         if at in restored:
             plan.restored[at] = plan.add(held[at], back, back)
             if windowed[at]:
                 plan.borders[at] = plan.add(held[at] - numbers[value], at, back)
         if backward and (value or gradient):
-            last = read_last(value) if len(graph.readers[value]) == 1 else back
+            last = read_last(value) if handed(value, at) else back
             view = plan.restored.get(at, plan.views.get(at, plan.values.get(value)))
             if view is not None and in_place[at] and plan.ranges[view].last == back:
                 plan.gradients[at], plan.ranges[view] = view, plan.ranges[view]._replace(last=last)

@@ -221,10 +221,11 @@ class Section:
         )
 
     def _add(self, run: SectionPass, gradients: dict[int, Any], value: int, dx: Any) -> None:
-        if len(self.graph.readers[value]) == 1:
-            gradients[value] = dx
-        elif value in gradients:
+        space = run.workspace
+        if value in gradients:
             self.context.backend.kernels.add([gradients[value], dx], gradients[value])
+        elif len(self.graph.readers[value]) == 1 or (value in space.plan.begun and space.arena.blocks.owns(dx)):
+            gradients[value] = dx
         else:
-            total = gradients[value] = run.workspace.sum_place(value, run.samples)
+            total = gradients[value] = space.sum_place(value, run.samples)
             self.context.backend.kernels.copy(dx, total)

@@ -115,7 +115,9 @@ class JoinTask(Task):
         """Return the gradient of what was joined."""
         if self.absorbed(run) is None or self.cleared(run):
             return dy
-        place = run.workspace.gradient_place(self.at + 1, self.output, run.samples)
+        space = run.workspace
+        mine = self.at + 1 not in space.plan.gradients and space.arena.blocks.owns(dy)
+        place = dy if mine else space.gradient_place(self.at + 1, self.output, run.samples)
         return self.kernels.relu_backward(run.joined[self.at], dy, place)
 
 

@@ -207,6 +207,21 @@ def test_live_ranges_of_a_chain():
     assert [tuple(plan.ranges[plan.values[value]][1:]) for value in (1, 2, 4)] == [(0, 1), (1, 2), (3, 4)]
 
 
+def test_a_residual_block_adds_gradients_where_the_first_one_lies():
+    plain, down = [conv(), nd.ConvLayer(3, 3, padding=1)], [conv(stride=2), nd.ConvLayer(3, 3, padding=1)]
+    first, second = nd.ActivationLayer(nd.ReLU()), nd.ActivationLayer(nd.ReLU())
+    blocks = [nd.Sum([plain, []]), first, nd.Sum([down, nd.ConvLayer(3, 1, stride=2)]), second]
+    model = nd.Convnet([conv(), *blocks, nd.GlobalAvgPoolingLayer(), nd.FCLayer(2)])
+    model.build((8, 8, 2), 1)
+    section = model.executor.sections[0]
+    joins = [at for at, step in enumerate(section.graph.steps) if step.join is not None]
+    assert section.plan.begun == {1, 5}
+    assert not section.plan.sums
+    assert not {at + 1 for at in joins} & section.plan.gradients.keys()  # ReLUs' lie over those of what is behind
+    assert 5 not in section.plan.values
+    assert joins[-1] - 1 not in section.plan.views  # 1 x 1 of stride 2 looks into the view of 3 x 3
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("middle", ["chain", "containers"])
 def test_a_step_allocates_next_to_nothing(name, middle):
