@@ -94,34 +94,47 @@ def _segmentation(folder: Path, masks: str) -> str:
     images, drawn = _images(folder / "images"), _images(folder / masks)
     if not images or not drawn:
         raise DataError(f"{folder}: images/ has {len(images)} images, {masks}/ has {len(drawn)}; give both some")
-    largest = 0
+    largest, numbers = 0, 0
     for path in drawn[:20]:
         with open_mask(str(path)) as source:
+            if source.dtype.kind == "f":
+                numbers = source.shape[-1]
+                break
             mask = np.asarray(source.read([(0, n) for n in source.shape]))
         largest = max(largest, int(mask.max()))
     return _FILE.format(
-        what=f"Which class has each cell of an image? The first masks hold 0 to {largest}", crop=_crop(images),
+        what="Which numbers has each cell of an image? The masks hold floats; classes are whole numbers"
+        if numbers
+        else f"Which class has each cell of an image? The first masks hold 0 to {largest}",
+        crop=_crop(images),
         images=json.dumps(str(folder / "images" / f"*{_suffix(images)}")),
-        labels=json.dumps(str(folder / masks / f"*{_suffix(drawn)}")), layers=_SEGMENTER.format(largest + 1),
-        cost="!DiceCE {}  # ignore_index: 255 leaves cells out", metrics="!IoU {}, !F1 {}", number="validation_loss",
-    )  # fmt: skip
+        labels=json.dumps(str(folder / masks / f"*{_suffix(drawn)}"))
+        + f"\n  classes: {largest + 1}             # a mask with others ends the run" * (not numbers),
+        layers=_SEGMENTER.format(numbers or largest + 1),
+        cost="!MSE {}" if numbers else "!DiceCE {}  # ignore_index: 255 leaves cells out",
+        metrics="" if numbers else "!IoU {}, !F1 {}",
+        number="validation_loss",
+    )
 
 
 def _images(folder: Path) -> list[Path]:
-    from ..formats.image_loader import SUFFIXES
+    from ..formats.table import known
 
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    return sorted(path for path in folder.iterdir() if known(path))
 
 
 def _crop(paths: list[Path]) -> list[int]:
     """Return the extents of crops that lie in all images, and can be halved."""
     from ..formats import open_source
 
-    side = 64
+    crop: list[int] = []
     for path in paths:
         with open_source(path) as source:
-            side = min(side, *source.shape[-3:-1])
-    return [side // 8 * 8 or side] * 2
+            extents = [n for n, name in zip(source.shape, source.axes, strict=True) if name in "ZYX"]
+        crop = [
+            min(pair) for pair in zip(crop or [64 if len(extents) < 3 else 32] * len(extents), extents, strict=False)
+        ]
+    return [side // 8 * 8 or side for side in crop]
 
 
 def _suffix(paths: list[Path]) -> str:

@@ -75,4 +75,22 @@ def _check(node: Node, name: str, path: str, at: Node) -> None:
     cls = registered().get(node.tag)
     known = {} if cls is None else fields(cls)
     if cls is not None and name not in known:
-        raise fault(at, join(path, name), unknown_field(cls, name, known))
+        inner = _below(node, name, path)
+        raise fault(
+            at,
+            join(path, name),
+            f"{cls.__name__} has no field '{name}'; did you mean '{inner}'?"
+            if inner
+            else unknown_field(cls, name, known),
+        )
+
+
+def _below(node: Node, name: str, path: str) -> str:
+    """Return where a field of that name is in the objects of a node, the nearest to it; '' if there is none."""
+    assert isinstance(node.value, dict)
+    objects = [(join(path, key), one) for key, one in node.value.items() if isinstance(one.value, dict)]
+    for place, one in objects:
+        cls = registered().get(one.tag or "")
+        if name in one.value or (cls is not None and name in fields(cls)):  # type: ignore[operator]
+            return join(place, name)
+    return next(filter(None, (_below(one, name, place) for place, one in objects)), "")

@@ -33,9 +33,9 @@ def is_dense(shape: Sequence[int], targets: Any, ignored: int | None = None) -> 
         return True
     if targets.shape != shape[:-1]:
         raise ShapeError(
-            f"targets of shape {targets.shape} do not fit outputs of shape {shape}: give labels of shape"
-            f" {shape[:-1]} or values of shape {shape}; one label per image needs an FC or a global pooling"
-            " layer at the end"
+            f"targets of shape {targets.shape}, {targets.dtype}, do not fit outputs of shape {shape}: give labels of"
+            f" shape {shape[:-1]}, whole numbers, or values of shape {shape}; one label per image needs an FC or a"
+            " global pooling layer at the end"
         )
     classes = shape[-1]
     if targets.dtype.kind not in "iu":

@@ -219,6 +219,11 @@ def formats() -> Iterator[Format]:
         yield found
 
 
+def known(path: Path) -> bool:
+    """Tell whether the name is one of a format's files."""
+    return _find(path) is not None
+
+
 def _find(path: Path) -> Format | None:
     """Return the format with the longest suffix that the name ends with, one whose library is there before others.
 

@@ -46,6 +46,11 @@ def test_later_settings_win_and_nothing_is_null():
     ("setting", "message"),
     [
         ("epoch=1", "--set epoch=1: epoch: ToyExperiment has no field 'epoch'; did you mean 'epochs'?"),
+        (
+            "optimizer=!ToySGD {}",
+            "--set optimizer=!ToySGD {}: optimizer: ToyExperiment has no field 'optimizer'; did you mean"
+            " 'model.optimizer'?",
+        ),
         ("epochs", "--set epochs: write --set key.path=value"),
         ("model..x=1", "--set model..x=1: write --set key.path=value"),
         ("epochs=ten", "--set epochs=ten: epochs: expected an integer, got the text 'ten'"),

@@ -99,7 +99,7 @@ def test_init_writes_a_file_that_can_be_run(tmp_path, monkeypatch, capsys, kind)
     assert faults((tmp_path / "mine.yaml").read_text()) == []
     made = load_experiment("mine.yaml")
     made.validate(2)
-    assert made.dataset.crop == [48, 48]  # a crop lies in every image
+    assert made.dataset.crop == [64, 48]  # a crop lies in every image
     assert made.model.leaves[-1].arguments().get("out_features", 3) == (2 if kind == "classes" else 3)
     assert main(["init", "mine"]) == 2
     assert "mine.yaml: exists already; choose another name with --to" in capsys.readouterr().err
@@ -117,6 +117,26 @@ def test_init_counts_the_indices_of_palettes_as_training_does(tmp_path, monkeypa
     assert main(["init", "mine"]) == 0
     assert "masks hold 0 to 3" in (tmp_path / "mine.yaml").read_text()
     assert load_experiment("mine.yaml").model.leaves[-1].arguments()["out_channels"] == 4
+
+
+@pytest.mark.parametrize("kind", ["u1", "f4"])
+def test_init_for_volumes(tmp_path, monkeypatch, kind):
+    pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
+    monkeypatch.chdir(tmp_path)
+    for folder, dtype in (("images", "i2"), ("masks", kind)):
+        (tmp_path / "mine" / folder).mkdir(parents=True)
+        for at in range(3):
+            with nd.create_sink(tmp_path / "mine" / folder / f"{at}.nii.gz", (12, 40, 36, 1), dtype, "ZYXC") as sink:
+                sink.write([(0, 1), (0, 1), (0, 2), (0, 1)], np.ones((1, 1, 2, 1), dtype))
+                sink.commit()
+    assert main(["init", "mine"]) == 0
+    made = load_experiment("mine.yaml", ["epochs=1"])
+    made.validate(2)
+    assert (made.dataset.crop, made.dataset.sample_shape) == ([8, 32, 32], (8, 32, 32, 1))
+    outputs, classes, cost = (2, 2, nd.DiceCE) if kind == "u1" else (1, None, nd.MSE)
+    assert made.model.leaves[-1].arguments()["out_channels"] == outputs
+    assert made.dataset.arguments().get("classes") == classes
+    assert type(made.model.cost) is cost
 
 
 def test_init_without_images(tmp_path, capsys):

@@ -89,7 +89,9 @@ def require_alike(items: Sequence[Item], extents: tuple[int, ...], whole: bool) 
         if whole and item.shape != first.shape:
             raise DataError(f"{item.name}: is {_words(item)}, but {first.name} is {_words(first)}; give crop: [h, w]")
         if any(n < c for n, c in zip(item.extents, extents, strict=True)):
-            raise DataError(f"{item.name}: is {_words(item)}, smaller than crop {list(extents)}; leave it out")
+            raise DataError(
+                f"{item.name}: is {_words(item)}, smaller than crop {list(extents)}; leave it out, or crop less"
+            )
 
 
 def labelled(labels: str, items: Sequence[Item], classes: int | None) -> tuple[np.ndarray, int | None]:
