@@ -7,6 +7,8 @@ import os
 import platform
 from collections.abc import Callable
 
+import psutil
+
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of mallopt(3)
 _DEFAULTS = {_TRIM_THRESHOLD: 1 << 17, _MMAP_MAX: 1 << 16}  # glibc does not tell what is set
 
@@ -30,3 +32,13 @@ def keep_freed_memory() -> Callable[[], None]:
         libc.malloc_trim(0)
 
     return take_back
+
+
+def give_back_freed(above: int) -> None:
+    """Give what is freed back to the system, if this process holds more bytes than that.
+
+    PyTorch's aligned blocks leave gaps that the next one of their size does not fit into, so that what is kept grows
+    beyond what is ever in use at a time (measured: by 400 MiB in 39 strips).
+    """
+    if platform.libc_ver()[0] == "glibc" and psutil.Process().memory_info().rss > above:
+        ctypes.CDLL(None).malloc_trim(0)

@@ -38,6 +38,9 @@ class Kernels(CellKernels, Convolution, Pooling):
     def close(self) -> None:
         """Take back what the kernels have changed in this process, such as numbers of threads."""
 
+    def give_back_freed(self, above: int) -> None:
+        """Give memory that is kept for later back to the system, if this process holds more bytes than that."""
+
     def conv_into(
         self,
         y: Any,

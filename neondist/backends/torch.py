@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_info
 
 from . import torch_conv as conv
 from . import torch_pool as pool
-from .allocator import keep_freed_memory
+from .allocator import give_back_freed, keep_freed_memory
 from .host import HostKernels
 from .torch_arrays import tensor
 from .windows import Sides, out_extent, strips
@@ -55,6 +55,10 @@ class TorchKernels(HostKernels):
     def close(self) -> None:
         """Take back PyTorch's number of threads and the setting of malloc."""
         self._closing.close()
+
+    def give_back_freed(self, above: int) -> None:
+        """Give back what malloc keeps."""
+        give_back_freed(above)
 
     def conv_forward(
         self,

@@ -21,6 +21,8 @@ class Blocks:
     ----------
     samples : int
         Of this rank. Fewer use a part of the same block, more get another one.
+    most : int, optional
+        Bytes that this process should not go beyond, whatever else it holds.
 
     Attributes
     ----------
@@ -32,8 +34,8 @@ class Blocks:
         The numbers of those that nobody uses.
     """
 
-    def __init__(self, samples: int, dtype: np.dtype, backend: Backend) -> None:
-        self.samples, self.dtype, self.backend = samples, dtype, backend
+    def __init__(self, samples: int, dtype: np.dtype, backend: Backend, most: int | None = None) -> None:
+        self.samples, self.dtype, self.backend, self.most = samples, dtype, backend, most
         self.length = self.made = 0
         self.free: list[int] = []
         self._blocks: dict[tuple[int, int], Any] = {}
@@ -53,6 +55,8 @@ class Blocks:
     def give_back(self, number: int) -> None:
         """Take note that nobody uses it any more."""
         self.free.append(number)
+        if self.most is not None:
+            self.backend.kernels.give_back_freed(self.most)
 
     def block(self, number: int, samples: int, length: int) -> Any:
         """Return the block of a number for so many samples, each of `length` numbers at least."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..halo import Phase
 from ..layers import Context, Layer
+from ..memory import PROCESS
 from ..plan import Graph, Plan
 from .arena import Blocks
 from .section import Section
@@ -73,7 +74,9 @@ class Executor:
         layer_task: Callable[[int, Graph, Layer], LayerTask] = LayerTask,
     ) -> None:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
-        self.blocks, shared = (Blocks(samples, context.dtype, context.backend) for _ in range(2))
+        memory = compiled.training.memory
+        most = None if memory is None else memory + PROCESS * 15 // 16  # the rest is what kernels take for a moment
+        self.blocks, shared = (Blocks(samples, context.dtype, context.backend, most) for _ in range(2))
         self.sections: list[Any] = []
         if compiled.stream is not None:
             self.sections.append(Streamed(compiled.stream, context, shared, layer_task))

@@ -223,6 +223,13 @@ def test_a_closed_backend_takes_back_what_it_changed(monkeypatch):
         backend = nd.get_backend("torch")
         assert torch.get_num_threads() == 1
         kept = resident_after_freeing()
+        held = psutil.Process().memory_info
+        backend.kernels.give_back_freed(above=1 << 40)
+        assert held().rss > kept - SIZE // 2
+        backend.kernels.give_back_freed(above=kept - SIZE // 2)
+        assert (given_back := held().rss) < kept - SIZE // 2
+        kept = resident_after_freeing()
+        assert kept > given_back + SIZE // 2
         backend.close()
         assert torch.get_num_threads() == 3
         assert resident_after_freeing() < kept - SIZE // 2

@@ -269,6 +269,18 @@ def test_memory_that_is_not_enough():
     assert [as_bytes("memory", text) for text in ("8GiB", "500 MB", "1.5k", 77)] == [8 << 30, 5 * 10**8, 1536, 77]
 
 
+def test_what_is_freed_is_given_back_after_each_strip_where_memory_is_limited(monkeypatch):
+    asked = []
+    monkeypatch.setattr(nd.Kernels, "give_back_freed", lambda kernels, above: asked.append(above))
+    for limit in (None, "1GB"):
+        assert not asked
+        model = plain(memory=limit, strips=1, backend="numpy")
+        model.build((33, 32, 3), 1)
+        model.train_batch(np.ones((1, 33, 32, 3), np.float32), np.array([1]))
+    assert len(asked) >= 2 * 8  # 8 strips, forward and back
+    assert PROCESS / 2 < min(asked) <= max(asked) < as_bytes("memory", "1GB")
+
+
 def test_a_pass_cannot_end_in_a_stream():
     model = nd.Convnet([nd.ConvLayer(2, 3), nd.ConvLayer(2, 3)], memory=ENOUGH, strips=2)
     model.build((9, 8, 1), 1)
