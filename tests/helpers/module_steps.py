@@ -134,7 +134,9 @@ def adaptive_pool(pen, x, t, n):
 def unfold_image(pen, x, t, n):
     if n != 2:
         return None
-    return f"F.unfold({x}, {pen.int(1, 3)}, {pen.int(1, 2)}, {pen.int(0, 1)}, {pen.int(1, 2)})"
+    how = f"{pen.int(1, 3)}, {pen.int(1, 2)}, {pen.int(0, 1)}, {pen.int(1, 2)}"
+    columns = f"F.unfold({x}, {how})"
+    return columns if pen.chance() else f"F.fold({columns}, {tuple(t.shape[2:])}, {how})"
 
 
 @step(0.7)

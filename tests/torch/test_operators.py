@@ -26,6 +26,13 @@ def tokens(x):
     return x.flatten(2).transpose(1, 2)
 
 
+def windows(x, attend=lambda q, k: F.scaled_dot_product_attention(q, k, k)):
+    """Cells in windows of 3 x 2, which all ask what a smaller image asks."""
+    k = x[..., :12, :10].unflatten(2, (4, 3)).unflatten(4, (5, 2)).permute(0, 2, 4, 3, 5, 1).reshape(-1, 6, 3)
+    q = tokens(F.avg_pool2d(x, 4)).repeat_interleave(20, 0)
+    return attend(q, k)
+
+
 MODULES = {
     "conv": lambda: nn.Conv2d(3, 4, 3, padding=1),
     "conv, even, strided": lambda: nn.Conv2d(3, 4, (4, 3), stride=(2, 3), padding=(2, 1)),
@@ -74,6 +81,10 @@ MODULES = {
     "channel attention": lambda: Function(lambda x: (x.flatten(2) @ tokens(x)).softmax(-1) @ x.flatten(2)),
     "einsum": lambda: Function(lambda x: torch.einsum("nchw,ndhw->ncd", x, x)),
     "unfold": lambda: nn.Unfold(3, padding=1, stride=2),
+    "fold": lambda: Function(lambda x: F.fold(F.unfold(x, 3, 1, 1, 2), (13, 12), 3, 1, 1, 2)),
+    "fold, gaps": lambda: Function(lambda x: F.fold(x[:, :2].flatten(2), (26, 32), (1, 2), 1, (0, 1), (2, 3))),
+    "global queries of windows": lambda: Function(windows),
+    "global queries of windows, by hand": lambda: Function(lambda x: windows(x, lambda q, k: q @ k.mT @ k)),
     "windows of a dimension": lambda: Function(lambda x: x.unfold(2, 3, 2)),
     "in place": lambda: Function(lambda x: F.silu(x * 2, inplace=True).add_(1)),
     "written slice": lambda: Function(lambda x: written(x * 1.0)),

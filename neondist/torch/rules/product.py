@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, axes_of, indices, whole_along
+from ..layout import Atom, Dim, Layout, axes_of, indices, whole_along
 from ..registry import rule
 
 
@@ -66,7 +66,7 @@ def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None, vec: Any 
             two = lowering.reshape(b, (*b.shape, 1))
         return lowering.reshape(matmul(lowering, one, two), lowering.out.shape)
     batch = lowering.common([a.layout[:-2], b.layout[:-2]]) if max(len(a.shape), len(b.shape)) > 2 else ()
-    rows, columns = a.layout[-2], b.layout[-1]
+    rows, columns = _apart(a, batch), b.layout[-1]
     busy = axes_of(batch) | axes_of([rows])
     if axes_of([columns]) & busy:
         columns = (Atom(b.shape[-1]),)
@@ -80,6 +80,12 @@ def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None, vec: Any 
     return lowering.reduced(torch.matmul, [left, right], axes_of([inner]), layout, a.dtype)
 
 
+def _apart(value: Any, batch: Layout) -> Dim:
+    """Return how the rows of a product's first factor are cut, whole where an axis cuts the batch of the other."""
+    rows = value.layout[-2]
+    return (Atom(value.shape[-2]),) if axes_of([rows]) & axes_of(batch) else rows
+
+
 def _as(lowering: Any, value: Any, target: Any, context: Any) -> Any:
     """Return a value aligned to a layout, dimensions that are whole there seen whole."""
     offset = len(target) - len(value.layout)
@@ -88,6 +94,8 @@ def _as(lowering: Any, value: Any, target: Any, context: Any) -> Any:
         for at, dim in enumerate(value.layout)
         if axes_of([dim]) and not axes_of([target[offset + at]]) and value.shape[at] != 1
     ]
+    if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # where it would be cut twice by an axis
+        value, dims = lowering.gathered(value, dims), []
     if not dims:
         return lowering.aligned(value, target, context)
     wanted = whole_along(value.layout, dims)
@@ -111,19 +119,19 @@ def attention(
     if dropout_p:
         lowering.refuse("dropout inside of attention")
     query, key, value = (lowering.gathered(t, [-1]) for t in (query, key, value))
-    cut = bool(axes_of([query.layout[-2]]))
-    rows = indices(query.layout[-2], lowering.place) if is_causal and cut else []
     batch = lowering.common([t.layout[:-2] for t in (query, key, value)])
-    every = (Atom(key.shape[-2]),)
-    context = axes_of((*batch, query.layout[-2]))
+    queries, every = _apart(query, batch), (Atom(key.shape[-2]),)
+    cut = bool(axes_of([queries]))
+    rows = indices(queries, lowering.place) if is_causal and cut else []
+    context = axes_of((*batch, queries))
     args = [
-        _as(lowering, query, (*batch, query.layout[-2], query.layout[-1]), context),
+        _as(lowering, query, (*batch, queries, query.layout[-1]), context),
         _as(lowering, key, (*batch, every, key.layout[-1]), context),
         _as(lowering, value, (*batch, every, value.layout[-1]), context),
     ]
-    rows_and_keys = (*batch, query.layout[-2], every)
+    rows_and_keys = (*batch, queries, every)
     args.append(None if attn_mask is None else _as(lowering, attn_mask, rows_and_keys, context))
-    layout = (*batch, query.layout[-2], value.layout[-1])
+    layout = (*batch, queries, value.layout[-1])
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if is_causal and cut:  # PyTorch would take this rank's first query for that of the image

@@ -121,47 +121,62 @@ def conv_transpose(
 ) -> Any:  # fmt: skip
     """Window; each rank computes the results of its own cells from all inputs that reach them."""
     n = len(weight.shape) - 2
-    first = len(x.shape) - n
     x = _whole_channels(lowering, x, n)
     strides, paddings, extras, dilations = (spread_out(v, n) for v in (stride, padding, output_padding, dilation))
-    wants, atoms, native, crops = {}, [], [], []
-    for at, extent in enumerate(lowering.out.shape[-n:]):
-        dim, s, p, d, k = first + at, strides[at], paddings[at], dilations[at], weight.shape[2 + at]
-        axis, cells = lowering.cut(x, dim), x.shape[first + at]
+    slides = [Sliding(*of) for of in zip(weight.shape[2:], strides, paddings, dilations, strict=True)]
+    view, pads, atoms, crops = _reaching(lowering, x, slides, lowering.out.shape[-n:])
+    extras = [0 if lowering.cut(x, at - n) is not None else extra for at, extra in enumerate(extras)]
+    run, layout = _TRANSPOSED[n], images(x, weight.shape[1] * groups, atoms)
+    local = local_shape(layout, lowering.place)
+
+    def transposed(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        if all(full for *_, full in crops):
+            y = _cropped(run(a, w, None, strides, pads, extras, groups, dilations), crops)
+        else:  # nothing reaches here: the result is the bias
+            y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(local)
+        return y if b is None else y + b.view(-1, *[1] * n)
+
+    return lowering.local(transposed, [view, weight, bias], layout, lowering.out.dtype)
+
+
+_Crop = tuple[int, int, int, bool]
+"""Of what is spread out: a dimension, the first index to keep, how many, and whether anything reaches them."""
+
+
+def _reaching(
+    lowering: Any, x: Any, sliding: Sequence[Sliding], extents: Sequence[int]
+) -> tuple[Any, list[int], list[Atom], list[_Crop]]:
+    """Return the view of the cells that reach this rank's results by windows that are spread out again.
+
+    Then the padding to take away along dimensions that are not cut, the results' atoms, and what to keep along others.
+    """
+    wants, left, atoms, crops = {}, [], [], list[_Crop]()
+    for at, ((k, s, p, d), extent) in enumerate(zip(sliding, extents, strict=True), start=-len(sliding)):
+        dim = len(x.shape) + at
+        axis = lowering.cut(x, dim)
         out = lowering.mesh.atom(extent, axis)
         atoms.append(out)
+        left.append(p if axis is None else 0)
         if axis is None:
-            native.append((p, extras[at]))
             continue
-        native.append((0, 0))
         ranges = []
         for lo, hi in out.ranges:
-            inside, _ = clipped(-(-(lo + p - d * (k - 1)) // s), (hi - 1 + p) // s + 1, cells)
+            inside, _ = clipped(-(-(lo + p - d * (k - 1)) // s), (hi - 1 + p) // s + 1, x.shape[dim])
             ranges.append((inside if lo < hi else (0, 0),))
         wants[dim] = axis, ranges
         (here,) = ranges[lowering.place[axis]]
         lo, hi = out.range(lowering.place)
-        crops.append((at - n, lo - (here[0] * s - p), hi - lo, here[0] < here[1]))
-    view = lowering.view(x, wants, window=True)
-    run = _TRANSPOSED[n]
-    pads, extra = [p for p, _ in native], [e for _, e in native]
+        crops.append((at, lo - (here[0] * s - p), hi - lo, here[0] < here[1]))
+    return lowering.view(x, wants, window=True), left, atoms, crops
 
-    def transposed(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-        if all(full for *_, full in crops):
-            y = run(a, w, None, strides, pads, extra, groups, dilations)
-        else:  # nothing reaches here: the result is the bias
-            y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(local)
-            return y if b is None else y + b.view(-1, *[1] * n)
-        for dim, start, length, _ in crops:
-            before, after = max(0, -start), max(0, start + length - y.shape[dim])
-            if before or after:
-                y = F.pad(y, [0, 0] * (-dim - 1) + [before, after])
-            y = y.narrow(dim, start + before, length)
-        return y if b is None else y + b.view(-1, *[1] * n)
 
-    layout = images(x, weight.shape[1] * groups, atoms)
-    local = local_shape(layout, lowering.place)
-    return lowering.local(transposed, [view, weight, bias], layout, lowering.out.dtype)
+def _cropped(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
+    for dim, start, length, _ in crops:
+        before, after = max(0, -start), max(0, start + length - y.shape[dim])
+        if before or after:
+            y = F.pad(y, [0, 0] * (-dim - 1) + [before, after])
+        y = y.narrow(dim, start + before, length)
+    return y
 
 
 @rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
@@ -234,20 +249,51 @@ def avg_pool(
     return lowering.local(run, [view], layout, lowering.out.dtype)
 
 
+def _windows(n: int, slide: Sliding) -> int:
+    """Return how many windows there are along n cells."""
+    return (n + 2 * slide.padding - slide.dilation * (slide.kernel - 1) - 1) // slide.stride + 1
+
+
 @rule("aten.im2col.default")
 def im2col(lowering: Any, x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
     """Window; the results' last dimension is made of rows and columns."""
     kernel, dilated, pads, steps = (spread_out(v, 2) for v in (kernel_size, dilation, padding, stride))
     x = _whole_channels(lowering, x, 2)
     slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
-    extents = [
-        (x.shape[dim - 2] + 2 * s.padding - s.dilation * (s.kernel - 1) - 1) // s.stride + 1
-        for dim, s in enumerate(slides)
-    ]
+    extents = [_windows(x.shape[dim - 2], slide) for dim, slide in enumerate(slides)]
     view, left, atoms = windows_of(lowering, x, slides, extents)
     how = [tuple(each) for each in (kernel, dilated, left, steps)]
     layout = (*x.layout[:-3], (Atom(lowering.out.shape[-2]),), tuple(atoms))
     return lowering.local(lambda a: F.unfold(a, *how), [view], layout, lowering.out.dtype)
+
+
+@rule("aten.col2im.default")
+def col2im(
+    lowering: Any, x: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
+) -> Any:  # fmt: skip
+    """Window; each rank sums up its own cells of all columns that reach them."""
+    kernel, dilated, pads, steps = (spread_out(v, 2) for v in (kernel_size, dilation, padding, stride))
+    slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
+    extents = spread_out(output_size, 2)
+    rows, columns = (_windows(n, slide) for n, slide in zip(extents, slides, strict=True))
+    x = _whole_channels(lowering, lowering.reshape(x, (*x.shape[:-1], rows, columns)), 2)
+    view, left, atoms, crops = _reaching(lowering, x, slides, extents)
+    layout = images(x, x.shape[-3] // (kernel[0] * kernel[1]), atoms)
+    local = local_shape(layout, lowering.place)
+
+    cut = [lowering.cut(x, dim) is not None for dim in (-2, -1)]
+    how = [tuple(each) for each in (kernel, dilated, left, steps)]
+
+    def run(a: torch.Tensor) -> torch.Tensor:
+        if not all(full for *_, full in crops):  # nothing reaches here
+            return a.sum() * 0 + a.new_zeros(local)
+        spread = (
+            (n - 1) * s.stride + s.dilation * (s.kernel - 1) + 1 for n, s in zip(a.shape[-2:], slides, strict=True)
+        )
+        size = tuple(here if there else extent for here, there, extent in zip(spread, cut, extents, strict=True))
+        return _cropped(F.fold(a.flatten(-2), size, *how), crops)
+
+    return lowering.local(run, [view], layout, lowering.out.dtype)
 
 
 @rule("aten.unfold.default")
