@@ -1,8 +1,9 @@
-/* Convolutions 3 x 3, or d x 3 x 3, of stride 1 by Winograd's F(2 x 2, 3 x 3) (Lavin and Gray 2016): 2.25 times fewer
-   products; part of _cells.c.
+/* Convolutions 3 x 3 and 5 x 5, or d x 3 x 3 and d x 5 x 5, of stride 1 by Winograd's F(2 x 2, 3 x 3) and F(2 x 2, 5 x 5)
+   (Lavin and Gray 2016): 2.25 and 2.78 times fewer products; part of _cells.c.
 
-   A tile is 2 x 2 outputs and the 4 x 4 cells that they see: y = A^T [sum over channels of (G w G^T) (B^T x B)] A, so
-   that there are 16 products of matrices (tiles, channels). A block of tiles goes through all of it in the cache. */
+   A tile is 2 x 2 outputs and the 4 x 4 or 6 x 6 cells that they see: y = A^T [sum over channels of (G w G^T) (B^T x B)]
+   A, so that there are 16 or 36 products of matrices (tiles, channels). A block of tiles goes through all of it in the
+   cache. */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define WINOGRAD
@@ -16,9 +17,9 @@ typedef struct {
 
 struct transforms;
 
-/* Of U, V and M each of 16 parts is `apart` numbers behind the one before. */
+/* Of U, V and M each of side * side parts is `apart` numbers behind the one before. */
 typedef struct {
-    int back, lanes, weights; /* weights: the stage */
+    int back, lanes, weights, kernel; /* weights: the stage */
     const struct transforms *does;
     Cells x, y;
     char *w, *u, *scratch;
@@ -60,47 +61,33 @@ static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssi
     }
 }
 
-#define T float
 #define BYTES 64
 #define ROWS 12
 #define TARGET __attribute__((target("avx512f")))
-#define NAME(x) x##_float_512
-#include "_winograd_typed.h"
-#undef T
-#undef NAME
-#define T double
-#define NAME(x) x##_double_512
-#include "_winograd_typed.h"
-#undef T
-#undef NAME
+#define NAMED(x, t) x##_##t##_512
+#include "_winograd_sizes.h"
 #undef BYTES
 #undef ROWS
 #undef TARGET
-#define T float
+#undef NAMED
 #define BYTES 32
 #define ROWS 6
 #define TARGET __attribute__((target("avx2,fma")))
-#define NAME(x) x##_float_256
-#include "_winograd_typed.h"
-#undef T
-#undef NAME
-#define T double
-#define NAME(x) x##_double_256
-#include "_winograd_typed.h"
-#undef T
-#undef NAME
+#define NAMED(x, t) x##_##t##_256
+#include "_winograd_sizes.h"
 #undef BYTES
 #undef ROWS
 #undef TARGET
+#undef NAMED
 
 static const struct transforms {
     void (*weights)(const Winograd *, void *, Py_ssize_t, Py_ssize_t);
     void (*weights_back)(const Winograd *, void *, Py_ssize_t, Py_ssize_t);
     void (*tiles)(const Winograd *, void *, void *, Py_ssize_t, Py_ssize_t);
-} TRANSFORMS[2][2] = {
+} TRANSFORMS[2][2][2] = {
 #define FOR(x) {weights_##x, weights_back_##x, tiles_##x}
-    {FOR(float_256), FOR(double_256)},
-    {FOR(float_512), FOR(double_512)},
+    {{FOR(float3_256), FOR(double3_256)}, {FOR(float3_512), FOR(double3_512)}},
+    {{FOR(float5_256), FOR(double5_256)}, {FOR(float5_512), FOR(double5_512)}},
 #undef FOR
 };
 
@@ -133,7 +120,7 @@ static void winograd_stage(Winograd *job, int weights, Py_ssize_t parts, int thr
 
 /* Run the job; -1: no memory. */
 static int run_winograd(Winograd *job, Py_ssize_t size, int threads, Start start) {
-    const Py_ssize_t lanes = job->lanes;
+    const Py_ssize_t lanes = job->lanes, parts = (job->kernel + 1) * (job->kernel + 1);
     job->tiles[0] = (job->y.extent[2] + 1) / 2;
     job->tiles[1] = (job->y.extent[3] + 1) / 2;
     job->all = job->y.extent[0] * job->y.extent[1] * job->tiles[0] * job->tiles[1];
@@ -142,14 +129,14 @@ static int run_winograd(Winograd *job, Py_ssize_t size, int threads, Start start
     job->v_row = (job->k + lanes - 1) / lanes * lanes;
     job->m_row = job->u_row = (job->outer + lanes - 1) / lanes * lanes;
     job->longest = MAX(job->v_row, job->m_row);
-    const Py_ssize_t fit = SCRATCH / 16 / (job->v_row + job->m_row) / size, even = job->all / threads / 2 + 1;
+    const Py_ssize_t fit = SCRATCH / parts / (job->v_row + job->m_row) / size, even = job->all / threads / 2 + 1;
     job->block = MIN(MAX(24, MIN(MOST, fit / 12 * 12)), even); /* 12 divides by all ROWS */
     job->shares = job->back ? threads : (job->all + job->block - 1) / job->block;
     job->v_apart = job->block * job->v_row + lanes;
     job->m_apart = job->block * job->m_row + lanes;
     job->u_apart = job->k * ((job->u_row + lanes) / (2 * lanes)) * 2 * lanes + lanes; /* panels are of two vectors */
-    job->room = (16 * (job->v_apart + job->m_apart) + 2 * job->longest) * size;
-    job->u_room = 16 * job->u_apart * size;
+    job->room = (parts * (job->v_apart + job->m_apart) + 2 * job->longest) * size;
+    job->u_room = parts * job->u_apart * size;
     char *room = calloc(1, threads * job->room + (job->back ? job->shares : 1) * job->u_room + LINE);
     if (room == NULL)
         return -1;
@@ -194,7 +181,8 @@ static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer 
     wide = wide && MIN(job->inner, job->outer) >= 64 / x->itemsize; /* fewer channels fill no such vector */
     if (!wide && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
         return 0;
-    job->does = &TRANSFORMS[wide][is(x, 'd')];
+    job->kernel = (int)w->shape[1 + first];
+    job->does = &TRANSFORMS[job->kernel == 5][wide][is(x, 'd')];
     job->lanes = (wide ? 64 : 32) / x->itemsize;
     for (int axis = 0; axis < 5; axis++) {
         job->w_step[axis] = axis + first < 0 ? 0 : w->strides[axis + first];
@@ -204,7 +192,8 @@ static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer 
     job->w = w->buf;
     job->depth = first < 0 ? 1 : w->shape[0];
     job->k = job->depth * job->inner;
-    return x->shape[0] == y->shape[0] && w->shape[1 + first] == 3 && w->shape[2 + first] == 3 && job->depth > 0 &&
+    return x->shape[0] == y->shape[0] && (job->kernel == 3 || job->kernel == 5) && w->shape[2 + first] == job->kernel &&
+           job->depth > 0 &&
            w->shape[3 + first] == job->inner && w->shape[4 + first] == job->outer &&
            (size_t)w->buf % w->itemsize == 0 && MIN(job->inner, job->outer) >= job->lanes;
 }
@@ -216,7 +205,7 @@ PyDoc_STRVAR(winograd_doc,
              "Parameters\n----------\n"
              "back : bool\n    Whether weights is to become the gradient of the weights, and y is that of y.\n"
              "x : array (N, *extent, C)\n    Of two or three axes; beyond its ends are zeros.\n"
-             "weights : array (3, 3, C, C') or (depth, 3, 3, C, C')\n"
+             "weights : array (k, k, C, C') or (depth, k, k, C, C'), k being 3 or 5\n"
              "y : array (N, *out, C')\n    x, weights and y are of one dtype.\n"
              "bias : array (C',), or None\n"
              "before : tuple of int\n    How far in front of x its first windows begin, for planes, rows and columns.\n"

@@ -1,10 +1,13 @@
-/* Winograd's convolution for numbers of one type T, vectors of BYTES and blocks of ROWS; included for each of them. */
+/* Winograd's convolution for a kernel of KERNEL x KERNEL, numbers of one type T, vectors of BYTES and blocks of ROWS;
+   included for each of them. */
 
 #define VEC NAME(Vec)
 typedef T VEC __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));
 #define LANES ((Py_ssize_t)(BYTES / sizeof(T)))
 #define AT(p) (*(VEC *)(p))
 #define SEEN(p) (*(const VEC *)(p))
+#define SIDE (KERNEL + 1)
+#define PARTS (SIDE * SIDE)
 #define INLINE TARGET static inline __attribute__((always_inline))
 
 /* c (rows, vecs) = or, if `add`, += a (rows, k) b (k, vecs); a's numbers are `across` and `along` apart. */
@@ -52,23 +55,72 @@ INLINE void NAME(product)(const int turned, Py_ssize_t rows, Py_ssize_t k, Py_ss
 #define EACH_VECTOR(channels) \
     for (Py_ssize_t i = 0, z = 0; i < (channels); i += LANES, z = i + LANES > (channels) ? (channels) - LANES : i)
 
+/* Along one axis: `from_cells` is B^T, `to_outputs` A^T and `from_outputs` its adjoint A, `from_weights` G and `to_weights`
+   its adjoint G^T. */
+#if KERNEL == 3 /* the points 0, 1, -1 */
+INLINE void NAME(from_cells)(VEC *to, const VEC *x) {
+    to[0] = x[0] - x[2], to[1] = x[1] + x[2], to[2] = x[2] - x[1], to[3] = x[3] - x[1];
+}
+
+INLINE void NAME(to_outputs)(VEC *to, const VEC *m) { to[0] = m[0] + m[1] + m[2], to[1] = m[1] - m[2] + m[3]; }
+
+INLINE void NAME(from_outputs)(VEC *to, const VEC *y) {
+    to[0] = y[0], to[1] = y[0] + y[1], to[2] = y[0] - y[1], to[3] = y[1];
+}
+
+INLINE void NAME(from_weights)(T *to, const T *w) {
+    const T even = w[0] + w[2];
+    to[0] = w[0], to[1] = (even + w[1]) / 2, to[2] = (even - w[1]) / 2, to[3] = w[2];
+}
+
+INLINE void NAME(to_weights)(T *to, const T *u) {
+    const T even = (u[1] + u[2]) / 2;
+    to[0] = u[0] + even, to[1] = (u[1] - u[2]) / 2, to[2] = even + u[3];
+}
+#else /* 0, 1, -1, 1/2, -2: rounding errors of other five are half again as large and more */
+INLINE void NAME(from_cells)(VEC *to, const VEC *x) {
+    const VEC a = x[4] - x[2], b = x[3] - x[1], sum = x[4] + (T)1.5 * x[3] - x[2], rest = x[3] + (T)1.5 * x[2] - x[1];
+    to[0] = a + x[0] - x[2] + (T)1.5 * b, to[1] = sum + rest, to[2] = sum - rest;
+    to[3] = a + 2 * b, to[4] = a - (T)0.5 * b, to[5] = x[5] - x[3] - b + (T)1.5 * a;
+}
+
+INLINE void NAME(to_outputs)(VEC *to, const VEC *m) {
+    to[0] = m[0] + m[1] + m[2] + m[3] + m[4], to[1] = m[1] - m[2] + (T)0.5 * m[3] - 2 * m[4] + m[5];
+}
+
+INLINE void NAME(from_outputs)(VEC *to, const VEC *y) {
+    to[0] = y[0], to[1] = y[0] + y[1], to[2] = y[0] - y[1];
+    to[3] = y[0] + (T)0.5 * y[1], to[4] = y[0] - 2 * y[1], to[5] = y[1];
+}
+
+INLINE void NAME(from_weights)(T *to, const T *w) {
+    const T even = w[0] + w[2] + w[4], odd = w[1] + w[3];
+    to[0] = w[0], to[1] = (even + odd) / 3, to[2] = (odd - even) / 3, to[5] = w[4];
+    to[3] = (16 * w[0] + 8 * w[1] + 4 * w[2] + 2 * w[3] + w[4]) / -15;
+    to[4] = (w[0] - 2 * w[1] + 4 * w[2] - 8 * w[3] + 16 * w[4]) / 15;
+}
+
+INLINE void NAME(to_weights)(T *to, const T *u) {
+    const T even = (u[1] - u[2]) / 3, odd = (u[1] + u[2]) / 3, c = u[3] / 15, d = u[4] / 15;
+    to[0] = u[0] + even - 16 * c + d, to[1] = odd - 8 * c - 2 * d, to[2] = even - 4 * c + 4 * d;
+    to[3] = odd - 2 * c - 8 * d, to[4] = even - c + 16 * d + u[5];
+}
+#endif
+
+#define EACH(i, n) _Pragma("GCC unroll 6") for (int i = 0; i < (n); i++)
+
 /* V = B^T x B of one tile, whose cells are at `x`. */
 INLINE void NAME(transform)(T *const *x, T *to, Py_ssize_t apart, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
-        VEC half[4][4];
-#pragma GCC unroll 4
-        for (int w = 0; w < 4; w++) {
-            const VEC a = SEEN(x[w] + z), b = SEEN(x[4 + w] + z), c = SEEN(x[8 + w] + z), d = SEEN(x[12 + w] + z);
-            half[0][w] = a - c, half[1][w] = b + c, half[2][w] = c - b, half[3][w] = d - b;
+        VEC half[SIDE][SIDE], in[SIDE], out[SIDE];
+        EACH(w, SIDE) {
+            EACH(h, SIDE) in[h] = SEEN(x[SIDE * h + w] + z);
+            NAME(from_cells)(out, in);
+            EACH(h, SIDE) half[h][w] = out[h];
         }
-#pragma GCC unroll 4
-        for (int h = 0; h < 4; h++) {
-            T *row = to + 4 * h * apart + z;
-            const VEC a = half[h][0], b = half[h][1], c = half[h][2], d = half[h][3];
-            AT(row) = a - c;
-            AT(row + apart) = b + c;
-            AT(row + 2 * apart) = c - b;
-            AT(row + 3 * apart) = d - b;
+        EACH(h, SIDE) {
+            NAME(from_cells)(out, half[h]);
+            EACH(w, SIDE) AT(to + (SIDE * h + w) * apart + z) = out[w];
         }
     }
 }
@@ -76,20 +128,15 @@ INLINE void NAME(transform)(T *const *x, T *to, Py_ssize_t apart, Py_ssize_t cha
 /* D = A y A^T of one tile: the adjoint of `give`. */
 INLINE void NAME(transform_back)(T *const *y, T *to, Py_ssize_t apart, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
-        VEC half[4][2];
-#pragma GCC unroll 2
-        for (int w = 0; w < 2; w++) {
-            const VEC a = SEEN(y[w] + z), b = SEEN(y[2 + w] + z);
-            half[0][w] = a, half[1][w] = a + b, half[2][w] = a - b, half[3][w] = b;
+        VEC half[SIDE][2], out[SIDE];
+        EACH(w, 2) {
+            const VEC in[2] = {SEEN(y[w] + z), SEEN(y[2 + w] + z)};
+            NAME(from_outputs)(out, in);
+            EACH(h, SIDE) half[h][w] = out[h];
         }
-#pragma GCC unroll 4
-        for (int h = 0; h < 4; h++) {
-            T *row = to + 4 * h * apart + z;
-            const VEC a = half[h][0], b = half[h][1];
-            AT(row) = a;
-            AT(row + apart) = a + b;
-            AT(row + 2 * apart) = a - b;
-            AT(row + 3 * apart) = b;
+        EACH(h, SIDE) {
+            NAME(from_outputs)(out, half[h]);
+            EACH(w, SIDE) AT(to + (SIDE * h + w) * apart + z) = out[w];
         }
     }
 }
@@ -97,55 +144,40 @@ INLINE void NAME(transform_back)(T *const *y, T *to, Py_ssize_t apart, Py_ssize_
 /* y = A^T M A of one tile plus bias. */
 INLINE void NAME(give)(const T *from, Py_ssize_t apart, T *const *y, const T *bias, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
-        VEC half[2][4];
-#pragma GCC unroll 4
-        for (int w = 0; w < 4; w++) {
-            const T *m = from + w * apart + z;
-            const VEC a = SEEN(m), b = SEEN(m + 4 * apart), c = SEEN(m + 8 * apart), d = SEEN(m + 12 * apart);
-            half[0][w] = a + b + c, half[1][w] = b - c + d;
+        VEC half[2][SIDE], in[SIDE], out[2];
+        EACH(w, SIDE) {
+            EACH(h, SIDE) in[h] = SEEN(from + (SIDE * h + w) * apart + z);
+            NAME(to_outputs)(out, in);
+            half[0][w] = out[0], half[1][w] = out[1];
         }
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; h++) {
-            const VEC more = SEEN(bias + z), *m = half[h];
-            AT(y[2 * h] + z) = m[0] + m[1] + m[2] + more;
-            AT(y[2 * h + 1] + z) = m[1] - m[2] + m[3] + more;
+        EACH(h, 2) {
+            NAME(to_outputs)(out, half[h]);
+            EACH(w, 2) AT(y[2 * h + w] + z) = out[w] + SEEN(bias + z);
         }
     }
 }
 
 /* U = G w G^T of rows lo to hi of the weights' matrix (k, outer), in panels of two vectors. */
 TARGET static void NAME(weights)(const Winograd *job, void *to, Py_ssize_t lo, Py_ssize_t hi) {
-    const Py_ssize_t wide = 2 * LANES, apart = job->u_apart, step = job->w_step[4] / (Py_ssize_t)sizeof(T);
+    const Py_ssize_t wide = 2 * LANES, step = job->w_step[4];
     for (Py_ssize_t row = lo; row < hi; row++)
         for (Py_ssize_t first = 0; first < job->outer; first += wide) {
-            const char *w = job->w + row / job->inner * job->w_step[0] + row % job->inner * job->w_step[3];
+            const char *w = job->w + row / job->inner * job->w_step[0] + row % job->inner * job->w_step[3] + first * step;
             const Py_ssize_t n = MIN(wide, job->outer - first);
-            T half[4][3][2 * BYTES / sizeof(T)], *u = (T *)to + first * job->k + row * wide;
-            for (int x = 0; x < 3; x++, w += job->w_step[2]) {
-                const T *a = (const T *)w + first * step, *b = (const T *)(w + job->w_step[1]) + first * step,
-                        *c = (const T *)(w + 2 * job->w_step[1]) + first * step;
-#define COLUMN(s)                                                          \
-    for (Py_ssize_t i = 0; i < n; i++) {                                   \
-        const T p = a[i * (s)], q = b[i * (s)], r = c[i * (s)], e = p + r; \
-        half[0][x][i] = p;                                                 \
-        half[1][x][i] = (e + q) / 2;                                       \
-        half[2][x][i] = (e - q) / 2;                                       \
-        half[3][x][i] = r;                                                 \
-    }
-                if (step == 1) {
-                    COLUMN(1)
-                } else {
-                    COLUMN(step)
-                }
-#undef COLUMN
-            }
-            for (int h = 0; h < 4; h++, u += 4 * apart)
+            T half[SIDE][KERNEL][2 * BYTES / sizeof(T)], *u = (T *)to + first * job->k + row * wide;
+            for (int x = 0; x < KERNEL; x++, w += job->w_step[2])
                 for (Py_ssize_t i = 0; i < n; i++) {
-                    const T p = half[h][0][i], q = half[h][1][i], r = half[h][2][i], e = p + r;
-                    u[i] = p;
-                    u[i + apart] = (e + q) / 2;
-                    u[i + 2 * apart] = (e - q) / 2;
-                    u[i + 3 * apart] = r;
+                    T in[KERNEL], out[SIDE];
+                    EACH(h, KERNEL) in[h] = *(const T *)(w + h * job->w_step[1] + i * step);
+                    NAME(from_weights)(out, in);
+                    EACH(h, SIDE) half[h][x][i] = out[h];
+                }
+            for (int h = 0; h < SIDE; h++, u += SIDE * job->u_apart)
+                for (Py_ssize_t i = 0; i < n; i++) {
+                    T in[KERNEL], out[SIDE];
+                    EACH(x, KERNEL) in[x] = half[h][x][i];
+                    NAME(from_weights)(out, in);
+                    EACH(x, SIDE) u[i + x * job->u_apart] = out[x];
                 }
         }
 }
@@ -156,22 +188,20 @@ TARGET static void NAME(weights_back)(const Winograd *job, void *u, Py_ssize_t l
     for (Py_ssize_t row = lo; row < hi; row++) {
         T *sum = (T *)u + row * job->u_row;
         for (Py_ssize_t share = 1; share < job->shares; share++)
-            for (int part = 0; part < 16; part++)
-                IVDEP for (Py_ssize_t i = 0; i < n; i++) sum[part * apart + i] += sum[(share * 16 + part) * apart + i];
+            for (int part = 0; part < PARTS; part++)
+                IVDEP for (Py_ssize_t i = 0; i < n; i++) sum[part * apart + i] +=
+                    sum[(share * PARTS + part) * apart + i];
         for (Py_ssize_t i = 0; i < n; i++, sum++) {
             char *w = job->w + row / job->inner * job->w_step[0] + row % job->inner * job->w_step[3];
-            T half[3][4];
-            for (int x = 0; x < 4; x++) {
-                const T *m = sum + x * apart, even = (m[4 * apart] + m[8 * apart]) / 2;
-                half[0][x] = m[0] + even;
-                half[1][x] = (m[4 * apart] - m[8 * apart]) / 2;
-                half[2][x] = even + m[12 * apart];
+            T half[KERNEL][SIDE], in[SIDE], out[KERNEL];
+            EACH(x, SIDE) {
+                EACH(h, SIDE) in[h] = sum[(SIDE * h + x) * apart];
+                NAME(to_weights)(out, in);
+                EACH(h, KERNEL) half[h][x] = out[h];
             }
-            for (int h = 0; h < 3; h++) {
-                const T *m = half[h], even = (m[1] + m[2]) / 2;
-                const T found[3] = {m[0] + even, (m[1] - m[2]) / 2, even + m[3]};
-                for (int x = 0; x < 3; x++)
-                    *(T *)(w + h * job->w_step[1] + x * job->w_step[2] + i * job->w_step[4]) = found[x];
+            EACH(h, KERNEL) {
+                NAME(to_weights)(out, half[h]);
+                EACH(x, KERNEL) *(T *)(w + h * job->w_step[1] + x * job->w_step[2] + i * job->w_step[4]) = out[x];
             }
         }
     }
@@ -180,13 +210,13 @@ TARGET static void NAME(weights_back)(const Winograd *job, void *u, Py_ssize_t l
 /* Tiles lo to hi: their transforms and products; then outputs, or what they add to dU. */
 TARGET static void NAME(tiles)(const Winograd *job, void *scratch, void *u, Py_ssize_t lo, Py_ssize_t hi) {
     const Py_ssize_t v_apart = job->v_apart, m_apart = job->m_apart;
-    T *v = scratch, *m = v + 16 * v_apart, *none = m + 16 * m_apart, *lost = none + job->longest;
+    T *v = scratch, *m = v + PARTS * v_apart, *none = m + PARTS * m_apart, *lost = none + job->longest;
     Place at;
     for (Py_ssize_t t = 0; t < hi - lo; t++) {
         place(job, &at, lo + t, t == 0);
         for (Py_ssize_t d = 0; d < job->depth; d++) {
-            T *x[16];
-            cells(&job->x, &at, d - job->before[0], -job->before[1], -job->before[2], 4, (char *)none, (char **)x);
+            T *x[PARTS];
+            cells(&job->x, &at, d - job->before[0], -job->before[1], -job->before[2], SIDE, (char *)none, (char **)x);
             NAME(transform)(x, v + t * job->v_row + d * job->inner, v_apart, job->inner);
         }
         if (job->back) {
@@ -195,7 +225,7 @@ TARGET static void NAME(tiles)(const Winograd *job, void *scratch, void *u, Py_s
             NAME(transform_back)(y, m + t * job->m_row, m_apart, job->outer);
         }
     }
-    for (int part = 0; part < 16; part++) {
+    for (int part = 0; part < PARTS; part++) {
         const T *a = v + part * v_apart;
         T *b = (T *)u + part * job->u_apart, *c = m + part * m_apart;
         const Py_ssize_t wide = 2 * LANES, k = job->k, n = job->outer;
@@ -217,5 +247,8 @@ TARGET static void NAME(tiles)(const Winograd *job, void *scratch, void *u, Py_s
 #undef LANES
 #undef AT
 #undef SEEN
+#undef SIDE
+#undef PARTS
 #undef INLINE
 #undef EACH_VECTOR
+#undef EACH

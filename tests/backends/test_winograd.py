@@ -33,7 +33,7 @@ def in_room(rng, shape, dtype):
 
 
 def agree(found, expected, dtype):
-    tolerance = {np.float64: 1e-13, np.float32: 2e-5}[dtype]
+    tolerance = {np.float64: 1e-13, np.float32: 5e-5}[dtype]
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(1, np.abs(expected).max(initial=0)))
 
 
@@ -41,7 +41,7 @@ def agree(found, expected, dtype):
 def cases(draw):
     """Draw extents of 2 or 3 axes, depth, channels, and how many cells the gradient is cropped by."""
     axes = draw(st.integers(2, 3))
-    kernel = (*((draw(st.integers(1, 4)),) if axes == 3 else ()), 3, 3)
+    kernel = (*((draw(st.integers(1, 4)),) if axes == 3 else ()), *draw(st.sampled_from([(3, 3), (5, 5)])))
     extent = tuple(k + draw(st.integers(0, 6)) for k in kernel)
     channels = st.sampled_from([8, 11, 16, 17, 31, 32, 33, 40, 65])
     sides = tuple((draw(st.integers(0, min(n, 3))), draw(st.integers(0, 3)) if n > 5 else 0) for n in extent)
@@ -86,6 +86,7 @@ def test_other_convolutions_go_elsewhere(kernels):
         ((3, 3, 8, 16), (one, one, 2)),
         ((3, 3, 4, 16), (one, one, 1)),
         ((5, 3, 16, 16), (one, one, 1)),
+        ((7, 7, 16, 16), (one, one, 1)),
         ((3, 5, 16, 16), (one, one, 1)),
         ((3, 3, 512, 512), (one, one, 1)),
     ):
@@ -158,20 +159,21 @@ def test_the_same_numbers_whatever_is_beside_them(kernels):
 
 
 @pytest.mark.parametrize("channels", [64, 256])
-def test_errors_are_those_of_short_sums(kernels, channels):
-    """Of float32: at most a few times those of what is summed directly."""
+@pytest.mark.parametrize(("side", "forward", "by_weights"), [(3, 3, 4), (5, 10, 12)])
+def test_errors_are_those_of_short_sums(kernels, channels, side, forward, by_weights):
+    """Of float32: at most so many times those of what is summed directly."""
     rng, how = np.random.default_rng(0), ((1, 1), (1, 1), 1)
     x = rng.normal(size=(1, 20, 20, channels)).astype(np.float32)
-    w = (rng.normal(size=(3, 3, channels, 32)) / np.sqrt(9 * channels)).astype(np.float32)
+    w = (rng.normal(size=(side, side, channels, 32)) / (side * np.sqrt(channels))).astype(np.float32)
     y = PLAIN.conv_forward(x.astype(float), w.astype(float), *how)
     error, plain = (np.sqrt(np.mean((k.conv_forward(x, w, *how) - y) ** 2)) for k in (kernels, PLAIN))
-    assert error < 3 * plain
-    dw = PLAIN.conv_backward_weights(x.astype(float), y, (3, 3), *how)
+    assert error < forward * plain
+    dw = PLAIN.conv_backward_weights(x.astype(float), y, (side, side), *how)
     dy = y.astype(np.float32)
     error, plain = (
-        np.sqrt(np.mean((k.conv_backward_weights(x, dy, (3, 3), *how) - dw) ** 2)) for k in (kernels, PLAIN)
+        np.sqrt(np.mean((k.conv_backward_weights(x, dy, (side, side), *how) - dw) ** 2)) for k in (kernels, PLAIN)
     )
-    assert error < 4 * plain
+    assert error < by_weights * plain
 
 
 def test_not_a_number_stays_so(kernels):
