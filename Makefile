@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 4
-WORKERS ?= 2
+# of two cores: tests wait a quarter of their time for processes that they start
+WORKERS ?= 3
 COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 
 # else every process that a test starts would compile neondist again

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SHARE = 61  # about 30 of all faults; `python tests/helpers/storage_faults.py FOLDER 4` tries 500
+SHARE = 97  # about 20 of all faults; `python tests/helpers/storage_faults.py FOLDER 4` tries 500
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="compiles a library to preload")
