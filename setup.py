@@ -6,7 +6,7 @@ from setuptools import Extension, setup
 # one build for all later versions of Python, where there is a stable ABI with buffers
 stable = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
-headers = "_cells_typed", "_pool", "_pool_typed", "_winograd", "_winograd_sizes", "_winograd_typed"
+headers = "_cells_typed", "_pool", "_pool_typed", "_rows", "_winograd", "_winograd_sizes", "_winograd_typed"
 
 setup(
     ext_modules=[

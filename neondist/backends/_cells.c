@@ -267,12 +267,14 @@ end:
 
 #include "_pool.h"
 #include "_winograd.h"
+#include "_rows.h"
 
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, run_doc},
     {"max_pool", max_pool, METH_VARARGS, max_pool_doc},
 #ifdef WINOGRAD
     {"winograd", winograd, METH_VARARGS, winograd_doc},
+    {"weights", weights, METH_VARARGS, weights_doc},
 #endif
     {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {

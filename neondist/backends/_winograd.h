@@ -61,6 +61,17 @@ static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssi
     }
 }
 
+/* What _rows.h does with the same products. */
+typedef struct {
+    Cells x, dy;
+    Py_ssize_t kernel[3], stride[3], dilation[3], length, outer; /* length: numbers of a window's row */
+    Py_ssize_t all, shares, next, room; /* rows of dy; bytes of a share's sums */
+    void (*does)(const void *, void *, Py_ssize_t, Py_ssize_t);
+    char *sums;
+} Rows;
+
+enum { AT_A_TIME = 128 }; /* outputs of a row, which stay in the first-level cache */
+
 #define BYTES 64
 #define ROWS 12
 #define TARGET __attribute__((target("avx512f")))

@@ -113,7 +113,8 @@ class TorchKernels(HostKernels):
     ) -> np.ndarray:
         """Return the gradient of the weights: 1 to 1.5, few channels 2 to 4, depthwise 15."""
         shape = *kernel, x.shape[-1] // groups, dy.shape[-1]
-        if self.transforms(x, shape, stride, dilation, groups) or not self._convolves(x, dy.shape):
+        other = self.transforms(x, shape, stride, dilation, groups) or not self._convolves(x, dy.shape)
+        if other or self.goes_by_rows(x, dy, kernel, stride, dilation, groups):
             return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
         sides = zeros or ((0, 0),) * len(stride)
         if len(stride) == 1:

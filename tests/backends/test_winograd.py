@@ -148,6 +148,27 @@ def test_strips_join_to_the_whole(kernels, dtype, strip, case, apart):
     agree(cropped(over, sides), cropped(dx * (x > 0), sides), dtype)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(*[st.integers(1, 4)] * 3, st.integers(1, 5)), min_size=2, max_size=3),
+    width=st.integers(1, 150),
+    channels=st.tuples(st.integers(1, 5), st.sampled_from([8, 16, 24, 40])),
+)
+def test_gradients_of_weights_by_rows(kernels, dtype, sizes, width, channels):
+    """Of any kernel, stride and dilation, but for that of the last axis; shares of two threads add up."""
+    sizes[-1], (inner, outer) = (*sizes[-1][:2], 1, width), channels
+    extent = [(n - 1) * s + (k - 1) * d + 1 + k % 2 * (s - 1) for k, s, d, n in sizes]
+    kernel, stride, dilation, out = zip(*sizes, strict=True)
+    rng = np.random.default_rng(width)
+    x = in_room(rng, (2, *extent[:-1], extent[-1] * inner), dtype).reshape(2, *extent, inner)
+    dy = in_room(rng, (2, *out, outer), dtype)
+    how = kernel, stride, dilation, 1
+    assert kernels.goes_by_rows(x, dy, *how) == (width >= 16)
+    expected = PLAIN.conv_backward_weights(x.astype(float), dy.astype(float), *how)
+    agree(kernels.conv_backward_weights(x, dy, *how), expected, dtype)
+
+
 def test_the_same_numbers_whatever_is_beside_them(kernels):
     """A tile's result does not depend on how many there are."""
     rng, how = np.random.default_rng(0), ((1, 1), (1, 1), 1)

@@ -1,0 +1,82 @@
+/* The gradient of a convolution's weights by products of matrices of which nothing is gathered: of what the windows of a
+   row of outputs see, each row lies in one piece, whatever the stride; part of _cells.c. */
+
+#ifdef WINOGRAD
+static void rows_shares(void *given) {
+    Rows *job = given;
+    for (Py_ssize_t part; (part = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->shares;)
+        job->does(job, job->sums + part * job->room, job->all * part / job->shares, job->all * (part + 1) / job->shares);
+}
+
+/* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
+static int describe_rows(Rows *job, const Py_buffer *x, const Py_buffer *dy, const Py_buffer *dw) {
+    const int last = x->ndim - 1, real = is(x, 'd');
+    if (!(is(x, 'f') || real) || !describe_cells(&job->x, x, x) || !describe_cells(&job->dy, dy, x) ||
+        dw->ndim != x->ndim || !whole(dw) || !is(dw, real ? 'd' : 'f') || x->shape[0] != dy->shape[0])
+        return 0;
+    const Py_ssize_t inner = x->shape[last], size = x->itemsize;
+    job->outer = dy->shape[last];
+    for (int axis = 0; axis < 3; axis++) {
+        const int at = axis + last - 4;
+        job->kernel[axis] = at < 0 ? 1 : dw->shape[at];
+        const Py_ssize_t span = (job->kernel[axis] - 1) * job->dilation[axis] + 1;
+        if (job->dy.extent[axis + 1] && (job->dy.extent[axis + 1] - 1) * job->stride[axis] + span > job->x.extent[axis + 1])
+            return 0;
+    }
+    job->length = job->kernel[2] * inner;
+    job->room = job->kernel[0] * job->kernel[1] * job->length * job->outer * size;
+    job->all = job->dy.extent[0] * job->dy.extent[1] * job->dy.extent[2];
+    const int wide = __builtin_cpu_supports("avx512f") && job->outer * size % 64 == 0;
+    const int narrow = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && job->outer * size % 32 == 0;
+    job->does = wide ? (real ? rows_back_double3_512 : rows_back_float3_512)
+                     : (real ? rows_back_double3_256 : rows_back_float3_256);
+    return (wide || narrow) && job->x.step[3] == inner * size && job->dilation[2] == 1 && dw->shape[last - 1] == inner &&
+           dw->shape[last] == job->outer;
+}
+
+PyDoc_STRVAR(weights_doc,
+             "weights(x, dy, gradient, stride, dilation, threads, start)\n--\n\n"
+             "Write the gradient of a valid convolution's weights; return False if these are no arrays for it.\n\n"
+             "Parameters\n----------\n"
+             "x, dy : array (N, *extent, C), (N, *out, C')\n    Of two or three axes, C' filling vectors.\n"
+             "gradient : array (*kernel, C, C')\n"
+             "stride, dilation : tuple of int\n    Of planes, rows and columns; that of columns' dilation is 1.\n"
+             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+
+static PyObject *weights(PyObject *self, PyObject *args) {
+    PyObject *arrays[3];
+    Py_buffer views[3];
+    int threads, held = 0, done = 0;
+    unsigned long long start;
+    Rows job = {0};
+    Py_ssize_t *s = job.stride, *d = job.dilation;
+    if (!PyArg_ParseTuple(args, "OOO(nnn)(nnn)iK", arrays, arrays + 1, arrays + 2, s, s + 1, s + 2, d, d + 1, d + 2,
+                          &threads, &start))
+        return NULL;
+    for (; held < 3; held++)
+        if (PyObject_GetBuffer(arrays[held], views + held, PyBUF_STRIDES | PyBUF_FORMAT | (held > 1 ? PyBUF_WRITABLE : 0)))
+            goto end;
+    if (describe_rows(&job, views, views + 1, views + 2)) {
+        Py_BEGIN_ALLOW_THREADS;
+        job.shares = start == 0 || job.all * job.dy.extent[3] * job.outer < FEW ? 1 : threads;
+        job.sums = calloc(1, job.shares * job.room + 1);
+        done = job.sums == NULL ? -1 : 1;
+        if (job.sums != NULL && job.shares > 1)
+            ((Start)(size_t)start)(rows_shares, &job, threads, 0);
+        else if (job.sums != NULL)
+            rows_shares(&job);
+        for (Py_ssize_t share = 1; share < job.shares && done > 0; share++)
+            for (Py_ssize_t i = 0; i < job.room / views->itemsize; i++)
+                if (views->itemsize == sizeof(float))
+                    ((float *)job.sums)[i] += ((float *)(job.sums + share * job.room))[i];
+                else
+                    ((double *)job.sums)[i] += ((double *)(job.sums + share * job.room))[i];
+        if (done > 0)
+            memcpy(views[2].buf, job.sums, job.room);
+        free(job.sums);
+        Py_END_ALLOW_THREADS;
+    }
+end:
+    return told(views, held, done);
+}
+#endif
