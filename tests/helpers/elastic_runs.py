@@ -118,6 +118,4 @@ def same_arrays(found, expected):
 if __name__ == "__main__":
     ranks = mpi.world()
     for each in STEPS:
-        arrays = stretch(each, int(sys.argv[2]), ranks, Path(sys.argv[1]) / each)
-        if ranks.rank == 0:
-            np.savez(Path(sys.argv[1]) / f"{each}.npz", **arrays)
+        stretch(each, int(sys.argv[2]), ranks, Path(sys.argv[1]) / each)
