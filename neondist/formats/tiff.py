@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
@@ -21,6 +22,7 @@ from .tiles import default_chunks
 _GEO = {33550: "d", 33922: "d", 34264: "d", 34735: "H", 34736: "d", 34737: "s"}
 """tags that say where on Earth the image lies, and their types"""
 _RESOLUTION = (282, 283, 296)
+_NODATA = 42113  # GDAL's: what cells hold that nobody has measured
 _JPEG = (6, 7, 34892, 33007)
 _NAMES = {"I": "Z", "Q": "Z", "R": "N"}
 """tifffile's letters for pages whose meaning the file does not tell, which `neondist data convert` takes for depth"""
@@ -37,7 +39,10 @@ def open_tiff(path: Path, inside: str, level: int, axes: str | None) -> TileSour
 
 
 class TIFFSource(TileSource):
-    """One image of a TIFF file: its first, or that of the number after the colon; levels are those of its pyramid."""
+    """One image of a TIFF file: its first, or that of the number after the colon; levels are those of its pyramid.
+
+    Cells of floats that GDAL's tag calls nodata are NaN, as they are in NetCDF; whole numbers stay as they are.
+    """
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         import tifffile
@@ -78,6 +83,10 @@ class TIFFSource(TileSource):
         self._leading = leading
         shape = (*leading, *(key.shaped[axis] for axis in self._within))
         chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(_chunk(key)[axis] for axis in self._within))
+        self._missing: Any = None
+        if series.dtype.kind == "f" and _NODATA in key.tags:  # tifffile's own `nodata` lacks the lowest float32
+            with suppress(ValueError), np.errstate(over="ignore"):
+                self._missing = np.float64(str(key.tags[_NODATA].value).strip("\0 ")).astype(series.dtype)
         self._place = self._placement(outer + inner, shape, series)
         if self._place is not None:
             chunks = None
@@ -108,6 +117,12 @@ class TIFFSource(TileSource):
         return None
 
     def _read(self, cells: Cells) -> np.ndarray:
+        found = self._raw(cells)
+        if self._missing is not None:
+            found[found == self._missing] = np.nan
+        return found
+
+    def _raw(self, cells: Cells) -> np.ndarray:
         file = self._file.filehandle
         if self._place is not None:
             return read_placed(file, self.path, self._place, cells)
@@ -122,7 +137,9 @@ class TIFFSource(TileSource):
         """Return cells of one page, on the five axes that tifffile gives every page."""
         number = int(np.ravel_multi_index(place, self._leading)) if place else 0
         page, key, file = self._pages[number], self._key, self._file.filehandle
-        out = np.full([cut.stop - cut.start for cut in box], key.nodata, self.dtype)
+        out = np.full(
+            [cut.stop - cut.start for cut in box], key.nodata if self._missing is None else np.nan, self.dtype
+        )
         if page is None:
             return out
         chunk = _chunk(key)

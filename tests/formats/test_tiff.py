@@ -138,6 +138,25 @@ def test_geotiff_keeps_its_place(tmp_path, way):
         assert (file.read() == 7).all()
 
 
+@pytest.mark.parametrize(
+    "options", [{"compress": "deflate"}, {"compress": "none"}]
+)  # of these, cells are read in place
+@pytest.mark.parametrize(
+    ("dtype", "nodata"), [("float32", -3.4028234663852886e38), ("float64", -9999.0), ("int16", -1)]
+)
+def test_floats_that_are_nodata_are_nan(tmp_path, dtype, nodata, options):
+    rasterio = pytest.importorskip("rasterio", reason="made by rasterio")
+    array = np.arange(200, dtype=dtype).reshape(1, 10, 20)
+    array[0, 3:5, 7] = nodata
+    facts = {"driver": "GTiff", "height": 10, "width": 20, "count": 1, "dtype": dtype, "crs": "EPSG:32633"}
+    place = rasterio.Affine(10, 0, 5e5, 0, -20, 6e6)
+    with rasterio.open(tmp_path / "a.tif", "w", **facts, nodata=nodata, transform=place, **options) as file:
+        file.write(array)
+    expected = np.where(array == nodata, np.nan, array) if dtype != "int16" else array
+    with nd.open_source(tmp_path / "a.tif") as source:
+        np.testing.assert_array_equal(source.read(nd.Box.of(source.shape))[..., 0], expected[0])
+
+
 def test_ome_keeps_the_size_of_a_cell(tmp_path):
     known = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "mm", "PhysicalSizeY": 0.25}
     tifffile.imwrite(tmp_path / "a.ome.tif", cells((40, 50)), metadata={"axes": "YX", **known})
