@@ -86,6 +86,7 @@ MODULES = {
     "global queries of windows": lambda: Function(windows),
     "global queries of windows, by hand": lambda: Function(lambda x: windows(x, lambda q, k: q @ k.mT @ k)),
     "windows of a dimension": lambda: Function(lambda x: x.unfold(2, 3, 2)),
+    "dtype of others": lambda: Function(lambda x: F.max_pool2d(x, 2).float().type_as(x) + x[0, 0, 0, 0].float().to(x)),
     "in place": lambda: Function(lambda x: F.silu(x * 2, inplace=True).add_(1)),
     "written slice": lambda: Function(lambda x: written(x * 1.0)),
     "prelu": lambda: nn.PReLU(3),

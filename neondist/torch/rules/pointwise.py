@@ -11,7 +11,7 @@ from ..registry import pointwise, rule
 pointwise(
     "aten.clone.default", "aten._to_copy.default", "aten.alias.default",
     "aten.contiguous.default",
-    "aten.lift_fresh_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default",
+    "aten.lift_fresh_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device",
     "aten.masked_fill.Scalar", "aten.masked_fill.Tensor", "aten.where.self", "aten.where.ScalarSelf",
     "aten.where.ScalarOther", "aten.rsub.Scalar", "aten.rsub.Tensor", "aten.relu6.default",
     "aten.conj.default", "aten.real.default", "aten.imag.default",
@@ -29,6 +29,13 @@ def prelu(lowering: Any, x: Any, weight: Any) -> Any:
     return lowering.local(
         lambda a, w: a.clamp(min=0) + w * a.clamp(max=0), [x, lowering.aligned(slope, layout, x.axes)], layout
     )
+
+
+@rule("aten.type_as.default", "aten.to.other")
+def type_as(lowering: Any, x: Any, other: Any, **_: Any) -> Any:
+    """Pointwise; of the second argument it is the dtype alone that matters."""
+    dtype = lowering.out.dtype
+    return lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
 
 
 @rule("aten.detach.default", always=True)
