@@ -169,8 +169,8 @@ class BlockLowering(Lowering):
         for dim, (axis, (ranges, *_)) in wants.items():
             atom = self.atom(value, dim)
             lost -= {atom.axis}
-            if atom.axis is not None and (axis is None or len(ranges) > 1):
-                self.refuse(_WHY["gather"] if axis is None else "its image wraps around")
+            if atom.axis is not None and axis is None:
+                self.refuse(_WHY["gather"])
             first, last = atom.range(self.place)
             for lo, hi in ranges:
                 self.cuts.need(atom, lo, hi)

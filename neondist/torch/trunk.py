@@ -355,8 +355,9 @@ def fitted(
             needed = held(plan, training) + training * tiles
             while needed <= limit:
                 blocks.parts = tuple(parts)
-                inner, _ = blocks.plan([n // 2 for n in parts])
-                found = (1 + training) * tiles + held(inner, training)
+                # one inside, and that at the corner, which has both ends of an image that wraps around
+                inner = [blocks.plan(place)[0] for place in ([n // 2 for n in parts], [0] * len(parts))]
+                found = (1 + training) * tiles + max(held(plan, training) for plan in inner)
                 if found <= limit:
                     return HeadLowering(mesh, rank, trunk, parts)
                 longest = max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])

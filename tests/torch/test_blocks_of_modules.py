@@ -105,6 +105,27 @@ def test_float32_and_taps_between_cells():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
 
 
+class Globe(nn.Module):
+    """Longitudes that wrap around, and are shifted, beside latitudes that do not."""
+
+    def __init__(self, channels=1, classes=2):
+        super().__init__()
+        self.first = nn.Conv2d(channels, 3, 3, padding=(1, 0))
+        self.last = nn.Conv2d(3, classes, 3, 2, padding=(1, 0))
+
+    def forward(self, x):
+        for part in (self.first, self.last):
+            x = part(F.pad(F.silu(x).roll(3, 3), (1, 1, 0, 0), mode="circular"))
+        return x
+
+
+def test_an_image_that_wraps_around():
+    torch.manual_seed(0)
+    found, expected, blocks = in_blocks(Globe(), torch.randn(1, 1, 21, 26, dtype=torch.float64), (3, 4))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert blocks.image(5).shape == (9, 11)  # one inside
+
+
 class Flat(nn.Module):
     def forward(self, x):
         return x.flatten(2).transpose(1, 2).flatten(1)
@@ -125,7 +146,6 @@ class Attention(nn.Module):
         (nn.BatchNorm2d(2, track_running_stats=False), "batch_norm", "it normalises by sums over the whole image"),
         (nn.Sequential(Flat(), nn.Linear(2 * 12 * 11, 3)), "linear", "it sums over the whole image"),
         (Attention(), "scaled_dot_product_attention", "it sees the whole image"),
-        (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), "pad", "its image wraps around"),
     ],
 )
 def test_what_is_global_is_named(part, operator, why):

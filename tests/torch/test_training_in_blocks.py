@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from test_blocks_of_modules import made  # noqa: E402
+from test_blocks_of_modules import Globe, made  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_runs import captured_once  # noqa: E402
 
@@ -124,6 +124,7 @@ def test_an_experiment(tmp_path, monkeypatch):
     [
         (UNet, (2, 3, 37, 46), (2, 37, 46), (900, 700, 700)),
         (Classifier, (2, 3, 37, 29), (2,), (500, 200, 200)),
+        (lambda: Globe(3, 4), (2, 3, 37, 46), (2, 19, 23), (350, 250, 250)),
         (Live, (2, 3, 37, 46), (2, 37, 46), (2500, 1000, 700)),
     ],
 )
