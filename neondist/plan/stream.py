@@ -288,8 +288,9 @@ class Stream:
 
     @cached_property
     def tiles(self) -> list[Partition]:
-        """The cells of every value that all strips of a tile have together."""
-        return [self._of_tiles(cells) if cells.extent else cells for cells in self.cells]
+        """The cells of every value that all strips of a tile have together; of the image, those below a cut too."""
+        image, *others = (self._of_tiles(cells) if cells.extent else cells for cells in self.cells)
+        return [image if self.below is None else hulls(image, self.below.tiles[0]), *others]
 
     def _of_tiles(self, cells: Partition, last: int | None = None) -> Overlapping:
         """Return what all strips of each tile have together, or so many, the last ones."""

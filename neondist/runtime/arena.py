@@ -46,6 +46,8 @@ class Blocks:
 
     def take(self) -> int:
         """Return the lowest number that nobody uses: most passes use the same memory."""
+        if self.most is not None:
+            self.backend.kernels.give_back_freed(self.most)
         if self.free:
             self.free.sort(reverse=True)
             return self.free.pop()
@@ -55,8 +57,6 @@ class Blocks:
     def give_back(self, number: int) -> None:
         """Take note that nobody uses it any more."""
         self.free.append(number)
-        if self.most is not None:
-            self.backend.kernels.give_back_freed(self.most)
 
     def block(self, number: int, samples: int, length: int) -> Any:
         """Return the block of a number for so many samples, each of `length` numbers at least."""
