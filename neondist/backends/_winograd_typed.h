@@ -211,11 +211,11 @@ TARGET static void NAME(weights_back)(const Winograd *job, void *u, Py_ssize_t l
 TARGET static void NAME(tiles)(const Winograd *job, void *scratch, void *u, Py_ssize_t lo, Py_ssize_t hi) {
     const Py_ssize_t v_apart = job->v_apart, m_apart = job->m_apart;
     T *v = scratch, *m = v + PARTS * v_apart, *none = m + PARTS * m_apart, *lost = none + job->longest;
+    T *x[PARTS] = {NULL}; /* else compilers warn */
     Place at;
     for (Py_ssize_t t = 0; t < hi - lo; t++) {
         place(job, &at, lo + t, t == 0);
         for (Py_ssize_t d = 0; d < job->depth; d++) {
-            T *x[PARTS];
             cells(&job->x, &at, d - job->before[0], -job->before[1], -job->before[2], SIDE, (char *)none, (char **)x);
             NAME(transform)(x, v + t * job->v_row + d * job->inner, v_apart, job->inner);
         }

@@ -287,10 +287,10 @@ def col2im(
     def run(a: torch.Tensor) -> torch.Tensor:
         if not all(full for *_, full in crops):  # nothing reaches here
             return a.sum() * 0 + a.new_zeros(local)
-        spread = (
+        covered = (
             (n - 1) * s.stride + s.dilation * (s.kernel - 1) + 1 for n, s in zip(a.shape[-2:], slides, strict=True)
         )
-        size = tuple(here if there else extent for here, there, extent in zip(spread, cut, extents, strict=True))
+        size = tuple(here if there else extent for here, there, extent in zip(covered, cut, extents, strict=True))
         return _cropped(F.fold(a.flatten(-2), size, *how), crops)
 
     return lowering.local(run, [view], layout, lowering.out.dtype)
