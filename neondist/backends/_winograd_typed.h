@@ -110,11 +110,11 @@ INLINE void NAME(to_weights)(T *to, const T *u) {
 #define EACH(i, n) _Pragma("GCC unroll 6") for (int i = 0; i < (n); i++)
 
 /* V = B^T x B of one tile, whose cells are at `x`. */
-INLINE void NAME(transform)(T *const *x, T *to, Py_ssize_t apart, Py_ssize_t channels) {
+INLINE void NAME(transform)(char *const *x, T *to, Py_ssize_t apart, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
         VEC half[SIDE][SIDE], in[SIDE], out[SIDE];
         EACH(w, SIDE) {
-            EACH(h, SIDE) in[h] = SEEN(x[SIDE * h + w] + z);
+            EACH(h, SIDE) in[h] = SEEN((const T *)x[SIDE * h + w] + z);
             NAME(from_cells)(out, in);
             EACH(h, SIDE) half[h][w] = out[h];
         }
@@ -126,11 +126,11 @@ INLINE void NAME(transform)(T *const *x, T *to, Py_ssize_t apart, Py_ssize_t cha
 }
 
 /* D = A y A^T of one tile: the adjoint of `give`. */
-INLINE void NAME(transform_back)(T *const *y, T *to, Py_ssize_t apart, Py_ssize_t channels) {
+INLINE void NAME(transform_back)(char *const *y, T *to, Py_ssize_t apart, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
         VEC half[SIDE][2], out[SIDE];
         EACH(w, 2) {
-            const VEC in[2] = {SEEN(y[w] + z), SEEN(y[2 + w] + z)};
+            const VEC in[2] = {SEEN((const T *)y[w] + z), SEEN((const T *)y[2 + w] + z)};
             NAME(from_outputs)(out, in);
             EACH(h, SIDE) half[h][w] = out[h];
         }
@@ -142,7 +142,7 @@ INLINE void NAME(transform_back)(T *const *y, T *to, Py_ssize_t apart, Py_ssize_
 }
 
 /* y = A^T M A of one tile plus bias. */
-INLINE void NAME(give)(const T *from, Py_ssize_t apart, T *const *y, const T *bias, Py_ssize_t channels) {
+INLINE void NAME(give)(const T *from, Py_ssize_t apart, char *const *y, const T *bias, Py_ssize_t channels) {
     EACH_VECTOR(channels) {
         VEC half[2][SIDE], in[SIDE], out[2];
         EACH(w, SIDE) {
@@ -152,7 +152,7 @@ INLINE void NAME(give)(const T *from, Py_ssize_t apart, T *const *y, const T *bi
         }
         EACH(h, 2) {
             NAME(to_outputs)(out, half[h]);
-            EACH(w, 2) AT(y[2 * h + w] + z) = out[w] + SEEN(bias + z);
+            EACH(w, 2) AT((T *)y[2 * h + w] + z) = out[w] + SEEN(bias + z);
         }
     }
 }
@@ -211,17 +211,17 @@ TARGET static void NAME(weights_back)(const Winograd *job, void *u, Py_ssize_t l
 TARGET static void NAME(tiles)(const Winograd *job, void *scratch, void *u, Py_ssize_t lo, Py_ssize_t hi) {
     const Py_ssize_t v_apart = job->v_apart, m_apart = job->m_apart;
     T *v = scratch, *m = v + PARTS * v_apart, *none = m + PARTS * m_apart, *lost = none + job->longest;
-    T *x[PARTS] = {NULL}; /* else compilers warn */
     Place at;
     for (Py_ssize_t t = 0; t < hi - lo; t++) {
         place(job, &at, lo + t, t == 0);
         for (Py_ssize_t d = 0; d < job->depth; d++) {
-            cells(&job->x, &at, d - job->before[0], -job->before[1], -job->before[2], SIDE, (char *)none, (char **)x);
+            char *x[PARTS];
+            cells(&job->x, &at, d - job->before[0], -job->before[1], -job->before[2], SIDE, (char *)none, x);
             NAME(transform)(x, v + t * job->v_row + d * job->inner, v_apart, job->inner);
         }
         if (job->back) {
-            T *y[4];
-            cells(&job->y, &at, 0, 0, 0, 2, (char *)none, (char **)y);
+            char *y[4];
+            cells(&job->y, &at, 0, 0, 0, 2, (char *)none, y);
             NAME(transform_back)(y, m + t * job->m_row, m_apart, job->outer);
         }
     }
@@ -236,9 +236,9 @@ TARGET static void NAME(tiles)(const Winograd *job, void *scratch, void *u, Py_s
     }
     for (Py_ssize_t t = 0; t < hi - lo && !job->back; t++) {
         const T *from = m + t * job->m_row, *bias = job->bias == NULL ? none : (const T *)job->bias;
-        T *y[4];
+        char *y[4];
         place(job, &at, lo + t, t == 0);
-        cells(&job->y, &at, 0, 0, 0, 2, (char *)lost, (char **)y);
+        cells(&job->y, &at, 0, 0, 0, 2, (char *)lost, y);
         NAME(give)(from, m_apart, y, bias, job->outer);
     }
 }
