@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
@@ -255,7 +255,14 @@ def _given(
 ) -> Any:
     fake = node.meta["val"]
     if spec.kind == InputKind.CONSTANT_TENSOR:
-        return lowering.constant(program.constants[spec.target])
+        constant = program.constants[spec.target]
+        if isinstance(constant, FakeTensor):
+            here = where(next(iter(node.users), node))
+            raise ConfigError(
+                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} is given a tensor that PyTorch could"
+                " not trace, such as the .data of another; say .detach() instead"
+            )
+        return lowering.constant(constant)
     if not isinstance(fake, torch.Tensor):
         return fake
     layout = waiting.pop() if spec.kind == InputKind.USER_INPUT else whole(fake.shape)

@@ -122,6 +122,15 @@ def test_values_decide(name):
         assert len(said) < 600
 
 
+def test_the_data_of_a_tensor():
+    def body(grid):
+        ndt.distribute(Inner(lambda x: torch.cat([x, x.data])), IMAGES, grid)
+
+    refused(
+        body, "aten.cat.default in module 'body.1' is given a tensor that PyTorch could not trace, such as the .data"
+    )
+
+
 def test_python_errors_of_the_module():
     def body(grid):
         ndt.distribute(Inner(lambda x: x.view(5, -1)), IMAGES, grid)
