@@ -94,6 +94,11 @@ def share_of(memory: int, ranks: int) -> int:
     return found
 
 
+def most_held(share: int) -> int:
+    """Return the bytes beyond which a process should not keep what it has freed, whose network may use `share`."""
+    return share + PROCESS * 15 // 16  # the rest is what kernels take for a moment
+
+
 def least_room(world: Any) -> int | None:
     """Return the bytes that each rank may still take where least is left; None: a system does not tell; collective."""
     job, free = detect(os.environ), free_memory()

@@ -1,10 +1,10 @@
 """From layers to what a step does, from arithmetic alone.
 
 fit: `compile_plan`. plan: the Plan that check prints and the executor runs. graph: its steps and values. layer: one
-layer on all tiles. memory: what lives when, and where. section: nodes whose arrays are in memory together, and segments
-in strips. stream: nodes in strips from the image on. A segment is layers one after the other of which only the first
-one's input is exchanged; segments: those that schemes ask for. planner, choices: which segments, and which schemes,
-cost least. report: a plan to read.
+layer on all tiles. memory: what lives when, and where. section: nodes whose arrays are in memory together, and
+segments in strips. stream: nodes in strips from the image on; streamable: which can. A segment is layers one after the
+other of which only the first one's input is exchanged; segments: those that schemes ask for. planner, choices: which
+segments, and which schemes, cost least. report: a plan to read.
 """
 
 from .fit import compile_plan

@@ -17,7 +17,8 @@ from .plan import Plan, Training
 from .planner import PASSES
 from .section import Rows
 from .segments import Found, find_regions
-from .stream import Stream, can_stream, effort
+from .stream import Stream, effort
+from .streamable import can_stream
 
 Shape = tuple[int, ...]
 LARGE = 64 << 20

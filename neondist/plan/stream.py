@@ -376,35 +376,3 @@ def effort(graph: Graph, at: int) -> float:
 def _leaves(step: Step) -> bool:
     """Tell whether it is known what a step saves."""
     return step.layer is None or said_with(step.layer, "saves_beside", "forward") is not None
-
-
-def can_stream(graph: Graph, nodes: int, grid: GridShape, found: Found) -> bool:
-    """Tell whether all of so many nodes can go in strips, and nothing that `find_regions` has found is cut apart."""
-    steps, value = graph.ends[nodes]
-    if not any(step.layer is not None for step in graph.steps[:steps]) or any(
-        not _goes(step, graph, grid, last=step.output == value) for step in graph.steps[:steps]
-    ):
-        return False
-    following = graph.steps[steps:]
-    return not any(step.layer and found.get(id(step.layer), (None,))[0] is not None for step in following)
-
-
-def _goes(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
-    """Tell whether a step sees a bounded neighbourhood, or sums what it has, and has no weights by cell on the way."""
-    layer, shape = step.layer, graph.shapes[step.inputs[0]]
-    if len(graph.shapes[step.output]) < 2 and not last:
-        return False
-    if layer is None:
-        return True
-    window = layer.window_for(shape)
-    halos = [] if window is None else [(shape, window)]
-    return (
-        len(shape) > 1
-        and (layer.scheme is None or layer.scheme.exact)
-        and layer.reach_for(shape) is not None
-        and layer.gathers_for(shape, grid) is None
-        and (window is None or window.mode != "wrap")
-        and (layer.sees_reach or layer.view_window_for(shape, grid) == window)
-        and (layer.sees_reach or layer.reverse_halos or layer.halos_for(shape, grid) == halos)
-        and (last or not any(parameter.layout.cut for parameter in layer.parameters_for(shape).values()))
-    )

@@ -1,11 +1,12 @@
 """Running a network.
 
-executor: its passes. section: those of some nodes. strips: segments, a strip at a time. tasks: what a step does.
-workspace: a pass's memory and state. arena: arrays that share memory. reduce: partial results of ranks.
+executor: its passes. section: those of some nodes. strips: segments, a strip at a time. tasks: what a step does;
+layer_task: a layer's. workspace: a pass's memory and state. arena: arrays that share memory. reduce: partial results
+of ranks.
 """
 
 from .arena import Arena
 from .executor import Executor, Pass
-from .tasks import LayerTask
+from .layer_task import LayerTask
 
 __all__ = ["Arena", "Executor", "LayerTask", "Pass"]

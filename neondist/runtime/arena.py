@@ -22,7 +22,7 @@ class Blocks:
     samples : int
         Of this rank. Fewer use a part of the same block, more get another one.
     most : int, optional
-        Bytes that this process should not go beyond, whatever else it holds.
+        Bytes beyond which this process gives back what it has freed.
 
     Attributes
     ----------

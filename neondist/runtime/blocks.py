@@ -12,9 +12,9 @@ from ..halo import Phase
 from ..layers import Context
 from ..plan.blocks import KINDS, BlockPlan
 from .arena import Blocks
+from .layer_task import LayerTask
 from .section import Section
 from .strips import on_strip
-from .tasks import LayerTask
 
 
 class Blockwise:

@@ -8,13 +8,13 @@ from typing import Any
 
 from ..halo import Phase
 from ..layers import Context, Layer
-from ..memory import PROCESS
+from ..memory import most_held
 from ..plan import Graph, Plan
 from .arena import Blocks
+from .layer_task import LayerTask
 from .section import Section
 from .stream import Streamed, StreamPass
 from .strips import Strips
-from .tasks import LayerTask
 from .workspace import SectionPass
 
 
@@ -75,7 +75,7 @@ class Executor:
     ) -> None:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
         memory = compiled.training.memory
-        most = None if memory is None else memory + PROCESS * 15 // 16  # the rest is what kernels take for a moment
+        most = None if memory is None else most_held(memory)
         self.blocks, shared = (Blocks(samples, context.dtype, context.backend, most) for _ in range(2))
         self.sections: list[Any] = []
         if compiled.stream is not None:

@@ -11,7 +11,8 @@ from ..layers import Context, Layer, StepContext
 from ..plan import Graph, PlannedSection
 from ..plan.section import NOWHERE
 from .arena import Arena, Blocks
-from .tasks import JoinTask, LayerTask, PassedTask, Task
+from .layer_task import LayerTask
+from .tasks import JoinTask, PassedTask, Task
 from .workspace import SectionPass, Workspace
 
 

@@ -14,10 +14,10 @@ from ..halo import Phase
 from ..layers import Context, Layer
 from ..plan import Graph, Stream
 from .arena import Blocks
+from .layer_task import LayerTask
 from .reduce import joined
 from .section import Section
 from .strips import on_strip
-from .tasks import LayerTask
 from .workspace import SectionPass
 
 Cells = tuple[slice, ...]
