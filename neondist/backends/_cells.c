@@ -202,6 +202,17 @@ PyDoc_STRVAR(run_doc,
              "low : float\n    The least output; where a kernel goes back, what gave no more has no gradient.\n"
              "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
 
+/* Hold arrays, of which those are written whose bit is set; return how many are held: fewer, where one cannot be. */
+static int hold(PyObject *const *arrays, Py_buffer *views, int count, unsigned written) {
+    int held = 0;
+    for (; held < count; held++) {
+        const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (written >> held & 1 ? PyBUF_WRITABLE : 0);
+        if (PyObject_GetBuffer(arrays[held], views + held, flags))
+            break;
+    }
+    return held;
+}
+
 /* Let go of the arrays that are held, and return whether it is done; below 0: there was no memory. */
 static PyObject *told(Py_buffer *views, int held, int done) {
     while (held > 0)

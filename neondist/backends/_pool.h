@@ -94,11 +94,8 @@ static PyObject *max_pool(PyObject *self, PyObject *args) {
         if (PyErr_Occurred())
             return NULL;
     }
-    for (; held < 3; held++) {
-        const int writes = job.back ? held == 0 : held > 0;
-        if (PyObject_GetBuffer(arrays[held], views + held, PyBUF_STRIDES | PyBUF_FORMAT | (writes ? PyBUF_WRITABLE : 0)))
-            goto end;
-    }
+    if ((held = hold(arrays, views, 3, job.back ? 1 : 2 | 4)) < 3)
+        goto end;
     fits = axes == views[0].ndim - 2 && axes == PyTuple_Size(sizes[1]) && describe_pool(&job, views, views + 1, views + 2);
     if (fits) {
         job.x = views[0].buf;

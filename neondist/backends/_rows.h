@@ -53,9 +53,8 @@ static PyObject *weights(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOO(nnn)(nnn)iK", arrays, arrays + 1, arrays + 2, s, s + 1, s + 2, d, d + 1, d + 2,
                           &threads, &start))
         return NULL;
-    for (; held < 3; held++)
-        if (PyObject_GetBuffer(arrays[held], views + held, PyBUF_STRIDES | PyBUF_FORMAT | (held > 1 ? PyBUF_WRITABLE : 0)))
-            goto end;
+    if ((held = hold(arrays, views, 3, 4)) < 3)
+        goto end;
     if (describe_rows(&job, views, views + 1, views + 2)) {
         Py_BEGIN_ALLOW_THREADS;
         job.shares = start == 0 || job.all * job.dy.extent[3] * job.outer < FEW ? 1 : threads;

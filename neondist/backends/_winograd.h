@@ -204,8 +204,7 @@ static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer 
     job->depth = first < 0 ? 1 : w->shape[0];
     job->k = job->depth * job->inner;
     return x->shape[0] == y->shape[0] && (job->kernel == 3 || job->kernel == 5) && w->shape[2 + first] == job->kernel &&
-           job->depth > 0 &&
-           w->shape[3 + first] == job->inner && w->shape[4 + first] == job->outer &&
+           job->depth > 0 && w->shape[3 + first] == job->inner && w->shape[4 + first] == job->outer &&
            (size_t)w->buf % w->itemsize == 0 && MIN(job->inner, job->outer) >= job->lanes;
 }
 
@@ -232,12 +231,9 @@ static PyObject *winograd(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "pOOOO(nnn)iK", &job.back, arrays, arrays + 1, arrays + 2, arrays + 3, before,
                           before + 1, before + 2, &threads, &start))
         return NULL;
-    const int written = job.back ? 1 : 2, count = arrays[3] == Py_None ? 3 : 4;
-    for (; held < count; held++) {
-        const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (held == written ? PyBUF_WRITABLE : 0);
-        if (PyObject_GetBuffer(arrays[held], views + held, flags))
-            goto end;
-    }
+    const int count = arrays[3] == Py_None ? 3 : 4;
+    if ((held = hold(arrays, views, count, job.back ? 2 : 4)) < count)
+        goto end;
     const Py_buffer *x = views, *bias = views + 3;
     int fits = describe_winograd(&job, x, views + 1, views + 2);
     if (fits && count > 3) {

@@ -27,13 +27,22 @@ class HostKernels(Winograd):
         groups: int,
         zeros: Sides | None = None,
     ) -> np.ndarray:
-        """Return the gradient of the weights: of what the windows of a row of outputs see, nothing is gathered."""
-        if self.goes_by_rows(x, dy, kernel, stride, dilation, groups):
-            gradient, ones = np.empty((*kernel, x.shape[-1], dy.shape[-1]), x.dtype), (1,) * (3 - len(kernel))
-            how = (*ones, *stride), (*ones, *dilation), self.threads, self.start
-            if self.compiled.weights(x, dy, gradient, *how):
-                return gradient
-        return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
+        """Return the gradient of the weights, by rows where that is faster."""
+        found = self.weights_by_rows(x, dy, kernel, stride, dilation, groups)
+        return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros) if found is None else found
+
+    def weights_by_rows(
+        self, x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int
+    ) -> np.ndarray | None:
+        """Return the gradient of the weights: of what the windows of a row of outputs see, nothing is gathered.
+
+        None where it is not to be computed so, or cannot be.
+        """
+        if not self.goes_by_rows(x, dy, kernel, stride, dilation, groups):
+            return None
+        gradient, ones = np.empty((*kernel, x.shape[-1], dy.shape[-1]), x.dtype), (1,) * (3 - len(kernel))
+        how = (*ones, *stride), (*ones, *dilation), self.threads, self.start
+        return gradient if self.compiled.weights(x, dy, gradient, *how) else None
 
     def goes_by_rows(
         self, x: np.ndarray, dy: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, groups: int

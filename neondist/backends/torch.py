@@ -113,9 +113,11 @@ class TorchKernels(HostKernels):
     ) -> np.ndarray:
         """Return the gradient of the weights: 1 to 1.5, few channels 2 to 4, depthwise 15."""
         shape = *kernel, x.shape[-1] // groups, dy.shape[-1]
-        other = self.transforms(x, shape, stride, dilation, groups) or not self._convolves(x, dy.shape)
-        if other or self.goes_by_rows(x, dy, kernel, stride, dilation, groups):
+        if self.transforms(x, shape, stride, dilation, groups) or not self._convolves(x, dy.shape):
             return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
+        found = self.weights_by_rows(x, dy, kernel, stride, dilation, groups)
+        if found is not None:
+            return found
         sides = zeros or ((0, 0),) * len(stride)
         if len(stride) == 1:
             how = (1, *kernel), (1, *stride), (1, *dilation), groups, ((0, 0), *sides)

@@ -32,8 +32,9 @@ def in_room(rng, shape, dtype):
     return view
 
 
-def agree(found, expected, dtype):
-    tolerance = {np.float64: 1e-13, np.float32: 5e-5}[dtype]
+def agree(found, expected, dtype, side=3):
+    """Errors of float32 are larger for windows of 5 x 5."""
+    tolerance = {np.float64: 1e-13, np.float32: 5e-5 if side == 5 else 2e-5}[dtype]
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(1, np.abs(expected).max(initial=0)))
 
 
@@ -58,12 +59,12 @@ def test_all_ways_of_a_convolution(kernels, dtype, case, seed):
     weights, bias = in_room(rng, (*kernel, inner, outer), dtype), rng.normal(size=outer).astype(dtype)
     assert kernels.transforms(x, weights.shape, *how)
     expected = PLAIN.conv_forward(*(np.asarray(a, float) for a in (x, weights)), *how, bias)
-    agree(kernels.conv_forward(x, weights, *how, bias), expected, dtype)
+    agree(kernels.conv_forward(x, weights, *how, bias), expected, dtype, kernel[-1])
     dy = in_room(rng, expected.shape, dtype)
     dx = PLAIN.conv_backward_input(*(np.asarray(a, float) for a in (dy, weights)), extent, *how, sides)
-    agree(kernels.conv_backward_input(dy, weights, extent, *how, sides), dx, dtype)
+    agree(kernels.conv_backward_input(dy, weights, extent, *how, sides), dx, dtype, kernel[-1])
     dw = PLAIN.conv_backward_weights(*(np.asarray(a, float) for a in (x, dy)), kernel, *how)
-    agree(kernels.conv_backward_weights(x, dy, kernel, *how), dw, dtype)
+    agree(kernels.conv_backward_weights(x, dy, kernel, *how), dw, dtype, kernel[-1])
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 6, 16), (2, 2, 6, 16), (2, 5, 0, 16), (1, 2, 2, 2, 16)])
@@ -132,20 +133,20 @@ def test_strips_join_to_the_whole(kernels, dtype, strip, case, apart):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "strip", strip)
         kernels.conv_into(y, x, weights, *how, bias, kernels.relu, sides)
-        agree(y, np.maximum(z, 0), dtype)
+        agree(y, np.maximum(z, 0), dtype, kernel[-1])
         dy, dx = in_room(rng, y.shape, dtype), in_room(rng, (*x.shape[:-1], 2 * inner), dtype)[..., :: 1 + apart]
         dx, dz = dx[..., :inner], dy * (y > 0)
         begin = lambda part: kernels.relu_backward(y[part], dy[part])  # noqa: E731
         found = kernels.conv_back_into(dx, x, dy, weights, *how, begin, sides)
         over = x.copy()
         again = kernels.conv_back_into(over, over, dy, weights, *how, begin, sides, True, True)
-    agree(found[0], PLAIN.conv_backward_weights(x.astype(float), dz.astype(float), kernel, *how), dtype)
-    agree(found[1], dz.sum(axis=tuple(range(dz.ndim - 1)), dtype=float), dtype)
+    agree(found[0], PLAIN.conv_backward_weights(x.astype(float), dz.astype(float), kernel, *how), dtype, kernel[-1])
+    agree(found[1], dz.sum(axis=tuple(range(dz.ndim - 1)), dtype=float), dtype, kernel[-1])
     whole = PLAIN.conv_backward_input(dz.astype(float), weights.astype(float), extent, *how)
-    agree(cropped(dx, sides), cropped(whole, sides), dtype)
+    agree(cropped(dx, sides), cropped(whole, sides), dtype, kernel[-1])
     assert np.isfinite(dx).all()
-    agree(again[0], found[0], dtype)
-    agree(cropped(over, sides), cropped(dx * (x > 0), sides), dtype)
+    agree(again[0], found[0], dtype, kernel[-1])
+    agree(cropped(over, sides), cropped(dx * (x > 0), sides), dtype, kernel[-1])
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
