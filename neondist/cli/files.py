@@ -102,19 +102,18 @@ def _segmentation(folder: Path, masks: str) -> str:
                 break
             mask = np.asarray(source.read([(0, n) for n in source.shape]))
         largest = max(largest, int(mask.max()))
+    labels = json.dumps(str(folder / masks / f"*{_suffix(drawn)}"))
+    if numbers:
+        what = "Which numbers has each cell of an image? The masks hold floats; classes are whole numbers"
+        outputs, cost, metrics = numbers, "!MSE {}", ""
+    else:
+        what = f"Which class has each cell of an image? The first masks hold 0 to {largest}"
+        outputs, cost, metrics = largest + 1, "!DiceCE {}  # ignore_index: 255 leaves cells out", "!IoU {}, !F1 {}"
+        labels += f"\n  classes: {outputs}             # a mask with others ends the run"
     return _FILE.format(
-        what="Which numbers has each cell of an image? The masks hold floats; classes are whole numbers"
-        if numbers
-        else f"Which class has each cell of an image? The first masks hold 0 to {largest}",
-        crop=_crop(images),
-        images=json.dumps(str(folder / "images" / f"*{_suffix(images)}")),
-        labels=json.dumps(str(folder / masks / f"*{_suffix(drawn)}"))
-        + f"\n  classes: {largest + 1}             # a mask with others ends the run" * (not numbers),
-        layers=_SEGMENTER.format(numbers or largest + 1),
-        cost="!MSE {}" if numbers else "!DiceCE {}  # ignore_index: 255 leaves cells out",
-        metrics="" if numbers else "!IoU {}, !F1 {}",
-        number="validation_loss",
-    )
+        what=what, crop=_crop(images), images=json.dumps(str(folder / "images" / f"*{_suffix(images)}")), labels=labels,
+        layers=_SEGMENTER.format(outputs), cost=cost, metrics=metrics, number="validation_loss",
+    )  # fmt: skip
 
 
 def _images(folder: Path) -> list[Path]:
@@ -131,9 +130,8 @@ def _crop(paths: list[Path]) -> list[int]:
     for path in paths:
         with open_source(path) as source:
             extents = [n for n, name in zip(source.shape, source.axes, strict=True) if name in "ZYX"]
-        crop = [
-            min(pair) for pair in zip(crop or [64 if len(extents) < 3 else 32] * len(extents), extents, strict=False)
-        ]
+        crop = crop or [64 if len(extents) < 3 else 32] * len(extents)
+        crop = [min(pair) for pair in zip(crop, extents, strict=False)]
     return [side // 8 * 8 or side for side in crop]
 
 

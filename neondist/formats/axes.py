@@ -95,6 +95,11 @@ def cells_of(box: BoxLike, shape: Sequence[int], what: str) -> Cells:
     return tuple(slice(int(lo), int(hi)) for lo, hi in pairs)
 
 
+def relative(cells: Sequence[slice], origin: Sequence[slice]) -> Cells:
+    """Return where cells lie in an array of those from `origin` on."""
+    return tuple(slice(cut.start - of.start, cut.stop - of.start) for cut, of in zip(cells, origin, strict=True))
+
+
 def _bounds(part: Any, n: int) -> tuple[int, int]:
     if isinstance(part, slice):
         return (0 if part.start is None else part.start, n if part.stop is None else part.stop)

@@ -17,7 +17,7 @@ from ..comm import ProcessGrid, all_or_none
 from ..errors import ConfigError, DataError, OutputError, ShapeError, UserError
 from ..io.files import REMEDY, reason
 from ..memory import require_room, words
-from .axes import Axes, BoxLike, Cells, cells_of
+from .axes import Axes, BoxLike, Cells, cells_of, relative
 from .cache import ChunkCache
 
 LARGEST_CHUNK = 1 << 30  # bytes that have to be decoded at once; files in use have chunks of a few MiB
@@ -147,13 +147,13 @@ class TileSource(ABC):
                 around = tuple(slice(a.start, b.stop) for a, b in zip(first, last, strict=True))
                 read = self._decoded(around)
                 for at in missing:
-                    found[at] = read[_relative(places[at], around)].copy()
+                    found[at] = read[relative(places[at], around)].copy()
                     cache.put(keys[at], found[at])
             for place, kept in zip(places, found, strict=True):
                 part = tuple(
                     slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(place, cells, strict=True)
                 )
-                out[_relative(part, cells)] = kept[_relative(part, place)]
+                out[relative(part, cells)] = kept[relative(part, place)]
         return out
 
     @abstractmethod
@@ -260,10 +260,6 @@ class TileSink(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
-
-
-def _relative(cells: Cells, origin: Cells) -> Cells:
-    return tuple(slice(cut.start - of.start, cut.stop - of.start) for cut, of in zip(cells, origin, strict=True))
 
 
 @contextmanager

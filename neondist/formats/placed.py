@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from .axes import Axes, Cells
+from .axes import Axes, Cells, relative
 from .base import TileSource, refused
 from .draft import DraftSink
 
@@ -63,8 +63,7 @@ class Placement:
             for axis, (cut, lo) in enumerate(zip(part, first, strict=True)):
                 along = range(cut.start - lo, cut.stop - lo) if axis < whole - 1 else [cut.start - lo]
                 at = np.add.outer(at, np.array(along, np.int64) * strides[axis]).ravel()
-            inner = tuple(slice(p.start - cut.start, p.stop - cut.start) for p, cut in zip(part, cells, strict=True))
-            yield inner, at, item * prod(extents[whole - 1 :])
+            yield relative(part, cells), at, item * prod(extents[whole - 1 :])
 
 
 class PlacedSink(DraftSink):

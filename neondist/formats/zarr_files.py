@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError
-from .axes import Axes, Cells, guess, letters
+from .axes import Axes, Cells, guess, letters, relative
 from .base import TileSource, agreed_on, faults, refused
 from .draft import DraftSink
 from .tiles import default_chunks
@@ -164,7 +164,7 @@ class ZarrSink(DraftSink):
     def _write(self, cells: Cells, array: np.ndarray) -> None:
         target, stored, whole = self._levels[0], self._stored.to_file(array), self._stored.to_stored(cells)
         for part, alone in _by_chunks(whole, target.chunks, target.shape):
-            inner = tuple(slice(p.start - c.start, p.stop - c.start) for p, c in zip(part, whole, strict=True))
+            inner = relative(part, whole)
             if alone:
                 target[part] = stored[inner]
             else:  # others may write the rest of these chunks

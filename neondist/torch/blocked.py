@@ -23,6 +23,7 @@ from .wires import Wires
 
 
 class _Block(NamedTuple):
+    number: int
     runner: Runner
     image: tuple[Range, ...]
     own: Ranged
@@ -72,11 +73,12 @@ class Blocks:
     @cached_property
     def blocks(self) -> list[_Block]:
         """All that have anything."""
-        found = []
+        found: list[_Block] = []
         for place in product(*map(range, self.parts)):
             plan, own = self.plan(place)
             if any(all(lo < hi for lo, hi in ranges) for ranges in own):
-                found.append(_Block(Runner(self.wires, plan), self.trunk.image(at_least_one(own, self.here)), own))
+                image = self.trunk.image(at_least_one(own, self.here))
+                found.append(_Block(len(found), Runner(self.wires, plan), image, own))
         return found
 
     def run(self, block: _Block, seen: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
@@ -157,7 +159,7 @@ class Sums(Blocks):
     def own(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
         """Return those of one block."""
         samples = slice(None) if self.groups is None else slice(*block.own[0][0])
-        return [None if tile is None else tile[self.blocks.index(block)][..., samples, :] for tile in tiles]
+        return [None if tile is None else tile[block.number][..., samples, :] for tile in tiles]
 
 
 class _Blocked(torch.autograd.Function):

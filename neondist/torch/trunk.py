@@ -344,26 +344,13 @@ def fitted(
         return None
     live = 0
     while True:
-        trunk, parts = Trunk(program, shape_of(layouts[0]), gather_at, live), [1] * len(mesh.parts)
+        trunk = Trunk(program, shape_of(layouts[0]), gather_at, live)
         if trunk.outputs:
-            lowering = HeadLowering(mesh, 0, trunk, parts)
+            lowering = HeadLowering(mesh, 0, trunk, [1] * len(mesh.parts))
             plan, _ = lowered(program, mesh, 0, layouts, gather_at, recompute=recompute, lowering=lowering)
-            blocks = lowering.blocks
-            assert blocks is not None
-            extents, tiles = blocks.extents(), sum(value.nbytes for value in lowering.tiles)
-            parts[0] = extents[0]
-            needed = held(plan, training) + training * tiles
-            while needed <= limit:
-                blocks.parts = tuple(parts)
-                # one inside, and that at the corner, which has both ends of an image that wraps around
-                inner = [blocks.plan(place)[0] for place in ([n // 2 for n in parts], [0] * len(parts))]
-                found = (1 + training) * tiles + max(held(plan, training) for plan in inner)
-                if found <= limit:
-                    return HeadLowering(mesh, rank, trunk, parts)
-                longest = max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
-                if extents[longest] == parts[longest]:
-                    needed = found
-                parts[longest] = min(2 * parts[longest], extents[longest])
+            needed, parts = _in_parts(lowering, plan, limit, training)
+            if needed <= limit:
+                return HeadLowering(mesh, rank, trunk, parts)
         if len(trunk.norms) < live:
             break
         live += 1 + live // 3  # each more costs another sweep
@@ -372,3 +359,22 @@ def fitted(
         raise ConfigError(f"memory: {told}")
     remedy = f"with what comes after it, {told}"
     raise UnsupportedOperator(trunk.why, trunk.why.why, cannot="go block by block", remedy=remedy)
+
+
+def _in_parts(lowering: HeadLowering, plan: TorchPlan, limit: int, training: bool) -> tuple[int, list[int]]:
+    """Cut a lowered trunk until a pass takes no more bytes, or no cut is left; return what it takes, and the parts."""
+    blocks, parts = lowering.blocks, list(lowering.parts)
+    assert blocks is not None
+    extents, tiles = blocks.extents(), sum(value.nbytes for value in lowering.tiles)
+    parts[0] = extents[0]
+    needed = held(plan, training) + training * tiles
+    while needed <= limit:
+        blocks.parts = tuple(parts)
+        # one inside, and that at the corner, which has both ends of an image that wraps around
+        inner = [blocks.plan(place)[0] for place in ([n // 2 for n in parts], [0] * len(parts))]
+        found = (1 + training) * tiles + max(held(plan, training) for plan in inner)
+        longest = max(range(len(parts)), key=lambda axis: extents[axis] / parts[axis])
+        if found <= limit or extents[longest] == parts[longest]:
+            return found, parts
+        parts[longest] = min(2 * parts[longest], extents[longest])
+    return needed, parts

@@ -126,7 +126,9 @@ class CropTiles:
         cells = filled(item.name, cells, self.fill)
         if self._classes is not None and self._flat:
             count, ignored = self._classes
-            wrong = cells[(cells < 0) | (cells >= count)] if cells.min() < 0 or cells.max() >= count else cells[:0]
+            if cells.min() >= 0 and cells.max() < count:  # as a rule, and cheaper to see
+                return cells
+            wrong = cells[(cells < 0) | (cells >= count)]
             wrong = wrong if ignored is None else wrong[wrong != ignored]
             if wrong.size:
                 raise DataError(f"{item.name}: has the label {wrong.flat[0]}; there are {count} classes, from 0")
