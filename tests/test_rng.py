@@ -1,11 +1,22 @@
 """Random numbers from indices."""
 
+import zlib
+
 import numpy as np
 import pytest
 from scipy.special import ndtri
 
 import neondist as nd
 from neondist import rng
+
+
+def test_a_key_is_the_numbers_of_keys_before_it():
+    """Keys are mixed in integers, numbers in arrays: the same bits."""
+    first = np.zeros(1, np.uint64)
+    for part in 0, 7, 2**63 + 5, 2**64 - 1, "dropout":
+        before = rng.key(3, "x")
+        stream = before + (zlib.crc32(part.encode()) if isinstance(part, str) else part) & 2**64 - 1
+        assert rng.uniform(stream, first) == (rng.key(3, "x", part) >> 11) * 2.0**-53
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4, 0.5, 1 / 3, 2.0**-60, 1 - 2.0**-53])

@@ -138,9 +138,8 @@ def test_geotiff_keeps_its_place(tmp_path, way):
         assert (file.read() == 7).all()
 
 
-@pytest.mark.parametrize(
-    "options", [{"compress": "deflate"}, {"compress": "none"}]
-)  # of these, cells are read in place
+# where nothing is compressed, cells are read in place
+@pytest.mark.parametrize("options", [{"compress": "deflate"}, {"compress": "none"}])
 @pytest.mark.parametrize(
     ("dtype", "nodata"), [("float32", -3.4028234663852886e38), ("float64", -9999.0), ("int16", -1)]
 )
