@@ -19,7 +19,7 @@ CHOSEN = {
     4: (31, ""),
     6: (7, "views or everything or grids"),
 }
-"""by number of ranks, how many tests at least, and which: of four, with rows and columns, all; of others what differs"""
+"""by number of ranks, how many tests at least, and which: all of four, with rows and columns; of others what differs"""
 WITH_TORCH = 2
 
 
