@@ -23,8 +23,9 @@ def add(commands: Any) -> None:
     options.experiment(one)
     _checkpoint(one)
     one.add_argument(
-        "--split", choices=["train", "validation", "test"], default="test", help="which samples (default test)"
-    )
+        "--split", choices=["train", "validation", "test"],
+        help="which samples (default test, or validation where there is no test split)",
+    )  # fmt: skip
     one.add_argument("--input", metavar="X", help="images of any size in a file, instead of the data set's")
     one.add_argument("--labels", metavar="T", help="their classes, or targets, in a file")
     one.add_argument("--report", metavar="FILE.html", help="also write a page: numbers, classes, confusion matrix")
@@ -66,7 +67,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             if grid.rank == 0:
                 print(json.dumps(found))
                 if arguments.report is not None:
-                    of = {"checkpoint": arguments.checkpoint, "images": arguments.input or arguments.split}
+                    of = {"checkpoint": arguments.checkpoint, "images": arguments.input or found["split"]}
                     write_text(Path(arguments.report), page_of_numbers(Path(arguments.file).stem, of, found))
 
     find = partial(validated, arguments) if None in files else lambda world, ranks: loaded(arguments, world)

@@ -189,6 +189,8 @@ class TileSink(ABC):
     shape, dtype, axes, chunks : as those of a TileSource
     resumed : bool
         Whether cells that an earlier process has written are there.
+    lost : list of str
+        What is known of the image that it is like, and cannot be kept; on the rank that makes the file, as it does.
     """
 
     resumed: bool = False
@@ -202,7 +204,7 @@ class TileSink(ABC):
         chunks: Sequence[int] | None,
         grid: ProcessGrid | None,
     ) -> None:
-        self.path, self.axes, self.grid = path, axes, grid
+        self.path, self.axes, self.grid, self.lost = path, axes, grid, list[str]()
         self.shape, self.dtype = tuple(map(int, shape)), np.dtype(dtype)
         self.chunks = None if chunks is None else tuple(map(int, chunks))
 

@@ -107,7 +107,7 @@ class HDF5Sink(PlacedSink):
                 facts.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
                 of, space = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(shape)
                 array = h5py.Dataset(h5py.h5d.create(made.hdf5.id, name.encode(), of, space, facts))
-                self._describe(array, {} if like is None else like.metadata)
+                self._describe(array, like)
                 made.hdf5.flush()
                 places: dict[tuple[int, ...], int] = {}
                 array.id.chunk_iter(lambda chunk: places.update({chunk.chunk_offset: chunk.byte_offset}))
@@ -115,7 +115,7 @@ class HDF5Sink(PlacedSink):
                 made.close()
         return Placement(axes, self.dtype.str, shape, chunks, tuple(places[at] for at in sorted(places)))
 
-    def _describe(self, array: Any, metadata: dict[str, Any]) -> None:
+    def _describe(self, array: Any, like: TileSource | None) -> None:
         """Write what the axes are, and what is known of them."""
         put_text(array.attrs, _AXES, self.axes[: array.ndim])
 

@@ -20,7 +20,7 @@ from .weights import take_weights
 
 
 def evaluate_checkpoint(
-    experiment: FitExperiment, checkpoint: str | Path, grid: ProcessGrid | None = None, split: str = "test"
+    experiment: FitExperiment, checkpoint: str | Path, grid: ProcessGrid | None = None, split: str | None = None
 ) -> dict[str, Any]:
     """Return the cost and the metrics of a checkpoint's weights over a split of the experiment's data; collective.
 
@@ -32,20 +32,22 @@ def evaluate_checkpoint(
         Written by any number of ranks.
     grid : ProcessGrid, optional
         Default `experiment.open_grid()`.
-    split : {'test', 'validation', 'train'}
+    split : {'test', 'validation', 'train'}, optional
+        Default: test, or validation where the data set has no test split.
 
     Returns
     -------
     dict
-        'samples', 'loss' and the metrics by their names ('error' is the misclassification), None where one is not
-        finite, or does not suit the targets; equal on every rank.
+        'split', 'samples', 'loss' and the metrics by their names ('error' is the misclassification), None where one is
+        not finite, or does not suit the targets; equal on every rank.
 
     Raises
     ------
     UserError
         As `FitExperiment.validate`; DataError if the checkpoint is missing, damaged or of another model.
     """
-    choice("split", split, SPLITS)
+    if split is not None:
+        choice("split", split, SPLITS)
     grid = experiment.open_grid() if grid is None else grid
     model, dataset = experiment.model, experiment.dataset
     with all_or_none(grid.world):
@@ -56,6 +58,8 @@ def evaluate_checkpoint(
     with closing(dataset):
         check_data_consistency(grid, dataset)
         with all_or_none(grid.world):
+            if split is None:
+                split = "test" if "test" in dataset.splits else "validation"
             if split not in dataset.splits:
                 raise ConfigError(f"split: the data set has no {split} split; choose from {', '.join(dataset.splits)}")
             model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
@@ -63,4 +67,4 @@ def evaluate_checkpoint(
             take_weights(file, model)
         samples = dataset.splits[split]
         found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
-    return told_of(len(samples), found)
+    return {"split": split, **told_of(len(samples), found)}

@@ -59,6 +59,48 @@ def test_scaled_volumes_and_promises(tmp_path):
             nd.open_source(tmp_path / f"b{suffix}")
 
 
+def test_what_belongs_to_a_netcdf_variable(tmp_path):
+    """Dimensions that HDF5 alone knows, as h5py writes them; coordinates of cells, bounds, a projection."""
+    h5py, netcdf = pytest.importorskip("h5py"), pytest.importorskip("netCDF4", reason="made by netCDF4")
+    values, extents = np.random.default_rng(0).random((6, 6)).astype("f4"), {"row_km": 6, "lon": 6, "nv": 2}
+    with h5py.File(tmp_path / "plain.nc", "w") as file:
+        file["t"] = values
+        for axis, name in enumerate(("row_km", "lon")):  # of one length, and one name that tells no axis
+            file[name] = np.arange(6.0) + axis
+            file[name].make_scale(name)
+            file["t"].dims[axis].attach_scale(file[name])
+        file["lon"].attrs["units"] = "degrees_east"  # of variable length: what libhdf5 may hang on where it is damaged
+    with netcdf.Dataset(tmp_path / "cf.nc", "w") as file:
+        for name, n in extents.items():
+            file.createDimension(name, n)
+        for name, of in {"lon": 1, "lon_bnds": 2, "lat": 2, "wide": 2}.items():
+            of = ("lon", "nv")[:of] if name.startswith("lon") else ("row_km", "lon")
+            file.createVariable(name, "i2", of)[:] = np.arange(np.prod([extents[one] for one in of])).reshape(
+                [extents[one] for one in of]
+            )
+        file.createVariable("crs", "i4", ()).grid_mapping_name = "polar_stereographic"
+        file["lon"].setncatts({"bounds": "lon_bnds", "scale_factor": 0.5})
+        field = file.createVariable("t", "f4", ("row_km", "lon"))
+        field.setncatts({"coordinates": "lat", "grid_mapping": "crs: lon", "units": "K"})
+        field[:], file.Conventions = values, "CF-1.8"
+    for name, lost in (("plain", ["lon:units"]), ("cf", [])):
+        with nd.open_source(f"{tmp_path}/{name}.nc:t") as source:
+            same(source, values[..., None])
+            with nd.create_sink(tmp_path / f"{name}2.nc", (6, 6, 3), "f4", source.axes, like=source) as sink:
+                assert sink.lost == lost
+                sink.commit()
+        with netcdf.Dataset(tmp_path / f"{name}2.nc") as file:
+            assert file["predictions"].dimensions == ("row_km", "lon", "channel")
+            if name == "plain":
+                np.testing.assert_array_equal(file["lon"][:], np.arange(6.0) + 1)
+            else:
+                assert file["predictions"].ncattrs() == ["coordinates", "grid_mapping"]
+                assert (file["crs"].grid_mapping_name, file.Conventions) == ("polar_stereographic", "CF-1.8")
+                np.testing.assert_array_equal(file["lon"][:], np.arange(6) / 2)
+                assert (file["lon_bnds"].dimensions, file["lat"][:].sum()) == (("lon", "nv"), 630)
+                assert set(file.variables) == {"predictions", "lon", "lon_bnds", "lat", "crs"}
+
+
 def test_variables_of_netcdf(tmp_path):
     netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
     values = np.random.default_rng(0).random((4, 30, 50)).astype("float32") * 20 + 270

@@ -105,6 +105,20 @@ def test_a_split_that_is_not_there(tmp_path):
         evaluate_checkpoint(experiment(1), tmp_path / "checkpoint.h5", split="valid")
 
 
+def test_what_is_evaluated_unless_asked(tmp_path):
+    """The test split; of a data set that has none, as `neondist init` writes, the validation split."""
+
+    class NoTest(Synthetic):
+        def load(self, grid):
+            return super().load(grid)[0], None
+
+    others = NoTest((13, 11, 2), classes=4, train=45, validation=9)
+    for split, made in (("test", experiment(1)), ("validation", experiment(1, dataset=lambda: others))):
+        made.run(output=tmp_path / split, hooks=[])
+        found = evaluate_checkpoint(made, tmp_path / split / "checkpoint.h5", nd.ProcessGrid.serial())
+        assert found["split"] == split
+
+
 def test_a_run_folder_of_version_0_1_goes_on(tmp_path, monkeypatch):
     expected = experiment(3).run(hooks=[]).history
     with monkeypatch.context() as patch:

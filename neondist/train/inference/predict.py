@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
+from ...console import say
 from ...errors import OutputError
 from ...formats import TileSink, create_sink
 from ...geometry import split
@@ -209,7 +210,9 @@ def _sinks(
             )
             make = partial(create_sink, path, *given, like=like, overwrite=overwrite, grid=grid, **bare)
             if not done:
-                make(resume=False).close()
+                with closing(make(resume=False)) as sink:
+                    if sink.lost:
+                        say(f"note: {path} is without {', '.join(sink.lost)} of {source.path}")
             sink = stack.enter_context(closing(make(resume=True)))
             if done and not sink.resumed:
                 raise OutputError(f"{path}: what was written of it before is gone; give --overwrite to begin anew")
