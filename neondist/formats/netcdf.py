@@ -86,7 +86,7 @@ class NetCDFSource(HDF5Source):
     def beside(self) -> tuple[list[Beside], list[str]]:
         """Return what the variable needs, the file as '/' and itself as '' among it, and what of it cannot be read."""
         array, lost = self._array, list[str]()
-        with faults(self.path):
+        with faults(Path(self.path)):
             found = [Beside("/", (), None, _attributes(self._file, "", lost))]
             own = _attributes(array, "", [])
             lost += [name for name in _NAMING if name in array.attrs and name not in own]
@@ -207,7 +207,8 @@ def _users(found: Any) -> list[tuple[int, int]]:
     raw = np.empty(at.shape, f"V{kind.get_size()}")
     at.read(raw, kind)
     offsets = [kind.get_member_offset(n) for n in range(2)]
-    fields = {"names": ["at", "axis"], "formats": ["=u8", "=i4"], "offsets": offsets, "itemsize": raw.itemsize}
+    formats = ["=u8", "=i4"]
+    fields: Any = {"names": ["at", "axis"], "formats": formats, "offsets": offsets, "itemsize": raw.itemsize}
     return [(int(one["at"]), int(one["axis"])) for one in raw.view(np.dtype(fields)).ravel()]
 
 
