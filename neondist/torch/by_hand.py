@@ -1,8 +1,9 @@
 """For code that cuts images by hand: what a window sees of a tile, and sums over tiles, as differentiable functions.
 
-These are no torch.library.custom_op: its arguments are tensors and numbers, and a grid, which is neither, would need a
-registry of handles for all of a process. torch.autograd.Function has gradients too; torch.compile breaks its graph
-at the messages, which it could not compile anyway.
+These are no torch.library.custom_op, whose arguments are tensors and numbers. A grid as one needs PyTorch 2.13's
+torch._library.opaque_object: tried, gradients and torch.compile(fullgraph=True) work, but it is not public, registers
+classes of a private base for all of a process, and its operators fail opcheck's test_schema. torch.autograd.Function
+has gradients too; torch.compile breaks its graph at the messages, which it could not compile anyway.
 """
 
 from __future__ import annotations

@@ -262,7 +262,15 @@ def _given(
                 f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} is given a tensor that PyTorch could"
                 " not trace, such as the .data of another; say .detach() instead"
             )
-        return lowering.constant(constant)
+        if constant.requires_grad:
+            here = where(next(iter(node.users), node))
+            raise ConfigError(
+                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} is given a tensor with a gradient"
+                " that is no parameter of the module; make it an nn.Parameter that is an attribute of a module"
+            )
+        # a parameter that was read from a list or a dictionary
+        same = (n for n in parameters if _memory(program.state_dict[n]) == _memory(constant))
+        return next((lowering.values[parameters[name]] for name in same), None) or lowering.constant(constant)
     if not isinstance(fake, torch.Tensor):
         return fake
     layout = waiting.pop() if spec.kind == InputKind.USER_INPUT else whole(fake.shape)
@@ -277,6 +285,10 @@ def _given(
     else:
         raise ConfigError(f"an input of kind {spec.kind} cannot be distributed")
     return value
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _Gathering:

@@ -80,7 +80,7 @@ class Step:
 
     Attributes
     ----------
-    kind : 'local', 'norm', 'view', 'gather', 'sum', 'max', or one of SAME
+    kind : 'local', 'norm', 'view', 'gather', 'ring', 'sum', 'max', or one of SAME
     name : str
         The module's path and the operator.
     inputs, outputs : values, by id

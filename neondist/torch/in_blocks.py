@@ -33,6 +33,7 @@ Ranged = tuple[tuple[Range, ...], ...]
 """Of some values, the range along each dimension."""
 _WHY = {
     "gather": "it sees the whole image",
+    "ring": "it sees the whole image",
     "sum": "it sums over the whole image",
     "max": "it compares the whole image",
     "norm": "it normalises by sums over the whole image",

@@ -15,7 +15,7 @@ from .layout import Mesh, Shape, local_shape
 from .transfer import Piece
 
 Traffic = dict[tuple[str, str, str], int]
-"""Bytes by (kind, step, direction): kind 'halo', 'redistribution' or 'sum', direction 'forward' or 'backward'."""
+"""Bytes by (kind, step, direction): kind 'halo', 'redistribution', 'ring' or 'sum', and 'forward' or 'backward'."""
 
 
 class TorchPlan(TorchGraph):
@@ -77,8 +77,8 @@ class TorchPlan(TorchGraph):
     def peak(self) -> tuple[int, str]:
         """Return the bytes that live at once in a pass of this rank without a way back, and the step where they do.
 
-        Parameters and buffers are not counted; what convolutions and interpolations take for a moment is: as much as
-        their arrays have.
+        Parameters and buffers are not counted; what convolutions, interpolations and rings take for a moment is: as
+        much as their arrays have.
         """
         size = [value.nbytes for value in self.values]
         kept = {*self.parameters.values(), *self.buffers.values(), *self.inputs}
@@ -87,7 +87,7 @@ class TorchPlan(TorchGraph):
         for step in self.steps:
             made, freed = (sum(size[v] for v in values if v not in kept) for values in (step.outputs, step.free))
             live += made
-            takes = "conv" in step.op or "upsample" in step.op
+            takes = "conv" in step.op or "upsample" in step.op or step.kind == "ring"
             work = sum(size[v] for v in (*step.inputs, *step.outputs)) if takes else 0
             found.append((live + work, step.name))
             live -= freed
@@ -140,6 +140,8 @@ def _forward(plan: TorchGraph, step: Step, rank: int, place: Sequence[int]) -> I
         yield kind_of(step), _sent(step, step.transfer.sends(rank), values[step.inputs[0]], place, "forward")
     elif step.kind == "norm":
         yield "sum", 2 * _summed(plan.mesh, step.key[0].axes, [values[step.outputs[1]]], place)
+    elif step.kind == "ring":
+        yield "ring", _passed_on(step, values, rank, place, "forward")
     elif step.kind in ("sum", "max"):
         yield "sum", _summed(plan.mesh, step.axes, [values[step.inputs[0]]], place)
 
@@ -151,6 +153,8 @@ def _backward(plan: TorchGraph, step: Step, rank: int, place: Sequence[int]) -> 
         yield kind_of(step), _sent(step, pieces, values[step.inputs[0]], place, "backward")
     elif step.kind == "norm":
         yield "sum", 2 * _summed(plan.mesh, step.key[0].axes, [values[step.outputs[1]]], place)
+    elif step.kind == "ring":
+        yield "ring", _passed_on(step, values, rank, place, "backward")
     elif step.kind == "spread":
         yield "sum", _summed(plan.mesh, step.axes, [values[step.inputs[0]]], place)
 
@@ -170,6 +174,13 @@ def _sent(step: Step, pieces: Iterable[Piece], value: Value, place: Sequence[int
         size = 4 if value.dtype == torch.bfloat16 else size  # which NumPy has not
         return round(step.scheme.mean_bytes(numbers, size, direction))
     return sum(numbers) * size
+
+
+def _passed_on(step: Step, values: Sequence[Value], rank: int, place: Sequence[int], direction: str) -> int:
+    """Return the bytes of keys and values, and of their gradients, that go around a ring."""
+    _, *passed = (values[value] for value in step.inputs[:3])
+    parts = [(value.dtype.itemsize, part_of(value, place)) for value in passed]
+    return step.key.sent(rank, direction) * sum(size * prod((*part[:-2], part[-1])) for size, part in parts)
 
 
 def _summed(mesh: Mesh, axes: frozenset[int], values: Iterable[Value], place: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from .functions import Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
 from .graph import Segment, Step
 from .plan import TorchPlan, kind_of
+from .ring import Around, RingChannel
 from .schemes import SchemeChannel
 from .wires import Channel, Wires
 
@@ -31,6 +32,7 @@ class Runner:
             for step in plan.steps
             if step.transfer is not None
         }
+        self.rings = {id(step): RingChannel(wires, step) for step in plan.steps if step.kind == "ring"}
         schemes = [step.scheme for step in plan.steps if step.scheme is not None]
         # of some a plan tells the mean of many steps
         self._varies = any(len(set(scheme.exchanges("forward"))) > 1 for scheme in schemes)
@@ -137,6 +139,9 @@ class Runner:
             tensor, *rest = tensors
             scaling = [rest.pop(0) if there else None for there in given]
             return Normalise.apply(tensor, *scaling, self.wires, step.name, moments)
+        if step.kind == "ring":
+            q, k, v, *mask = tensors
+            return (Around.apply(q, k.to(q.dtype), v.to(q.dtype), mask[0] if mask else None, self.rings[id(step)]),)
         (tensor,) = tensors
         if step.kind == "view":
             return (View.apply(tensor, self.channels[id(step)], step.pads, step.fill),)

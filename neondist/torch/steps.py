@@ -20,6 +20,7 @@ from .layout import (
     local_shape,
     whole,
 )
+from .ring import Ring
 
 
 class StepList:
@@ -116,6 +117,14 @@ class StepList:
         inputs = [x, *(value for value in given if value is not None)]
         self._step("norm", inputs, [y, mean, variance], key=(moments, *(value is not None for value in given)))
         return y, mean, variance
+
+    def around(self, args: Sequence[Value], layout: Layout, ring: Ring) -> Value:
+        """Return attention of queries to keys and values, which travel around a ring; the fourth may be a mask."""
+        entered = [self.enter(value, axes_of(layout)) for value in args]
+        kind = "constant" if all(value.kind == "constant" for value in entered) else "value"
+        found = self._value(local_shape(layout, self.place), axes_of(layout), args[0].dtype, kind, layout)
+        self._step("ring", entered, [found], axes=axes_of([ring.keys]), key=ring)
+        return found
 
     def enter(self, value: Value, context: Iterable[int]) -> Value:
         """Return a value for what is cut by the axes of `context`: its gradient will be added up where it has to be."""

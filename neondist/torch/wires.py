@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -73,6 +73,11 @@ class Wires:
         grid.on_close(made.close)
         return f"axis {axis}", made
 
+    def group_of(self, axes: Collection[int | None]) -> tuple[Transport, int]:
+        """Return what messages along axes go through, and the rank of its first; collective nowhere."""
+        grid = self.grid  # its world may be the caller's own communicator, with messages of his; its tiles are not
+        return (grid.world, 0) if 0 in axes else (grid.tile_comm, grid.rank - grid.tile)
+
     def reduce(self, step: str, direction: str, tensor: torch.Tensor, axes: frozenset[int], op: Any = "sum") -> Any:
         """Return the sum, or maximum, over axes, as a new tensor; collective over them."""
         groups = [self.group(one) for one in self.mesh.sums(axes)]  # made by all, those without numbers too
@@ -110,9 +115,7 @@ class Channel:
         self.arriving = _by_peer(piece for piece in pieces if piece.peer != rank)
         self.leaving = _by_peer(transfer.sends(rank))
         self.silent = transfer.silent
-        grid = wires.grid  # its world may be the caller's own communicator, with messages of his; its tiles are not
-        inside = all(0 not in (want.axis, want.source.axis) for want in transfer.wants)
-        self.group, self.first = (grid.tile_comm, grid.rank - grid.tile) if inside else (grid.world, 0)
+        self.group, self.first = wires.group_of({at for w in transfer.wants for at in (w.axis, w.source.axis)})
         self._planned: dict[Any, Any] = {}
 
     def during(self, direction: str) -> During:
@@ -219,12 +222,12 @@ class _Buffers:
             return {peer: torch.empty(size, dtype=dtype) for peer, size in sizes.items()}
 
         self.leaving, self.arriving = flat(out), flat(back)
-        leaving, arriving = (_messages(buffers, channel.first) for buffers in (self.leaving, self.arriving))
+        leaving, arriving = (messages(buffers, channel.first) for buffers in (self.leaving, self.arriving))
         self.exchange = channel.group.exchange(leaving, arriving)
         self.exchange.observers = channel.wires.grid.observers
 
 
-def _messages(buffers: dict[int, torch.Tensor], first: int) -> list[Message]:
+def messages(buffers: dict[int, torch.Tensor], first: int) -> list[Message]:
     """Return a message for each buffer, by rank of the world; `first` is that of the group's first."""
     found = []
     for peer, flat in buffers.items():

@@ -67,6 +67,18 @@ class TwoOutputs(nn.Module):
         return {"out": self.net(x), "aux": self.head(x)}
 
 
+class Attends(nn.Module):
+    """Each cell looks at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 12, 1), nn.Conv2d(4, CLASSES, 1)
+
+    def forward(self, x):
+        q, k, v = self.first(x).flatten(2).mT.chunk(3, -1)
+        return self.last(F.scaled_dot_product_attention(q, k, v).mT.unflatten(2, x.shape[2:]))
+
+
 def classifier():
     """One vector of classes for each image."""
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
@@ -273,6 +285,7 @@ SCRIPTS = {
     "two outputs": two_outputs,
     "one of two outputs": parts_of_modules,
     "classifier": lambda start: script(start, classifier),
+    "attention": lambda start: one_loss(start, Attends, CRITERION, labels(*CELLS)),
 }
 
 
@@ -290,15 +303,17 @@ def off(found, expected):
     return worst
 
 
-ON_RANKS = "modes", "two outputs"
+ON_RANKS = "modes", "two outputs", "attention"
 
 
 def main(transport):
     """On ranks of MPI, or of torch.distributed: the scripts ON_RANKS."""
     import neondist as nd
     import neondist.torch as ndt
+    from neondist.torch.rules import product
 
     torch.set_num_threads(1)
+    product.RING_BYTES = 0
     world = ndt.world() if transport == "torch" else nd.ProcessGrid().world
     with nd.ProcessGrid(world) as grid:
         for name in ON_RANKS:

@@ -110,6 +110,18 @@ class Twice(nn.Module):
         ] + self.weight.sum(), whole @ self.weight
 
 
+class InLists(nn.Module):
+    """Parameters that are read from a list and a dictionary of the module's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.randn(4, 1, 1)) for _ in range(2))
+        self.listed, self.named = [self.weight], {"other": self.other}
+
+    def forward(self, x):
+        return x * self.listed[0] + self.named["other"] * self.weight
+
+
 class Inner(nn.Module):
     """What is computed whole stands between what is not."""
 
@@ -176,6 +188,7 @@ MODULES = {
     "latents": (Latents, {}),
     "codes": (Codes, {}),
     "buffers changed without a gradient": (NoGrad, {}),
+    "parameters in lists": (InLists, {}),
     "a parameter used on tiles and on whole values": (Twice, {}),
     "an inner module that is computed whole": (Inner, {"gather_at": ["inner"]}),
     "a part of an inner module that is computed whole": (Inner, {"gather_at": ["inner.1", "last"]}),

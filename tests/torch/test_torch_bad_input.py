@@ -131,6 +131,20 @@ def test_the_data_of_a_tensor():
     )
 
 
+def test_a_tensor_with_a_gradient_that_is_no_parameter():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.ones(3, 1, 1, requires_grad=True)
+
+        def forward(self, x):
+            return x * self.scale
+
+    refused(
+        lambda grid: ndt.distribute(Net(), IMAGES, grid), "aten.mul.Tensor is given a tensor with a gradient that is no"
+    )
+
+
 def test_python_errors_of_the_module():
     def body(grid):
         ndt.distribute(Inner(lambda x: x.view(5, -1)), IMAGES, grid)

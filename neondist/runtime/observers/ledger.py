@@ -15,7 +15,7 @@ class Account(NamedTuple):
 
     Attributes
     ----------
-    kind : 'halo', 'sum' or 'redistribution'
+    kind : 'halo', 'sum' or 'redistribution'; of PyTorch's modules also 'ring'
     layer : its name; of sums also 'loss' and 'gradients'
     direction : 'forward' or 'backward'
     peer : the rank, among all, that a halo or a part of a vector went to; of a sum its group, one of `comm.GROUPS`

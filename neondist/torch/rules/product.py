@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from ..layout import Atom, Dim, Layout, axes_of, indices, whole_along
 from ..registry import rule
+from ..ring import Ring
 
 
 @rule("aten.linear.default")
@@ -110,12 +112,26 @@ def _as(lowering: Any, value: Any, target: Any, context: Any) -> Any:
     return lowering.seen_whole(value, dims, context)
 
 
+RING_BYTES = 2**23
+"""Keys and values that take less are gathered: arithmetic is faster so, and they travel twice, and not three times."""
+
+
+def _by_ring(lowering: Any, query: Any, key: Any, value: Any, mask: Any) -> bool:
+    """Tell whether keys and values go around a ring: where they are cut as queries are, and too large to gather."""
+    around = axes_of(key.layout[-2:-1])
+    alike = key.layout[:-2] == value.layout[:-2] == query.layout[:-2] and key.layout[-2] == value.layout[-2]
+    if not around or not alike or axes_of(query.layout[-2:-1]) != around or (mask and mask.kind != "constant"):
+        return False
+    samples = prod(lowering.mesh.parts[axis] for axis in axes_of(key.layout[:-2]))
+    return prod(key.shape[:-1]) * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize // samples >= RING_BYTES
+
+
 @rule("aten.scaled_dot_product_attention.default")
 def attention(
     lowering: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """Redistribution: every rank sees all keys and values, for the queries of its own cells."""
+    """Redistribution: every rank sees all keys and values, for the queries of its own cells; large ones one by one."""
     if dropout_p:
         lowering.refuse("dropout inside of attention")
     query, key, value = (lowering.gathered(t, [-1]) for t in (query, key, value))
@@ -123,15 +139,18 @@ def attention(
     queries, every = _apart(query, batch), (Atom(key.shape[-2]),)
     cut = bool(axes_of([queries]))
     rows = indices(queries, lowering.place) if is_causal and cut else []
-    context = axes_of((*batch, queries))
+    context, rows_and_keys = axes_of((*batch, queries)), (*batch, queries, every)
+    mask = None if attn_mask is None else _as(lowering, attn_mask, rows_and_keys, context)
+    layout = (*batch, queries, value.layout[-1])
+    if _by_ring(lowering, query, key, value, mask):
+        ring = Ring(lowering.mesh, queries, key.layout[-2], is_causal, scale or key.shape[-1] ** -0.5)
+        return lowering.around([t for t in (query, key, value, mask) if t is not None], layout, ring)
     args = [
         _as(lowering, query, (*batch, queries, query.layout[-1]), context),
         _as(lowering, key, (*batch, every, key.layout[-1]), context),
         _as(lowering, value, (*batch, every, value.layout[-1]), context),
+        mask,
     ]
-    rows_and_keys = (*batch, queries, every)
-    args.append(None if attn_mask is None else _as(lowering, attn_mask, rows_and_keys, context))
-    layout = (*batch, queries, value.layout[-1])
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if is_causal and cut:  # PyTorch would take this rank's first query for that of the image
