@@ -126,14 +126,14 @@ def _by_ring(lowering: Any, query: Any, key: Any, value: Any, mask: Any) -> bool
     return prod(key.shape[:-1]) * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize // samples >= RING_BYTES
 
 
-@rule("aten.scaled_dot_product_attention.default")
+@rule("aten.scaled_dot_product_attention.default", always=True)
 def attention(
     lowering: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Redistribution: every rank sees all keys and values, for the queries of its own cells; large ones one by one."""
-    if dropout_p:
-        lowering.refuse("dropout inside of attention")
+    if dropout_p:  # of scores, each by its global index
+        return lowering.apart() or lowering.refuse("dropout inside of attention")
     query, key, value = (lowering.gathered(t, [-1]) for t in (query, key, value))
     batch = lowering.common([t.layout[:-2] for t in (query, key, value)])
     queries, every = _apart(query, batch), (Atom(key.shape[-2]),)
