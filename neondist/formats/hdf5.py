@@ -105,6 +105,7 @@ class HDF5Sink(PlacedSink):
                 facts.set_chunk(chunks)
                 facts.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
                 facts.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+                facts.set_obj_track_times(False)  # the same cells make the same file, whenever
                 of, space = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(shape)
                 array = h5py.Dataset(h5py.h5d.create(made.hdf5.id, name.encode(), of, space, facts))
                 self._describe(array, like)

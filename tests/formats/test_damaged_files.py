@@ -45,8 +45,33 @@ def nifti(path):
     nibabel.save(nibabel.Nifti1Image(np.arange(6000, dtype="int16").reshape(10, 20, 30), np.eye(4)), path)
 
 
+def bare_netcdf(path):
+    """Dimensions as HDF5 has them; attributes of variable length."""
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        file["t"] = np.random.default_rng(0).random((20, 30))
+        for axis, name in enumerate(("lat", "lon")):
+            file[name] = np.arange(20.0 + 10 * axis)
+            file[name].make_scale(name)
+            file[name].attrs["units"] = "degrees"
+            file["t"].dims[axis].attach_scale(file[name])
+
+
+def geotiff(path):
+    rasterio = pytest.importorskip("rasterio")
+    kind = {"driver": "GTiff", "dtype": "float32", "crs": "EPSG:32632", "nodata": -9999, "compress": "deflate"}
+    place = rasterio.Affine(10, 0, 5e5, 0, -10, 4e6)
+    with rasterio.open(path, "w", width=70, height=60, count=1, transform=place, **kind) as file:
+        file.write(np.random.default_rng(0).random((1, 60, 70)).astype("f4"))
+
+
 FILES = {
     "a.nc": netcdf,
+    "bare.nc": bare_netcdf,
+    "geo.tif": geotiff,
+    "a.png": made,
+    "a.jpg": made,
     "a.nii": nifti,
     "a.nii.gz": nifti,
     "a.npy": made,
@@ -63,6 +88,7 @@ def look(path):
     with nd.open_source(path) as source:
         if np.prod(source.shape, dtype=object) < 1 << 24:
             assert source.read(nd.Box.of(source.shape)).shape == source.shape
+        getattr(source, "beside", list)()  # what a NetCDF sink would keep
         box = [(n // 2, min(n, n // 2 + 5)) for n in source.shape]
         assert source.read(box).shape == tuple(hi - lo for lo, hi in box)
 

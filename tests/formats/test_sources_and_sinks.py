@@ -83,6 +83,15 @@ def test_a_sink_goes_on_where_a_killed_process_ended(tmp_path, suffix):
     np.testing.assert_array_equal(nd.open_source(path).read(nd.Box.of(array.shape)), array)
 
 
+@pytest.mark.parametrize("suffix", [".h5", ".nc"])
+def test_no_object_of_hdf5_has_a_time(tmp_path, suffix):
+    """What goes on after a kill is the same file bit for bit, whenever that is."""
+    h5py = pytest.importorskip("h5py")
+    write(tmp_path / f"a{suffix}", cells("YXC"), "YXC")
+    with h5py.File(tmp_path / f"a{suffix}") as file:
+        assert not any(one.id.get_create_plist().get_obj_track_times() for one in file.values())
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_nothing_is_lost_and_nothing_is_left(tmp_path, suffix):
     array, path = cells("YXC"), tmp_path / f"out{suffix}"
