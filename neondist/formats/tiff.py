@@ -8,6 +8,7 @@ from itertools import product
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
+from uuid import NAMESPACE_OID, uuid5
 from xml.etree import ElementTree
 
 import numpy as np
@@ -203,6 +204,8 @@ class TIFFSink(PlacedSink):
             metadata={
                 "axes": axes.replace("C", "S").replace("N", "R"),
                 **(like.metadata.get("ome", {}) if ome and like is not None else {}),
+                # tifffile would draw one: the same cells make the same file
+                **({"UUID": str(uuid5(NAMESPACE_OID, f"{self.path.name} {shape} {self.dtype}"))} if ome else {}),
             },
             extratags=[
                 (code, kind, 0 if kind == "s" else np.size(tags[code]), tags[code], True)
