@@ -20,8 +20,8 @@ from .graph import WIDER, Step
 from .layout import Dim, Mesh, axes_of, indices, local_atoms
 from .wires import Wires, messages
 
-COLUMNS = 512
-"""of the scores are computed at once"""
+SCORES = 2**20
+"""are computed at once, or those of 64 keys"""
 
 
 class Ring(NamedTuple):
@@ -104,8 +104,8 @@ class RingChannel:
                 exchanges[hop].run()
 
     def scores(self, q: torch.Tensor, keys: torch.Tensor, mask: Any, columns: torch.Tensor) -> torch.Tensor:
-        """Return those of this rank's queries and some columns."""
-        found = (q @ keys.mT).mul_(self.ring.scale)
+        """Return those of this rank's queries, which are scaled, and some columns."""
+        found = q @ keys.mT
         if mask is not None:
             mask = mask if mask.shape[-1] == 1 else mask.index_select(-1, columns)
             found = found.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else found.add_(mask)
@@ -137,7 +137,7 @@ class Around(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return (..., queries, channels of v)."""
         wide = WIDER.get(q.dtype, q.dtype)
-        queries = q.to(wide)
+        queries = q.to(wide) * channel.ring.scale
         least = torch.finfo(wide).min  # finite, so that rows without any key have no NaN
         top = queries.new_full((*q.shape[:-1], 1), least)
         total, y = torch.zeros_like(top), queries.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -162,7 +162,7 @@ class Around(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of queries, keys and values."""
         (q, k, v, mask, y, logs), channel = ctx.saved_tensors, ctx.channel
-        queries, dy = q.to(y.dtype), gradients[0].to(y.dtype)
+        queries, dy = q.to(y.dtype) * channel.ring.scale, gradients[0].to(y.dtype)
         inner, dq = (dy * y).sum(-1, keepdim=True), torch.zeros_like(queries)
         blocks = channel.around("backward", torch.zeros_like(k), torch.zeros_like(v), k, v)
         with channel.during("backward"):
@@ -174,18 +174,19 @@ class Around(torch.autograd.Function):
                     part = slice(start, start + len(columns))
                     weights = channel.scores(queries, keys, mask, columns).sub_(logs).exp_()
                     dv[..., part, :] += (weights.mT @ dy).to(dv)
-                    weights.mul_((dy @ values.mT).sub_(inner)).mul_(channel.ring.scale)
+                    weights.mul_((dy @ values.mT).sub_(inner))
                     dk[..., part, :] += (weights.mT @ queries).to(dk)
                     dq.add_(weights @ keys)
                     start = part.stop
-        return dq.to(q.dtype), dk.to(k, copy=True), dv.to(v, copy=True), None, None
+        return dq.mul_(channel.ring.scale).to(q.dtype), dk.to(k, copy=True), dv.to(v, copy=True), None, None
 
 
 def _few(
     columns: torch.Tensor, block: Sequence[torch.Tensor], like: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield a few columns at a time, with their keys and values."""
-    for start in range(0, len(columns), COLUMNS):
-        few = slice(start, start + COLUMNS)
+    number = max(64, SCORES // max(1, prod(like.shape[:-1])))
+    for start in range(0, len(columns), number):
+        few = slice(start, start + number)
         keys, values = (tensor[..., few, :].to(like) for tensor in block)
         yield columns[few], keys, values

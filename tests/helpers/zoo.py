@@ -109,6 +109,14 @@ def _vgg_features() -> Module:
     return vgg.make_layers(vgg.cfgs["A"], batch_norm=True)
 
 
+def _alexnet_features() -> Module:
+    """Return what comes before the classifier, for the same reason."""
+    import torch
+
+    alexnet = _torchvision("alexnet")
+    return torch.nn.Sequential(alexnet.features, alexnet.avgpool)
+
+
 def _segments(name: str) -> Module:
     models = public("torchvision.models.segmentation")
     return getattr(models, name)(weights=None, weights_backbone=None, num_classes=3)
@@ -190,7 +198,7 @@ ZOO = (
     _torchvision_entry("squeezenet1_1", 65, 49),
     _torchvision_entry("mnasnet0_5", 65, 49),
     _entry("torchvision.vgg11_features", _vgg_features, (2, 3, 67, 49)),
-    _torchvision_entry("alexnet", 99, 83),
+    _entry("torchvision.alexnet_features", _alexnet_features, (2, 3, 99, 83)),
     _torchvision_entry("inception_v3", 139, 107, aux_logits=False, init_weights=False),
     _entry("torchvision.r3d_18", _video, (2, 3, 7, 33, 21), "r3d_18"),
     _entry("torchvision.swin", _swin, (2, 3, 52, 44)),

@@ -67,7 +67,7 @@ MODULES = {
 @pytest.fixture(autouse=True)
 def all_by_ring(monkeypatch):
     monkeypatch.setattr(product, "RING_BYTES", 0)
-    monkeypatch.setattr(ring, "COLUMNS", 20)  # several times for each block
+    monkeypatch.setattr(ring, "SCORES", 0)
 
 
 def kinds(grid, module, shape=(2, 3, 13, 11)):

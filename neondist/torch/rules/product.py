@@ -112,7 +112,7 @@ def _as(lowering: Any, value: Any, target: Any, context: Any) -> Any:
     return lowering.seen_whole(value, dims, context)
 
 
-RING_BYTES = 2**23
+RING_BYTES = 2**26
 """Keys and values that take less are gathered: arithmetic is faster so, and they travel twice, and not three times."""
 
 
