@@ -308,13 +308,13 @@ def test_ended_between_the_names_of_two_files(folder, tmp_path, monkeypatch):
 
 def test_bad_input(folder, tmp_path, monkeypatch):
     np.save(tmp_path / "three.npy", np.zeros((8, 8, 3)))
-    np.save(tmp_path / "small.npy", np.zeros((1, 8, 2)))
+    np.save(tmp_path / "odd.npy", np.zeros((9, 11, 2)))
     np.save(tmp_path / "vectors.npy", np.zeros((8, 2)))
     np.save(tmp_path / "nan.npy", np.full((8, 8, 2), np.nan))
     for name, error, message in (
         ("three.npy", DataError, r"three\.npy: holds an array of shape \[8, 8, 3\]; the model takes \(N, H, W, 2\)"),
         ("vectors.npy", DataError, r"vectors\.npy: holds an array of shape \[8, 2\]"),
-        ("small.npy", nd.ShapeError, r"layer 3 'concat1.*'|kernel_size"),
+        ("odd.npy", DataError, r"odd\.npy: 9 x 11 cells do not suit the network, 8 x 10 would: .*of 2 \(layer 3 'conc"),
         ("none.npy", DataError, "no such file"),
     ):
         with pytest.raises(error, match=message):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ...comm import ProcessGrid, all_or_none
-from ...errors import DataError
+from ...errors import DataError, ShapeError
+from ...geometry import GridShape
 from ...io.checkpoint import opened
 from ...io.checkpoint.checksum import BLOCK
 from ...io.checkpoint.texts import of_kind, plain_json, whole
@@ -19,7 +20,7 @@ from ..experiment import FitExperiment
 from ..validate import grid_shape_of
 from ..weights import take_weights
 from .images import Images, open_images
-from .routes import InBlocks, InTiles, choose
+from .routes import InBlocks, InTiles, choose, forward_plan
 
 _EXECUTION = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
 
@@ -43,11 +44,30 @@ def network(
         with all_or_none(world):
             images = open_images(source, sample_shape, factor, offset, fill)
         with closing(images):
-            with all_or_none(world):
+            with all_or_none(world), _extents_told(model, images):
                 route = choose(model, images, grid, experiment.batch_size, block, before, beyond)
             take_weights(file, model)
             said = {"checkpoint": _identity(path), "network": hashlib.sha256(_text(model).encode()).hexdigest()[:16]}
             yield route, images, said
+
+
+@contextmanager
+def _extents_told(model: Any, images: Images) -> Iterator[None]:
+    """Where layers of a network do not go together for images of this extent, name the file, and extents that suit."""
+    try:
+        yield
+    except ShapeError as error:
+        extents, channels = images.shape[1:-1], images.shape[-1]
+        for step in (2, 4, 8, 16, 32, 64) if model.leaves else ():
+            fits = tuple(max(step, n // step * step) for n in extents)
+            with suppress(ShapeError):
+                forward_plan(model, (*fits, channels), GridShape(), 1)
+                had, would = (" x ".join(map(str, of)) for of in (extents, fits))
+                raise DataError(
+                    f"{images.source.path}: {had} cells do not suit the network, {would} would: cut or pad images to"
+                    f" multiples of {step} ({error})"
+                ) from error
+        raise
 
 
 def normalisation(path: Path, texts: dict[str, str]) -> tuple[tuple[int, ...], list[float], list[float], float | None]:
