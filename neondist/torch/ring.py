@@ -20,6 +20,7 @@ from .graph import WIDER, Step
 from .layout import Dim, Mesh, axes_of, indices, local_atoms
 from .wires import Wires, messages
 
+_OPS = torch.ops.aten
 SCORES = 2**20
 """are computed at once, or those of 64 keys"""
 
@@ -136,20 +137,28 @@ class Around(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, channel: RingChannel
     ) -> torch.Tensor:
         """Return (..., queries, channels of v)."""
-        wide = WIDER.get(q.dtype, q.dtype)
+        wide, q = WIDER.get(q.dtype, q.dtype), q.contiguous()
         queries = q.to(wide) * channel.ring.scale
         least = torch.finfo(wide).min  # finite, so that rows without any key have no NaN
         top = queries.new_full((*q.shape[:-1], 1), least)
         total, y = torch.zeros_like(top), queries.new_zeros(*q.shape[:-1], v.shape[-1])
+        fused = _is_fused(q, v, mask, channel.ring)
         with channel.during("forward"), torch.autocast(q.device.type, enabled=False):
             for whose, block in channel.around("forward", k, v):
-                for columns, keys, values in _few(channel.columns[whose], block, queries):
-                    scores = channel.scores(queries, keys, mask, columns)
+                if not (q.numel() and block[0].numel()):
+                    continue
+                if fused:  # found, as if it were the value of a single key, of score logs
+                    found, logs = _OPS._scaled_dot_product_flash_attention_for_cpu(q, *block, scale=channel.ring.scale)
+                    parts = iter([(logs.unsqueeze(-1).clone(), found.to(wide))])
+                else:
+                    several = _few(channel.columns[whose], block, queries)
+                    parts = iter((channel.scores(queries, keys, mask, at), values) for at, keys, values in several)
+                for scores, values in parts:
                     higher = torch.maximum(top, scores.amax(-1, keepdim=True))
                     scores.sub_(higher).exp_()
                     fading = (top - higher).exp_()
                     total.mul_(fading).add_(scores.sum(-1, keepdim=True))
-                    y.mul_(fading).add_(scores @ values)
+                    y.mul_(fading).add_(scores * values if fused else scores @ values)
                     top = higher
         seen = total > 0
         y.div_(torch.where(seen, total, 1))
@@ -162,13 +171,22 @@ class Around(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of queries, keys and values."""
         (q, k, v, mask, y, logs), channel = ctx.saved_tensors, ctx.channel
-        queries, dy = q.to(y.dtype) * channel.ring.scale, gradients[0].to(y.dtype)
+        queries, dy = q.to(y.dtype) * channel.ring.scale, gradients[0].to(y.dtype).contiguous()
         inner, dq = (dy * y).sum(-1, keepdim=True), torch.zeros_like(queries)
+        fused = _is_fused(q, v, mask, channel.ring)
         blocks = channel.around("backward", torch.zeros_like(k), torch.zeros_like(v), k, v)
         with channel.during("backward"):
             for hop, (whose, (dk, dv, *block)) in enumerate(blocks):
                 if hop == len(channel.ranks):
                     break
+                if not (q.numel() and dk.numel()):
+                    continue
+                if fused:
+                    given = dy.to(q.dtype), q, *block, y.to(q.dtype), logs.squeeze(-1), 0.0, False
+                    found = _OPS._scaled_dot_product_flash_attention_for_cpu_backward(*given, scale=channel.ring.scale)
+                    for total, part in zip((dq, dk, dv), found, strict=True):
+                        total += part
+                    continue
                 start = 0
                 for columns, keys, values in _few(channel.columns[whose], block, queries):
                     part = slice(start, start + len(columns))
@@ -178,7 +196,14 @@ class Around(torch.autograd.Function):
                     dk[..., part, :] += (weights.mT @ queries).to(dk)
                     dq.add_(weights @ keys)
                     start = part.stop
-        return dq.mul_(channel.ring.scale).to(q.dtype), dk.to(k, copy=True), dv.to(v, copy=True), None, None
+        dq = dq if fused else dq * channel.ring.scale
+        return dq.to(q.dtype), dk.to(k, copy=True), dv.to(v, copy=True), None, None
+
+
+def _is_fused(q: torch.Tensor, v: torch.Tensor, mask: Any, ring: Ring) -> bool:
+    """Tell whether PyTorch's fused kernel computes the blocks, which says the logarithms of their sums."""
+    there = hasattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu") and q.device.type == "cpu"
+    return there and q.dim() == 4 and q.shape[-1] == v.shape[-1] and mask is None and not ring.causal
 
 
 def _few(

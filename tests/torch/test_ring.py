@@ -20,15 +20,15 @@ CELLS = 13 * 11
 
 
 class Attention(nn.Module):
-    """Two heads, whose values have other channels than keys."""
+    """Two heads; where values have other channels than keys, no fused kernel of PyTorch's computes them."""
 
-    def __init__(self, attend=F.scaled_dot_product_attention, **more):
+    def __init__(self, values=6, **more):
         super().__init__()
-        self.first, self.attend, self.more = nn.Conv2d(3, 14, 1), attend, more
+        self.first, self.parts, self.more = nn.Conv2d(3, 8 + values, 1), [4, 4, values], more
 
     def forward(self, x):
-        q, k, v = (t.flatten(2).unflatten(1, (2, -1)).mT for t in self.first(x).split([4, 4, 6], 1))
-        return self.attend(q, k, v, **self.more)
+        q, k, v = (t.flatten(2).unflatten(1, (2, -1)).mT for t in self.first(x).split(self.parts, 1))
+        return F.scaled_dot_product_attention(q, k, v, **self.more)
 
 
 def between(image):
@@ -54,6 +54,7 @@ def mask_of(dtype):
 
 
 MODULES = {
+    "fused": lambda: Attention(4, scale=0.3),
     "plain": lambda: Attention(),
     "causal": lambda: Attention(is_causal=True),
     "scale": lambda: Attention(scale=0.3),
@@ -88,8 +89,9 @@ def test_a_ring_gives_the_numbers_of_one_process(name):
     assert all("ring" in found[0] for found in kinds((1, 3, 1), MODULES[name]()))
 
 
-def test_ranks_without_cells_and_segments_that_run_again():
-    module = nn.Sequential(nn.AvgPool2d(3, 4), Attention(is_causal=True), nn.Tanh())
+@pytest.mark.parametrize("attention", [Attention(4), Attention(is_causal=True)])
+def test_ranks_without_cells_and_segments_that_run_again(attention):
+    module = nn.Sequential(nn.AvgPool2d(3, 4), attention, nn.Tanh())
     check(module, (1, 3, 11, 8), grids=((1, 4, 1), (1, 4, 2)), recompute=True)
 
 
