@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
+from ..io.files import reason
 from .page import is_number, page, picture, plot, png, table, text, told
 from .state import Record
 
@@ -62,7 +63,7 @@ def read_records(path: Path) -> list[Record]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); name the folder of a run") from None
+        raise DataError(f"{path}: cannot be read ({reason(error)}); name the folder of a run") from None
     found = []
     for at, line in enumerate(lines, start=1):
         try:
@@ -118,7 +119,7 @@ def _worst(path: Path) -> list[str]:
         with np.load(path) as file:
             found = {name: file[name] for name in ("sample", "loss", "image", "label", "said")}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error}); remove it") from None
+        raise DataError(f"{path}: cannot be read ({reason(error)}); remove it") from None
     dense = found["label"].ndim == 3
     parts = ["<h2>Largest losses</h2>"]
     if dense:

@@ -1,5 +1,7 @@
 """Crops of images in files of any kind: the same from the same pixels, in every format, on every grid."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -321,6 +323,28 @@ def test_mistakes_in_tables(tmp_path, message):
     (tmp_path / "l.csv").write_text(TABLES[message])
     with pytest.raises(nd.DataError, match=message):
         nd.ImageFiles(f"{tmp_path}/*.npy", f"{tmp_path}/l.csv", classes=3 if "there are 3" in message else None).check()
+
+
+def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for n, folder in enumerate(("a", "b")):
+        save(tmp_path / "x" / folder / "0.npy", cells(n)[0])
+    table = tmp_path / "l.csv"
+    table.write_text("file,class\na/0.npy,1\n/elsewhere/x/b/0.npy,0\n")
+    data = nd.ImageFiles(f"{tmp_path}/x/*/0.npy", str(table), crop=[16, 16], validation=None)
+    data.check()
+    assert data._values.tolist() == [1, 0]
+    table.write_text("0.npy,1\n")
+    with pytest.raises(nd.DataError, match=r"'0.npy' may be .*a/0.npy or .*b/0.npy; say in which folder"):
+        data.check()
+
+
+def test_names_with_dots_have_masks_of_the_same_name(tmp_path):
+    for n in range(2):
+        for kind, what in zip(("x", "y"), cells(n), strict=True):
+            save(tmp_path / kind / f"scan.{n}.npy", what)
+    data = nd.ImageFiles(f"{tmp_path}/x/*.npy", f"{tmp_path}/y/*.npy", crop=[16, 16], validation=None)
+    data.check()
+    assert [Path(mask.name).name for mask in data._masks] == ["scan.0.npy", "scan.1.npy"]
 
 
 def test_masks_with_a_palette_are_its_numbers(tmp_path):

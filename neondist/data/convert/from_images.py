@@ -17,6 +17,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...formats.image_loader import SUFFIXES, Loader
+from ...io.files import reason
 from ..split_source import Block, SplitSource, per_block
 
 _CLASS = np.dtype("i8")
@@ -90,7 +91,7 @@ def _listed(folder: Path, table: Path) -> list[tuple[Path, Any]]:
         lines = csv.reader(table.read_text(encoding="utf-8-sig").splitlines())
         rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{table}: cannot be read ({error}); give a CSV file of FILE,LABEL") from error
+        raise DataError(f"{table}: cannot be read ({reason(error)}); give a CSV file of FILE,LABEL") from error
     if rows and len(rows[0][1]) >= 2 and not rows[0][1][1].isdecimal() and not _is_file(folder, rows[0][1][0]):
         rows = rows[1:]  # the head
     found: dict[Path, int] = {}

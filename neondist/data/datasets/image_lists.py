@@ -18,6 +18,7 @@ from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.image_loader import SUFFIXES
 from ...formats.pictures import IndexedSource
+from ...io.files import reason
 
 _INSIDE = re.compile(r"(.+\.(?:h5|hdf5|nc|nc4|zarr))(:[^:]+)$|(.+)(#\d+)$", re.IGNORECASE)
 _PICTURES = {suffix for suffix in SUFFIXES if "tif" not in suffix}
@@ -146,23 +147,29 @@ def masks_of(pattern: str, items: Sequence[Item], rank: int) -> list[Item]:
 
 
 def _by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
+    """Return the mask of each image's name, up to its first dot where that is no other image's."""
+    apart = len({_stem(name).partition(".")[0] for name in images}) == len(images)
+
+    def called(name: str) -> str:
+        return _stem(name).partition(".")[0] if apart else _stem(name)
+
     there: dict[str, str] = {}
     for name in names:
-        if _stem(name) in there:
-            raise DataError(f"{name}: and {there[_stem(name)]} are masks of one name; keep the right one")
-        there[_stem(name)] = name
-    missing = [name for name in images if _stem(name) not in there]
+        if called(name) in there:
+            raise DataError(f"{name}: and {there[called(name)]} are masks of one name; keep the right one")
+        there[called(name)] = name
+    missing = [name for name in images if called(name) not in there]
     if missing:
-        raise DataError(f"{missing[0]}: has no mask called {_stem(missing[0])} among {pattern}; give each image one")
-    extra = sorted(set(there) - {_stem(name) for name in images})
+        raise DataError(f"{missing[0]}: has no mask called {called(missing[0])} among {pattern}; give each image one")
+    extra = sorted(set(there) - {called(name) for name in images})
     if extra:
         raise DataError(f"{there[extra[0]]}: is a mask of no image; remove it, or correct the pattern")
-    return {name: there[_stem(name)] for name in images}
+    return {name: there[called(name)] for name in images}
 
 
 def _stem(name: str) -> str:
     """Return the name of a file without what its format adds: 'a' of 'scans/a.ome.tif'."""
-    return Path(_INSIDE.sub(r"\1\3", name)).name.partition(".")[0]
+    return Path(_INSIDE.sub(r"\1\3", name)).stem.removesuffix(".ome").removesuffix(".nii")
 
 
 def _table(path: Path, items: Sequence[Item]) -> np.ndarray:
@@ -172,14 +179,23 @@ def _table(path: Path, items: Sequence[Item]) -> np.ndarray:
             [cell.strip() for cell in row] for row in csv.reader(path.read_text("utf-8-sig").splitlines()) if any(row)
         ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read ({error}); give a CSV file of FILE,CLASS") from error
-    known = {_stem(item.name): item.name for item in items} | {Path(item.name).name: item.name for item in items}
-    if rows and Path(rows[0][0]).name not in known:
+        raise DataError(f"{path}: cannot be read ({reason(error)}); give a CSV file of FILE,CLASS") from error
+    known: dict[str, set[str]] = {}
+    for item in items:
+        for tail in (*_tails(item.name), _stem(item.name)):
+            known.setdefault(tail, set()).add(item.name)
+
+    def named(text: str) -> set[str]:
+        return next((known[tail] for tail in _tails(text) if tail in known), set())
+
+    if rows and not named(rows[0][0]):
         rows = rows[1:]  # the head
     of: dict[str, list[str]] = {}
     for row in rows:
-        name = known.get(Path(row[0]).name)
-        if name is None:
+        name, *others = sorted(named(row[0])) or [""]
+        if others:
+            raise DataError(f"{path}: {row[0]!r} may be {name} or {others[0]}; say in which folder")
+        if not name:
             raise DataError(f"{path}: {row[0]!r} is no image here; remove the row, or correct the pattern of images")
         if len(row) < 2 or (of and len(row) - 1 != len(next(iter(of.values())))):
             raise DataError(
@@ -191,6 +207,12 @@ def _table(path: Path, items: Sequence[Item]) -> np.ndarray:
         if item.name not in of:
             raise DataError(f"{path}: has no row for {item.name}; give each image a label")
     return np.array([of[item.name] for item in items], dtype=str)
+
+
+def _tails(name: str) -> list[str]:
+    """Return a path, and what it ends with, down to the name of the file."""
+    parts = Path(name).parts
+    return ["/".join(parts[at:]) for at in range(len(parts))]
 
 
 def _words(item: Item) -> str:
