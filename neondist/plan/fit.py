@@ -51,19 +51,33 @@ def compile_plan(
         whole, found = graph, regions
         if stream is not None:
             whole, found = stream.beside(graph), regions | stream.regions
-        plans = []
+        plans, at_once = [], stream is None and training.strips is None and not training.recompute
+        idle = _idle(chain, whole) if at_once else 0
+        _, stop = whole.ends[idle]
         for step in whole.steps:
             if (layer := step.layer) is not None:
-                shapes, gradient = (whole.shapes[step.inputs[0]], whole.shapes[step.output]), 0 not in step.inputs
+                shapes = whole.shapes[step.inputs[0]], whole.shapes[step.output]
+                gradient = step.inputs[0] > stop
                 tiles, moved = found.get(id(layer), (None, None)), whole.redistributions(step, gradient)
+                moved = [cut for cut in moved if step.output > stop or cut.direction == "forward"]
                 with _named(chain, layer):
                     plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, moved))
-        return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream)
+        return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream, idle=idle)
 
     plan = planned()
     if training.memory is not None:
         return fitted(plan, planned, regions)
     return spared(plan, planned, regions) if training.spares else plan
+
+
+def _idle(chain: Sequential, graph: Graph) -> int:
+    """Return how many first nodes have nothing to train: nobody needs a gradient of what they give."""
+    for at, step in enumerate(graph.steps):
+        if step.layer is not None:
+            with _named(chain, step.layer):
+                if step.layer.parameters_for(graph.shapes[step.inputs[0]]):
+                    return max(node for node, (steps, _) in enumerate(graph.ends) if steps <= at)
+    return 0
 
 
 def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Plan:

@@ -66,6 +66,8 @@ class Plan(Sequence[LayerPlan]):
         For each stage that is trained before, the numbers that each tile sends for a sample in a step.
     stream : Stream or None
         What goes in strips from the image on, so that the step fits into memory.
+    idle : int
+        How many first nodes a step of training does not go back through, since they have nothing to train.
     """
 
     graph: Graph
@@ -75,6 +77,7 @@ class Plan(Sequence[LayerPlan]):
     training: Training
     pretraining: dict[str, list[int]] = field(default_factory=dict)
     stream: Stream | None = None
+    idle: int = 0
 
     @overload
     def __getitem__(self, at: int) -> LayerPlan: ...

@@ -143,6 +143,7 @@ class Executor:
             Whether the passes' memory is given back as soon as it can be.
         """
         here, at = [run.current for run in runs], len(runs[0].kept)
+        first = first if wanted else max(first, self.compiled.idle)
         while True:
             section = self.sections[at]
             more = section.first > first

@@ -281,3 +281,19 @@ def test_views_belong_to_the_caller(window, parts):
                 array.get_fprop_view(tile * 1j)
 
     loopback.run(parts[0] * parts[1], job)
+
+
+class OneWay(nd.ActivationLayer):
+    """Cannot be gone back through."""
+
+    def backward(self, ctx, dy):
+        raise AssertionError("nobody needs the gradient of what has nothing to train before it")
+
+
+def test_a_step_leaves_out_first_layers_that_have_nothing_to_train():
+    x, targets = np.random.default_rng(0).random((2, *SHAPE)), np.array([0, 1])
+    model = nd.Convnet([OneWay(nd.Tanh()), nd.L2PoolingLayer(2), nd.ConvLayer(3, 1), nd.FCLayer(2)], seed=1)
+    model.build(SHAPE, len(x))
+    assert model.train_batch(x, targets) > 0
+    with pytest.raises(AssertionError, match="nobody needs"):
+        model.bprop(model.fprop(x, training=True))
