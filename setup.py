@@ -6,7 +6,8 @@ from setuptools import Extension, setup
 # one build for all later versions of Python, where there is a stable ABI with buffers
 stable = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
-headers = "_cells_typed", "_pool", "_pool_typed", "_rows", "_winograd", "_winograd_sizes", "_winograd_typed"
+names = ["cells_typed", "depthwise", "depthwise_typed", "pool", "pool_typed", "rows"]
+headers = [f"_{name}" for name in (*names, "winograd", "winograd_sizes", "winograd_typed")]
 
 setup(
     ext_modules=[

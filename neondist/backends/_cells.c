@@ -279,6 +279,7 @@ end:
 #include "_pool.h"
 #include "_winograd.h"
 #include "_rows.h"
+#include "_depthwise.h"
 
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, run_doc},
@@ -286,6 +287,7 @@ static PyMethodDef methods[] = {
 #ifdef WINOGRAD
     {"winograd", winograd, METH_VARARGS, winograd_doc},
     {"weights", weights, METH_VARARGS, weights_doc},
+    {"depthwise", depthwise, METH_VARARGS, depthwise_doc},
 #endif
     {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {

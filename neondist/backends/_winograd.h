@@ -70,6 +70,30 @@ typedef struct {
     char *sums;
 } Rows;
 
+/* What _depthwise.h does: y is a sum over the taps of a window of x, or of what comes back from y. */
+typedef struct each {
+    Cells x, y;
+    Py_ssize_t kernel[3], stride[3], dilation[3], before[3], channels, wide, taps; /* wide: numbers of w for a tap */
+    Py_ssize_t shares, next, room;
+    int back;
+    char *w, *bias, *sums;
+    void (*does)(const struct each *, void *, Py_ssize_t, Py_ssize_t);
+} Each;
+
+enum { TAPS = 512 };
+
+/* Which plane, row or column of x output `at` looks at with a tap, in or outside of it; 0: on the way back, none. */
+static inline int looks_at(const Each *job, const int axis, Py_ssize_t at, Py_ssize_t tap, Py_ssize_t *from) {
+    const Py_ssize_t s = job->stride[axis], shift = tap * job->dilation[axis];
+    if (!job->back) {
+        *from = at * s + shift - job->before[axis];
+        return 1;
+    }
+    const Py_ssize_t inside = at + job->before[axis] - shift, rest = (inside % s + s) % s;
+    *from = (inside - rest) / s;
+    return rest == 0;
+}
+
 enum { AT_A_TIME = 128 }; /* outputs of a row, which stay in the first-level cache */
 
 #define BYTES 64

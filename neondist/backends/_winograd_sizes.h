@@ -4,6 +4,7 @@
 #define KERNEL 3
 #define NAME(x) NAMED(x, float3)
 #include "_winograd_typed.h"
+#include "_depthwise_typed.h"
 #undef KERNEL
 #undef NAME
 #define KERNEL 5
@@ -19,6 +20,7 @@
 #define KERNEL 3
 #define NAME(x) NAMED(x, double3)
 #include "_winograd_typed.h"
+#include "_depthwise_typed.h"
 #undef T
 #undef KERNEL
 #undef NAME

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from .compiled_conv import CompiledConvolution
 from .windows import Sides
-from .winograd import Winograd
 
 Ints = Sequence[int]
 _ROW = 16  # outputs: sums over fewer would be written as often as they are added to
 
 
-class HostKernels(Winograd):
+class HostKernels(CompiledConvolution):
     """Kernels over NumPy's arrays."""
 
     def conv_backward_weights(

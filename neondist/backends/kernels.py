@@ -87,6 +87,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         outside: Sides | None = None,
         weighted: bool = True,
         clears: bool = False,
+        biased: bool = True,
     ) -> tuple[Any, Any]:
         """Return the gradients of weights and bias, and write that of x into dx, strip by strip.
 
@@ -104,6 +105,8 @@ class Kernels(CellKernels, Convolution, Pooling):
             False: those of weights and bias are not wanted, and zero.
         clears : bool
             Whether dx is to be zero where x is not positive.
+        biased : bool
+            False: that of the bias is not wanted, and zero.
         """
         kernel, passed = weights.shape[:-2], None
         if prod(kernel) == 1 < prod(stride):
@@ -123,6 +126,7 @@ class Kernels(CellKernels, Convolution, Pooling):
             if weighted:
                 part = self.conv_backward_weights(seen, dz, kernel, *how, zeros)
                 by_weights = part if by_weights is None else self.xp.add(by_weights, part, out=by_weights)
+            if weighted and biased:
                 by_bias += self.channel_sum(dz)
             if accumulator is not None:
                 accumulator.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, zeros))

@@ -219,14 +219,15 @@ class TorchKernels(HostKernels):
             return super().separable_spread(dy, extent, taps)
         return pool.separable_spread(dy, taps)
 
-    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Return the matrix product: by torch's threads, because NumPy's would wait for them (both spin).
 
-        With one thread NumPy is 4 times faster where a side is short, such as the classes of a last layer.
+        With one thread NumPy is 4 times faster where a side is short, such as the classes of a last layer, and takes
+        0.7 to 0.9 of the time where the result is to be written over.
         """
-        if self.alone and a.size * b.shape[-1] <= self.few_products:
-            return super().matmul(a, b)
-        return torch.matmul(tensor(a), tensor(b)).numpy()
+        if self.alone and (out is not None or a.size * b.shape[-1] <= self.few_products):
+            return super().matmul(a, b, out)
+        return torch.matmul(tensor(a), tensor(b), out=None if out is None else tensor(out)).numpy()
 
     def channel_sum(self, x: np.ndarray) -> np.ndarray:
         """Return the sum over everything but the channels: 2 to 4, with one thread."""

@@ -233,7 +233,8 @@ class StepContext:
         """Write the layer's activation of z, a part of the outputs that may be overwritten, into y."""
         self.activated = True
         if self.activation is None:
-            self.kernels.copy(z, y)
+            if z is not y:
+                self.kernels.copy(z, y)
         else:
             self.activation.finish(z, y, self.kernels)
 

@@ -142,6 +142,7 @@ class ConvLayer(Layer):
             self.input.outside,
             ctx.needs_weight_gradients,
             ctx.clears,
+            self.bias,
         )
         ctx.grads["weights"] = by_weights
         if self.bias:

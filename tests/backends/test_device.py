@@ -204,8 +204,8 @@ class Curious(nd.ActivationLayer):
 
 def test_mistakes_are_noticed():
     with pytest.raises(TypeError):
-        run([Forgetful(nd.Tanh()), nd.FCLayer(3)], Device())
-    assert run([Curious(nd.Tanh()), nd.FCLayer(3)], Device())[1] == [2, 2]
+        run([nd.LocalFilteringLayer(2, 1), Forgetful(nd.Tanh()), nd.FCLayer(3)], Device())
+    assert run([nd.LocalFilteringLayer(2, 1), Curious(nd.Tanh()), nd.FCLayer(3)], Device())[1] == [2, 2]
 
 
 def test_the_device_is_strict():

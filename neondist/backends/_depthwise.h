@@ -1,0 +1,118 @@
+/* Convolutions of each channel by itself (depthwise), of any stride and dilation; part of _cells.c.
+
+   A row of outputs is the sum of a few rows of inputs, each shifted and times one number for each channel: vectors of
+   channels, or of several cells' where they have few, stay in registers while all of a window is added. */
+
+#ifdef WINOGRAD
+static void each_shares(void *given) {
+    Each *job = given;
+    const Py_ssize_t all = job->y.extent[0] * job->y.extent[1] * job->y.extent[2];
+    for (Py_ssize_t part; (part = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->shares;)
+        job->does(job, job->sums + part * job->room, all * part / job->shares, all * (part + 1) / job->shares);
+}
+
+/* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
+static int describe_each(Each *job, int weighs, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y) {
+    const int real = is(x, 'd'), last = x->ndim - 1;
+    const Py_ssize_t size = x->itemsize, channels = x->shape[last];
+    if (!(is(x, 'f') || real) || !describe_cells(&job->x, x, x) || !describe_cells(&job->y, y, x) ||
+        w->ndim != x->ndim || !whole(w) || !is(w, real ? 'd' : 'f') || x->shape[0] != y->shape[0] ||
+        y->shape[last] != channels || w->shape[last] != channels || w->shape[last - 1] != 1)
+        return 0;
+    job->channels = channels;
+    job->taps = 1;
+    for (int axis = 0; axis < 3; axis++) {
+        const int at = axis + last - 4;
+        job->kernel[axis] = at < 0 ? 1 : w->shape[at];
+        job->taps *= job->kernel[axis];
+        const Py_ssize_t span = (job->kernel[axis] - 1) * job->dilation[axis] + 1, seen = job->x.extent[axis + 1];
+        const Py_ssize_t out = job->y.extent[axis + 1], s = job->stride[axis];
+        if (s < 1 || job->dilation[axis] < 1 || (!job->back && out && (out - 1) * s + span > seen))
+            return 0;
+    }
+    const int wide = __builtin_cpu_supports("avx512f") && channels >= 64 / size;
+    const Py_ssize_t lanes = (wide ? 64 : 32) / size;
+    const int plain = job->x.step[3] == channels * size && job->y.step[3] == channels * size && job->stride[2] == 1;
+    job->wide = channels < lanes ? channels * lanes : channels;
+    if (job->taps < 1 || job->taps > TAPS || channels < 1 || (channels < lanes && (weighs || !plain)) ||
+        (!wide && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))))
+        return 0;
+#define FOR(x) (wide ? (real ? x##_double3_512 : x##_float3_512) : (real ? x##_double3_256 : x##_float3_256))
+    job->does = weighs ? FOR(each_back) : FOR(each_rows);
+#undef FOR
+    return 1;
+}
+
+/* Run the job, whose numbers for each channel are at w and bias; -1: no memory. */
+static int run_each(Each *job, const Py_buffer *w, char *gradient, const char *bias, int threads, Start start) {
+    const Py_ssize_t cell = job->channels * w->itemsize, copies = job->wide / job->channels;
+    const Py_ssize_t rows = job->y.extent[0] * job->y.extent[1] * job->y.extent[2];
+    const int several = start != NULL && threads > 1 && rows * job->y.extent[3] * job->channels >= FEW;
+    job->shares = several ? (gradient == NULL ? 4 * threads : threads) : 1;
+    job->room = gradient == NULL ? 0 : job->taps * cell;
+    char *room = calloc(1, gradient == NULL ? (job->taps + 1) * cell * copies : job->shares * job->room);
+    if (room == NULL)
+        return -1;
+    job->sums = room;
+    for (Py_ssize_t i = 0; i < (job->taps + (bias != NULL)) * copies && gradient == NULL; i++) {
+        const Py_ssize_t tap = i / copies;
+        memcpy(room + i * cell, tap < job->taps ? (const char *)w->buf + tap * cell : bias, cell);
+    }
+    job->w = room;
+    job->bias = bias == NULL ? NULL : room + job->taps * cell * copies;
+    if (several)
+        start(each_shares, job, threads, 0);
+    else
+        each_shares(job);
+    for (Py_ssize_t share = 1; share < job->shares && gradient != NULL; share++)
+        for (Py_ssize_t i = 0; i < job->room / w->itemsize; i++)
+            if (w->itemsize == sizeof(float))
+                ((float *)room)[i] += ((float *)(room + share * job->room))[i];
+            else
+                ((double *)room)[i] += ((double *)(room + share * job->room))[i];
+    if (gradient != NULL)
+        memcpy(gradient, room, job->room);
+    free(room);
+    return 0;
+}
+
+PyDoc_STRVAR(depthwise_doc,
+             "depthwise(what, x, weights, y, bias, stride, dilation, before, threads, start)\n--\n\n"
+             "Convolve each channel by itself; return False if these are no arrays for it.\n\n"
+             "Parameters\n----------\n"
+             "what : int\n    0: y = the valid convolution of x; 1: the gradient of weights from that of y; 2: y = the\n"
+             "    gradient of the input from that of the output, x.\n"
+             "x, y : array (N, *extent, C)\n    Of two or three axes.\n"
+             "weights : array (*kernel, 1, C)\n"
+             "bias : array (C,), or None\n"
+             "stride, dilation : tuple of int\n    Of planes, rows and columns.\n"
+             "before : tuple of int\n    Of the input's first planes, rows and columns, how many y does not have.\n"
+             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+
+static PyObject *depthwise(PyObject *self, PyObject *args) {
+    PyObject *arrays[4];
+    Py_buffer views[4];
+    int what, threads, held = 0, done = 0;
+    unsigned long long start;
+    Each job = {0};
+    Py_ssize_t *s = job.stride, *d = job.dilation, *b = job.before;
+    if (!PyArg_ParseTuple(args, "iOOOO(nnn)(nnn)(nnn)iK", &what, arrays, arrays + 1, arrays + 2, arrays + 3, s, s + 1,
+                          s + 2, d, d + 1, d + 2, b, b + 1, b + 2, &threads, &start))
+        return NULL;
+    const int count = arrays[3] == Py_None ? 3 : 4;
+    if ((held = hold(arrays, views, count, what == 1 ? 2 : 4)) < count)
+        goto end;
+    job.back = what == 2;
+    const Py_buffer *bias = count > 3 ? views + 3 : NULL;
+    if (describe_each(&job, what == 1, views, views + 1, views + 2) &&
+        (bias == NULL || (bias->ndim == 1 && whole(bias) && bias->shape[0] == job.channels &&
+                          bias->itemsize == views->itemsize))) {
+        char *numbers = bias == NULL ? NULL : bias->buf;
+        Py_BEGIN_ALLOW_THREADS;
+        done = run_each(&job, views + 1, what == 1 ? views[1].buf : NULL, numbers, threads, (Start)(size_t)start) ? -1 : 1;
+        Py_END_ALLOW_THREADS;
+    }
+end:
+    return told(views, held, done);
+}
+#endif

@@ -1,0 +1,178 @@
+/* Convolutions of each channel by itself, for numbers of one type T and vectors of BYTES; included for each of them. */
+
+#define VEC NAME(Vec)
+#define LANES ((Py_ssize_t)(BYTES / sizeof(T)))
+#define AT(p) (*(VEC *)(p))
+#define SEEN(p) (*(const VEC *)(p))
+#define INLINE TARGET static inline __attribute__((always_inline))
+#define EACH_VECTOR(channels) \
+    for (Py_ssize_t i = 0, z = 0; i < (channels); i += LANES, z = i + LANES > (channels) ? (channels) - LANES : i)
+
+/* n cells of a row: y = bias + the sum over taps of w x; cells are so many numbers apart. */
+INLINE void NAME(taps)(const int cells, const int count, const T *const *x, const T *const *w, const T *bias, T *y,
+                       Py_ssize_t offset, Py_ssize_t x_step, Py_ssize_t y_step, Py_ssize_t channels) {
+    EACH_VECTOR(channels) {
+        const VEC first = bias == NULL ? (VEC){0} : SEEN(bias + z);
+        VEC sum[4] = {first, first, first, first};
+        for (int t = 0; t < count; t++) {
+            const VEC factor = SEEN(w[t] + z);
+            const T *at = x[t] + offset + z;
+            if (t >= count - 3) { /* of a window's last row: the ones before have brought theirs */
+#pragma GCC unroll 4
+                for (int r = 0; r < cells; r++)
+                    __builtin_prefetch(at + (r + 8) * x_step);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < cells; r++)
+                sum[r] += factor * SEEN(at + r * x_step);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < cells; r++)
+            AT(y + r * y_step + z) = sum[r];
+    }
+}
+
+INLINE void NAME(run)(const int count, const T *const *x, const T *const *w, const T *bias, T *y, Py_ssize_t n,
+                      Py_ssize_t x_step, Py_ssize_t y_step, Py_ssize_t channels) {
+    Py_ssize_t q = 0;
+    for (; q + 4 <= n; q += 4)
+        NAME(taps)(4, count, x, w, bias, y + q * y_step, q * x_step, x_step, y_step, channels);
+    for (; q < n; q++)
+        NAME(taps)(1, count, x, w, bias, y + q * y_step, q * x_step, x_step, y_step, channels);
+}
+
+/* The same where the channels of a cell do not fill a vector, but those of several do: w and bias repeat. */
+INLINE void NAME(run_few)(const int count, const T **x, const T *const *w, const T *bias, T *y, Py_ssize_t n,
+                          Py_ssize_t channels) {
+    const Py_ssize_t wide = channels * LANES, whole = n / LANES;
+    NAME(run)(count, x, w, bias, y, whole, wide, wide, wide);
+    if (whole && n % LANES) /* once more to the last cell */
+        NAME(taps)(1, count, x, w, bias, y + (n - LANES) * channels, (n - LANES) * channels, wide, wide, wide);
+    for (Py_ssize_t i = 0; i < n * channels && !whole; i++) {
+        T sum = bias == NULL ? 0 : bias[i % channels];
+        for (int t = 0; t < count; t++)
+            sum += w[t][i % channels] * x[t][i];
+        y[i] = sum;
+    }
+}
+
+/* Rows lo to hi of y. */
+TARGET static void NAME(each_rows)(const Each *job, void *sums, Py_ssize_t lo, Py_ssize_t hi) {
+    const Py_ssize_t size = sizeof(T), channels = job->channels, phases = job->back ? job->stride[2] : 1;
+    const Py_ssize_t x_step = (job->back ? 1 : job->stride[2]) * job->x.step[3] / size;
+    const Py_ssize_t y_step = phases * job->y.step[3] / size;
+    const T *x[TAPS], *w[TAPS], *seen[TAPS], *by[TAPS];
+    Py_ssize_t column[TAPS];
+    for (Py_ssize_t row = lo; row < hi; row++) {
+        const Py_ssize_t at[3] = {row % job->y.extent[2], row / job->y.extent[2] % job->y.extent[1],
+                                  row / job->y.extent[2] / job->y.extent[1]};
+        T *y = (T *)(job->y.at + at[2] * job->y.step[0] + at[1] * job->y.step[1] + at[0] * job->y.step[2]);
+        for (Py_ssize_t phase = 0; phase < phases; phase++) {
+            const Py_ssize_t all = (job->y.extent[3] - phase + phases - 1) / phases;
+            Py_ssize_t begin = 0, end = all;
+            int count = 0;
+            for (Py_ssize_t tap = 0; tap < job->taps; tap++) {
+                const Py_ssize_t k[3] = {tap / job->kernel[2] / job->kernel[1], tap / job->kernel[2] % job->kernel[1],
+                                         tap % job->kernel[2]};
+                Py_ssize_t from[3];
+                if (!looks_at(job, 0, at[1], k[0], from) || !looks_at(job, 1, at[0], k[1], from + 1) ||
+                    from[0] < 0 || from[0] >= job->x.extent[1] || from[1] < 0 || from[1] >= job->x.extent[2] ||
+                    !looks_at(job, 2, phase, k[2], from + 2))
+                    continue;
+                x[count] = (const T *)(job->x.at + at[2] * job->x.step[0] + from[0] * job->x.step[1] +
+                                       from[1] * job->x.step[2] + from[2] * job->x.step[3]);
+                w[count] = (const T *)job->w + tap * job->wide;
+                column[count++] = from[2];
+                const Py_ssize_t apart = job->back ? 1 : job->stride[2], left = job->x.extent[3] - from[2];
+                begin = MAX(begin, from[2] < 0 ? (-from[2] + apart - 1) / apart : 0);
+                end = MIN(end, left > 0 ? (left + apart - 1) / apart : 0);
+            }
+            const T *bias = (const T *)job->bias;
+            T *target = y + phase * job->y.step[3] / size;
+            begin = MIN(begin, all);
+            end = MAX(end, begin);
+            for (Py_ssize_t q = 0; q < all; q++) { /* at the ends some windows see less */
+                if (q == begin && begin < end) {
+                    for (int t = 0; t < count; t++)
+                        seen[t] = x[t] + begin * x_step;
+                    if (job->wide == channels)
+                        NAME(run)(count, seen, w, bias, target + q * y_step, end - begin, x_step, y_step, channels);
+                    else
+                        NAME(run_few)(count, seen, w, bias, target + q * y_step, end - begin, channels);
+                    q = end - 1;
+                    continue;
+                }
+                int some = 0;
+                for (int t = 0; t < count; t++) {
+                    const Py_ssize_t from = column[t] + q * (job->back ? 1 : job->stride[2]);
+                    if (from >= 0 && from < job->x.extent[3]) {
+                        seen[some] = x[t] + q * x_step;
+                        by[some++] = w[t];
+                    }
+                }
+                if (job->wide == channels)
+                    NAME(run)(some, seen, by, bias, target + q * y_step, 1, x_step, y_step, channels);
+                else
+                    NAME(run_few)(some, seen, by, bias, target + q * y_step, 1, channels);
+            }
+        }
+    }
+}
+
+/* What n cells add to the gradients of some taps, of which there are `channels` numbers each. */
+INLINE void NAME(along)(const int count, const T *const *x, const T *dy, T *sums, Py_ssize_t n, Py_ssize_t x_step,
+                        Py_ssize_t dy_step, Py_ssize_t channels) {
+    EACH_VECTOR(channels) {
+        VEC sum[9] = {0};
+        for (Py_ssize_t q = 0; q < n; q++) {
+            const VEC slope = SEEN(dy + q * dy_step + z);
+#pragma GCC unroll 9
+            for (int t = 0; t < count; t++)
+                sum[t] += slope * SEEN(x[t] + q * x_step + z);
+        }
+#pragma GCC unroll 9
+        for (int t = 0; t < count; t++)
+            for (Py_ssize_t lane = i - z; lane < LANES; lane++) /* the last vector overlaps the one before */
+                sums[t * channels + z + lane] += sum[t][lane];
+    }
+}
+
+/* Rows lo to hi of dy, and what their windows see: what they add to dw. */
+TARGET static void NAME(each_back)(const Each *job, void *given, Py_ssize_t lo, Py_ssize_t hi) {
+    const Py_ssize_t size = sizeof(T), channels = job->channels, n = job->y.extent[3], dy_step = job->y.step[3] / size;
+    const Py_ssize_t x_step = job->stride[2] * job->x.step[3] / size, most = MAX(16, 2048 / channels);
+    const T *x[TAPS];
+    for (Py_ssize_t row = lo; row < hi; row++) {
+        const Py_ssize_t h = row % job->y.extent[2], d = row / job->y.extent[2] % job->y.extent[1];
+        const Py_ssize_t sample = row / job->y.extent[2] / job->y.extent[1];
+        const T *dy = (const T *)(job->y.at + sample * job->y.step[0] + d * job->y.step[1] + h * job->y.step[2]);
+        for (Py_ssize_t tap = 0; tap < job->taps; tap++) {
+            Py_ssize_t plane, line, column;
+            looks_at(job, 0, d, tap / job->kernel[2] / job->kernel[1], &plane);
+            looks_at(job, 1, h, tap / job->kernel[2] % job->kernel[1], &line);
+            looks_at(job, 2, 0, tap % job->kernel[2], &column);
+            x[tap] = (const T *)(job->x.at + sample * job->x.step[0] + plane * job->x.step[1] + line * job->x.step[2] +
+                                 column * job->x.step[3]);
+        }
+        for (Py_ssize_t first = 0; first < n; first += most) {
+            const Py_ssize_t cells = MIN(most, n - first);
+            const T *slopes = dy + first * dy_step;
+            T *sums = given;
+            int t = 0;
+#define SOME_OF(count)                                                                      \
+    for (; job->taps - t >= (count); t += (count), sums += (count) * channels)              \
+        NAME(along)((count), x + t, slopes, sums, cells, x_step, dy_step, channels);
+            SOME_OF(9) SOME_OF(5) SOME_OF(3) SOME_OF(1)
+#undef SOME_OF
+            for (int each = 0; each < job->taps; each++)
+                x[each] += cells * x_step;
+        }
+    }
+}
+
+#undef VEC
+#undef LANES
+#undef AT
+#undef SEEN
+#undef INLINE
+#undef EACH_VECTOR
