@@ -6,7 +6,7 @@ from setuptools import Extension, setup
 # one build for all later versions of Python, where there is a stable ABI with buffers
 stable = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
-names = ["cells_typed", "depthwise", "depthwise_typed", "pool", "pool_typed", "rows"]
+names = ["cells_typed", "depthwise", "depthwise_typed", "pool", "pool_typed", "rows", "rows_typed"]
 headers = [f"_{name}" for name in (*names, "winograd", "winograd_sizes", "winograd_typed")]
 
 setup(

@@ -286,6 +286,7 @@ static PyMethodDef methods[] = {
     {"max_pool", max_pool, METH_VARARGS, max_pool_doc},
 #ifdef WINOGRAD
     {"winograd", winograd, METH_VARARGS, winograd_doc},
+    {"convolve", convolve, METH_VARARGS, convolve_doc},
     {"weights", weights, METH_VARARGS, weights_doc},
     {"depthwise", depthwise, METH_VARARGS, depthwise_doc},
 #endif

@@ -1,7 +1,8 @@
-/* The gradient of a convolution's weights by products of matrices of which nothing is gathered: of what the windows of a
-   row of outputs see, each row lies in one piece, whatever the stride; part of _cells.c. */
+/* Convolutions, and the gradients of their weights, by products of matrices of which nothing is gathered: of what the
+   windows of a row of outputs see, each row lies in one piece, whatever the stride; part of _cells.c. */
 
 #ifdef WINOGRAD
+/* Take shares until there are none: run by every thread. */
 static void rows_shares(void *given) {
     Rows *job = given;
     for (Py_ssize_t part; (part = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->shares;)
@@ -30,8 +31,8 @@ static int describe_rows(Rows *job, const Py_buffer *x, const Py_buffer *dy, con
     const int narrow = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && job->outer * size % 32 == 0;
     job->does = wide ? (real ? rows_back_double3_512 : rows_back_float3_512)
                      : (real ? rows_back_double3_256 : rows_back_float3_256);
-    return (wide || narrow) && job->x.step[3] == inner * size && job->dilation[2] == 1 && dw->shape[last - 1] == inner &&
-           dw->shape[last] == job->outer;
+    const int joined = job->kernel[2] == 1 || (job->x.step[3] == inner * size && job->dilation[2] == 1);
+    return (wide || narrow) && joined && dw->shape[last - 1] == inner && dw->shape[last] == job->outer;
 }
 
 PyDoc_STRVAR(weights_doc,
@@ -73,6 +74,83 @@ static PyObject *weights(PyObject *self, PyObject *args) {
         if (done > 0)
             memcpy(views[2].buf, job.sums, job.room);
         free(job.sums);
+        Py_END_ALLOW_THREADS;
+    }
+end:
+    return told(views, held, done);
+}
+
+/* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
+static int describe_convolution(Rows *job, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y,
+                                const Py_buffer *bias) {
+    const int last = x->ndim - 1, first = w->ndim - 5, real = is(x, 'd');
+    if (!(is(x, 'f') || real) || !is(w, real ? 'd' : 'f') || w->ndim != x->ndim || !describe_cells(&job->x, x, x) ||
+        !describe_cells(&job->y, y, x) || x->shape[0] != y->shape[0] || (size_t)w->buf % w->itemsize)
+        return 0;
+    const Py_ssize_t size = x->itemsize;
+    job->inner = x->shape[last];
+    job->outer = y->shape[last];
+    for (int axis = 0; axis < 3; axis++)
+        job->kernel[axis] = axis + first < 0 ? 1 : w->shape[axis + first];
+    for (int axis = 0; axis < w->ndim; axis++)
+        if (w->strides[axis] % size)
+            return 0;
+    const int joined = job->dilation[2] == 1 && job->x.step[3] == job->inner * size;
+    job->length = joined ? job->kernel[2] * job->inner : job->inner;
+    job->pieces = job->kernel[0] * job->kernel[1] * (joined ? 1 : job->kernel[2]);
+    job->all = job->y.extent[0] * job->y.extent[1] * job->y.extent[2];
+    const int wide = __builtin_cpu_supports("avx512f") && job->outer * size > 32;
+    job->does = wide ? (real ? rows_double3_512 : rows_float3_512) : (real ? rows_double3_256 : rows_float3_256);
+    job->shares = (wide ? 128 : 64) / size; /* numbers of a panel's row */
+    return (wide || (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) && job->pieces <= PIECES &&
+           w->shape[last - 1] == job->inner && w->shape[last] == job->outer &&
+           (bias == NULL ||
+            (bias->ndim == 1 && whole(bias) && bias->shape[0] == job->outer && is(bias, real ? 'd' : 'f')));
+}
+
+PyDoc_STRVAR(convolve_doc,
+             "convolve(x, weights, y, bias, stride, dilation, before, threads, start)\n--\n\n"
+             "Write a convolution plus bias; return False if these are no arrays for it.\n\n"
+             "Parameters\n----------\n"
+             "x, y : array (N, *extent, C), (N, *out, C')\n    Of two or three axes; what windows see outside of x is 0.\n"
+             "weights : array (*kernel, C, C')\n"
+             "bias : array (C',), or None\n"
+             "stride, dilation, before : tuple of int\n"
+             "    Of planes, rows and columns; how many cells before x the first window begins.\n"
+             "threads, start : int\n    How many there are, and the address of GOMP_parallel; 0: there is none.\n");
+
+static PyObject *convolve(PyObject *self, PyObject *args) {
+    PyObject *arrays[4];
+    Py_buffer views[4];
+    int threads, held = 0, done = 0;
+    unsigned long long start;
+    Rows job = {0};
+    Py_ssize_t *s = job.stride, *d = job.dilation, *b = job.before;
+    if (!PyArg_ParseTuple(args, "OOOO(nnn)(nnn)(nnn)iK", arrays, arrays + 1, arrays + 2, arrays + 3, s, s + 1, s + 2, d,
+                          d + 1, d + 2, b, b + 1, b + 2, &threads, &start))
+        return NULL;
+    const int count = arrays[3] == Py_None ? 3 : 4;
+    if ((held = hold(arrays, views, count, 4)) < count)
+        goto end;
+    const Py_buffer *x = views, *w = views + 1, *bias = count > 3 ? views + 3 : NULL;
+    if (describe_convolution(&job, x, w, views + 2, bias)) {
+        Py_BEGIN_ALLOW_THREADS;
+        const Py_ssize_t panels = (job.outer + job.shares - 1) / job.shares * job.shares, k = job.pieces * job.length;
+        const int wide = job.shares * x->itemsize == 128, real = is(x, 'd');
+        char *room = calloc(1, (k + 1) * panels * x->itemsize + LINE);
+        done = room == NULL ? -1 : 1;
+        if (room != NULL) {
+            job.sums = room + LINE - (size_t)room % LINE;
+            (wide ? (real ? panels_double3_512 : panels_float3_512) : (real ? panels_double3_256 : panels_float3_256))(
+                &job, w, bias, job.sums);
+            const int several = start != 0 && job.all * job.y.extent[3] * job.outer * k >= FEW;
+            job.shares = several ? MIN(job.all, 8 * threads) : 1;
+            if (several)
+                ((Start)(size_t)start)(rows_shares, &job, threads, 0);
+            else
+                rows_shares(&job);
+        }
+        free(room);
         Py_END_ALLOW_THREADS;
     }
 end:

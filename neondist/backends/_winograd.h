@@ -61,14 +61,21 @@ static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssi
     }
 }
 
-/* What _rows.h does with the same products. */
+/* What _rows.h does. A window's row is one piece of memory, or each of its cells is; a piece has `length` numbers. */
 typedef struct {
-    Cells x, dy;
-    Py_ssize_t kernel[3], stride[3], dilation[3], length, outer; /* length: numbers of a window's row */
-    Py_ssize_t all, shares, next, room; /* rows of dy; bytes of a share's sums */
+    Cells x, y, dy;
+    Py_ssize_t kernel[3], stride[3], dilation[3], before[3], inner, outer, length, pieces;
+    Py_ssize_t all, shares, next, room; /* rows of y or dy; bytes of a share's sums */
     void (*does)(const void *, void *, Py_ssize_t, Py_ssize_t);
-    char *sums;
+    char *sums; /* or weights in panels */
 } Rows;
+
+typedef struct {
+    const char *at; /* the row of x */
+    Py_ssize_t column, first; /* of the window of output 0; the row of the matrix of weights */
+} Piece;
+
+enum { PIECES = 128 };
 
 /* What _depthwise.h does: y is a sum over the taps of a window of x, or of what comes back from y. */
 typedef struct each {

@@ -244,27 +244,7 @@ TARGET static void NAME(tiles)(const Winograd *job, void *scratch, void *u, Py_s
 }
 
 #if KERNEL == 3
-/* Rows lo to hi of dy, and what their windows see: what they add to dw. A row of a window is one piece of memory. */
-TARGET static void NAME(rows_back)(const void *given, void *to, Py_ssize_t lo, Py_ssize_t hi) {
-    const Rows *job = given;
-    const Cells *x = &job->x, *dy = &job->dy;
-    const Py_ssize_t size = sizeof(T), n = job->outer, b_row = dy->step[3] / size;
-    const Py_ssize_t a_row = job->stride[2] * x->step[3] / size;
-    for (Py_ssize_t row = lo; row < hi; row++) {
-        const Py_ssize_t h = row % dy->extent[2], d = row / dy->extent[2] % dy->extent[1];
-        const Py_ssize_t sample = row / dy->extent[2] / dy->extent[1];
-        const char *b = dy->at + sample * dy->step[0] + d * dy->step[1] + h * dy->step[2];
-        T *c = to;
-        for (Py_ssize_t i = 0; i < job->kernel[0]; i++)
-            for (Py_ssize_t j = 0; j < job->kernel[1]; j++, c += job->length * n) {
-                const char *a = x->at + sample * x->step[0] + (d * job->stride[0] + i * job->dilation[0]) * x->step[1] +
-                                (h * job->stride[1] + j * job->dilation[1]) * x->step[2];
-                for (Py_ssize_t w = 0; w < dy->extent[3]; w += AT_A_TIME)
-                    NAME(product)(1, job->length, MIN(AT_A_TIME, dy->extent[3] - w), n, (const T *)a + w * a_row, a_row,
-                                  (const T *)b + w * b_row, b_row, 2 * LANES, c, n);
-            }
-    }
-}
+#include "_rows_typed.h"
 #endif
 
 #undef VEC

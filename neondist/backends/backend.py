@@ -95,7 +95,7 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     if isinstance(name, Backend):
         return name
     if name == "auto":
-        name = next(choice.name for choice in available() if choice.usable)
+        name = "torch" if importlib.util.find_spec("torch") else "numpy"
     if name in _MAKERS:
         return _MAKERS[name]()
     found = getattr(sys.modules.get(name), "backend", None)
@@ -119,9 +119,8 @@ def _torch_availability() -> Availability:
 
 
 def _torch() -> Backend:
-    found = _torch_availability()
-    if not found.usable:
-        raise ConfigError(f"backend 'torch' is {found.reason}, or use backend 'numpy'")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"backend 'torch' is {_torch_availability().reason}, or use backend 'numpy'")
     from .torch import TorchKernels
 
     return Backend("torch", TorchKernels())

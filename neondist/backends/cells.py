@@ -38,9 +38,9 @@ class CellKernels:
 
     xp: Any
 
-    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
-        """Return the product of two matrices, or stacks of them, in `out` where that is given."""
-        return a @ b if out is None else self.xp.matmul(a, b, out=out)
+    def matmul(self, a: Any, b: Any) -> Any:
+        """Return the product of two matrices, or stacks of them."""
+        return a @ b
 
     def copy(self, source: Any, target: Any) -> None:
         """Copy the values of `source` into `target`, both of any strides."""

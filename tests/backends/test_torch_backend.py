@@ -10,9 +10,12 @@ import psutil
 import pytest
 
 import neondist as nd
+from neondist.backends import Kernels
 
 torch = pytest.importorskip("torch")
-fast, plain = (nd.get_backend(name).kernels for name in ("torch", "numpy"))
+from neondist.backends.torch import TorchTable  # noqa: E402
+
+fast, plain = TorchTable(), Kernels()
 rng = np.random.default_rng(0)
 
 
@@ -183,13 +186,37 @@ def test_auto_takes_torch_and_doctor_says_so():
     assert "takes torch" in python("import sys; from neondist.cli import main; sys.exit(main(['doctor']))")
 
 
-def test_where_torch_is_broken_auto_takes_numpy():
+def test_auto_takes_numpy_where_torch_is_not():
     code = (
         "import sys; sys.modules['torch'] = None; import neondist as nd; print(nd.get_backend().name, nd.available())"
     )
     found = python(code)
     assert found.startswith("numpy")
     assert "torch" in found
+
+
+def test_where_torch_is_broken_numpy_computes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    kernels, x = TorchTable(), np.ones((1, 40, 40, 8), np.float32)
+    with pytest.warns(UserWarning, match="PyTorch cannot be imported"):
+        y = kernels.conv_forward(x, np.ones((3, 3, 1, 8), np.float32), (1, 1), (1, 1), 8)
+    assert (y == 9).all()
+
+
+def test_ordinary_networks_do_without_torch():
+    """A process of an image network is 200 MiB smaller."""
+    code = """
+import sys, numpy as np, neondist as nd
+R, C = nd.RectLin, nd.ConvLayerDist
+layers = [C(16, 7, stride=2, padding=3, activation=R()), nd.BatchNormLayerDist(), nd.MaxPoolingLayerDist(3, stride=2)]
+layers += [C(32, 3, padding=1, activation=R()), C(40, 1, stride=2), nd.DeconvLayerDist(8, 2, stride=2)]
+layers += [C(8, 3, dilation=2), C(8, 3, groups=8), nd.GlobalAvgPoolingLayerDist(), nd.FCLayerDist(10)]
+model = nd.ConvnetDist(layers, cost=nd.CrossEntropy(), seed=0)
+model.build((131, 130, 3), batch_size=2, grid=nd.ProcessGrid())
+model.train_batch(np.ones((2, 131, 130, 3), np.float32), np.arange(2))
+print('torch' in sys.modules)
+"""
+    assert python(code).endswith("False")
 
 
 @pytest.mark.parametrize("early", ["", "import torch; "], ids=["torch after the launcher", "torch before"])

@@ -7,30 +7,32 @@ import os
 
 import pytest
 
-from neondist.backends import Backend, get_backend
+from neondist.backends import Backend, Kernels, get_backend
 from neondist.errors import LaunchError
 from neondist.launcher.mpirun import find_mpirun
 
 NAMES = ["numpy", *(["torch"] if importlib.util.find_spec("torch") else [])]
 """usable backends"""
-KERNELS = [*NAMES, *(["torch throughout"] if "torch" in NAMES else [])]
-"""the same, and torch's kernels also where the backend prefers NumPy's, such as convolution in float64"""
+KERNELS = [*NAMES, "not compiled", *(["torch throughout"] if "torch" in NAMES else [])]
+"""the same; NumPy's table where no C compiler was; torch's kernels also where others are faster"""
 
 
 def backend_of(name: str) -> Backend:
     """Return the backend of a name in KERNELS."""
+    if name == "not compiled":
+        return Backend(name, Kernels())
     if name != "torch throughout":
         return get_backend(name)
-    from neondist.backends.torch import TorchKernels
+    from neondist.backends.torch import TorchTable
 
-    class Throughout(TorchKernels):
+    class Throughout(TorchTable):
         small = 0
 
         def _convolves(self, x, out):
-            return 0 not in (x.size, *out)
+            return 0 not in (x.size, *out) and x.ndim > 3
 
         def _pools(self, x, out):
-            return 0 not in (x.size, *out) and x.ndim > 2
+            return 0 not in (x.size, *out) and x.ndim > 3
 
     return Backend(name, Throughout())
 

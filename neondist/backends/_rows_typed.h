@@ -1,0 +1,133 @@
+/* Convolutions by rows, for numbers of one type T, vectors of BYTES and blocks of ROWS; part of _winograd_typed.h. */
+
+/* Rows lo to hi of dy, and what their windows see: what they add to dw. A row of a window is one piece of memory. */
+TARGET static void NAME(rows_back)(const void *given, void *to, Py_ssize_t lo, Py_ssize_t hi) {
+    const Rows *job = given;
+    const Cells *x = &job->x, *dy = &job->dy;
+    const Py_ssize_t size = sizeof(T), n = job->outer, b_row = dy->step[3] / size;
+    const Py_ssize_t a_row = job->stride[2] * x->step[3] / size;
+    for (Py_ssize_t row = lo; row < hi; row++) {
+        const Py_ssize_t h = row % dy->extent[2], d = row / dy->extent[2] % dy->extent[1];
+        const Py_ssize_t sample = row / dy->extent[2] / dy->extent[1];
+        const char *b = dy->at + sample * dy->step[0] + d * dy->step[1] + h * dy->step[2];
+        T *c = to;
+        for (Py_ssize_t i = 0; i < job->kernel[0]; i++)
+            for (Py_ssize_t j = 0; j < job->kernel[1]; j++, c += job->length * n) {
+                const char *a = x->at + sample * x->step[0] + (d * job->stride[0] + i * job->dilation[0]) * x->step[1] +
+                                (h * job->stride[1] + j * job->dilation[1]) * x->step[2];
+                for (Py_ssize_t w = 0; w < dy->extent[3]; w += AT_A_TIME)
+                    NAME(product)(1, job->length, MIN(AT_A_TIME, dy->extent[3] - w), n, (const T *)a + w * a_row, a_row,
+                                  (const T *)b + w * b_row, b_row, 2 * LANES, c, n);
+            }
+    }
+}
+
+/* Outputs w to w + rows, of channels that fill `vecs` vectors or fewer, of a row whose windows see these pieces. */
+INLINE void NAME(seen)(const int rows, const int vecs, const Rows *job, const Piece *pieces, Py_ssize_t count,
+                       Py_ssize_t w, const T *b, const T *bias, Py_ssize_t channels, char *y) {
+    const Py_ssize_t wide = 2 * LANES, step = job->x.step[3] / sizeof(T), across = job->stride[2] * step;
+    VEC sum[ROWS][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+        sum[r][0] = SEEN(bias), sum[r][1] = SEEN(bias + LANES);
+    for (const Piece *piece = pieces; piece < pieces + count; piece++) {
+        const Py_ssize_t cell = w * job->stride[2] + piece->column;
+        Py_ssize_t lo = 0, hi = job->length;
+        if (rows == 1) { /* windows at an end of the row */
+            lo = MIN(MAX(-cell, 0) * job->inner, hi);
+            hi = MAX(MIN((job->x.extent[3] - cell) * job->inner, hi), lo);
+        }
+        const T *a = (const T *)piece->at + cell * step + lo, *row = b + (piece->first + lo) * wide;
+        for (Py_ssize_t k = hi - lo; k > 0; k--, a++, row += wide) {
+            const VEC b0 = SEEN(row), b1 = vecs > 1 ? SEEN(row + LANES) : b0;
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                const T factor = a[r * across];
+                sum[r][0] += factor * b0;
+                if (vecs > 1)
+                    sum[r][1] += factor * b1;
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++, y += job->y.step[3]) {
+        if (channels == vecs * LANES) {
+            AT((T *)y) = sum[r][0];
+            if (vecs > 1)
+                AT((T *)y + LANES) = sum[r][1];
+        } else
+            memcpy(y, sum[r], channels * sizeof(T));
+    }
+}
+
+/* Rows lo to hi of y: outputs of windows of which what is outside of x is zero. */
+TARGET static void NAME(rows)(const void *given, void *weights, Py_ssize_t lo, Py_ssize_t hi) {
+    const Rows *job = given;
+    const Cells *x = &job->x, *y = &job->y;
+    const Py_ssize_t wide = 2 * LANES, out = y->extent[3], step = job->stride[2], before = job->before[2];
+    const Py_ssize_t each = job->pieces / (job->kernel[0] * job->kernel[1]), k = job->pieces * job->length;
+    /* of these outputs windows are inside */
+    const Py_ssize_t room = x->extent[3] - 1 - (job->kernel[2] - 1) * job->dilation[2] + before;
+    const Py_ssize_t end = room < 0 ? 0 : MIN(room / step + 1, out);
+    const Py_ssize_t first = MIN((MAX(before, 0) + step - 1) / step, end);
+    Piece pieces[PIECES];
+    for (Py_ssize_t row = lo; row < hi; row++) {
+        const Py_ssize_t h = row % y->extent[2], d = row / y->extent[2] % y->extent[1];
+        const Py_ssize_t sample = row / y->extent[2] / y->extent[1];
+        char *to = y->at + sample * y->step[0] + d * y->step[1] + h * y->step[2];
+        Py_ssize_t count = 0, number = 0;
+        for (Py_ssize_t i = 0; i < job->kernel[0]; i++)
+            for (Py_ssize_t j = 0; j < job->kernel[1]; j++) {
+                const Py_ssize_t plane = d * job->stride[0] + i * job->dilation[0] - job->before[0];
+                const Py_ssize_t line = h * job->stride[1] + j * job->dilation[1] - job->before[1];
+                const int there = plane >= 0 && plane < x->extent[1] && line >= 0 && line < x->extent[2];
+                for (Py_ssize_t p = 0; p < each; p++, number++)
+                    if (there)
+                        pieces[count++] = (Piece){x->at + sample * x->step[0] + plane * x->step[1] + line * x->step[2],
+                                                  p * job->dilation[2] - before, number * job->length};
+            }
+        const T *b = weights, *bias = b + (job->outer + wide - 1) / wide * wide * k;
+        for (Py_ssize_t done = 0; done < job->outer; done += wide, b += wide * k, bias += wide, to += wide * sizeof(T)) {
+            const Py_ssize_t channels = MIN(job->outer - done, wide);
+            Py_ssize_t w = 0;
+#define SEE(n)                                                                                              \
+    {                                                                                                       \
+        if (channels > LANES)                                                                               \
+            NAME(seen)(n, 2, job, pieces, count, w, b, bias, channels, to + w * y->step[3]);                \
+        else                                                                                                \
+            NAME(seen)(n, 1, job, pieces, count, w, b, bias, channels, to + w * y->step[3]);                \
+        w += n;                                                                                             \
+    }
+            while (w < first)
+                SEE(1)
+            while (w + ROWS <= end)
+                SEE(ROWS)
+            while (w + 4 <= end)
+                SEE(4)
+            while (w + 2 <= end)
+                SEE(2)
+            while (w < out)
+                SEE(1)
+#undef SEE
+        }
+    }
+}
+
+/* The weights (k, outer), and the bias behind them, in panels of two vectors. */
+static void NAME(panels)(const Rows *job, const Py_buffer *w, const Py_buffer *bias, void *to) {
+    const Py_ssize_t wide = 2 * LANES, inner = job->inner, first = w->ndim - 5, k = job->pieces * job->length;
+    T *b = to;
+    Py_ssize_t step[5];
+    for (int axis = 0; axis < 5; axis++)
+        step[axis] = axis + first < 0 ? 0 : w->strides[axis + first];
+    for (Py_ssize_t left = 0; left < job->outer; left += wide)
+        for (Py_ssize_t row = 0; row < k; row++, b += wide) {
+            const Py_ssize_t at = row / inner, x = at % job->kernel[2], line = at / job->kernel[2];
+            const char *from = (const char *)w->buf + line / job->kernel[1] * step[0] + line % job->kernel[1] * step[1] +
+                               x * step[2] + row % inner * step[3] + left * step[4];
+            for (Py_ssize_t i = 0; i < MIN(wide, job->outer - left); i++)
+                b[i] = *(const T *)(from + i * step[4]);
+        }
+    for (Py_ssize_t i = 0; i < job->outer && bias != NULL; i++)
+        b[i] = ((const T *)bias->buf)[i];
+}

@@ -1,0 +1,238 @@
+"""Convolutions by products of matrices of which nothing is gathered, compiled (_rows.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from .cells import CompiledCells
+from .kernels import Kernels
+from .windows import Sides, clear_sides, cropped, out_extent, strips
+
+Ints = Sequence[int]
+How = tuple[Ints, Ints, int]
+"""stride, dilation, groups"""
+_ROW = 16  # outputs: sums over fewer would be written as often as they are added to
+
+
+class Rows(CompiledCells, Kernels):
+    """Convolution of NumPy's arrays, row by row, whatever the stride and dilation; else as the table does it.
+
+    A row of a window is one piece of memory, so that a row of outputs is a product of matrices. Strided gradients of
+    the input are convolutions of stride 1, one for each place between the outputs, with part of the weights.
+    """
+
+    def conv_forward(
+        self,
+        x: np.ndarray,
+        weights: np.ndarray,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: np.ndarray | None = None,
+        zeros: Sides | None = None,
+    ) -> np.ndarray:
+        """Return the valid convolution plus bias (N, *out, C_out)."""
+        if len(stride) == 1:
+            sides = zeros and ((0, 0), *zeros)
+            return self.conv_forward(x[:, None], weights[None], (1, *stride), (1, *dilation), groups, bias, sides)[:, 0]
+        if self.compiles(x, weights.shape, groups):
+            out = out_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
+            y = np.empty((len(x), *out, weights.shape[-1]), x.dtype)
+            if self._convolve(x, weights, y, bias, (stride, dilation, groups)):
+                return y
+        return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
+
+    def conv_backward_input(
+        self,
+        dy: np.ndarray,
+        weights: np.ndarray,
+        extent: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        crop: Sides | None = None,
+    ) -> np.ndarray:
+        """Return the gradient of x (N, *extent, C_in), without `crop`."""
+        if len(stride) == 1:
+            how = (1, *extent), (1, *stride), (1, *dilation), groups, crop and ((0, 0), *crop)
+            return self.conv_backward_input(dy[:, None], weights[None], *how)[:, 0]
+        if self.compiles(dy, weights.shape, groups):
+            sides = crop or ((0, 0),) * len(stride)
+            inside = [max(0, n - sum(ends)) for n, ends in zip(extent, sides, strict=True)]
+            dx = np.empty((len(dy), *inside, weights.shape[-2] * groups), dy.dtype)
+            if self._convolve_back(dy, weights, dx, (stride, dilation, groups), [before for before, _ in sides]):
+                return dx
+        return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
+
+    def conv_backward_weights(
+        self,
+        x: np.ndarray,
+        dy: np.ndarray,
+        kernel: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        zeros: Sides | None = None,
+    ) -> np.ndarray:
+        """Return the gradient of the weights (*kernel, C_in / groups, C_out)."""
+        if len(stride) == 1:
+            how = (1, *kernel), (1, *stride), (1, *dilation), groups, zeros and ((0, 0), *zeros)
+            return self.conv_backward_weights(x[:, None], dy[:, None], *how)[0]
+        shape = *kernel, x.shape[-1] // groups, dy.shape[-1]
+        if self.compiles(x, shape, groups):
+            gradient = np.empty(shape, x.dtype)
+            if self._sum_weights(x, dy, gradient, (stride, dilation, groups)):
+                return gradient
+        return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
+
+    def conv_into(
+        self,
+        y: np.ndarray,
+        x: np.ndarray,
+        weights: np.ndarray,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: np.ndarray | None,
+        finish: Callable[[np.ndarray, np.ndarray], None],
+        outside: Sides | None = None,
+    ) -> None:
+        """Write finish(convolution plus bias) into y, in place."""
+        done, how = self.compiles(x, weights.shape, groups), (stride, dilation)
+        for strip in strips(x, y, weights.shape[:-2], *how, self._conv_strip(x, y, weights, *how)) if done else ():
+            part = y[strip.out]
+            done = self._convolve(x[strip.view], weights, part, bias, (*how, groups))
+            if not done:
+                break
+            finish(part, part)
+        if not done:
+            super().conv_into(y, x, weights, stride, dilation, groups, bias, finish, outside)
+
+    def conv_back_into(
+        self,
+        dx: np.ndarray | None,
+        x: np.ndarray,
+        dy: np.ndarray,
+        weights: np.ndarray,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        begin: Callable[[tuple], np.ndarray],
+        outside: Sides | None = None,
+        weighted: bool = True,
+        clears: bool = False,
+        biased: bool = True,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the gradients of weights and bias, and write that of x into dx.
+
+        Each row of dx is computed once: a strip begins with the rows of the one before that it still needs.
+        """
+        kernel, how = weights.shape[:-2], (stride, dilation, groups)
+        one = prod(kernel) == 1 < prod(stride)  # of which the table makes stride 1
+        if one or not (self.compiles(x, weights.shape, groups) and dy.size):
+            return super().conv_back_into(dx, x, dy, weights, *how, begin, outside, weighted, clears, biased)
+        sides, step, reach = outside or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
+        by_weights, by_bias = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
+        inside = None if dx is None else clear_sides(dx, sides)
+        (skipped, _), *columns = sides
+        for strip in strips(x, dy, kernel, *how[:2], self._conv_strip(x, dy, weights, *how[:2])):
+            rows, done = strip.rows, True
+            first = max(0, rows.start - reach // step) if inside is not None else rows.start
+            dz = begin((strip.samples, slice(first, rows.stop)))
+            if weighted:
+                own = dz[:, rows.start - first :]
+                by_weights += self.conv_backward_weights(x[strip.view], own, kernel, *how)
+                by_bias += self.channel_sum(own) if biased else 0
+            if inside is not None:
+                stop = None if strip.last else max(0, rows.stop * step - skipped)
+                rows = slice(max(0, rows.start * step - skipped), stop)
+                place = inside[strip.samples, rows]
+                target = np.empty(place.shape, place.dtype) if clears else place
+                before = rows.start + skipped - first * step, *(side for side, _ in columns)
+                done = self._convolve_back(dz, weights, target, how, before)
+                if done and clears:
+                    self.relu_backward(cropped(x, sides)[strip.samples, rows], target, place)
+            if not done:
+                return super().conv_back_into(dx, x, dy, weights, *how, begin, outside, weighted, clears, biased)
+        return by_weights, by_bias
+
+    def compiles(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
+        """Tell whether a convolution of, or back to, x with weights of such a shape is to go this way."""
+        return groups == 1 and x.ndim > 3 and x.strides[-1] == x.itemsize and hasattr(self.compiled, "convolve")
+
+    def _convolve(
+        self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, how: How, before: Ints = ()
+    ) -> bool:
+        """Write a convolution into y; outside of x, of which windows see `before` cells, is zero.
+
+        False: these are no arrays for it.
+        """
+        steps = three(how[0], 1), three(how[1], 1), three(before, 0), self.threads, self.start
+        done: bool = self.compiled.convolve(x, weights, y, bias, *steps)
+        return done
+
+    def _convolve_back(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, how: How, crop: Ints) -> bool:
+        """Write the gradient of x but for `crop` cells before dx into dx; False: these are no arrays for it."""
+        stride, dilation, _ = how
+        if any(s > 1 < d for s, d in zip(stride, dilation, strict=True)):
+            return False
+        axes = zip(dx.shape[1:-1], weights.shape[:-2], stride, dilation, crop, strict=True)
+        turned = weights.swapaxes(-1, -2)
+        for phase in product(*(_phases(*axis) for axis in axes)):
+            cells, seen, before = zip(*phase, strict=True)
+            part, its = dx[(slice(None), *cells)], turned[seen]
+            if 0 in its.shape:
+                part[...] = 0
+            elif not self._convolve(dy, its, part, None, ((1,) * len(stride), dilation, 1), before):
+                return False
+        return True
+
+    def _sum_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, how: How) -> bool:
+        """Write the gradient of the weights; False: it is faster otherwise, or these are no arrays for it."""
+        (*kernel, inner, outer), (stride, dilation, _) = gradient.shape, how
+        if prod(kernel) * prod(stride) == 1:
+            if fills(x) and not fills(dy):
+                turned = np.empty((*kernel, outer, inner), x.dtype)
+                done = self._sum_weights(dy, x, turned, how)
+                gradient[...] = turned.swapaxes(-1, -2)
+                return done
+            if x.flags.c_contiguous and dy.flags.c_contiguous:  # rows as long as can be
+                x, dy = (cells.reshape(len(cells), 1, prod(cells.shape[1:-1]), cells.shape[-1]) for cells in (x, dy))
+                gradient, stride, dilation = gradient.reshape(1, 1, inner, outer), (1, 1), (1, 1)
+        if not (
+            hasattr(self.compiled, "weights") and dy.shape[-2] >= _ROW and fills(dy) and x.strides[-1] == x.itemsize
+        ):
+            return False
+        steps = three(stride, 1), three((*dilation[:-1], 1), 1), self.threads, self.start
+        if kernel[-1] == 1 or (dilation[-1] == 1 and x.strides[-2] == inner * x.itemsize):
+            return bool(self.compiled.weights(x, dy, gradient, *steps))
+        column = np.empty((*kernel[:-1], 1, inner, outer), x.dtype)  # a window's row is in pieces
+        for at in range(kernel[-1]):
+            if not self.compiled.weights(x[..., at * dilation[-1] :, :], dy, column, *steps):
+                return False
+            gradient[..., at : at + 1, :, :] = column
+        return True
+
+
+def three(numbers: Ints, missing: int) -> tuple[int, ...]:
+    """Return those of planes, rows and columns."""
+    return *(missing,) * (3 - len(numbers)), *numbers
+
+
+def fills(cells: np.ndarray) -> bool:
+    """Tell whether channels fill vectors."""
+    return cells.shape[-1] * cells.itemsize % 32 == 0 and cells.strides[-1] == cells.itemsize
+
+
+def _phases(extent: int, kernel: int, step: int, dilation: int, crop: int) -> Iterator[tuple[slice, slice, int]]:
+    """Yield for each place between outputs its cells of dx, what of the kernel sees them, and how far before dy."""
+    for first in range(min(step, extent)):
+        skipped, start = divmod(first + crop, step)
+        count = len(range(start, kernel, step))
+        last = start + (count - 1) * step
+        seen = slice(last, start - step if start >= step else None, -step) if count else slice(0, 0)
+        yield slice(first, None, step), seen, (count - 1) * dilation - skipped
