@@ -37,7 +37,8 @@ def test_there_is_no_error(tmp_path, capsys):
     found = loopback.run(2, body)[0]
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert record["test_error"] is None
-    assert found == {"samples": 3, "loss": pytest.approx(record["test_loss"]), "error": None, "top2_error": None}
+    loss = pytest.approx(record["test_loss"])
+    assert found == {"split": "test", "samples": 3, "loss": loss, "error": None, "top2_error": None}
     out = capsys.readouterr().out
     assert "test loss" in out
     assert "error" not in out
