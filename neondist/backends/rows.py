@@ -15,6 +15,7 @@ from .windows import Sides, clear_sides, cropped, out_extent, strips
 Ints = Sequence[int]
 How = tuple[Ints, Ints, int]
 """stride, dilation, groups"""
+_PIECES = 128  # of a window, at most, as _rows.h has them
 _ROW = 16  # outputs: sums over fewer would be written as often as they are added to
 
 
@@ -178,7 +179,9 @@ class Rows(CompiledCells, Kernels):
     def _convolve_back(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, how: How, crop: Ints) -> bool:
         """Write the gradient of x but for `crop` cells before dx into dx; False: these are no arrays for it."""
         stride, dilation, _ = how
-        if any(s > 1 < d for s, d in zip(stride, dilation, strict=True)):
+        joined = dilation[-1] == 1 and dy.strides[-2] == dy.shape[-1] * dy.itemsize
+        many = prod(weights.shape[: -3 if joined else -2]) > _PIECES  # before anything is written
+        if many or any(s > 1 < d for s, d in zip(stride, dilation, strict=True)):
             return False
         axes = zip(dx.shape[1:-1], weights.shape[:-2], stride, dilation, crop, strict=True)
         turned = weights.swapaxes(-1, -2)

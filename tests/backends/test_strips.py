@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from present import KERNELS, NAMES, backend_of
 
 import neondist as nd
-from neondist.backends.windows import strips
+from neondist.backends import Kernels
+from neondist.backends.windows import clear_sides, strips
 
 
 @st.composite
@@ -47,6 +48,24 @@ def test_strips_join_to_the_whole(name, numbers, case):
     np.testing.assert_allclose(dx, kernels.conv_backward_input(dz, weights, extent, *how), atol=1e-12)
     np.testing.assert_allclose(again[0], found[0], atol=1e-12)
     np.testing.assert_allclose(over, dx * (x > 0), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("kernel", [(12, 22), (257, 2), (23, 12)])
+def test_large_windows_leave_what_they_read_until_it_has_been_read(name, kernel):
+    """The gradient lies over the input, also where one part of it is compiled and another cannot be."""
+    kernels, rng = backend_of(name).kernels, np.random.default_rng(0)
+    extent, how = [k + 3 for k in kernel], ((2, 2), (1, 1), 1)
+    x, weights = rng.normal(size=(1, *extent, 3)), rng.normal(size=(*kernel, 3, 2))
+    dy = rng.normal(size=kernels.conv_forward(x, weights, *how).shape)
+    over = x.copy()
+    sides = [(1, 0), (1, 0)]
+    found, _ = kernels.conv_back_into(over, over, dy, weights, *how, lambda part: dy[part].copy(), sides)
+    clear_sides(x, sides)
+    expected = Kernels().conv_backward_weights(x, dy, kernel, *how)
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+    dx = Kernels().conv_backward_input(dy, weights, extent, *how)
+    np.testing.assert_allclose(over[:, 1:, 1:], dx[:, 1:, 1:], atol=1e-9)
 
 
 @given(convolutions(), st.integers(1, 200), st.tuples(st.integers(0, 4), st.integers(0, 4)))
