@@ -16,6 +16,7 @@ Ints = Sequence[int]
 How = tuple[Ints, Ints, int]
 """stride, dilation, groups"""
 _PIECES = 128  # of a window, at most, as _rows.h has them
+_FACTOR = 1 << 20  # numbers of a product's second factor: to bring more in order takes too long
 _ROW = 16  # outputs: sums over fewer would be written as often as they are added to
 
 
@@ -160,6 +161,26 @@ class Rows(CompiledCells, Kernels):
             if not done:
                 return super().conv_back_into(dx, x, dy, weights, *how, begin, outside, weighted, clears, biased)
         return by_weights, by_bias
+
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Return the matrix product, by the threads of the other kernels: NumPy's would wait for them (both spin)."""
+        several = self.start and a.ndim == b.ndim == 2 and len(b) and b.size <= _FACTOR
+        found = self._product(a, b) if several and hasattr(self.compiled, "convolve") else None
+        return super().matmul(a, b) if found is None else found
+
+    def _product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
+        turned = a.strides[0] == a.itemsize < a.strides[1]
+        rows = len(b) if turned else len(a)
+        shares = next((count for count in range(4 * self.threads, 0, -1) if rows % count == 0), 1)
+        if rows < _ROW or not (turned or a.strides[1] == a.itemsize):
+            return None
+        how, cut = ((1, 1), (1, 1), 1), (shares, 1, rows // shares)
+        y = np.empty((a.shape[0], b.shape[1]), a.dtype)
+        if turned:
+            done = self._sum_weights(a.T.reshape(*cut, len(a)), b.reshape(*cut, b.shape[1]), y[None, None], how)
+        else:
+            done = self._convolve(a.reshape(*cut, len(b)), b[None, None], y.reshape(*cut, b.shape[1]), None, how)
+        return y if done else None
 
     def compiles(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
         """Tell whether a convolution of, or back to, x with weights of such a shape is to go this way."""

@@ -86,6 +86,19 @@ def test_gradients_of_single_cells_weights(kernels, inner, outer, width):
     agree(kernels.conv_backward_weights(x, dy, *how), Plain().conv_backward_weights(x, dy, *how), np.float64)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("shape", [(128, 30, 10), (17, 5, 8), (100, 33, 64), (3, 4, 5), (96, 1, 1)])
+def test_products_of_matrices(kernels, dtype, shape):
+    """Of rows, and of what the ways back of a fully connected layer turn round."""
+    rng, (rows, inner, outer) = np.random.default_rng(0), shape
+    x, w, dy = (rng.normal(size=size).astype(dtype) for size in ((rows, inner), (inner, outer), (rows, outer)))
+    wide = rng.normal(size=(rows, inner + 3)).astype(dtype)[:, 1:-2]
+    for a, b in (x, w), (wide, w), (dy, w.T), (x.T, dy), (x[::2].T, dy[::2]), (np.asfortranarray(x), w):
+        found = kernels.matmul(a, b)
+        agree(found, a.astype(float) @ b.astype(float), dtype)
+        assert found.dtype == dtype
+
+
 def test_arrays_that_it_cannot_take_are_refused(kernels):
     """Channels apart, other dtypes or shapes, too many pieces: the caller does it otherwise."""
     x, w, y = np.ones((2, 7, 8, 6)), np.ones((3, 3, 6, 5)), np.zeros((2, 5, 6, 5))

@@ -163,5 +163,5 @@ def test_a_dozen_files_lie_between_the_command_and_a_kernel(folder, monkeypatch)
     finally:
         sys.setprofile(None)
     files = [name.removeprefix(package) for name in dict.fromkeys(found[::-1]) if name.startswith(package)]
-    assert (files[0], files[-1]) == ("cli/__init__.py", "backends/compiled_conv.py")
+    assert (files[0], files[-1]) == ("cli/__init__.py", "backends/rows.py")
     assert len(set(files) - {"registry/arguments.py"}) <= 12
