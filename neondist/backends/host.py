@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from .compiled_conv import CompiledConvolution
 from .gomp import count_threads, gomp_parallel
@@ -21,6 +22,8 @@ class HostKernels(CompiledConvolution):
         self.cores = count_threads()
         if self.cores > 1 and self.compiled is not None:
             self.threads, self.start = self.cores, gomp_parallel()
+            # its own threads would wait for those of the other kernels: both spin
+            self._closing.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
 
     def max_pool_into(self, y: np.ndarray, x: np.ndarray, kernel: Ints, stride: Ints, clears: bool = False) -> Any:
         """Write the maxima into y; return the places: one byte each if this is compiled."""

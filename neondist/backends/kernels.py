@@ -7,6 +7,7 @@ channels-last (N, *spatial, C), weights (*kernel, C_in / groups, C_out). Extents
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from math import prod
 from typing import Any
 
@@ -34,9 +35,11 @@ class Kernels(CellKernels, Convolution, Pooling):
 
     def __init__(self, xp: Any = np) -> None:
         self.xp = xp
+        self._closing = ExitStack()
 
     def close(self) -> None:
         """Take back what the kernels have changed in this process, such as numbers of threads."""
+        self._closing.close()
 
     def give_back_freed(self, above: int) -> None:
         """Give memory that is kept for later back to the system, if this process holds more bytes than that."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import cached_property
 from math import prod
 from types import SimpleNamespace
@@ -35,10 +34,8 @@ class TorchTable(Kernels):
 
     #: Numbers, or multiplications, below which a call of torch alone takes longer than NumPy needs
     small = 1 << 15
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._closing = ExitStack()
+    #: Multiplications of a product for whose threads it is worth to import torch
+    many = 1 << 28
 
     @cached_property
     def torch(self) -> Any:
@@ -47,17 +44,20 @@ class TorchTable(Kernels):
             import torch
 
             from . import torch_conv, torch_pool
+            from .torch_arrays import matmul
         except Exception as error:  # a broken installation fails in many ways
             warnings.warn(f"PyTorch cannot be imported, NumPy is slower: {error}", stacklevel=2)
             return None
         before = torch.get_num_threads()
         self._closing.callback(torch.set_num_threads, before)
         torch.set_num_threads(min(count_threads(), before))  # it may have been imported before the launcher set it
-        return SimpleNamespace(conv=torch_conv, pool=torch_pool)
+        return SimpleNamespace(conv=torch_conv, pool=torch_pool, matmul=matmul)
 
-    def close(self) -> None:
-        """Take back what was changed: PyTorch's number of threads."""
-        self._closing.close()
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Return the matrix product: NumPy's has one thread where other kernels have several (`HostKernels`)."""
+        if a.size * b.shape[-1] < self.many or count_threads() == 1 or self.torch is None:
+            return super().matmul(a, b)
+        return self.torch.matmul(a, b)
 
     def conv_forward(
         self,

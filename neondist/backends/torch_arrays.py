@@ -44,3 +44,8 @@ def kernels(weights: np.ndarray) -> torch.Tensor:
     last = weights.ndim - 1
     moved = tensor(weights.transpose(last, last - 1, *range(last - 1)))
     return moved.contiguous(memory_format=FORMATS[moved.ndim])
+
+
+def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the product of matrices, or of stacks of them."""
+    return torch.matmul(tensor(a), tensor(b)).numpy()

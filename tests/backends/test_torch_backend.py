@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import psutil
 import pytest
+from threadpoolctl import threadpool_info
 
 import neondist as nd
 from neondist.backends import Kernels
@@ -227,6 +228,20 @@ def test_threads_are_those_of_the_rank(early):
     environment = {name: value for name, value in os.environ.items() if name not in unset} | SHOWN
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "1"
+
+
+def test_numpys_threads_are_taken_back(monkeypatch):
+    """Beside kernels of several threads NumPy has one, which would wait for theirs."""
+
+    def threads():
+        return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    before = threads()
+    kernels = nd.get_backend("numpy").kernels
+    assert kernels.compiled is None or set(threads()) <= {1}
+    kernels.close()
+    assert threads() == before
 
 
 SIZE = 1 << 26
