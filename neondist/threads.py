@@ -19,6 +19,14 @@ def cores(process: int = 0) -> int:
     return max(1, min(allowed, _quota() or allowed))
 
 
+def count_threads() -> int:
+    """Return OMP_NUM_THREADS, else how many cores this process may use: a core's second thread gains nothing here."""
+    import psutil
+
+    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return max(1, int(said)) if said.isdecimal() else min(cores(), psutil.cpu_count(logical=False) or cores())
+
+
 def share(ranks: int) -> int:
     """Return the threads for each of `ranks` ranks on this machine."""
     return max(1, cores() // ranks)

@@ -1,7 +1,8 @@
 """Arrays and kernels, by library.
 
 backend: what a backend is, and which there are. kernels: the table, with conv, pool and cells in any array namespace;
-of cells there are compiled ones. torch: PyTorch's kernels over NumPy's arrays.
+of cells there are compiled ones. host: compiled kernels over NumPy's arrays (rows, compiled_conv), by the threads of
+gomp. torch: PyTorch's, for what is not compiled.
 """
 
 from .backend import Availability, Backend, available, get_backend

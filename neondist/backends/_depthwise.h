@@ -30,16 +30,14 @@ static int describe_each(Each *job, int weighs, const Py_buffer *x, const Py_buf
         if (s < 1 || job->dilation[axis] < 1 || (!job->back && out && (out - 1) * s + span > seen))
             return 0;
     }
-    const int wide = __builtin_cpu_supports("avx512f") && channels >= 64 / size;
+    const int wide = has_avx512() && channels >= 64 / size;
     const Py_ssize_t lanes = (wide ? 64 : 32) / size;
     const int plain = job->x.step[3] == channels * size && job->y.step[3] == channels * size && job->stride[2] == 1;
     job->wide = channels < lanes ? channels * lanes : channels;
     if (job->taps < 1 || job->taps > TAPS || channels < 1 || (channels < lanes && (weighs || !plain)) ||
-        (!wide && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))))
+        (!wide && !has_avx2()))
         return 0;
-#define FOR(x) (wide ? (real ? x##_double3_512 : x##_float3_512) : (real ? x##_double3_256 : x##_float3_256))
-    job->does = weighs ? FOR(each_back) : FOR(each_rows);
-#undef FOR
+    job->does = weighs ? SIZED(each_back, wide, real) : SIZED(each_rows, wide, real);
     return 1;
 }
 
@@ -64,14 +62,10 @@ static int run_each(Each *job, const Py_buffer *w, char *gradient, const char *b
         start(each_shares, job, threads, 0);
     else
         each_shares(job);
-    for (Py_ssize_t share = 1; share < job->shares && gradient != NULL; share++)
-        for (Py_ssize_t i = 0; i < job->room / w->itemsize; i++)
-            if (w->itemsize == sizeof(float))
-                ((float *)room)[i] += ((float *)(room + share * job->room))[i];
-            else
-                ((double *)room)[i] += ((double *)(room + share * job->room))[i];
-    if (gradient != NULL)
+    if (gradient != NULL) {
+        add_shares(room, job->shares, job->room, w->itemsize);
         memcpy(gradient, room, job->room);
+    }
     free(room);
     return 0;
 }

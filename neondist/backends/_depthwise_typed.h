@@ -64,9 +64,8 @@ TARGET static void NAME(each_rows)(const Each *job, void *sums, Py_ssize_t lo, P
     const T *x[TAPS], *w[TAPS], *seen[TAPS], *by[TAPS];
     Py_ssize_t column[TAPS];
     for (Py_ssize_t row = lo; row < hi; row++) {
-        const Py_ssize_t at[3] = {row % job->y.extent[2], row / job->y.extent[2] % job->y.extent[1],
-                                  row / job->y.extent[2] / job->y.extent[1]};
-        T *y = (T *)(job->y.at + at[2] * job->y.step[0] + at[1] * job->y.step[1] + at[0] * job->y.step[2]);
+        const Place at = row_at(&job->y, row);
+        T *y = (T *)line_at(&job->y, at.n, at.d, at.h);
         for (Py_ssize_t phase = 0; phase < phases; phase++) {
             const Py_ssize_t all = (job->y.extent[3] - phase + phases - 1) / phases;
             Py_ssize_t begin = 0, end = all;
@@ -75,12 +74,11 @@ TARGET static void NAME(each_rows)(const Each *job, void *sums, Py_ssize_t lo, P
                 const Py_ssize_t k[3] = {tap / job->kernel[2] / job->kernel[1], tap / job->kernel[2] % job->kernel[1],
                                          tap % job->kernel[2]};
                 Py_ssize_t from[3];
-                if (!looks_at(job, 0, at[1], k[0], from) || !looks_at(job, 1, at[0], k[1], from + 1) ||
+                if (!looks_at(job, 0, at.d, k[0], from) || !looks_at(job, 1, at.h, k[1], from + 1) ||
                     from[0] < 0 || from[0] >= job->x.extent[1] || from[1] < 0 || from[1] >= job->x.extent[2] ||
                     !looks_at(job, 2, phase, k[2], from + 2))
                     continue;
-                x[count] = (const T *)(job->x.at + at[2] * job->x.step[0] + from[0] * job->x.step[1] +
-                                       from[1] * job->x.step[2] + from[2] * job->x.step[3]);
+                x[count] = (const T *)(line_at(&job->x, at.n, from[0], from[1]) + from[2] * job->x.step[3]);
                 w[count] = (const T *)job->w + tap * job->wide;
                 column[count++] = from[2];
                 const Py_ssize_t apart = job->back ? 1 : job->stride[2], left = job->x.extent[3] - from[2];
@@ -143,16 +141,14 @@ TARGET static void NAME(each_back)(const Each *job, void *given, Py_ssize_t lo, 
     const Py_ssize_t x_step = job->stride[2] * job->x.step[3] / size, most = MAX(16, 2048 / channels);
     const T *x[TAPS];
     for (Py_ssize_t row = lo; row < hi; row++) {
-        const Py_ssize_t h = row % job->y.extent[2], d = row / job->y.extent[2] % job->y.extent[1];
-        const Py_ssize_t sample = row / job->y.extent[2] / job->y.extent[1];
-        const T *dy = (const T *)(job->y.at + sample * job->y.step[0] + d * job->y.step[1] + h * job->y.step[2]);
+        const Place at = row_at(&job->y, row);
+        const T *dy = (const T *)line_at(&job->y, at.n, at.d, at.h);
         for (Py_ssize_t tap = 0; tap < job->taps; tap++) {
             Py_ssize_t plane, line, column;
-            looks_at(job, 0, d, tap / job->kernel[2] / job->kernel[1], &plane);
-            looks_at(job, 1, h, tap / job->kernel[2] % job->kernel[1], &line);
+            looks_at(job, 0, at.d, tap / job->kernel[2] / job->kernel[1], &plane);
+            looks_at(job, 1, at.h, tap / job->kernel[2] % job->kernel[1], &line);
             looks_at(job, 2, 0, tap % job->kernel[2], &column);
-            x[tap] = (const T *)(job->x.at + sample * job->x.step[0] + plane * job->x.step[1] + line * job->x.step[2] +
-                                 column * job->x.step[3]);
+            x[tap] = (const T *)(line_at(&job->x, at.n, plane, line) + column * job->x.step[3]);
         }
         for (Py_ssize_t first = 0; first < n; first += most) {
             const Py_ssize_t cells = MIN(most, n - first);

@@ -12,7 +12,7 @@ static void rows_shares(void *given) {
 /* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
 static int describe_rows(Rows *job, const Py_buffer *x, const Py_buffer *dy, const Py_buffer *dw) {
     const int last = x->ndim - 1, real = is(x, 'd');
-    if (!(is(x, 'f') || real) || !describe_cells(&job->x, x, x) || !describe_cells(&job->dy, dy, x) ||
+    if (!(is(x, 'f') || real) || !describe_cells(&job->x, x, x) || !describe_cells(&job->y, dy, x) ||
         dw->ndim != x->ndim || !whole(dw) || !is(dw, real ? 'd' : 'f') || x->shape[0] != dy->shape[0])
         return 0;
     const Py_ssize_t inner = x->shape[last], size = x->itemsize;
@@ -21,16 +21,15 @@ static int describe_rows(Rows *job, const Py_buffer *x, const Py_buffer *dy, con
         const int at = axis + last - 4;
         job->kernel[axis] = at < 0 ? 1 : dw->shape[at];
         const Py_ssize_t span = (job->kernel[axis] - 1) * job->dilation[axis] + 1;
-        if (job->dy.extent[axis + 1] && (job->dy.extent[axis + 1] - 1) * job->stride[axis] + span > job->x.extent[axis + 1])
+        const Py_ssize_t out = job->y.extent[axis + 1];
+        if (out && (out - 1) * job->stride[axis] + span > job->x.extent[axis + 1])
             return 0;
     }
     job->length = job->kernel[2] * inner;
     job->room = job->kernel[0] * job->kernel[1] * job->length * job->outer * size;
-    job->all = job->dy.extent[0] * job->dy.extent[1] * job->dy.extent[2];
-    const int wide = __builtin_cpu_supports("avx512f") && job->outer * size % 64 == 0;
-    const int narrow = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && job->outer * size % 32 == 0;
-    job->does = wide ? (real ? rows_back_double3_512 : rows_back_float3_512)
-                     : (real ? rows_back_double3_256 : rows_back_float3_256);
+    job->all = job->y.extent[0] * job->y.extent[1] * job->y.extent[2];
+    const int wide = has_avx512() && job->outer * size % 64 == 0, narrow = has_avx2() && job->outer * size % 32 == 0;
+    job->does = SIZED(rows_back, wide, real);
     const int joined = job->kernel[2] == 1 || (job->x.step[3] == inner * size && job->dilation[2] == 1);
     return (wide || narrow) && joined && dw->shape[last - 1] == inner && dw->shape[last] == job->outer;
 }
@@ -58,21 +57,17 @@ static PyObject *weights(PyObject *self, PyObject *args) {
         goto end;
     if (describe_rows(&job, views, views + 1, views + 2)) {
         Py_BEGIN_ALLOW_THREADS;
-        job.shares = start == 0 || job.all * job.dy.extent[3] * job.outer < FEW ? 1 : threads;
+        job.shares = start == 0 || job.all * job.y.extent[3] * job.outer < FEW ? 1 : threads;
         job.sums = calloc(1, job.shares * job.room + 1);
         done = job.sums == NULL ? -1 : 1;
         if (job.sums != NULL && job.shares > 1)
             ((Start)(size_t)start)(rows_shares, &job, threads, 0);
         else if (job.sums != NULL)
             rows_shares(&job);
-        for (Py_ssize_t share = 1; share < job.shares && done > 0; share++)
-            for (Py_ssize_t i = 0; i < job.room / views->itemsize; i++)
-                if (views->itemsize == sizeof(float))
-                    ((float *)job.sums)[i] += ((float *)(job.sums + share * job.room))[i];
-                else
-                    ((double *)job.sums)[i] += ((double *)(job.sums + share * job.room))[i];
-        if (done > 0)
+        if (done > 0) {
+            add_shares(job.sums, job.shares, job.room, views->itemsize);
             memcpy(views[2].buf, job.sums, job.room);
+        }
         free(job.sums);
         Py_END_ALLOW_THREADS;
     }
@@ -99,11 +94,11 @@ static int describe_convolution(Rows *job, const Py_buffer *x, const Py_buffer *
     job->length = joined ? job->kernel[2] * job->inner : job->inner;
     job->pieces = job->kernel[0] * job->kernel[1] * (joined ? 1 : job->kernel[2]);
     job->all = job->y.extent[0] * job->y.extent[1] * job->y.extent[2];
-    const int wide = __builtin_cpu_supports("avx512f") && job->outer * size > 32;
-    job->does = wide ? (real ? rows_double3_512 : rows_float3_512) : (real ? rows_double3_256 : rows_float3_256);
-    job->shares = (wide ? 128 : 64) / size; /* numbers of a panel's row */
-    return (wide || (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) && job->pieces <= PIECES &&
-           w->shape[last - 1] == job->inner && w->shape[last] == job->outer &&
+    const int wide = has_avx512() && job->outer * size > 32;
+    job->does = SIZED(rows, wide, real);
+    job->panel = (wide ? 128 : 64) / size;
+    return (wide || has_avx2()) && job->pieces <= PIECES && w->shape[last - 1] == job->inner &&
+           w->shape[last] == job->outer &&
            (bias == NULL ||
             (bias->ndim == 1 && whole(bias) && bias->shape[0] == job->outer && is(bias, real ? 'd' : 'f')));
 }
@@ -135,14 +130,13 @@ static PyObject *convolve(PyObject *self, PyObject *args) {
     const Py_buffer *x = views, *w = views + 1, *bias = count > 3 ? views + 3 : NULL;
     if (describe_convolution(&job, x, w, views + 2, bias)) {
         Py_BEGIN_ALLOW_THREADS;
-        const Py_ssize_t panels = (job.outer + job.shares - 1) / job.shares * job.shares, k = job.pieces * job.length;
-        const int wide = job.shares * x->itemsize == 128, real = is(x, 'd');
+        const Py_ssize_t panels = (job.outer + job.panel - 1) / job.panel * job.panel, k = job.pieces * job.length;
+        const int wide = job.panel * x->itemsize == 128, real = is(x, 'd');
         char *room = calloc(1, (k + 1) * panels * x->itemsize + LINE);
         done = room == NULL ? -1 : 1;
         if (room != NULL) {
             job.sums = room + LINE - (size_t)room % LINE;
-            (wide ? (real ? panels_double3_512 : panels_float3_512) : (real ? panels_double3_256 : panels_float3_256))(
-                &job, w, bias, job.sums);
+            SIZED(panels, wide, real)(&job, w, bias, job.sums);
             const int several = start != 0 && job.all * job.y.extent[3] * job.outer * k >= FEW;
             job.shares = several ? MIN(job.all, 8 * threads) : 1;
             if (several)

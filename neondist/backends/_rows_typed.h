@@ -3,18 +3,17 @@
 /* Rows lo to hi of dy, and what their windows see: what they add to dw. A row of a window is one piece of memory. */
 TARGET static void NAME(rows_back)(const void *given, void *to, Py_ssize_t lo, Py_ssize_t hi) {
     const Rows *job = given;
-    const Cells *x = &job->x, *dy = &job->dy;
+    const Cells *x = &job->x, *dy = &job->y;
     const Py_ssize_t size = sizeof(T), n = job->outer, b_row = dy->step[3] / size;
     const Py_ssize_t a_row = job->stride[2] * x->step[3] / size;
     for (Py_ssize_t row = lo; row < hi; row++) {
-        const Py_ssize_t h = row % dy->extent[2], d = row / dy->extent[2] % dy->extent[1];
-        const Py_ssize_t sample = row / dy->extent[2] / dy->extent[1];
-        const char *b = dy->at + sample * dy->step[0] + d * dy->step[1] + h * dy->step[2];
+        const Place at = row_at(dy, row);
+        const char *b = line_at(dy, at.n, at.d, at.h);
         T *c = to;
         for (Py_ssize_t i = 0; i < job->kernel[0]; i++)
             for (Py_ssize_t j = 0; j < job->kernel[1]; j++, c += job->length * n) {
-                const char *a = x->at + sample * x->step[0] + (d * job->stride[0] + i * job->dilation[0]) * x->step[1] +
-                                (h * job->stride[1] + j * job->dilation[1]) * x->step[2];
+                const char *a = line_at(x, at.n, at.d * job->stride[0] + i * job->dilation[0],
+                                        at.h * job->stride[1] + j * job->dilation[1]);
                 for (Py_ssize_t w = 0; w < dy->extent[3]; w += AT_A_TIME)
                     NAME(product)(1, job->length, MIN(AT_A_TIME, dy->extent[3] - w), n, (const T *)a + w * a_row, a_row,
                                   (const T *)b + w * b_row, b_row, 2 * LANES, c, n);
@@ -37,17 +36,8 @@ INLINE void NAME(seen)(const int rows, const int vecs, const Rows *job, const Pi
             lo = MIN(MAX(-cell, 0) * job->inner, hi);
             hi = MAX(MIN((job->x.extent[3] - cell) * job->inner, hi), lo);
         }
-        const T *a = (const T *)piece->at + cell * step + lo, *row = b + (piece->first + lo) * wide;
-        for (Py_ssize_t k = hi - lo; k > 0; k--, a++, row += wide) {
-            const VEC b0 = SEEN(row), b1 = vecs > 1 ? SEEN(row + LANES) : b0;
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                const T factor = a[r * across];
-                sum[r][0] += factor * b0;
-                if (vecs > 1)
-                    sum[r][1] += factor * b1;
-            }
-        }
+        NAME(add_products)(sum, rows, vecs, hi - lo, (const T *)piece->at + cell * step + lo, across, 1,
+                           b + (piece->first + lo) * wide, wide);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++, y += job->y.step[3]) {
@@ -72,19 +62,18 @@ TARGET static void NAME(rows)(const void *given, void *weights, Py_ssize_t lo, P
     const Py_ssize_t first = MIN((MAX(before, 0) + step - 1) / step, end);
     Piece pieces[PIECES];
     for (Py_ssize_t row = lo; row < hi; row++) {
-        const Py_ssize_t h = row % y->extent[2], d = row / y->extent[2] % y->extent[1];
-        const Py_ssize_t sample = row / y->extent[2] / y->extent[1];
-        char *to = y->at + sample * y->step[0] + d * y->step[1] + h * y->step[2];
+        const Place at = row_at(y, row);
+        char *to = line_at(y, at.n, at.d, at.h);
         Py_ssize_t count = 0, number = 0;
         for (Py_ssize_t i = 0; i < job->kernel[0]; i++)
             for (Py_ssize_t j = 0; j < job->kernel[1]; j++) {
-                const Py_ssize_t plane = d * job->stride[0] + i * job->dilation[0] - job->before[0];
-                const Py_ssize_t line = h * job->stride[1] + j * job->dilation[1] - job->before[1];
+                const Py_ssize_t plane = at.d * job->stride[0] + i * job->dilation[0] - job->before[0];
+                const Py_ssize_t line = at.h * job->stride[1] + j * job->dilation[1] - job->before[1];
                 const int there = plane >= 0 && plane < x->extent[1] && line >= 0 && line < x->extent[2];
                 for (Py_ssize_t p = 0; p < each; p++, number++)
                     if (there)
-                        pieces[count++] = (Piece){x->at + sample * x->step[0] + plane * x->step[1] + line * x->step[2],
-                                                  p * job->dilation[2] - before, number * job->length};
+                        pieces[count++] = (Piece){line_at(x, at.n, plane, line), p * job->dilation[2] - before,
+                                                  number * job->length};
             }
         const T *b = weights, *bias = b + (job->outer + wide - 1) / wide * wide * k;
         for (Py_ssize_t done = 0; done < job->outer; done += wide, b += wide * k, bias += wide, to += wide * sizeof(T)) {

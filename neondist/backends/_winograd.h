@@ -34,6 +34,16 @@ typedef struct {
     Py_ssize_t n, d, h, w;
 } Place;
 
+/* Where a row begins, counted over all planes and samples. */
+static inline Place row_at(const Cells *all, Py_ssize_t row) {
+    const Py_ssize_t plane = row / all->extent[2];
+    return (Place){plane / all->extent[1], plane % all->extent[1], row % all->extent[2], 0};
+}
+
+static inline char *line_at(const Cells *all, Py_ssize_t n, Py_ssize_t d, Py_ssize_t h) {
+    return all->at + n * all->step[0] + d * all->step[1] + h * all->step[2];
+}
+
 /* Where tile t's outputs begin; at first, or behind the tile before. */
 static inline void place(const Winograd *job, Place *at, Py_ssize_t t, int first) {
     at->w += 2;
@@ -63,9 +73,9 @@ static inline void cells(const Cells *all, const Place *at, Py_ssize_t d, Py_ssi
 
 /* What _rows.h does. A window's row is one piece of memory, or each of its cells is; a piece has `length` numbers. */
 typedef struct {
-    Cells x, y, dy;
+    Cells x, y; /* or y's gradient */
     Py_ssize_t kernel[3], stride[3], dilation[3], before[3], inner, outer, length, pieces;
-    Py_ssize_t all, shares, next, room; /* rows of y or dy; bytes of a share's sums */
+    Py_ssize_t all, shares, next, room, panel; /* rows of y; bytes of a share's sums; numbers of a panel's row */
     void (*does)(const void *, void *, Py_ssize_t, Py_ssize_t);
     char *sums; /* or weights in panels */
 } Rows;
@@ -121,6 +131,25 @@ enum { AT_A_TIME = 128 }; /* outputs of a row, which stay in the first-level cac
 #undef ROWS
 #undef TARGET
 #undef NAMED
+
+/* Of this CPU. */
+static int has_avx512(void) { return __builtin_cpu_supports("avx512f") != 0; }
+
+static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+/* The function for vectors that are wide, and numbers that are double. */
+#define SIZED(x, wide, real) \
+    ((wide) ? ((real) ? x##_double3_512 : x##_float3_512) : ((real) ? x##_double3_256 : x##_float3_256))
+
+/* Add to the first of some shares' sums, of `bytes` each, those of the others. */
+static void add_shares(char *sums, Py_ssize_t shares, Py_ssize_t bytes, Py_ssize_t size) {
+    for (Py_ssize_t share = 1; share < shares; share++)
+        for (Py_ssize_t i = 0; i < bytes / size; i++)
+            if (size == sizeof(float))
+                ((float *)sums)[i] += ((float *)(sums + share * bytes))[i];
+            else
+                ((double *)sums)[i] += ((double *)(sums + share * bytes))[i];
+}
 
 static const struct transforms {
     void (*weights)(const Winograd *, void *, Py_ssize_t, Py_ssize_t);
@@ -214,14 +243,14 @@ static int describe_cells(Cells *all, const Py_buffer *view, const Py_buffer *li
 /* Describe the arrays to the job; 0: it cannot have them, or this CPU has no kernels for it. */
 static int describe_winograd(Winograd *job, const Py_buffer *x, const Py_buffer *w, const Py_buffer *y) {
     const int first = w->ndim - 5, last = x->ndim - 1;
-    int wide = __builtin_cpu_supports("avx512f") != 0;
+    int wide = has_avx512();
     if (!(is(x, 'f') || is(x, 'd')) || !is(w, is(x, 'f') ? 'f' : 'd') || w->ndim != x->ndim ||
         !describe_cells(&job->x, x, x) || !describe_cells(&job->y, y, x))
         return 0;
     job->inner = x->shape[last];
     job->outer = y->shape[last];
     wide = wide && MIN(job->inner, job->outer) >= 64 / x->itemsize; /* fewer channels fill no such vector */
-    if (!wide && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
+    if (!wide && !has_avx2())
         return 0;
     job->kernel = (int)w->shape[1 + first];
     job->does = &TRANSFORMS[job->kernel == 5][wide][is(x, 'd')];

@@ -10,10 +10,9 @@ typedef T VEC __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias))
 #define PARTS (SIDE * SIDE)
 #define INLINE TARGET static inline __attribute__((always_inline))
 
-/* c (rows, vecs) = or, if `add`, += a (rows, k) b (k, vecs); a's numbers are `across` and `along` apart. */
-INLINE void NAME(block)(const int rows, const int vecs, Py_ssize_t k, const T *a, Py_ssize_t across, Py_ssize_t along,
-                        const T *b, Py_ssize_t b_row, T *c, Py_ssize_t c_row, const int add) {
-    VEC sum[ROWS][2] = {0};
+/* sum (rows, vecs) += a (rows, k) b (k, vecs); a's numbers are `across` and `along` apart. */
+INLINE void NAME(add_products)(VEC (*sum)[2], const int rows, const int vecs, Py_ssize_t k, const T *a,
+                               Py_ssize_t across, Py_ssize_t along, const T *b, Py_ssize_t b_row) {
     for (; k > 0; k--, a += along, b += b_row) {
         const VEC b0 = SEEN(b), b1 = vecs > 1 ? SEEN(b + LANES) : b0;
 #pragma GCC unroll 16
@@ -24,6 +23,13 @@ INLINE void NAME(block)(const int rows, const int vecs, Py_ssize_t k, const T *a
                 sum[r][1] += factor * b1;
         }
     }
+}
+
+/* c (rows, vecs) = or, if `add`, += a b, as above. */
+INLINE void NAME(block)(const int rows, const int vecs, Py_ssize_t k, const T *a, Py_ssize_t across, Py_ssize_t along,
+                        const T *b, Py_ssize_t b_row, T *c, Py_ssize_t c_row, const int add) {
+    VEC sum[ROWS][2] = {0};
+    NAME(add_products)(sum, rows, vecs, k, a, across, along, b, b_row);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2

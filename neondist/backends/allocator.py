@@ -7,8 +7,6 @@ import os
 import platform
 from collections.abc import Callable
 
-import psutil
-
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of mallopt(3)
 _DEFAULTS = {_TRIM_THRESHOLD: 1 << 17, _MMAP_MAX: 1 << 16}  # glibc does not tell what is set
 
@@ -40,5 +38,7 @@ def give_back_freed(above: int) -> None:
     PyTorch's aligned blocks leave gaps that the next one of their size does not fit into, so that what is kept grows
     beyond what is ever in use at a time (measured: by 400 MiB in 39 strips).
     """
+    import psutil
+
     if platform.libc_ver()[0] == "glibc" and psutil.Process().memory_info().rss > above:
         ctypes.CDLL(None).malloc_trim(0)

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .rows import How, Rows, three
+from .rows import VECTOR, How, Rows, three
 
 Ints = Sequence[int]
 _CHANNELS, _CELLS = 8, 128  # measured: the fewest that gain by it
 _MOST = 9 << 17  # with more weights, transformed ones would take more than 8 MiB of float32
-_VECTOR, _TAPS = 32, 512  # of depthwise convolutions: bytes of a cell at least, cells of a window at most
+_TAPS = 512  # cells of a depthwise convolution's window, at most
 _FORWARD, _WEIGHTS, _INPUT = range(3)
 
 
@@ -35,7 +35,7 @@ class CompiledConvolution(Rows):
         *kernel, inner, outer = shape
         return (
             inner == 1 < groups == outer
-            and outer * x.itemsize >= _VECTOR
+            and outer * x.itemsize >= VECTOR
             and prod(kernel) <= _TAPS
             and x.ndim > 3
             and prod(x.shape[:-1]) >= _CELLS

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
+from ..threads import count_threads
 from .compiled_conv import CompiledConvolution
-from .gomp import count_threads, gomp_parallel
+from .gomp import gomp_parallel
 
 Ints = Sequence[int]
 
@@ -21,6 +21,8 @@ class HostKernels(CompiledConvolution):
         super().__init__()
         self.cores = count_threads()
         if self.cores > 1 and self.compiled is not None:
+            from threadpoolctl import threadpool_limits
+
             self.threads, self.start = self.cores, gomp_parallel()
             # its own threads would wait for those of the other kernels: both spin
             self._closing.callback(threadpool_limits(1, user_api="blas").restore_original_limits)

@@ -16,7 +16,7 @@ Ints = Sequence[int]
 How = tuple[Ints, Ints, int]
 """stride, dilation, groups"""
 _PIECES = 128  # of a window, at most, as _rows.h has them
-_VECTOR = 32  # bytes: a product of fewer columns leaves lanes idle
+VECTOR = 32  # bytes: a product of fewer columns leaves lanes idle
 _FACTOR = 1 << 20  # numbers of a product's second factor: to bring more in order takes too long
 _ROW = 16  # outputs: sums over fewer would be written as often as they are added to
 
@@ -173,7 +173,7 @@ class Rows(CompiledCells, Kernels):
         turned = a.strides[0] == a.itemsize < a.strides[1]
         rows = len(b) if turned else len(a)
         shares = next((count for count in range(4 * self.threads, 0, -1) if rows % count == 0), 1)
-        if rows < _ROW or b.shape[1] * b.itemsize < _VECTOR or not (turned or a.strides[1] == a.itemsize):
+        if rows < _ROW or b.shape[1] * b.itemsize < VECTOR or not (turned or a.strides[1] == a.itemsize):
             return None
         how, cut = ((1, 1), (1, 1), 1), (shares, 1, rows // shares)
         y = np.empty((a.shape[0], b.shape[1]), a.dtype)
@@ -250,7 +250,7 @@ def three(numbers: Ints, missing: int) -> tuple[int, ...]:
 
 def fills(cells: np.ndarray) -> bool:
     """Tell whether channels fill vectors."""
-    return cells.shape[-1] * cells.itemsize % 32 == 0 and cells.strides[-1] == cells.itemsize
+    return cells.shape[-1] * cells.itemsize % VECTOR == 0 and cells.strides[-1] == cells.itemsize
 
 
 def _phases(extent: int, kernel: int, step: int, dilation: int, crop: int) -> Iterator[tuple[slice, slice, int]]:

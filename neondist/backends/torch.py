@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ..threads import count_threads
 from .allocator import give_back_freed, keep_freed_memory
-from .gomp import count_threads
 from .host import HostKernels
 from .kernels import Kernels
 from .windows import Sides, out_extent, strips
@@ -186,12 +186,10 @@ class TorchTable(Kernels):
 class TorchKernels(HostKernels, TorchTable):
     """Compiled kernels, else PyTorch's, else NumPy's."""
 
-    #: one thread is as fast with 2^19 as with 2^20 (2^18: 1.2 times slower); two are no faster with 2^22 than with
-    #: 2^20 (at most 1.05 times, over six networks), which takes 30 to 100 MiB less
-    strip = 1 << 19
-
     def __init__(self) -> None:
         super().__init__()
+        # one thread is as fast with 2^19 as with 2^20 (2^18: 1.2 times slower); two are no faster with 2^22 than with
+        # 2^20 (at most 1.05 times, over six networks), which takes 30 to 100 MiB less
         self.strip = 1 << 19 if self.cores == 1 else 1 << 20
         self._closing.callback(keep_freed_memory())
         if "torch" in sys.modules:
@@ -200,8 +198,3 @@ class TorchKernels(HostKernels, TorchTable):
     def give_back_freed(self, above: int) -> None:
         """Give back what malloc keeps."""
         give_back_freed(above)
-
-    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy the values of `source` into `target`."""
-        if source.size < self.small or not self._run("clip", source, target):
-            super().copy(source, target)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
 
 from neondist import ProcessGrid
 from neondist.comm import loopback
@@ -16,6 +17,17 @@ from neondist.torch.blocks import TracedImage
 
 GRIDS = ((1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2), (2, 1, 2), (2, 1, 1))
 """(replicas, rows, cols)"""
+
+
+class Function(nn.Module):
+    """A function of inputs, and of modules inside, as a module."""
+
+    def __init__(self, function, *modules):
+        super().__init__()
+        self.function, self.inner = function, nn.ModuleList(modules)
+
+    def forward(self, *inputs):
+        return self.function(*inputs, *self.inner)
 
 
 def serial(module, inputs, gradients=None):

@@ -6,20 +6,9 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import check  # noqa: E402
+from torch_runs import Function, check  # noqa: E402
 
 IMAGES = (2, 3, 13, 11)
-
-
-class Function(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
 
 
 def tokens(x):

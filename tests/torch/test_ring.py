@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import captured_once, check  # noqa: E402
+from torch_runs import Function, captured_once, check  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -35,15 +35,6 @@ def between(image):
     """Cells of another image, cut alike, are asked: more of them, and three dimensions."""
     q, other = image.flatten(2).mT, image.repeat_interleave(2, 3).flatten(2).mT
     return F.scaled_dot_product_attention(q, other, other * 2)
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def mask_of(dtype):

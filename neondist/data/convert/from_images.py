@@ -5,7 +5,6 @@ Nothing in it is left out without a word, and no link followed out of it.
 
 from __future__ import annotations
 
-import csv
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...formats.image_loader import SUFFIXES, Loader
-from ...io.files import reason
+from ..csv_table import read_rows
 from ..split_source import Block, SplitSource, per_block
 
 _CLASS = np.dtype("i8")
@@ -87,11 +86,7 @@ def _mapped(folder: Path, maps: Path) -> list[tuple[Path, Any]]:
 
 
 def _listed(folder: Path, table: Path) -> list[tuple[Path, Any]]:
-    try:
-        lines = csv.reader(table.read_text(encoding="utf-8-sig").splitlines())
-        rows = [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(row)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{table}: cannot be read ({reason(error)}); give a CSV file of FILE,LABEL") from error
+    rows = read_rows(table, "FILE,LABEL")
     if rows and len(rows[0][1]) >= 2 and not rows[0][1][1].isdecimal() and not _is_file(folder, rows[0][1][0]):
         rows = rows[1:]  # the head
     found: dict[Path, int] = {}

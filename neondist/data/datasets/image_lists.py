@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import os
 import re
@@ -18,7 +17,7 @@ from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.image_loader import SUFFIXES
 from ...formats.pictures import IndexedSource
-from ...io.files import reason
+from ..csv_table import read_rows
 
 _INSIDE = re.compile(r"(.+\.(?:h5|hdf5|nc|nc4|zarr))(:[^:]+)$|(.+)(#\d+)$", re.IGNORECASE)
 _PICTURES = {suffix for suffix in SUFFIXES if "tif" not in suffix}
@@ -174,12 +173,7 @@ def _stem(name: str) -> str:
 
 def _table(path: Path, items: Sequence[Item]) -> np.ndarray:
     """Return the texts of a table, a row for each image."""
-    try:
-        rows = [
-            [cell.strip() for cell in row] for row in csv.reader(path.read_text("utf-8-sig").splitlines()) if any(row)
-        ]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)}); give a CSV file of FILE,CLASS") from error
+    rows = [row for _, row in read_rows(path, "FILE,CLASS")]
     known: dict[str, set[str]] = {}
     for item in items:
         for tail in (*_tails(item.name), _stem(item.name)):
