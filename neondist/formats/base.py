@@ -132,28 +132,24 @@ class TileSource(ABC):
     def _through(self, cache: ChunkCache, cells: Cells, chunks: Sequence[int]) -> np.ndarray:
         """Return cells by the chunks that they lie in, of which those that are not in the cache are read, by lines."""
         out = np.empty([cut.stop - cut.start for cut in cells], self.dtype)
-        spans = [
-            [slice(lo, min(lo + c, n)) for lo in range(cut.start // c * c, cut.stop, c)]
-            for cut, c, n in zip(cells, chunks, self.shape, strict=True)
-        ]
+        spans = [_spans(cut, c, n) for cut, c, n in zip(cells, chunks, self.shape, strict=True)]
         along = max(range(len(spans)), key=lambda axis: len(spans[axis]))
-        for line in product(*spans[:along], [slice(0)], *spans[along + 1 :]):
-            places = [(*line[:along], cut, *line[along + 1 :]) for cut in spans[along]]
-            keys = [(self.path, self.shape, *(cut.start for cut in place)) for place in places]
-            found: list[Any] = [cache.get(key) for key in keys]
-            missing = [at for at, kept in enumerate(found) if kept is None]
+        for line in product(*spans[:along], spans[along][:1], *spans[along + 1 :]):
+            missing = []
+            for span in spans[along]:
+                chunk, within, into = zip(*line[:along], span, *line[along + 1 :], strict=True)
+                kept = cache.get((self.path, self.shape, *(cut.start for cut in chunk)))
+                if kept is None:
+                    missing.append((chunk, within, into))
+                else:
+                    out[into] = kept[within]
             if missing:
-                first, last = places[missing[0]], places[missing[-1]]
-                around = tuple(slice(a.start, b.stop) for a, b in zip(first, last, strict=True))
+                around = tuple(slice(a.start, b.stop) for a, b in zip(missing[0][0], missing[-1][0], strict=True))
                 read = self._decoded(around)
-                for at in missing:
-                    found[at] = read[relative(places[at], around)].copy()
-                    cache.put(keys[at], found[at])
-            for place, kept in zip(places, found, strict=True):
-                part = tuple(
-                    slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(place, cells, strict=True)
-                )
-                out[relative(part, cells)] = kept[relative(part, place)]
+                for chunk, within, into in missing:
+                    kept = read[relative(chunk, around)].copy()
+                    cache.put((self.path, self.shape, *(cut.start for cut in chunk)), kept)
+                    out[into] = kept[within]
         return out
 
     @abstractmethod
@@ -262,6 +258,17 @@ class TileSink(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
+
+
+def _spans(cut: slice, chunk: int, n: int) -> list[tuple[slice, slice, slice]]:
+    """Return the chunks that cells of an axis lie in, and these cells as places in each chunk and among the cells."""
+    found = []
+    for lo in range(cut.start // chunk * chunk, cut.stop, chunk):
+        first, end = max(lo, cut.start), min(lo + chunk, cut.stop)
+        found.append(
+            (slice(lo, min(lo + chunk, n)), slice(first - lo, end - lo), slice(first - cut.start, end - cut.start))
+        )
+    return found
 
 
 @contextmanager

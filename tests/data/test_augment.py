@@ -40,7 +40,7 @@ class Counted:
 
     def part(self, numbers, cells):
         found = part_of(self.cells, numbers, cells)
-        self.read.append(found[0].size if len(found) else 0)
+        self.read += [one.size for one in found]
         return found
 
 

@@ -46,7 +46,8 @@ class Flip(Transform):
 
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
         """Return the cells mirrored."""
-        return np.flip(cells, self._flipped(draw))
+        flipped = self._flipped(draw)
+        return cells[tuple(slice(None, None, -1 if axis in flipped else 1) for axis in range(len(draw.extent)))]
 
     labels = image
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -67,29 +68,31 @@ class AugmentedTile:
         return self._made(read, numbers, epoch, self.box, True)
 
     def _made(self, read: Read, numbers: np.ndarray, epoch: int, box: Box, labels: bool) -> np.ndarray:
-        streams = {
-            transform: rng.key(self.seed, "augment", place, type(transform).__name__, epoch)
-            for place, transform in enumerate(self.transforms)
-            if transform.moves or not labels
-        }
-        if not streams or box.empty or not len(numbers):
-            return read(numbers, box.relative_to(self.held).slices)
         index = numbers[:, None] * NUMBERS + np.arange(NUMBERS)
-        drawn = [rng.uniform(stream, index).tolist() for stream in streams.values()]
-        further = [rng.key(stream, "cells") for stream in streams.values()]
-        out: np.ndarray | None = None
+        drawn = []
+        for place, transform in enumerate(self.transforms):
+            if transform.moves or not labels:
+                stream = rng.key(self.seed, "augment", place, type(transform).__name__, epoch)
+                drawn.append((transform, rng.uniform(stream, index).tolist(), rng.key(stream, "cells")))
+        if not drawn or box.empty or not len(numbers):
+            return read(numbers, box.relative_to(self.held).slices)
+        made = defaultdict[Box, list[tuple[int, list[Any]]]](list)
         for at, number in enumerate(numbers.tolist()):
             steps, source = [], box
-            for transform, uniform, stream in reversed(list(zip(streams, drawn, further, strict=True))):
+            for transform, uniform, stream in reversed(drawn):
                 draw = Draw(self.shape, uniform[at], stream, number)
                 if transform.applies(draw):
                     wanted, source = source, transform.source(source, draw)
                     steps.append((transform.labels if labels else transform.image, source, wanted, draw))
-            found = read(numbers[at : at + 1], source.relative_to(self.held).slices)[0]
-            for step, *where in reversed(steps):
-                found = step(found, *where)
-            if out is None:
-                out = np.empty((len(numbers), *found.shape), found.dtype)
-            out[at] = found
+            made[source].append((at, steps))
+        out: np.ndarray | None = None
+        for source, samples in made.items():
+            cells = read(numbers[[at for at, _ in samples]], source.relative_to(self.held).slices)
+            for found, (at, steps) in zip(cells, samples, strict=True):
+                for step, *where in reversed(steps):
+                    found = step(found, *where)
+                if out is None:
+                    out = np.empty((len(numbers), *found.shape), found.dtype)
+                out[at] = found
         assert out is not None
         return out
