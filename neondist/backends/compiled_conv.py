@@ -14,7 +14,7 @@ Ints = Sequence[int]
 _CHANNELS, _CELLS = 8, 128  # measured: the fewest that gain by it
 _MOST = 9 << 17  # with more weights, transformed ones would take more than 8 MiB of float32
 _TAPS = 512  # cells of a depthwise convolution's window, at most
-_FORWARD, _WEIGHTS, _INPUT = range(3)
+FORWARD, WEIGHTS, INPUT = range(3)
 
 
 class CompiledConvolution(Rows):
@@ -54,11 +54,29 @@ class CompiledConvolution(Rows):
             and hasattr(self.compiled, "winograd")
         )
 
+    def same_for_all(self, what: int, x: np.ndarray, window: np.ndarray, stride: Ints, out: Ints) -> np.ndarray | None:
+        """Return every channel's convolution with one window (*kernel), or the gradient of that's input, given dy as x.
+
+        Parameters
+        ----------
+        what : FORWARD or INPUT
+        out : of what is returned
+
+        Returns
+        -------
+        array (N, *out, C), None if it is not compiled
+        """
+        channels = x.shape[-1]
+        weights, y = np.empty((*window.shape, 1, channels), x.dtype), np.empty((len(x), *out, channels), x.dtype)
+        weights[...] = window[..., None, None]
+        how = stride, (1,) * len(stride), channels
+        return y if hasattr(self.compiled, "depthwise") and self._each(what, x, weights, y, None, how) else None
+
     def _convolve(
         self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, how: How, before: Ints = ()
     ) -> bool:
         if how[2] > 1:
-            return self._each(_FORWARD, x, np.ascontiguousarray(weights), y, bias, how)
+            return self._each(FORWARD, x, np.ascontiguousarray(weights), y, bias, how)
         transforms = self.transforms(x, weights.shape, how)
         if transforms and self._transform(False, x, weights, y, bias, before):
             return True
@@ -66,12 +84,12 @@ class CompiledConvolution(Rows):
 
     def _convolve_back(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, how: How, crop: Ints) -> bool:
         if how[2] > 1:
-            return self._each(_INPUT, dy, np.ascontiguousarray(weights), dx, None, how, crop)
+            return self._each(INPUT, dy, np.ascontiguousarray(weights), dx, None, how, crop)
         return super()._convolve_back(dy, weights, dx, how, crop)
 
     def _sum_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, how: How) -> bool:
         if how[2] > 1:
-            return bool(dy.size) and self._each(_WEIGHTS, x, gradient, dy, None, how)
+            return bool(dy.size) and self._each(WEIGHTS, x, gradient, dy, None, how)
         if self.transforms(x, gradient.shape, how) and dy.size and self._transform(True, x, gradient, dy):
             return True
         return super()._sum_weights(x, dy, gradient, how)

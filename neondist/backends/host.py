@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 
 from ..threads import count_threads
-from .compiled_conv import CompiledConvolution
+from .compiled_conv import FORWARD, INPUT, CompiledConvolution
 from .gomp import gomp_parallel
+from .windows import boxes, out_extent
 
 Ints = Sequence[int]
+Taps = Sequence[Sequence[float]]
+Window = tuple[np.ndarray, Ints]
+"""numbers (*kernel), stride"""
 
 
 class HostKernels(CompiledConvolution):
@@ -42,6 +46,48 @@ class HostKernels(CompiledConvolution):
             self._max_pool(True, whole, np.ascontiguousarray(dy, dx.dtype), places, kernel, stride)
             self.copy(whole, dx)
 
+    def window_sum(self, x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
+        """Return the sum over every window."""
+        y = self._filtered(x, _boxes(kernel, stride))
+        return super().window_sum(x, kernel, stride) if y is None else y
+
+    def window_spread(self, dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
+        """Return the adjoint of `window_sum`."""
+        dx = self._spread(dy, extent, _boxes(kernel, stride))
+        return super().window_spread(dy, extent, kernel, stride) if dx is None else dx
+
+    def separable_filter(self, x: np.ndarray, taps: Taps) -> np.ndarray:
+        """Return the valid correlation of every channel with the product of `taps`."""
+        y = self._filtered(x, _lines(taps))
+        return super().separable_filter(x, taps) if y is None else y
+
+    def separable_spread(self, dy: np.ndarray, extent: Ints, taps: Taps) -> np.ndarray:
+        """Return the adjoint of `separable_filter`."""
+        dx = self._spread(dy, extent, _lines(taps))
+        return super().separable_spread(dy, extent, taps) if dx is None else dx
+
+    def _filtered(self, x: np.ndarray, windows: Sequence[Window]) -> np.ndarray | None:
+        """Return the valid correlation of every channel with one window after the other, None if it is not compiled."""
+        for window, stride in windows:
+            out = out_extent(x.shape[1:-1], window.shape, stride, (1,) * len(stride))
+            y = self.same_for_all(FORWARD, x, window, stride, out)
+            if y is None:
+                return None
+            x = y
+        return x
+
+    def _spread(self, dy: np.ndarray, extent: Ints, windows: Sequence[Window]) -> np.ndarray | None:
+        """Return the adjoint of `_filtered`, None if it is not compiled."""
+        extents = [extent]
+        for window, stride in windows[:-1]:
+            extents.append(out_extent(extents[-1], window.shape, stride, (1,) * len(stride)))
+        for (window, stride), seen in zip(reversed(windows), reversed(extents), strict=True):
+            dx = self.same_for_all(INPUT, dy, window, stride, seen)
+            if dx is None:
+                return None
+            dy = dx
+        return dy
+
     def _max_pool(
         self,
         back: bool,
@@ -57,3 +103,13 @@ class HostKernels(CompiledConvolution):
         sizes = tuple(kernel), tuple(stride)
         done: bool = self.compiled.max_pool(back, clears, x, y, places, *sizes, self.threads, self.start)
         return done
+
+
+def _boxes(kernel: Ints, stride: Ints) -> list[Window]:
+    return [(np.ones(box), step) for box, step in boxes(kernel, stride)]
+
+
+def _lines(taps: Taps) -> list[Window]:
+    """Return each axis' taps as a window of as many axes as there are."""
+    one = (1,) * len(taps)
+    return [(np.reshape(weights, (*one[:axis], -1, *one[axis + 1 :])), one) for axis, weights in enumerate(taps)]

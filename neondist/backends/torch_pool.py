@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import numpy as np
 import torch
 
 from .torch_arrays import channels_first, channels_last, empty
+from .windows import boxes
 
 Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
@@ -41,7 +41,7 @@ def max_backward_into(dx: np.ndarray, dy: np.ndarray, place: torch.Tensor, kerne
 def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
     """Return the sum over every window: convolution of each channel with ones, large boxes one axis at a time."""
     sums = channels_first(x)
-    for box, step in _boxes(kernel, stride):
+    for box, step in boxes(kernel, stride):
         sums = _each_channel(sums, _ones(box), step)
     return channels_last(sums)
 
@@ -50,7 +50,7 @@ def window_spread(dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints) -> n
     """Return the adjoint of `window_sum`, for images."""
     gradient = channels_first(dy)
     if max(stride) == 1:
-        for box, step in reversed(_boxes(kernel, stride)):
+        for box, step in reversed(boxes(kernel, stride)):
             gradient = _each_channel(gradient, _ones(box), step, transposed=True)
         return channels_last(gradient)
     dx = empty(len(dy), extent, dy.shape[-1], gradient)
@@ -90,15 +90,4 @@ def _along_axes(taps: Taps) -> list[torch.Tensor]:
     return [
         torch.tensor(weights, dtype=torch.float64).reshape([-1 if a == axis else 1 for a in range(len(taps))])
         for axis, weights in enumerate(taps)
-    ]
-
-
-def _boxes(kernel: Ints, stride: Ints) -> list[tuple[Ints, Ints]]:
-    """Return the box whole, or as one box for each axis where that is faster (measured from 7 x 7 on)."""
-    if prod(kernel) < 49:
-        return [(kernel, stride)]
-    one = (1,) * len(kernel)
-    return [
-        ((*one[:axis], kernel[axis], *one[axis + 1 :]), (*one[:axis], stride[axis], *one[axis + 1 :]))
-        for axis in range(len(kernel))
     ]

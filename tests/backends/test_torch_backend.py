@@ -212,7 +212,8 @@ import sys, numpy as np, neondist as nd
 R, C = nd.RectLin, nd.ConvLayerDist
 layers = [C(16, 7, stride=2, padding=3, activation=R()), nd.BatchNormLayerDist(), nd.MaxPoolingLayerDist(3, stride=2)]
 layers += [C(32, 3, padding=1, activation=R()), C(40, 1, stride=2), nd.DeconvLayerDist(8, 2, stride=2)]
-layers += [C(8, 3, dilation=2), C(8, 3, groups=8), nd.GlobalAvgPoolingLayerDist(), nd.FCLayerDist(10)]
+layers += [C(8, 3, dilation=2), C(8, 3, groups=8), nd.LCNLayerDist(5), nd.L2PoolingLayerDist(3, stride=2)]
+layers += [nd.AvgPoolingLayerDist(2), nd.GlobalAvgPoolingLayerDist(), nd.FCLayerDist(10)]
 model = nd.ConvnetDist(layers, cost=nd.CrossEntropy(), seed=0)
 model.build((131, 130, 3), batch_size=2, grid=nd.ProcessGrid())
 model.train_batch(np.ones((2, 131, 130, 3), np.float32), np.arange(2))
