@@ -126,15 +126,6 @@ def test_what_has_no_counterpart_is_named(monkeypatch):
     other.close()
 
 
-def test_the_other_process(monkeypatch):
-    monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
-    other = started(built([nd.FCLayer(2)], (6, 6, 1)))
-    seconds, above, peak = other.time(2)
-    assert len(seconds) == 2
-    assert peak > above
-    other.close()
-
-
 def test_the_end_of_the_other_process_is_told(monkeypatch, capfd):
     monkeypatch.setattr(sys, "executable", "false")
     other = started(built([nd.FCLayer(2)], (6, 6, 1)))

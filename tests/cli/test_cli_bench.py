@@ -62,6 +62,8 @@ def test_step_against_torch(file, tmp_path, capsys, monkeypatch):
     assert other["agree"]
     assert other["gradients_worst"] < 1e-10
     assert len(other["ratios"]) >= 1
+    assert other["seconds_per_step"] > 0
+    assert other["peak_bytes"] >= 0
     assert "they agree" in capsys.readouterr().out
 
 

@@ -307,7 +307,7 @@ ON_RANKS = "modes", "two outputs", "attention"
 
 
 def main(transport):
-    """On ranks of MPI, or of torch.distributed: the scripts ON_RANKS."""
+    """On ranks of MPI, or of torch.distributed: the scripts ON_RANKS; with MPI, at last a mistake on one rank."""
     import neondist as nd
     import neondist.torch as ndt
     from neondist.torch.rules import product
@@ -321,6 +321,11 @@ def main(transport):
             wrong = off(SCRIPTS[name](lambda module, shape: ndt.distribute(module, shape, grid)), expected)
             assert wrong < 1e-9, f"{world.size} ranks, rank {world.rank}: {name} is off by {wrong:.1e}"
     print(f"rank {world.rank} of {world.size}: all equal", flush=True)
+    if transport == "mpi":
+        grid = nd.ProcessGrid()
+        model = ndt.distribute(nn.Conv2d(1, 2, 3), (1, 1, 12, 10), grid)
+        x = model.scatter(torch.ones(1, 1, 12, 10))
+        model(x[..., 1:] if grid.rank else x)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Border schemes of torch modules do what they do for layers of ours, in several steps, forward and backward."""
 
 import copy
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -37,15 +38,21 @@ GRIDS = {"images": (1, 3, 2), "volumes": (2, 1, 5)}
 PROGRAMS = {}
 
 
+@lru_cache
+def as_layers(name):
+    """A module in float64, and what it is as layers of ours."""
+    shape, module = NETS[name]
+    module = copy.deepcopy(module).double()
+    return module, ndt.from_torch(module, shape, model=nd.Convnet)
+
+
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if "backward" not in name])
 @pytest.mark.parametrize("name", NETS)
 def test_numbers_are_those_of_our_layers(name, scheme):
-    shape, module = NETS[name]
-    module = copy.deepcopy(module).double()
+    shape, (module, ours) = NETS[name][0], as_layers(name)
     rng = np.random.default_rng(1)
     images = [torch.from_numpy(rng.normal(size=shape)) for _ in range(STEPS)]
     gradients = [torch.from_numpy(rng.normal(size=module(images[0]).shape)) for _ in range(STEPS)]
-    ours = ndt.from_torch(module, shape, model=nd.Convnet)
 
     def body(world):
         replicas, rows, cols = GRIDS[name]

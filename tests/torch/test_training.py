@@ -185,17 +185,22 @@ def test_messages_of_a_training_step_are_planned_once(monkeypatch):
 
 @needs_mpirun
 def test_on_ranks_of_mpi():
+    """And, at the end, a mistake in a script of the user's own, on one rank only: exit code 2, and one message."""
     mpirun = find_mpirun(os.environ)
     command = [*mpirun.command(2), sys.executable, HELPERS / "torch_training.py", "mpi"]
-    check_ranks(command, 2, mpirun.environment())
+    said = check_ranks(command, 2, mpirun.environment(), code=2)
+    message = "ShapeError: rank 1: input 0 has shape (1, 1, 6, 9), but this rank's tile of (1, 1, 12, 10) is"
+    assert said.count(message) == 1, said
+    assert said.count("failed and ends the job") == 1, said
 
 
 def test_on_ranks_of_torchrun():
     check_ranks([sys.executable, HELPERS / "torch_ranks.py", "2", str(HELPERS / "torch_training.py"), "torch"], 2, {})
 
 
-def check_ranks(command, ranks, environment):
+def check_ranks(command, ranks, environment, code=0):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NEONDIST_TESTS_HIDE": "matplotlib", **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.returncode == code, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.count("all equal") == ranks
+    return done.stderr

@@ -29,14 +29,14 @@ def rank(transport):
     ]
     model = nd.ConvnetDist(layers, optimizer=nd.Adam(0.001), backend="numpy")
     data = nd.Synthetic((6, 5, 1), classes=3, train=398, test=20)  # the last batch is a small one
-    run = nd.FitExperiment(data, model, batch_size=8, epochs=20)
+    run = nd.FitExperiment(data, model, batch_size=8, epochs=10)
     run.run(run.open_grid(transport), output=sys.argv[1], hooks=[Growth(), StopOnSignal(), Watchdog(), TimeLimit(3600)])
 
 loopback.run(2, rank)
 """
 
 
-def test_a_thousand_steps(tmp_path):
+def test_five_hundred_steps(tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=480)
@@ -44,5 +44,5 @@ def test_a_thousand_steps(tmp_path):
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("rank ")]
     assert len(lines) == 2, done.stdout
     for _, _, steps, _, growth, *_ in lines:
-        assert int(steps) == 1000
-        assert float(growth) <= 3.0, done.stdout
+        assert int(steps) == 500
+        assert float(growth) <= 1.1, done.stdout
