@@ -37,11 +37,12 @@ class Everything(nn.Module):
 
 
 SHAPE = (2, 2, 17, 14)
+PROGRAMS = {}
 
 
 @pytest.fixture(autouse=True)
 def once():
-    with captured_once():
+    with captured_once(PROGRAMS):
         yield
 
 
