@@ -345,8 +345,13 @@ def grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
 
 
 def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
-    """Return the misclassification and the metrics that are asked for beside it."""
-    return list({metric.name: metric for metric in (Misclassification(), *(metrics or ()))}.values())
+    """Return the misclassification and the metrics that are asked for beside it; ConfigError for two of one name."""
+    found: dict[str, Metric] = {}
+    for metric in metrics or ():
+        if metric.name in found:
+            raise ConfigError(f"metrics: two are called '{metric.name}', as results are; leave one out")
+        found[metric.name] = metric
+    return list({Misclassification.name: Misclassification(), **found}.values())
 
 
 def settle(model: Whole, backend: str | None, dtype: str | None, seed: int | None) -> None:

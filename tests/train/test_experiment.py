@@ -33,6 +33,7 @@ def small(**fields):
         ({"dtype": "float16"}, r"dtype: expected 'float32' or 'float64' or null, got the text 'float16'"),
         ({"seed": -1}, r"seed: expected an integer of at least 0 or null, got -1"),
         ({"metrics": [3]}, r"metrics\.0: expected .*Accuracy.* got 3"),
+        ({"metrics": [TopK(2), TopK(2)]}, "metrics: two are called 'top2_error'"),
         ({"metrics": TopK(2)}, r"metrics: expected a list .* got a TopK"),
     ],
 )
