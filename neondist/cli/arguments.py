@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Keep the words beside what they mean: ranks are started with the same ones."""
         words = list(sys.argv[1:] if args is None else args)
-        found = super().parse_args(_plain(words), namespace)
+        found = super().parse_args(plain(words), namespace)
         found.words = words
         found.folder = options.folder(found) if found.stops else None
         return found
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _plain(argv: Sequence[str]) -> list[str]:
+def plain(argv: Sequence[str]) -> list[str]:
     """Return the words as argparse needs them, which would take the file as the value of an option in front of it.
 
     `--set a=1 b=2` becomes `--set a=1 --set b=2`, and so with --vary; `--resume auto` `--resume=auto`, and `--resume`

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
+
+from .arguments import plain
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +19,12 @@ def complete(parser: argparse.ArgumentParser) -> None:
             return fields_of(getattr(parsed_args, "file", None))
         return list(FilesCompleter()(prefix=prefix, action=action, parsed_args=parsed_args, **more))
 
+    line, point = os.environ.get("COMP_LINE", ""), int(os.environ.get("COMP_POINT", 0))
+    head, _, word = line[:point].rpartition(" ")
+    typed = head.split()
+    again = "".join(f"{option} " for option in plain([*typed, "x="])[len(plain(typed)) : -1])  # one more of --set's
+    if again and not word.startswith("-"):
+        os.environ |= {"COMP_LINE": f"{head} {again}{word}{line[point:]}", "COMP_POINT": str(point + len(again))}
     completer: Any = words
     autocomplete(parser, default_completer=completer)
 

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from cli_runs import EXPERIMENT, call, neondist
 
 from neondist.cli import main
 from neondist.cli.arguments import parser
@@ -27,6 +28,23 @@ def test_settings_before_and_after_the_file():
 def test_a_file_with_an_equals_sign_is_no_setting():
     arguments = parse("run", "--set", "a=b=c", "lr/x=1.yaml")
     assert (arguments.file, arguments.settings) == ("lr/x=1.yaml", ["a=b=c"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("run e.yaml --set ba", ["backend=", "batch_size="]),
+        ("run e.yaml --set epochs=3 batch_", ["batch_size="]),
+        ("run e.yaml --set epochs=3 --out", ["--output "]),
+    ],
+)
+def test_shells_complete_each_field_after_set(tmp_path, typed, offered):
+    pytest.importorskip("argcomplete")
+    (tmp_path / "e.yaml").write_text(EXPERIMENT)
+    line = f"neondist {typed}"
+    asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found")}
+    call(neondist(), tmp_path, _ARGCOMPLETE="1", _ARGCOMPLETE_SHELL="bash", _ARGCOMPLETE_IFS="|", **asked)
+    assert sorted((tmp_path / "found").read_text().split("|")) == offered
 
 
 @pytest.mark.parametrize(
