@@ -6,7 +6,9 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from html import escape
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, grid_shape, split
@@ -17,6 +19,9 @@ from . import mpi
 from .effects import Effects
 from .single import SingleTransport
 from .transport import CLOSED, Transport
+
+_NUMBERS = count()
+_GRIDS: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
 
 
 class ProcessGrid:
@@ -63,6 +68,9 @@ class ProcessGrid:
         self.tile_comm, self.replica_comm = self.world.cut(self.shape.tiles)
         #: what is made once for a grid by those who use it, by a key of their own
         self.kept: dict[Any, Any] = {}
+        #: a number that stands for this grid where objects cannot go, as into operators of PyTorch
+        self.handle = next(_NUMBERS)
+        _GRIDS[self.handle] = self
         self._closing = ExitStack()
         if self.world is not comm:  # a caller's own transport stays open, and the process as it is
             self._closing.callback(self.world.close)
@@ -102,6 +110,11 @@ class ProcessGrid:
         return {"world": self.world, "tiles": self.tile_comm, "replicas": self.replica_comm}[name]
 
     tiles, copies = Renamed("tile_comm"), Renamed("replica_comm")
+
+    @staticmethod
+    def of(handle: int) -> ProcessGrid:
+        """Return the grid with this handle, which somebody still has."""
+        return _GRIDS[handle]
 
     @classmethod
     def serial(cls) -> ProcessGrid:

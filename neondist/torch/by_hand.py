@@ -1,28 +1,28 @@
-"""For code that cuts images by hand: what a window sees of a tile, and sums over tiles, as differentiable functions.
+"""For code that cuts images by hand: what a window sees of a tile, and sums over tiles, as operators of PyTorch.
 
-These are no torch.library.custom_op, whose arguments are tensors and numbers. A grid as one needs PyTorch 2.13's
-torch._library.opaque_object: tried, gradients and torch.compile(fullgraph=True) work, but it is not public, registers
-classes of a private base for all of a process, and its operators fail opcheck's test_schema. torch.autograd.Function
-has gradients too; torch.compile breaks its graph at the messages, which it could not compile anyway.
+Arguments of an operator are tensors and numbers: a grid goes into it as its handle, a window as its numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
 from ..comm import ProcessGrid
 from ..comm.agree import agree
 from ..errors import ConfigError, GridError, ShapeError, UserError
 from ..geometry import Window, fold
 from .alike import check_alike
-from .functions import View
+from .functions import announce, recompute
 from .layout import local_shape, shape_of
 from .transfer import Range, Transfer, Want, clipped
-from .wires import Channel, Wires
+from .wires import Channel, Wires, format_of
+
+_HOW = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
 
 
 def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Sequence[int] | None = None) -> torch.Tensor:
@@ -31,6 +31,9 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
     Each rank sees what it needs for its part of the window's output, which is cut evenly too: a convolution without
     padding over the views gives the tiles of the output. Padding is filled in. Backward adds the gradients of a
     cell over all ranks that have seen it. Collective over all ranks, forward and backward.
+
+    The work is done by an operator, `torch.ops.neondist.halo`, of which torch.compile knows shapes and gradient:
+    with `global_shape` it compiles in one graph.
 
     Parameters
     ----------
@@ -52,10 +55,20 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
     ShapeError
         On all ranks, if the tiles are not those of an image that is cut evenly.
     """
-    hand = _hand(grid, window.ndim if isinstance(window, Window) else 2)
-    extent = hand.extent_of(x, window, None if global_shape is None else tuple(global_shape)[2:])
-    view = hand.view(window, extent)
-    return View.apply(x, view.channel, view.pads, window.fill)
+    _check_grid(grid)
+    try:
+        _check(x, window, global_shape)
+    except UserError as error:
+        check_alike(grid.world, {}, error)
+    extent = _extent_of(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
+    padding = tuple(chain.from_iterable(window.padding))
+    how = window.kernel, window.stride, padding, window.dilation, window.fill, window.mode
+    return torch.ops.neondist.halo(x, grid.handle, *how, extent)
+
+
+@torch.compiler.disable
+def _extent_of(x: torch.Tensor, window: Window, grid: ProcessGrid) -> tuple[int, ...]:
+    return _hand(grid, window.ndim).extent_of(x, window)
 
 
 def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") -> torch.Tensor:
@@ -63,6 +76,8 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
 
     Backward takes the loss to be the sum of what the ranks call `backward` on, as `halo` does. So call it on this
     rank's share of the loss, not on a sum that all ranks have: that would count once for each rank.
+
+    The work is done by an operator, `torch.ops.neondist.reduce`, of which torch.compile knows shapes and gradient.
 
     Parameters
     ----------
@@ -83,36 +98,90 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
         raise ConfigError(f"op: {op!r} is unknown; choose 'sum' or 'max'")
     if group not in ("tiles", "replicas", "world"):
         raise ConfigError(f"group: {group!r} is unknown; choose 'tiles', 'replicas' or 'world'")
-    hand, error = _hand(grid, 2), None
+    _check_grid(grid)
+    if not isinstance(x, torch.Tensor):
+        check_alike(grid.world, {}, ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}"))
+    return torch.ops.neondist.reduce(x, op, grid.handle, group)
+
+
+@custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_HOW}) -> Tensor")
+def _halo(x: torch.Tensor, grid: int, *how: Any) -> torch.Tensor:
+    hand, window, extent = _opened(grid, how)
+    hand.check(x, window, extent)
+    view = hand.view(window, extent)
+    with view.channel.during("forward"):
+        return view.channel.view(x, view.pads, window.fill)
+
+
+@custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_HOW}) -> Tensor")
+def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *how: Any) -> torch.Tensor:
+    hand, window, extent = _opened(grid, how)
+    view = hand.view(window, extent)
+    with view.channel.during("backward"):
+        return view.channel.adjoint(gradient, shape, view.pads)
+
+
+@_halo.register_fake
+def _(x: torch.Tensor, grid: int, *how: Any) -> torch.Tensor:
+    hand, window, extent = _opened(grid, how)
+    hand.check_tile(x, window, extent)
+    view = hand.view(window, extent)
+    return view.channel.empty_view(x, view.pads)
+
+
+@_halo_adjoint.register_fake
+def _(gradient: torch.Tensor, shape: list[int], grid: int, *how: Any) -> torch.Tensor:
+    return torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=format_of(gradient))
+
+
+def _keep_halo(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    x, *ctx.how = inputs
+    ctx.shape = x.shape
+    announce(ctx)
+
+
+def _halo_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    recompute(ctx)
+    return torch.ops.neondist.halo_adjoint(gradient, ctx.shape, *ctx.how), *[None] * len(ctx.how)
+
+
+_halo.register_autograd(_halo_backward, setup_context=_keep_halo)
+
+
+@custom_op("neondist::reduce", mutates_args=(), schema="(Tensor x, str op, int grid, str group) -> Tensor")
+def _reduce(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
+    hand = _hand(ProcessGrid.of(grid), 2)
+    facts = {"the call": f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
+    check_alike(hand.wires.grid.world, facts | {"x.requires_grad": x.requires_grad})
     every = hand.wires.mesh.axes
     axes = {"tiles": every - {0}, "replicas": every & {0}, "world": every}[group]
-    if not isinstance(x, torch.Tensor):
-        error = ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
-    facts: dict[str, Any] = {"the call": f"reduce {op} over {group}"}
-    if error is None:
-        facts |= {"the shape of x": tuple(x.shape), "its dtype": x.dtype, "x.requires_grad": x.requires_grad}
-    check_alike(grid.world, facts, error)
-    return _Reduce.apply(x, op, hand.wires, axes)
+    return hand.wires.reduce("reduce", "forward", x, axes, op)
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: str, wires: Wires, axes: frozenset[int]) -> torch.Tensor:
-        found = wires.reduce("reduce", "forward", x, axes, op)
-        ctx.how = op, wires, axes
-        ctx.save_for_backward(*((x, found) if op == "max" else ()))
-        return found
+@_reduce.register_fake
+def _(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
+    return torch.empty_like(x)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        op, wires, axes = ctx.how
-        gradient = wires.reduce("reduce", "backward", gradients[0], axes)
-        if op == "max":
-            x, found = ctx.saved_tensors
-            here = (x == found).to(gradient.dtype)
-            gradient = gradient * here / wires.reduce("reduce", "backward", here, axes).clamp(min=1)
-        return gradient, None, None, None
+
+def _keep_reduced(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    x, ctx.op, *ctx.where = inputs
+    if ctx.op == "max":
+        ctx.save_for_backward(x, output)
+    else:
+        announce(ctx)
+
+
+def _reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    saved = recompute(ctx)
+    gradient = torch.ops.neondist.reduce(gradient, "sum", *ctx.where)
+    if ctx.op == "max":
+        x, found = saved
+        here = (x == found).to(gradient.dtype)
+        gradient = gradient * here / torch.ops.neondist.reduce(here, "sum", *ctx.where).clamp(min=1)
+    return gradient, None, None, None
+
+
+_reduce.register_autograd(_reduce_backward, setup_context=_keep_reduced)
 
 
 class _View(NamedTuple):
@@ -128,31 +197,25 @@ class _Hand:
         self._views: dict[tuple[Window, tuple[int, ...]], _View] = {}
         self._extents: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def extent_of(self, x: Any, window: Any, extent: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the extent of the whole image, agreed; collective."""
-        world, error = self.wires.grid.world, None
+    def extent_of(self, x: torch.Tensor, window: Window) -> tuple[int, ...]:
+        """Return the extent of the whole image, which the ranks ask each other; collective."""
+        shape = tuple(x.shape)
+        known = self._extents.get(shape)
+        # a rank may have seen its tile's shape before and others not: whether all know the same is found out here
+        facts = {"the call": "halo", "window": window, "global_shape": None}
+        if not check_alike(self.wires.grid.world, facts, versions=(-1,) if known is None else known) or known is None:
+            known = self._extents[shape] = self._asked(shape)
+        return known
+
+    def check(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
+        """Raise on all ranks if any cannot have a view, or wants another one than others; collective."""
+        error = None
         try:
-            _check(x, window)
-            if extent is not None:
-                self._check_tile(x, extent)
-                window.check(extent)
+            self.check_tile(x, window, extent)
         except UserError as problem:
             error = problem
-        known = extent
-        if error is None and known is None:
-            known = self._extents.get(tuple(x.shape))
-        facts: dict[str, Any] = {"the call": "halo"}
-        if error is None:
-            facts |= {"window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
-            facts |= {"global_shape": extent}
-        # a rank may have seen its tile's shape before and others not: whether all know the same is found out here
-        same = check_alike(world, facts, error, (-1,) if known is None else known)
-        if same and known is not None:
-            return known
-        found = self._asked(tuple(x.shape))
-        self._extents[tuple(x.shape)] = found
-        window.check(found)
-        return found
+        facts = {"the call": "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
+        check_alike(self.wires.grid.world, facts | {"global_shape": extent}, error)
 
     def _asked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         mesh, world = self.wires.mesh, self.wires.grid.world
@@ -173,10 +236,10 @@ class _Hand:
         agree(world, error)
         return extent
 
-    def _check_tile(self, x: torch.Tensor, extent: tuple[int, ...]) -> None:
-        if len(extent) != self.wires.mesh.spatial:
-            raise ShapeError(f"global_shape: expected (N, C, *spatial) of {x.dim()} numbers, got {len(extent) + 2}")
+    def check_tile(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
+        """Raise ShapeError if x is not this rank's tile of an image of this extent, or the image too small."""
         self._check_shape(tuple(x.shape), extent)
+        window.check(extent)
 
     def _check_shape(self, shape: tuple[int, ...], extent: tuple[int, ...]) -> None:
         mesh = self.wires.mesh
@@ -233,22 +296,35 @@ def _runs(indices: Iterator[int]) -> Iterator[Range]:
         yield start, end
 
 
-def _hand(grid: Any, spatial: int) -> _Hand:
-    if not isinstance(grid, ProcessGrid):
-        raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
-    if grid.closed:
-        raise GridError("grid: is closed; use halo and reduce inside of its `with` block")
+def _hand(grid: ProcessGrid, spatial: int) -> _Hand:
     key = _Hand, spatial
     if key not in grid.kept:
         grid.kept[key] = _Hand(grid, spatial)
     return grid.kept[key]
 
 
-def _check(x: Any, window: Any) -> None:
+def _opened(grid: int, how: Sequence[Any]) -> tuple[_Hand, Window, tuple[int, ...]]:
+    """Return what the numbers say that an operator was given."""
+    kernel, stride, padding, dilation, fill, mode, extent = how
+    sides = tuple(zip(padding[::2], padding[1::2], strict=True))
+    window = Window(tuple(kernel), tuple(stride), sides, tuple(dilation), fill=fill, mode=mode)
+    return _hand(ProcessGrid.of(grid), window.ndim), window, tuple(extent)
+
+
+def _check_grid(grid: Any) -> None:
+    if not isinstance(grid, ProcessGrid):
+        raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
+    if grid.closed:
+        raise GridError("grid: is closed; use halo and reduce inside of its `with` block")
+
+
+def _check(x: Any, window: Any, global_shape: Any) -> None:
     if not isinstance(window, Window):
         raise ConfigError(f"window: expected an nd.Window, got {window!r}")
     if not isinstance(x, torch.Tensor):
         raise ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    expected = f"(N, C, *spatial) of {window.ndim + 2} numbers"
     if x.dim() != window.ndim + 2:
-        expected = f"(N, C, *spatial) of {window.ndim + 2} numbers"
         raise ShapeError(f"x: a window of {window.ndim} axes needs the shape {expected}, got {tuple(x.shape)}")
+    if global_shape is not None and len(global_shape) != x.dim():
+        raise ShapeError(f"global_shape: expected {expected}, got {len(global_shape)}")

@@ -23,18 +23,18 @@ from .wires import Channel, Wires, format_of
 _NOTHING = torch.empty(0)
 
 
-def _announce(ctx: Any) -> None:
-    """Save something for `_recompute` to ask for."""
+def announce(ctx: Any) -> None:
+    """Save something for `recompute` to ask for."""
     ctx.save_for_backward(_NOTHING)
 
 
-def _recompute(ctx: Any) -> None:
-    """Let a checkpoint run the forward again that this belongs to, before anything is sent.
+def recompute(ctx: Any) -> Any:
+    """Return what was saved, and let a checkpoint run the forward again that this belongs to before anything is sent.
 
     It does so when the first saved tensor is asked for: of local work that may be another one on each rank, and ranks'
     messages of the two passes would come in different orders.
     """
-    _ = ctx.saved_tensors
+    return ctx.saved_tensors
 
 
 class View(torch.autograd.Function):
@@ -44,7 +44,7 @@ class View(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float) -> torch.Tensor:
         """Return the view of this rank."""
         ctx.channel, ctx.shape, ctx.pads = channel, tensor.shape, pads
-        _announce(ctx)
+        announce(ctx)
         with channel.during("forward"):
             return channel.view(tensor, pads, fill)
 
@@ -52,7 +52,7 @@ class View(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient of the part."""
-        _recompute(ctx)
+        recompute(ctx)
         with ctx.channel.during("backward"):
             return ctx.channel.adjoint(gradients[0], ctx.shape, ctx.pads), None, None, None
 
@@ -96,14 +96,14 @@ class Spread(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, wires: Wires, name: str, axes: frozenset[int]) -> torch.Tensor:
         """Return the values."""
         ctx.how = wires, name, axes
-        _announce(ctx)
+        announce(ctx)
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the sum of the gradients."""
-        _recompute(ctx)
+        recompute(ctx)
         wires, name, axes = ctx.how
         return wires.reduce(name, "backward", gradients[0], axes), None, None, None
 
@@ -240,7 +240,7 @@ class Parameters(torch.autograd.Function):
     def forward(ctx: Any, wires: Wires, *tensors: torch.Tensor) -> Any:
         """Return the parameters."""
         ctx.wires = wires
-        _announce(ctx)
+        announce(ctx)
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -248,7 +248,7 @@ class Parameters(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the sums."""
-        _recompute(ctx)
+        recompute(ctx)
         found = list(gradients)
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
             these = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]

@@ -131,13 +131,8 @@ class Channel:
         pads : sequence of (dimension, before, after)
             So many indices, of value `fill`, are added around.
         """
-        shape = list(self.transfer.shape(tuple(tensor.shape), self.wires.grid.rank))
-        offset = dict.fromkeys(range(len(shape)), 0)
-        for dim, before, after in pads:
-            shape[dim] += before + after
-            offset[dim] = before
-        formatted = format_of(tensor)
-        view = torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=formatted)
+        view = self.empty_view(tensor, pads)
+        shape, offset = view.shape, dict.fromkeys(range(view.dim()), 0) | {dim: before for dim, before, _ in pads}
         for dim, before, after in pads:
             for start, length in ((0, before), (shape[dim] - after, after)):
                 if length:
@@ -148,6 +143,13 @@ class Channel:
         for piece, cells in arrived:
             self._at(view, piece, "target", offset).copy_(cells)
         return view
+
+    def empty_view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
+        """Return room for what `view` returns."""
+        shape = list(self.transfer.shape(tuple(tensor.shape), self.wires.grid.rank))
+        for dim, before, after in pads:
+            shape[dim] += before + after
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=format_of(tensor))
 
     def adjoint(
         self, gradient: torch.Tensor, shape: Sequence[int], pads: Sequence[tuple[int, int, int]] = ()

@@ -6,6 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_training import drawn  # noqa: E402
 
 import neondist as nd  # noqa: E402
@@ -143,6 +144,65 @@ def test_an_image_of_another_size_whose_tiles_look_alike_on_one_rank():
             whole = F.pad(image, (1, 1, 1, 1))
             lo, hi = nd.split(extent, 2, grid.row)
             torch.testing.assert_close(view, whole[:, :, lo : hi + 2])
+
+    on((1, 2, 1), body)
+
+
+@pytest.mark.parametrize("window", [WINDOWS["even, strided"], WINDOWS["reflect"], WINDOWS["none"]])
+def test_they_are_operators_as_pytorch_wants_them(window):
+    with nd.ProcessGrid.serial() as grid:
+        padding = sum(window.padding, ())
+        how = window.kernel, window.stride, padding, window.dilation, window.fill, window.mode, IMAGE[2:]
+        operators = torch.ops.neondist
+        torch.library.opcheck(operators.halo.default, (drawn(*IMAGE).requires_grad_(), grid.handle, *how))
+        for op in ("sum", "max"):
+            torch.library.opcheck(operators.reduce.default, (drawn(3, 4).requires_grad_(), op, grid.handle, "tiles"))
+
+
+def test_a_step_by_hand_compiles_in_one_graph():
+    image, start, window = drawn(*IMAGE), drawn(3, 2, 3, 3, step=1), nd.Window(3, padding=1)
+
+    def body(grid):
+        def loss(x, weights):
+            y = F.conv2d(ndt.halo(x, window, grid, IMAGE), weights)
+            y = y - ndt.reduce(y.sum((2, 3), keepdim=True), "sum", grid) / (IMAGE[2] * IMAGE[3])
+            return (y / ndt.reduce(y.abs().amax((2, 3), keepdim=True), "max", grid)).exp().sum()
+
+        def gradients(of):
+            x, weights = tile_of(image, grid).requires_grad_(), start.clone().requires_grad_()
+            of(x, weights).backward()
+            return x.grad, weights.grad
+
+        compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(gradients(compiled), gradients(loss))
+
+    on((1, 2, 1), body)
+
+
+def test_code_without_the_shape_compiles_in_two_graphs():
+    def body(grid):
+        view = torch.compile(lambda x: ndt.halo(x, nd.Window(3, padding=1), grid).sin(), backend="aot_eager")
+        x = tile_of(drawn(*IMAGE), grid)
+        torch.testing.assert_close(view(x), ndt.halo(x, nd.Window(3, padding=1), grid).sin())
+
+    on((1, 2, 1), body)
+
+
+def test_a_checkpoint_runs_again_before_anything_is_sent():
+    """Also where one rank's work needs what was saved, and another's does not: messages are in the same order."""
+    image, window = drawn(*IMAGE), nd.Window(3, padding=1)
+
+    def body(grid):
+        def part(x):
+            seen = ndt.reduce(ndt.halo(x, window, grid)[:, :, 1:-1, 1:-1].sum((2, 3)), "sum", grid)
+            return seen.sin() if grid.rank else seen * 2
+
+        found = []
+        for run in (part, lambda x: checkpoint(part, x, use_reentrant=False)):
+            x = tile_of(image, grid).requires_grad_()
+            run(x).sum().backward()
+            found.append(x.grad)
+        torch.testing.assert_close(*found)
 
     on((1, 2, 1), body)
 
