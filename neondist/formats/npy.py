@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from threading import Lock
+from typing import IO, Any, BinaryIO, ClassVar
 
 import numpy as np
 from numpy.lib import format as npy
@@ -14,6 +15,9 @@ from ..io.hdf5 import state
 from .axes import Cells, bare, guess
 from .base import TileSource, faults
 from .placed import PlacedSink, Placement, read_placed
+
+_PARSING = Lock()
+"""NumPy parses a header as Python: not in several threads at once before CPython 3.11.8 and 3.12.2 (gh-106905)"""
 
 
 class NPYSource(TileSource):
@@ -53,11 +57,17 @@ class NPYSink(PlacedSink):
             return Placement(axes, self.dtype.str, shape, shape, (file.tell(),))
 
 
-def _placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
-    """Return where the cells of an open file lie."""
+def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return the shape, whether the first axis is the fastest, and the dtype; the cells follow in the stream."""
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, fortran, dtype = read(file)
+    with _PARSING:
+        return read(file)
+
+
+def _placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
+    """Return where the cells of an open file lie."""
+    shape, fortran, dtype = read_header(file)
     if dtype.hasobject or dtype.itemsize == 0:
         raise DataError(f"{path}: holds {dtype}, not numbers; give an array of numbers")
     start, end = file.tell(), file.seek(0, 2)

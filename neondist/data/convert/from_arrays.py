@@ -16,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from ...errors import DataError, UserError
+from ...formats.npy import read_header
 from ..split_source import Block, SplitSource, per_block, with_channels
 
 _PACKED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
@@ -51,9 +52,7 @@ class ArrayFile:
                 stream: Any = stack.enter_context(open(self.path, "rb"))
             else:
                 stream = stack.enter_context(stack.enter_context(zipfile.ZipFile(self.path)).open(self.member))
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = read(stream)
+            shape, fortran, dtype = read_header(stream)
             if dtype.kind not in "biuf" or dtype.itemsize > 8:
                 raise DataError(f"{self.title}: has cells of type {dtype}; give real numbers of at most 64 bits")
             if fortran and len(shape) > 1:
