@@ -210,16 +210,18 @@ def reference(drawn: Drawn) -> dict:
     Raises
     ------
     Useless
-        If it fails, or if its numbers jump when the inputs change by nothing.
+        If it fails, or if its numbers jump when the inputs and parameters change by nothing.
     """
-    module, inputs = drawn.module(), drawn.inputs()
+    module, near, inputs = drawn.module(), drawn.module(), drawn.inputs()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             found = serial(module, inputs)
             torch.manual_seed(13)
-            near = [x * (1 + 1e-13 * torch.randn_like(x)) for x in inputs]
-            again = serial(module, near, found["gradients"])
+            with torch.no_grad():
+                for parameter in near.parameters():
+                    parameter.mul_(1 + 1e-13 * torch.randn_like(parameter))
+            again = serial(near, [x * (1 + 1e-13 * torch.randn_like(x)) for x in inputs], found["gradients"])
         except Exception as error:
             raise Useless(str(error)) from error
     numbers = [*found["outputs"], *found["inputs"], *found["parameters"].values()]
