@@ -157,6 +157,13 @@ class ZarrSink(DraftSink):
         super()._forget()
         Path(str(self._part) + ".lock").unlink(missing_ok=True)
 
+    def _finished(self) -> Path:
+        """Return the folder, without chunks of which a killed process has written but a part, under names of zarr's."""
+        if self.resumed:
+            for path in self._part.rglob("*.partial"):
+                path.unlink()
+        return self._part
+
     def _name(self) -> None:
         super()._name()
         Path(str(self._part) + ".lock").unlink(missing_ok=True)

@@ -242,7 +242,7 @@ def _train(
             keeping.begin(run)
             writers.insert(0, keeping)  # before the checkpoint from which a run goes on
         for logger in experiment.loggers:
-            logger.within(folder)
+            logger.within(folder, resolved)
         writers.extend(experiment.loggers)
         if not begun.pretrained:
             keep = (experiment.checkpoint, resolved)

@@ -8,6 +8,7 @@ import pytest
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
+from neondist.config import dump
 from neondist.errors import ConfigError, MissingPackageError
 from neondist.train.callbacks import loggers as module
 from neondist.train.callbacks.loggers import numbers
@@ -56,7 +57,7 @@ def test_tensorboard_has_all_epochs(tmp_path):
 
 
 def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
-    written, ended = [], []
+    written, ended, parameters = [], [], {}
 
     class Client:
         def __init__(self, tracking_uri):
@@ -65,6 +66,9 @@ def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
         def create_run(self, experiment, run_name):
             return type("Run", (), {"info": type("Info", (), {"run_id": "7"})})
 
+        def log_param(self, number, name, value):
+            parameters[name] = value
+
         def log_metric(self, number, name, value, step):
             written.append((number, name, step))
 
@@ -72,9 +76,13 @@ def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
             ended.append(number)
 
     monkeypatch.setattr(module, "import_module", lambda name: type("Package", (), {"MlflowClient": Client}))
-    run(tmp_path, nd.MLflow)
+    run(tmp_path, nd.MLflow, resolved=dump(experiment()))
     assert {("7", "test_loss", 1), ("7", "validation_iou_per_class/0", 2)} <= set(written)
     assert ended == ["7"]
+    assert "seed" not in parameters  # it is null
+    assert parameters["epochs"] == "2"
+    assert parameters["dataset.shape"] == "5, 6, 1"
+    assert (parameters["model.layers.0"], parameters["model.layers.0.out_features"]) == ("FCLayerDist", "3")
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -8,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ...comm import all_or_none
 from ...errors import ConfigError, MissingPackageError
 from ...registry import Registered
@@ -26,12 +28,14 @@ class Logger(Registered, Hook):
 
     module: str
     name: str
+    experiment: str | None = None
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = self.place = None if folder is None else Path(folder)
 
-    def within(self, folder: Path | None) -> None:
-        """Take note of the folder of the run; ConfigError if there is none to write to."""
+    def within(self, folder: Path | None, experiment: str | None = None) -> None:
+        """Take note of the folder of the run, and of its YAML; ConfigError if there is no folder to write to."""
+        self.experiment = experiment
         self.place = self.folder or (None if folder is None else folder / self.name)
         if self.place is None:
             raise ConfigError(f"{type(self).__name__}: folder: the run has none; give output, or a folder here")
@@ -119,6 +123,8 @@ STORE = "mlflow.db"
 class MLflow(Logger):
     """A run in a local store of MLflow, which `mlflow ui --backend-store-uri sqlite:///FILE` shows.
 
+    Its parameters are the experiment's fields.
+
     Parameters
     ----------
     folder : path, optional
@@ -129,11 +135,13 @@ class MLflow(Logger):
     client: Any = None
 
     def begin(self, run: TrainState) -> None:
-        """Begin a new run."""
+        """Begin a new run, with the fields of the experiment as its parameters."""
         assert self.place is not None
         self.place.mkdir(parents=True, exist_ok=True)
         self.client = import_module(self.module).MlflowClient(tracking_uri=f"sqlite:///{self.place.resolve() / STORE}")
         self.number = self.client.create_run("0", run_name=self.place.resolve().parent.name).info.run_id
+        for name, value in parameters(self.experiment or ""):
+            self.client.log_param(self.number, name[:250], value[:500])
 
     def write(self, record: Record) -> None:
         """Write all numbers."""
@@ -145,6 +153,28 @@ class MLflow(Logger):
         if self.client is not None:
             self.client.set_terminated(self.number)
             self.client = None
+
+
+def parameters(experiment: str) -> Iterator[tuple[str, str]]:
+    """Yield the fields of an experiment in YAML by their paths, as `--set` has them; of objects, their tags."""
+    root = yaml.compose(experiment, Loader=yaml.SafeLoader)
+    return iter(()) if root is None else _fields(root, "")
+
+
+def _fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
+    if node.tag.startswith("!") and not isinstance(node, yaml.ScalarNode):
+        yield path or "experiment", node.tag[1:]
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _fields(value, f"{path}.{key.value}".lstrip("."))
+    elif isinstance(node, yaml.ScalarNode):
+        if node.value != "null":
+            yield path, node.value
+    elif node.value and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        yield path, ", ".join(item.value for item in node.value)
+    else:
+        for at, item in enumerate(node.value):
+            yield from _fields(item, f"{path}.{at}")
 
 
 def numbers(record: Record) -> Iterator[tuple[str, float]]:
