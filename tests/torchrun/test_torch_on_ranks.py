@@ -208,7 +208,9 @@ def test_many_grids_leave_nothing():
             grid.close()
     use_grids(world(), 3, False)
     gc.collect()
-    assert (dist.get_pg_count(), process.num_fds()) == (groups, files)
+    assert dist.get_pg_count() == groups
+    # A file of an earlier test, which a thread or another process still held, may be closed meanwhile.
+    assert process.num_fds() <= files
     assert process.num_threads() <= threads
 
 
