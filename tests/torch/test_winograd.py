@@ -1,0 +1,68 @@
+"""Winograd's way gives what F.conv2d gives."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neondist.torch import winograd
+
+PAIR = st.tuples(st.integers(1, 3), st.integers(1, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), n=st.integers(1, 2), c=st.integers(1, 3), o=st.integers(1, 3), dilation=PAIR)
+def test_results_and_gradients(data, n, c, o, dilation):
+    padding = tuple(data.draw(st.integers(0, 2 * d)) for d in dilation)
+    extents = [data.draw(st.integers(max(1, 2 * d + 1 - 2 * p), 17)) for p, d in zip(padding, dilation, strict=True)]
+    x, weight = torch.randn(n, c, *extents, dtype=torch.float64), torch.randn(o, c, 3, 3, dtype=torch.float64)
+    here, there = ([a.clone().requires_grad_() for a in (x, weight)] for _ in range(2))
+    expected = F.conv2d(*there, None, 1, padding, dilation)
+    found = winograd._Convolution.apply(*here, padding, dilation)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    dy = torch.randn_like(expected)
+    found.backward(dy)
+    expected.backward(dy)
+    for a, b in zip(here, there, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-11)
+
+
+def test_slabs(monkeypatch):
+    monkeypatch.setattr(winograd, "_AT_ONCE", 1)  # a row of tiles at a time
+    x = torch.randn(1, 2, 7, 6, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(2, 2, 3, 3, dtype=torch.float64).requires_grad_()
+    run = lambda x, weight: winograd._Convolution.apply(x, weight, (1, 1), (1, 1))  # noqa: E731
+    assert torch.autograd.gradcheck(run, (x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_channels_go_this_way(dtype):
+    """As exact as direct sums, from views with any strides, whose memory is not written."""
+    big = torch.randn(2, 140, 36, 40, dtype=dtype)
+    x, weight, bias = big[:, 3:131, 2:], torch.randn(130, 128, 3, 3, dtype=dtype) / 34, torch.randn(130, dtype=dtype)
+    before = big.clone()
+    how = (1, 1), (1, 2), (1, 2), 1
+    assert winograd._is_faster(x, weight, *how)
+    exact = F.conv2d(x.double(), weight.double(), bias.double(), *how)
+    error = (winograd.conv2d(x, weight, bias, *how) - exact).abs().max()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-13)
+    assert torch.equal(big, before)
+
+
+def test_others_are_left_to_pytorch():
+    x, weight = torch.randn(1, 128, 64, 64), torch.randn(128, 128, 3, 3)
+    how = (1, 1), (1, 1), (1, 1), 1
+    assert winograd._is_faster(x, weight, *how)
+    strided = (2, 2), (1, 1), (1, 1), 1
+    grouped = (1, 1), (1, 1), (1, 1), 2
+    wide = (1, 1), (3, 3), (1, 1), 1
+    for other in (strided, grouped, wide):
+        kernel = weight[:, : 128 // other[3]]
+        assert not winograd._is_faster(x, kernel, *other)
+        assert torch.equal(winograd.conv2d(x, kernel, None, *other), F.conv2d(x, kernel, None, *other))
+    assert not winograd._is_faster(x.bfloat16(), weight.bfloat16(), *how)
+    assert not winograd._is_faster(x[:, :64], weight[:, :64], *how)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not winograd._is_faster(x, weight, *how)
+        assert winograd.conv2d(x, weight, None, *how).dtype == torch.bfloat16
