@@ -58,7 +58,7 @@ class ConfusionMatrix(Metric):
         if (found := as_classes(y, targets)) is None:
             return np.full(classes**2, np.nan)
         scores, labels = found
-        return np.bincount((labels * classes + scores.argmax(axis=-1)).ravel(), minlength=classes**2)
+        return np.bincount((labels.astype("i8") * classes + scores.argmax(axis=-1)).ravel(), minlength=classes**2)
 
     def result(self, sums: np.ndarray) -> dict[str, Found]:
         """Return the matrix, of whole numbers."""

@@ -65,15 +65,16 @@ def labelled(shape, classes, seed=0, levels=None):
 
 def test_classes_as_scikit_learn():
     sk = pytest.importorskip("sklearn.metrics")
-    y, labels = labelled((5, 7, 6), 4)
+    y, labels = labelled((5, 7, 6), 20)
     y[..., 3] -= 1.5
+    labels = labels.astype("u1")  # as masks are, in which no product of two classes fits
     labels[labels == 1] = 2  # class 1 is only said
     metrics = [nd.Accuracy(), nd.ConfusionMatrix()]
     metrics += [cls(average) for cls in (nd.IoU, nd.F1, nd.Precision, nd.Recall) for average in ("macro", "micro")]
     found = on_all_grids(y, labels, metrics)
     true, said = labels.ravel(), y.argmax(-1).ravel()
     assert found["accuracy"] == pytest.approx(sk.accuracy_score(true, said), rel=1e-12)
-    assert found["confusion_matrix"] == sk.confusion_matrix(true, said, labels=range(4)).tolist()
+    assert found["confusion_matrix"] == sk.confusion_matrix(true, said, labels=range(20)).tolist()
     theirs = {"iou": sk.jaccard_score, "f1": sk.f1_score, "precision": sk.precision_score, "recall": sk.recall_score}
     for name, score in theirs.items():
         how = {"zero_division": 0}
