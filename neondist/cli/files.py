@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ def add(commands: Any) -> None:
     one.set_defaults(command=print_schema)
 
     one = commands.add_parser("init", help="write an experiment for a folder of images")
-    one.add_argument("images", metavar="DIR", help="subfolders are classes; or images/ and masks/ of the same names")
+    one.add_argument(
+        "images", metavar="DIR", help="subfolders are classes; or images/ and masks/ of the same names, or a labels.csv"
+    )
     one.add_argument("--to", metavar="FILE.yaml", help="default: the folder's name, here")
     one.set_defaults(command=init)
 
@@ -70,19 +73,32 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def _classification(folder: Path) -> str:
+    from ..data.datasets.image_lists import labelled, matching, samples_of
+
+    tables = sorted(folder.glob("*.csv"))
+    inside = folder / "images" if (folder / "images").is_dir() else folder
     classes = sorted(one for one in folder.iterdir() if one.is_dir() and _images(one))
-    if len(classes) < 2:
+    if len(tables) == 1 and _images(inside):
+        images, pattern, labels = _images(inside), _pattern(inside), str(tables[0])
+    elif len(classes) < 2:
         raise DataError(
             f"{folder}: has {len(classes)} subfolders with images; give a subfolder for each class, or images/ and"
-            " masks/"
+            " masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
         )
-    images = [path for one in classes for path in _images(one)]
-    kind = _suffix(images)
-    names = ", ".join(one.name for one in classes)
+    else:
+        images, pattern, labels = [path for one in classes for path in _images(one)], _pattern(folder, "*"), "folders"
+    crop = _crop(images)
+    values, count = labelled(labels, samples_of(matching("images", pattern), len(crop)), None)
+    if values.ndim > 1:
+        what, outputs, cost, metrics = "Which numbers belong to an image?", values.shape[1], "!MSE {}", ""
+    else:
+        outputs = count or 0
+        names = f" {', '.join(one.name for one in classes)[:200]}" if labels == "folders" else ""
+        what, cost = f"Which of {count} classes is an image of?{names}", "!CrossEntropy {}"
+        metrics = "!Accuracy {}, !F1 {}, !ConfusionMatrix {}"
     return _FILE.format(
-        what=f"Which of {len(classes)} classes is an image of? {names[:200]}", crop=_crop(images),
-        images=json.dumps(str(folder / "*" / f"*{kind}")), labels="folders", layers=_CLASSIFIER.format(len(classes)),
-        cost="!CrossEntropy {}", metrics="!Accuracy {}, !F1 {}, !ConfusionMatrix {}", number="validation_error",
+        what=what, crop=crop, images=json.dumps(pattern), labels=json.dumps(labels), layers=_CLASSIFIER.format(outputs),
+        cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
     )  # fmt: skip
 
 
@@ -94,24 +110,30 @@ def _segmentation(folder: Path, masks: str) -> str:
     images, drawn = _images(folder / "images"), _images(folder / masks)
     if not images or not drawn:
         raise DataError(f"{folder}: images/ has {len(images)} images, {masks}/ has {len(drawn)}; give both some")
-    largest, numbers = 0, 0
+    found, numbers = set[int](), 0
     for path in drawn[:20]:
         with open_mask(str(path)) as source:
             if source.dtype.kind == "f":
                 numbers = source.shape[-1]
                 break
-            mask = np.asarray(source.read([(0, n) for n in source.shape]))
-        largest = max(largest, int(mask.max()))
-    labels = json.dumps(str(folder / masks / f"*{_suffix(drawn)}"))
+            found |= set(np.unique(source.read([(0, n) for n in source.shape])).tolist())
+    labels = json.dumps(_pattern(folder / masks))
     if numbers:
         what = "Which numbers has each cell of an image? The masks hold floats; classes are whole numbers"
         outputs, cost, metrics = numbers, "!MSE {}", ""
     else:
-        what = f"Which class has each cell of an image? The first masks hold 0 to {largest}"
-        outputs, cost, metrics = largest + 1, "!DiceCE {}  # ignore_index: 255 leaves cells out", "!IoU {}, !F1 {}"
+        ignored = {255} & found if max(found) == 255 > len(found) else set()
+        outputs = max(found - ignored, default=0) + 1
+        if outputs < 2:
+            raise DataError(f"{folder / masks}: holds {sorted(found)} alone; number the classes 0, 1, and so on")
+        what = f"Which class has each cell of an image? The first masks hold 0 to {outputs - 1}"
+        cost, metrics = "!DiceCE {}", "!IoU {}, !F1 {}"
         labels += f"\n  classes: {outputs}             # a mask with others ends the run"
+        if ignored:
+            what += ", and 255 where there is no class"
+            labels, cost = f"{labels}\n  ignore_index: 255", "!DiceCE {ignore_index: 255}"
     return _FILE.format(
-        what=what, crop=_crop(images), images=json.dumps(str(folder / "images" / f"*{_suffix(images)}")), labels=labels,
+        what=what, crop=_crop(images), images=json.dumps(_pattern(folder / "images")), labels=labels,
         layers=_SEGMENTER.format(outputs), cost=cost, metrics=metrics, number="validation_loss",
     )  # fmt: skip
 
@@ -119,7 +141,14 @@ def _segmentation(folder: Path, masks: str) -> str:
 def _images(folder: Path) -> list[Path]:
     from ..formats.table import known
 
-    return sorted(path for path in folder.iterdir() if known(path))
+    return sorted(path for path in folder.iterdir() if known(path) and not path.name.startswith("."))
+
+
+def _pattern(folder: Path, below: str = "") -> str:
+    """Return what the images in a folder, or in its subfolders, are called."""
+    folders = [one for one in (folder.glob(below) if below else [folder]) if one.is_dir()]
+    kinds = {path.suffix for one in folders for path in _images(one)}
+    return str(Path(escape(str(folder)), below, f"*{kinds.pop()}" if len(kinds) == 1 else "*.*"))
 
 
 def _crop(paths: list[Path]) -> list[int]:
@@ -133,11 +162,6 @@ def _crop(paths: list[Path]) -> list[int]:
         crop = crop or [64 if len(extents) < 3 else 32] * len(extents)
         crop = [min(pair) for pair in zip(crop, extents, strict=False)]
     return [side // 8 * 8 or side for side in crop]
-
-
-def _suffix(paths: list[Path]) -> str:
-    found = [path.suffix for path in paths]
-    return max(set(found), key=found.count)
 
 
 _FILE = """\
@@ -165,7 +189,7 @@ metrics: [{metrics}]
 best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5, and ends a run that gets no better
 """
 _BLOCK = """\
-    - !ConvLayerDist {{out_channels: {0}, kernel_size: 3, padding: 1}}
+    - !ConvLayerDist {{out_channels: {0}, kernel_size: 3, padding: 1, bias: false}}
     - !BatchNormLayerDist {{}}
     - !ActivationLayerDist {{activation: !ReLU {{}}}}"""
 _CLASSIFIER = "\n    - !MaxPoolingLayerDist {{kernel_size: 2}}\n".join(

@@ -310,7 +310,7 @@ TABLES = {
     "'6.npy' is no image here": "".join(f"{n}.npy,0\n" for n in range(7)),
     "has two labels": "".join(f"{n}.npy,0\n" for n in range(6)) + "0.npy,1\n",
     "has 2 values": "".join(f"{n}.npy,0{',1' * (n == 3)}\n" for n in range(6)),
-    "'cat' is no number": "".join(f"{n}.npy,cat\n" for n in range(6)),
+    "'cat' is no number": "".join(f"{n}.npy,{'cat' if n else 1}\n" for n in range(6)),
     "no finite number": "".join(f"{n}.npy,{'nan' if n == 2 else 1.5}\n" for n in range(6)),
     "5.npy has the class 5; there are 3": "".join(f"{n}.npy,{n}\n" for n in range(6)),
 }

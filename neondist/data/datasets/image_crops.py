@@ -131,7 +131,10 @@ class CropTiles:
             wrong = cells[(cells < 0) | (cells >= count)]
             wrong = wrong if ignored is None else wrong[wrong != ignored]
             if wrong.size:
-                raise DataError(f"{item.name}: has the label {wrong.flat[0]}; there are {count} classes, from 0")
+                raise DataError(
+                    f"{item.name}: has the label {wrong.flat[0]}; there are {count} classes, from 0; correct it,"
+                    f" give classes, or ignore_index: {wrong.flat[0]} here and in the cost"
+                )
         return cells
 
 

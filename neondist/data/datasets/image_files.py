@@ -31,11 +31,12 @@ class ImageFiles(Dataset):
     Parameters
     ----------
     images : str
-        A pattern such as ``'scans/*.tif'`` or ``'data/**/*.png'``; 'FILE.nc:NAME' names an array, '#1' a resolution.
+        A pattern such as ``'scans/*.tif'``, ``'data/**/*.png'`` or, of all kinds, ``'data/*'``; 'FILE.nc:NAME' names an
+        array, '#1' a resolution.
     labels : str
-        'folders': each image has the class of its folder's name. FILE.csv: rows of FILE,CLASS or FILE,NUMBER,... for
-        regression. Otherwise a pattern of masks with the images' names: of whole numbers, a class for each cell, or of
-        others, a target for each cell.
+        'folders': each image has the class of its folder's name. FILE.csv: rows of FILE,CLASS, numbers from 0 or names
+        (in their order), or of FILE,NUMBER,... for regression. Otherwise a pattern of masks with the images' names: of
+        whole numbers, a class for each cell, or of others, a target for each cell.
     crop : list of int, optional
         Extents of a crop, [h, w] or [d, h, w]. Default: images whole, which have one size then.
     crops_per_image : int

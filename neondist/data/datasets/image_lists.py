@@ -17,6 +17,7 @@ from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.image_loader import SUFFIXES
 from ...formats.pictures import IndexedSource
+from ...formats.table import known
 from ..csv_table import read_rows
 
 _INSIDE = re.compile(r"(.+\.(?:h5|hdf5|nc|nc4|zarr))(:[^:]+)$|(.+)(#\d+)$", re.IGNORECASE)
@@ -50,6 +51,8 @@ def matching(field: str, pattern: str) -> list[str]:
     found = _INSIDE.fullmatch(pattern)
     files, inside = (found[1] or found[3], found[2] or found[4]) if found else (pattern, "")
     paths = sorted(glob.glob(os.path.expanduser(files), recursive=True))
+    if files.endswith("*"):  # which is a table's name too
+        paths = [path for path in paths if known(Path(path))] or paths
     if not paths:
         raise DataError(f"{field}: no file is called {pattern}; correct the pattern, such as 'scans/*.tif'")
     return [path + inside for path in paths]
@@ -103,13 +106,16 @@ def labelled(labels: str, items: Sequence[Item], classes: int | None) -> tuple[n
             raise DataError(f"labels: all images are in the folder '{names[0]}'; give each class a folder, or labels")
         return values, classes or len(names)
     table = _table(Path(os.path.expanduser(labels)), items)
+    if table.shape[1] == 1 and not any(map(_is_number, table[:, 0])) and len(set(table[:, 0])) > 1:
+        table = np.unique(table, return_inverse=True)[1].reshape(-1, 1).astype(str)
     if table.shape[1] > 1 or not all(value.lstrip("+").isdecimal() for value in table[:, 0]):
         try:
             numbers = table.astype(np.float64)
         except ValueError as error:
             wrong = str(error).partition(": ")[2].removeprefix("np.str_(").removesuffix(")")
             raise DataError(
-                f"{labels}: {wrong} is no number; write FILE,CLASS with one from 0, or FILE,NUMBER"
+                f"{labels}: {wrong} is no number; write FILE,CLASS with a number from 0, or with the"
+                " name of each class, or FILE,NUMBER"
             ) from None
         if not np.isfinite(numbers).all():
             at = int(np.flatnonzero(~np.isfinite(numbers).all(1))[0])
@@ -164,6 +170,14 @@ def _by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[
     if extra:
         raise DataError(f"{there[extra[0]]}: is a mask of no image; remove it, or correct the pattern")
     return {name: there[called(name)] for name in images}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _stem(name: str) -> str:
