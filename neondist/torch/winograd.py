@@ -75,9 +75,9 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor, padding: Pair, dilation: Pa
     outer, inner = weight.shape[:2]
     turned = (_TO_WEIGHTS.to(x.dtype) @ weight.reshape(-1, 9).t()).view(16, outer, inner)
     y = x.new_empty(len(x), outer, *(_tiled(n, d) for n, d in zip(extents, dilation, strict=True)))
-    spread = _spread(y, dilation)
-    for rows, cells in _in_slabs(x, padding, dilation, spread.shape, max(outer, inner)):
-        out = spread[:, :, rows]
+    tiles = _by_tiles(y, dilation)
+    for rows, cells in _in_parts(x, padding, dilation, tiles.shape, max(outer, inner)):
+        out = tiles[:, :, rows]
         m = torch.bmm(turned, cells).view(4, 4, *(out.shape[at] for at in (0, 1, 2, 4, 5, 7)))
         halves = (m[1] + m[2]).add_(m[0]), (m[1] - m[2]).add_(m[3])
         for row, half in enumerate(halves):
@@ -91,10 +91,10 @@ def _sum_weights(x: torch.Tensor, dy: torch.Tensor, padding: Pair, dilation: Pai
     """Return the gradient of the weights."""
     inner, outer = x.shape[1], dy.shape[1]
     missing = [_tiled(n, d) - n for n, d in zip(dy.shape[2:], dilation, strict=True)]
-    spread = _spread(F.pad(dy, [0, missing[1], 0, missing[0]]), dilation)
+    tiles = _by_tiles(F.pad(dy, [0, missing[1], 0, missing[0]]), dilation)
     total = x.new_zeros(16, outer, inner)
-    for rows, cells in _in_slabs(x, padding, dilation, spread.shape, max(outer, inner)):
-        y = spread[:, :, rows]
+    for rows, cells in _in_parts(x, padding, dilation, tiles.shape, max(outer, inner)):
+        y = tiles[:, :, rows]
         turned = y.new_empty(4, 4, *(y.shape[at] for at in (0, 1, 2, 4, 5, 7)))
         first, second = y[:, :, :, 0], y[:, :, :, 1]
         for to, row in zip(turned, (first, first + second, first - second, second), strict=True):
@@ -111,15 +111,15 @@ def _tiled(n: int, dilation: int) -> int:
     return -(-n // (2 * dilation)) * 2 * dilation
 
 
-def _spread(y: torch.Tensor, dilation: Pair) -> torch.Tensor:
+def _by_tiles(y: torch.Tensor, dilation: Pair) -> torch.Tensor:
     """Return y (N, C, H, W) as (C, N, rows, 2, dilation, columns, 2, dilation)."""
     return y.transpose(0, 1).unflatten(3, (-1, 2, dilation[1])).unflatten(2, (-1, 2, dilation[0]))
 
 
-def _in_slabs(
+def _in_parts(
     x: torch.Tensor, padding: Pair, dilation: Pair, outputs: Sequence[int], channels: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the rows of tiles, some at a time, of what `_spread` returns, and their cells B^T x B (16, C, tiles)."""
+    """Yield the rows of tiles, some at a time, of what `_by_tiles` returns, and their cells B^T x B (16, C, tiles)."""
     (down, across), (rows, columns) = dilation, (outputs[2], outputs[5])
     covered = 2 * down * rows, 2 * across * columns
     around = [side for n, p, d, all_ in zip(x.shape[2:], padding, dilation, covered, strict=True)
