@@ -74,6 +74,9 @@ MODULES = {
     "fold, gaps": lambda: Function(lambda x: F.fold(x[:, :2].flatten(2), (26, 32), (1, 2), 1, (0, 1), (2, 3))),
     "global queries of windows": lambda: Function(windows),
     "global queries of windows, by hand": lambda: Function(lambda x: windows(x, lambda q, k: q @ k.mT @ k)),
+    "view of what lies otherwise in memory": lambda: Function(
+        lambda x: F.adaptive_avg_pool2d(x.to(memory_format=torch.channels_last), 2).permute(0, 2, 3, 1).view(2, -1)
+    ),
     "windows of a dimension": lambda: Function(lambda x: x.unfold(2, 3, 2)),
     "dtype of others": lambda: Function(lambda x: F.max_pool2d(x, 2).float().type_as(x) + x[0, 0, 0, 0].float().to(x)),
     "in place": lambda: Function(lambda x: F.silu(x * 2, inplace=True).add_(1)),

@@ -131,6 +131,14 @@ def test_the_data_of_a_tensor():
     )
 
 
+@pytest.mark.parametrize("of", [lambda x: x, lambda x: x.mean((2, 3))], ids=["tiles", "every rank's"])
+def test_places_in_memory(of):
+    refused(
+        lambda grid: ndt.distribute(Inner(lambda x: torch.as_strided(of(x), (2, 2), (1, 3))), IMAGES, grid),
+        "aten.as_strided.default in module 'body.1' cannot be distributed: places in memory are others than in one",
+    )
+
+
 def test_a_tensor_with_a_gradient_that_is_no_parameter():
     class Net(nn.Module):
         def __init__(self):

@@ -7,6 +7,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from ..errors import UnsupportedOperator
 from ..layout import Atom, axes_of, local_shape
 from ..registry import rule
 from .index import around, ranged, remapped
@@ -18,6 +19,13 @@ from .index import around, ranged, remapped
 def regrouped(lowering: Any, x: Any, **_: Any) -> Any:
     """Regroups dimensions; cut ones stay cut, wherever their bounds allow it."""
     return lowering.reshape(x, lowering.out.shape)
+
+
+@rule("aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default", always=True)
+def as_strided(lowering: Any, **_: Any) -> Any:
+    """Refused: it tells cells by their places in memory."""
+    why, remedy = "places in memory are others than in one process", "say which cells with view, unfold or an index"
+    raise UnsupportedOperator(lowering.where, why, remedy=remedy)
 
 
 @rule("aten.permute.default", "aten.permute_copy.default")
