@@ -285,6 +285,13 @@ def permuted(pen, x, t):
     )
 
 
+@step(1)
+def laid_out(pen, x, t):
+    """The same in another order of memory."""
+    last = {4: "channels_last", 5: "channels_last_3d"}.get(t.dim())
+    return pen.one(f"{x}.contiguous()", f"{x}.contiguous(memory_format=torch.{last})" if last else None)
+
+
 @step(2)
 def reshaped(pen, x, t):
     n, shape = t.dim(), list(t.shape)
@@ -303,6 +310,7 @@ def reshaped(pen, x, t):
         f"{x}.unsqueeze({a})",
         f"{x}.squeeze()",
         f"{x}.contiguous().view({joined})",
+        f"{x}.view({pen.one(joined, split)})",
         f"{x}.reshape({[*shape[::-1]]})",
     )
 
