@@ -167,7 +167,7 @@ def interpolate(pen, x, t, n):
     mode = pen.one("nearest", "nearest-exact", "area", *smooth, *smooth)
     how = f", mode={mode!r}"
     if mode in smooth:
-        how += f", align_corners={pen.chance()}"
+        how += f", align_corners={pen.chance()}" + (f", antialias={pen.chance(0.3)}" if n == 2 else "")
     if pen.chance():
         return f"F.interpolate({x}, size={each(n, lambda: pen.int(1, 14 if n < 3 else 6))}{how})"
     factor = pen.one(2, 2.0, 3, 0.5, 1.7, 2.3, 0.6, each(n, lambda: pen.one(1.0, 1.5, 2.0, 0.7)))

@@ -54,6 +54,13 @@ MODULES = {
     "bilinear": lambda: nn.Upsample(scale_factor=2.3, mode="bilinear"),
     "bicubic": lambda: Function(lambda x: F.interpolate(x, size=(17, 23), mode="bicubic", align_corners=True)),
     "bilinear, smaller": lambda: Function(lambda x: F.interpolate(x, size=(7, 5), mode="bilinear")),
+    "bilinear, antialias": lambda: Function(lambda x: F.interpolate(x, size=(5, 4), mode="bilinear", antialias=True)),
+    "bicubic, antialias": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3), Function(lambda x: F.interpolate(x, scale_factor=0.37, mode="bicubic", antialias=True))
+    ),
+    "bicubic, antialias, larger": lambda: Function(
+        lambda x: F.interpolate(x, scale_factor=(1.7, 0.2), mode="bicubic", antialias=True, align_corners=True)
+    ),
     "pixel shuffle": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.PixelShuffle(2), nn.Conv2d(2, 2, 3)),
     "pixel unshuffle": lambda: nn.Sequential(nn.ConstantPad2d((0, 1, 0, 1), 0.0), nn.PixelUnshuffle(2)),
     "flip": lambda: Function(lambda x: x.flip(2)),

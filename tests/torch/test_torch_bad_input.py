@@ -139,6 +139,18 @@ def test_places_in_memory(of):
     )
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"size": (5, 1)}, "antialias to one column"),
+        ({"scale_factor": (0.5, 1.05)}, "cells as they are, but not their gradient"),
+    ],
+)
+def test_where_pytorchs_antialias_is_wrong(how, said):
+    interpolate = Inner(lambda x: F.interpolate(x, mode="bilinear", antialias=True, **how))
+    refused(lambda grid: ndt.distribute(interpolate, IMAGES, grid), said)
+
+
 def test_a_tensor_with_a_gradient_that_is_no_parameter():
     class Net(nn.Module):
         def __init__(self):

@@ -109,6 +109,26 @@ def cubic(n: int, m: int, factor: float | None, align: bool, dtype: torch.dtype)
     return Taps(cells, torch.stack([far(t + 1), near(t), near(1 - t), far(2 - t)], 1))
 
 
+def smoothed(n: int, m: int, scale: float, dtype: torch.dtype, cubic: bool) -> Taps:
+    """Return the taps of interpolation with antialias=True, whose filters are as wide as a result's share of the image.
+
+    As ATen's UpSampleKernel.cpp reckons them: in the dtype, triangles, or cubic ones with A = -0.5.
+    """
+    width, reach = torch.tensor(max(scale, 1.0), dtype=dtype), 2 if cubic else 1
+    centres = torch.tensor(scale, dtype=dtype) * (torch.arange(m, dtype=dtype) + 0.5)
+    first = (centres - reach * width + 0.5).to(torch.int64).clamp(min=0)
+    last = (centres + reach * width + 0.5).to(torch.int64).clamp(max=n)
+    cells = first[:, None] + torch.arange(int((last - first).max()))
+    x = ((cells - centres[:, None] + 0.5) / width).abs()
+    if cubic:
+        near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+        weights = torch.where(x < 1, near, far * (x < 2))
+    else:
+        weights = (1 - x).clamp(min=0)
+    weights = weights * (cells < last[:, None])
+    return Taps(torch.minimum(cells, last[:, None] - 1), weights / weights.sum(1, keepdim=True))
+
+
 def nearest(n: int, m: int, factor: float | None, exact: bool) -> Taps:
     """Return the cells of nearest interpolation; reckoned in float32, as PyTorch does."""
     scale = torch.tensor(1.0 / factor if factor else n / m, dtype=torch.float32)
@@ -125,7 +145,8 @@ _RANK = {"1d": 1, "2d": 2, "3d": 3}
       "aten.upsample_bicubic2d.vec", "aten._upsample_nearest_exact1d.vec", "aten._upsample_nearest_exact2d.vec",
       "aten._upsample_nearest_exact3d.vec", "aten.upsample_nearest1d.default", "aten.upsample_nearest2d.default",
       "aten.upsample_nearest3d.default", "aten.upsample_linear1d.default", "aten.upsample_bilinear2d.default",
-      "aten.upsample_trilinear3d.default", "aten.upsample_bicubic2d.default", always=True)  # fmt: skip
+      "aten.upsample_trilinear3d.default", "aten.upsample_bicubic2d.default", "aten._upsample_bilinear2d_aa.vec",
+      "aten._upsample_bicubic2d_aa.vec", always=True)  # fmt: skip
 def upsample(
     lowering: Any, x: Any, output_size: Any = None, align_corners: bool = False, scale_factors: Any = None,
     scales: Any = None, scales_d: Any = None, scales_h: Any = None, scales_w: Any = None,
@@ -140,6 +161,9 @@ def upsample(
     dims, axes = spatial(lowering, x, n)
     if not x.axes and sum(lowering.out.shape[-n:]) <= sum(x.shape[-n:]):
         return lowering.alike()
+    smooth = "_aa" in name
+    if smooth and lowering.out.shape[-1] == 1 and lowering.out.shape[-2] != x.shape[-2]:
+        lowering.refuse("antialias to one column gives all rows alike in PyTorch 2.13; give rows and columns in turn")
     given = scale_factors or list((scales_d, scales_h, scales_w)[3 - n :])
     if scales is not None:
         given = [scales]
@@ -149,6 +173,12 @@ def upsample(
         extents[dim] = m
         if "nearest" in name:
             taps[dim] = nearest(x.shape[dim], m, factor, "exact" in name)
+        elif smooth:
+            scale = _scale(x.shape[dim], m, factor, align_corners)
+            if m == x.shape[dim] and scale != 1:
+                lowering.refuse(f"PyTorch 2.13 leaves {m} cells as they are, but not their gradient, where it is given"
+                                f" the factor {factor}; give the size")  # fmt: skip
+            taps[dim] = smoothed(x.shape[dim], m, scale, dtype, "cubic" in name)
         else:
             kind = cubic if "cubic" in name else linear
             taps[dim] = kind(x.shape[dim], m, factor, align_corners, dtype)
