@@ -88,7 +88,7 @@ def _classification(folder: Path) -> str:
     else:
         images, pattern, labels = [path for one in classes for path in _images(one)], _pattern(folder, "*"), "folders"
     crop = _crop(images)
-    values, count = labelled(labels, samples_of(matching("images", pattern), len(crop)), None)
+    values, count, _ = labelled(labels, samples_of(matching("images", pattern), len(crop)), None)
     if values.ndim > 1:
         what, outputs, cost, metrics = "Which numbers belong to an image?", values.shape[1], "!MSE {}", ""
     else:
@@ -97,7 +97,7 @@ def _classification(folder: Path) -> str:
         what, cost = f"Which of {count} classes is an image of?{names}", "!CrossEntropy {}"
         metrics = "!Accuracy {}, !F1 {}, !ConfusionMatrix {}"
     return _FILE.format(
-        what=what, crop=crop, images=json.dumps(pattern), labels=json.dumps(labels), layers=_CLASSIFIER.format(outputs),
+        what=what, crop=crop, images=_quoted(pattern), labels=_quoted(labels), layers=_CLASSIFIER.format(outputs),
         cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
     )  # fmt: skip
 
@@ -117,12 +117,13 @@ def _segmentation(folder: Path, masks: str) -> str:
                 numbers = source.shape[-1]
                 break
             found |= set(np.unique(source.read([(0, n) for n in source.shape])).tolist())
-    labels = json.dumps(_pattern(folder / masks))
+    labels = _quoted(_pattern(folder / masks))
     if numbers:
         what = "Which numbers has each cell of an image? The masks hold floats; classes are whole numbers"
         outputs, cost, metrics = numbers, "!MSE {}", ""
     else:
-        ignored = {255} & found if max(found) == 255 > len(found) else set()
+        none = min(found) if min(found) < 0 else 255 if max(found) == 255 > len(found) else None
+        ignored = {none} & found
         outputs = max(found - ignored, default=0) + 1
         if outputs < 2:
             raise DataError(f"{folder / masks}: holds {sorted(found)} alone; number the classes 0, 1, and so on")
@@ -130,10 +131,10 @@ def _segmentation(folder: Path, masks: str) -> str:
         cost, metrics = "!DiceCE {}", "!IoU {}, !F1 {}"
         labels += f"\n  classes: {outputs}             # a mask with others ends the run"
         if ignored:
-            what += ", and 255 where there is no class"
-            labels, cost = f"{labels}\n  ignore_index: 255", "!DiceCE {ignore_index: 255}"
+            what += f", and {none} where there is no class"
+            labels, cost = f"{labels}\n  ignore_index: {none}", f"!DiceCE {{ignore_index: {none}}}"
     return _FILE.format(
-        what=what, crop=_crop(images), images=json.dumps(_pattern(folder / "images")), labels=labels,
+        what=what, crop=_crop(images), images=_quoted(_pattern(folder / "images")), labels=labels,
         layers=_SEGMENTER.format(outputs), cost=cost, metrics=metrics, number="validation_loss",
     )  # fmt: skip
 
@@ -149,6 +150,11 @@ def _pattern(folder: Path, below: str = "") -> str:
     folders = [one for one in (folder.glob(below) if below else [folder]) if one.is_dir()]
     kinds = {path.suffix for one in folders for path in _images(one)}
     return str(Path(escape(str(folder)), below, f"*{kinds.pop()}" if len(kinds) == 1 else "*.*"))
+
+
+def _quoted(text: str) -> str:
+    """Return a text for YAML, which takes JSON's but for characters in two escapes, as of an emoji."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _crop(paths: list[Path]) -> list[int]:

@@ -71,6 +71,10 @@ class Loader:
         with _opened(path, self.size) as image:
             if image.mode not in ("1", "L", "P", *_WIDE_MODES):
                 raise DataError(f"{path}: a map of classes has one channel, this is {image.mode}; save the numbers")
+            if image.format in ("JPEG", "MPO"):
+                raise DataError(
+                    f"{path}: JPEG changes the numbers of a map of classes; draw it again, and save it as PNG"
+                )
             raw = _raw_mode(image)
             if image.format == "PPM" and image.tile[0].codec_name != "raw":
                 raise DataError(f"{path}: its numbers are scaled to the largest one of its head; save it as PNG")

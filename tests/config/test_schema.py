@@ -107,7 +107,7 @@ def test_init_writes_a_file_that_can_be_run(tmp_path, monkeypatch, capsys, kind)
 
 @pytest.mark.parametrize("number", [1, 0.5], ids=["names", "numbers"])
 def test_init_for_a_table(tmp_path, monkeypatch, number):
-    folder = tmp_path / "my [1]"
+    folder = tmp_path / "my \U0001f4f7 é [1]"
     images(folder)
     (folder / "0.png").rename(folder / "0.PNG")  # of two kinds
     (folder / "._0.png").write_text("none")
@@ -122,20 +122,20 @@ def test_init_for_a_table(tmp_path, monkeypatch, number):
     assert (made.model.leaves[-1].arguments()["out_features"], type(made.model.cost)) == (outputs, cost)
 
 
-@pytest.mark.parametrize("numbers", [[0, 1, 255], [0, 255]])
-def test_init_takes_255_for_no_class(tmp_path, monkeypatch, capsys, numbers):
+@pytest.mark.parametrize("numbers", [[0, 1, 255], [0, 1, -1], [0, 255]])
+def test_init_takes_255_and_a_negative_number_for_no_class(tmp_path, monkeypatch, capsys, numbers):
     monkeypatch.chdir(tmp_path)
     for folder, found in (("images", [0]), ("masks", numbers)):
         (tmp_path / "mine" / folder).mkdir(parents=True)
         for at in range(3):
-            np.save(tmp_path / "mine" / folder / f"{at}.npy", np.resize(np.array(found, "u1"), (16, 16)))
+            np.save(tmp_path / "mine" / folder / f"{at}.npy", np.resize(np.array(found, "i2"), (16, 16)))
     assert main(["init", "mine"]) == (0 if 1 in numbers else 2)
     if 1 not in numbers:
         assert "masks: holds [0, 255] alone; number the classes 0, 1" in capsys.readouterr().err
         return
     made = load_experiment("mine.yaml")
     made.validate(2)
-    assert (made.dataset.classes, made.dataset.ignore_index, made.model.cost.ignore_index) == (2, 255, 255)
+    assert (made.dataset.classes, made.dataset.ignore_index, made.model.cost.ignore_index) == (2, *numbers[2:] * 2)
 
 
 def test_init_counts_the_indices_of_palettes_as_training_does(tmp_path, monkeypatch):

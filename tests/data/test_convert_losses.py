@@ -165,6 +165,7 @@ def test_warnings_of_pillow_are_no_second_message(tmp_path):
 MASKS = {
     "black and white": (picture(BYTES > 99, "L"), "m.png", "maps hold 0 and 255 only"),
     "shades": (b"P2 2 1 3\n1 2\n", "m.pgm", "scaled to the largest one"),
+    "lossy": (picture(BYTES // 99), "m.jpg", "JPEG changes the numbers of a map of classes"),
     "colours": (picture(BYTES, "RGB"), "m.png", "a map of classes has one channel"),
     "negative": (picture(BYTES.astype("i4") - 1), "m.tif", "has the label -1"),
     "two of a name": (picture(BYTES // 99), "m.png", "are maps of one name"),

@@ -310,6 +310,7 @@ TABLES = {
     "'6.npy' is no image here": "".join(f"{n}.npy,0\n" for n in range(7)),
     "has two labels": "".join(f"{n}.npy,0\n" for n in range(6)) + "0.npy,1\n",
     "has 2 values": "".join(f"{n}.npy,0{',1' * (n == 3)}\n" for n in range(6)),
+    "all images have the class 'cat'": "".join(f"{n}.npy,cat\n" for n in range(6)),
     "'cat' is no number": "".join(f"{n}.npy,{'cat' if n else 1}\n" for n in range(6)),
     "no finite number": "".join(f"{n}.npy,{'nan' if n == 2 else 1.5}\n" for n in range(6)),
     "5.npy has the class 5; there are 3": "".join(f"{n}.npy,{n}\n" for n in range(6)),
@@ -323,6 +324,22 @@ def test_mistakes_in_tables(tmp_path, message):
     (tmp_path / "l.csv").write_text(TABLES[message])
     with pytest.raises(nd.DataError, match=message):
         nd.ImageFiles(f"{tmp_path}/*.npy", f"{tmp_path}/l.csv", classes=3 if "there are 3" in message else None).check()
+
+
+@pytest.mark.parametrize("labels", ["folders", "table"])
+def test_classes_of_a_test_split_have_the_numbers_of_training(tmp_path, labels):
+    for split, names in (("train", "abc"), ("new", "cb")):
+        for n, name in enumerate(names):
+            save(tmp_path / split / name / f"{split}{n}.npy", cells(0)[0])
+        (tmp_path / f"{split}.csv").write_text("".join(f"{split}{n}.npy,{name}\n" for n, name in enumerate(names)))
+    new = {"images": f"{tmp_path}/new/*/*.npy", "labels": f"{tmp_path}/new.csv"}
+    of_training = "folders" if labels == "folders" else f"{tmp_path}/train.csv"
+    made = nd.ImageFiles(f"{tmp_path}/train/*/*.npy", of_training, validation=None, test=new)
+    made.check()
+    assert (made._values.tolist(), made.classes) == ([0, 1, 2, 1, 2], 3)  # new/b comes before new/c
+    (tmp_path / "new.csv").write_text("new0.npy,z\nnew1.npy,b\n")
+    with pytest.raises(nd.DataError, match=r"new.csv: 'z' is no class of training, which has a, b, c; correct it"):
+        made.check()
 
 
 def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path):

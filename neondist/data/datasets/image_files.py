@@ -132,9 +132,10 @@ class ImageFiles(Dataset):
         self.sample_shape = (*extents, first.shape[-1])
         self.classes = self._classes
         values, masks = [], []
+        names: Sequence[str] = ()
         for labels, items in groups:
             if labels == "folders" or labels.lower().endswith(".csv"):
-                found, self.classes = labelled(labels, items, self.classes)
+                found, self.classes, names = labelled(labels, items, self.classes, names)
                 values.append(found)
             else:
                 masks += masks_of(labels, items, len(extents))

@@ -97,17 +97,25 @@ def require_alike(items: Sequence[Item], extents: tuple[int, ...], whole: bool) 
             )
 
 
-def labelled(labels: str, items: Sequence[Item], classes: int | None) -> tuple[np.ndarray, int | None]:
-    """Return a class or numbers for each image, from its folder or a table, and the number of classes."""
+def labelled(
+    labels: str, items: Sequence[Item], classes: int | None, names: Sequence[str] = ()
+) -> tuple[np.ndarray, int | None, Sequence[str]]:
+    """Return a class or numbers for each image, from its folder or a table, the number of classes, and their names.
+
+    `names`: those that are known, so that a test split has the numbers of training.
+    """
     if labels == "folders":
-        names = sorted({Path(item.name).parent.name for item in items})
-        values = np.array([names.index(Path(item.name).parent.name) for item in items])
-        if len(names) < 2:
-            raise DataError(f"labels: all images are in the folder '{names[0]}'; give each class a folder, or labels")
-        return values, classes or len(names)
+        folders = [Path(item.name).parent.name for item in items]
+        if not names and len(set(folders)) < 2:
+            raise DataError(f"labels: all images are in the folder '{folders[0]}'; give each class a folder, or labels")
+        values, names = _numbered(labels, folders, names)
+        return values, classes or len(names), names
     table = _table(Path(os.path.expanduser(labels)), items)
-    if table.shape[1] == 1 and not any(map(_is_number, table[:, 0])) and len(set(table[:, 0])) > 1:
-        table = np.unique(table, return_inverse=True)[1].reshape(-1, 1).astype(str)
+    if table.shape[1] == 1 and not any(map(_is_number, table[:, 0])):
+        if not names and len(set(table[:, 0])) < 2:
+            raise DataError(f"{labels}: all images have the class '{table[0, 0]}'; give two classes, or more")
+        values, names = _numbered(labels, table[:, 0].tolist(), names)
+        table = values.reshape(-1, 1).astype(str)
     if table.shape[1] > 1 or not all(value.lstrip("+").isdecimal() for value in table[:, 0]):
         try:
             numbers = table.astype(np.float64)
@@ -120,13 +128,22 @@ def labelled(labels: str, items: Sequence[Item], classes: int | None) -> tuple[n
         if not np.isfinite(numbers).all():
             at = int(np.flatnonzero(~np.isfinite(numbers).all(1))[0])
             raise DataError(f"{labels}: {items[at].name} has a target that is no finite number; correct it")
-        return numbers, classes
+        return numbers, classes, ()
     values = table[:, 0].astype(np.int64)
     count = classes or int(values.max()) + 1
     if values.max() >= count:
         at = int(np.argmax(values))
         raise DataError(f"{labels}: {items[at].name} has the class {values[at]}; there are {count}, from 0")
-    return values, count
+    return values, count, names
+
+
+def _numbered(labels: str, texts: Sequence[str], names: Sequence[str]) -> tuple[np.ndarray, Sequence[str]]:
+    """Return the numbers of classes, and all their names."""
+    names = names or sorted(set(texts))
+    if unknown := set(texts).difference(names):
+        known = ", ".join(names)[:200]
+        raise DataError(f"{labels}: '{min(unknown)}' is no class of training, which has {known}; correct it")
+    return np.array([names.index(text) for text in texts]), names
 
 
 def masks_of(pattern: str, items: Sequence[Item], rank: int) -> list[Item]:
@@ -143,7 +160,9 @@ def masks_of(pattern: str, items: Sequence[Item], rank: int) -> list[Item]:
     found = [mask for group in masks.values() for mask in group]
     for item, mask in zip(items, found, strict=True):
         if mask.extents != item.extents:
-            raise DataError(f"{mask.name}: is {_words(mask)}, but its image {item.name} is {_words(item)}")
+            raise DataError(
+                f"{mask.name}: is {_words(mask)}, but its image {item.name} is {_words(item)}; make them alike"
+            )
     first = found[0]
     for mask in found:
         if (mask.shape[-1], mask.dtype.kind) != (first.shape[-1], first.dtype.kind):
