@@ -231,7 +231,9 @@ class Plan(Sequence[LayerPlan]):
         nodes = len(self.graph.ends) - 1 - start
         count = max(1, isqrt(nodes)) if self.training.recompute else 1
         cuts = [start + split(nodes, count, at)[0] for at in range(1, count)]
-        cuts = [start, *(at for at in cuts if self.graph.ends[at][1] not in self.graph.shards), start + nodes]
+        ends = self.graph.ends  # nodes without steps are no section of their own, of which a gradient would be asked
+        cuts = [at for at in cuts if ends[at][1] not in self.graph.shards and ends[at] != ends[start]]
+        cuts = [start, *cuts, start + nodes]
         layers = {id(plan.layer): plan for plan in self}
         found = []
         for first, last in pairwise(cuts) if nodes else ():

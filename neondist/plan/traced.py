@@ -43,6 +43,8 @@ def needed_by(layer: Layer, outputs: Partition, shape: tuple[int, ...]) -> Parti
     """Return the cells of a layer's input, of this shape, from which parts of its output follow."""
     reach = layer.reach_for(shape)
     assert reach is not None
+    if reach.pointwise:
+        return outputs  # with none of them none: what an activation is given may be what it gives
     return sources(outputs, reach, shape[:-1])
 
 

@@ -33,6 +33,24 @@ def test_generated_networks_compute_what_pytorch_does(first):
             raise AssertionError(f"NEONDIST_SEED={SEED}, case {number}: {found.value}\n\n{small.program()}") from error
 
 
+TANH = ("Activation", {"name": "b", "activation": "Tanh"})
+FOUND = {
+    "lists without layers are no section": Case(
+        (4, 1), [[], [], ("Conv", {"name": "a", "out_channels": 1, "kernel_size": 2}), ("LRN", {"name": "b"})],
+        batch=1, steps=1, grid=(1, 1, 1, 2), recompute=True,
+    ),
+    "a stream's tiles without cells": Case(
+        (1, 1, 1), [("Conv", {"name": "a", "out_channels": 1, "kernel_size": 1}), TANH],
+        batch=1, steps=1, other=(1, 1, 1, 2), strips=1, memory="1TiB",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_wrong_once(name):
+    check(FOUND[name])
+
+
 def test_every_layer_is_drawn():
     drawn = {kind for number in range(40) for kind, _ in leaves(draw_case(0, number).network)}
     assert drawn == set(IMAGES)
