@@ -211,12 +211,12 @@ class Section:
             Is called with the gradient of the value behind so many nodes.
         """
         task: Any = self.tasks[at]
-        gradients, end = self._start(run, dy), run.steps
+        gradients, end, unwanted = self._start(run, dy), run.steps, None if wanted else 0
         if keep is not None:
             end, value = self.graph.ends[keep[0]]
-            self._back([run], [gradients], slice(end, run.steps))
+            self._back([run], [gradients], slice(end, run.steps), unwanted)
             keep[1](gradients[value])
-        self._back([run], [gradients], slice(at + 1, end))
+        self._back([run], [gradients], slice(at + 1, end), unwanted)
         return task.partial_result(
             "backward", *task.called_back(run, gradients[task.output], wanted or task.inputs != (0,))
         )

@@ -43,6 +43,10 @@ FOUND = {
         (1, 1, 1), [("Conv", {"name": "a", "out_channels": 1, "kernel_size": 1}), TANH],
         batch=1, steps=1, other=(1, 1, 1, 2), strips=1, memory="1TiB",
     ),
+    "norms of one image, in a stream": Case(
+        (4, 1), [("Sum", [("GroupNorm", {"name": "a", "groups": 1}), ("InstanceNorm", {"name": "b"})])],
+        batch=1, steps=1, strips=1, memory="1TiB",
+    ),
 }  # fmt: skip
 
 
