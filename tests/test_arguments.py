@@ -49,7 +49,7 @@ WRONG = {
         r"cost: .*got the class CrossEntropy; write CrossEntropy\(\)",
     ),
     "a layer's class": (lambda: nd.Convnet([nd.FCLayer]), r"layers\.0: .*got the class FCLayer; write FCLayer\(\)"),
-    "in a branch": (lambda: nd.Sum([[nd.ConvLayer]]), "layers: .*got the class ConvLayer"),
+    "in a branch": (lambda: nd.Sum([[nd.ConvLayer]]), "layers.0: .*got the class ConvLayer"),
     "no layers": (lambda: nd.Convnet(None), "Convnet: layers: expected a list .*, got None"),
     "an empty list": (lambda: nd.Convnet([]), "layers: a model needs at least one layer"),
     "text for a number": (

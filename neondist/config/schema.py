@@ -7,9 +7,10 @@ import inspect
 import math
 import re
 import typing
-from pathlib import PurePath
+from os import PathLike
 from typing import Any
 
+from ..layers import Node
 from ..registry import registered
 from ..registry.fields import Field, fields
 from ..registry.names import below, named
@@ -23,6 +24,7 @@ _PLAIN: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},
     type(None): {"type": "null"},
 }
+_CHAIN = "layers"  # each a layer, or a list of layers again
 
 
 def schema(top: str = "FitExperiment") -> dict[str, Any]:
@@ -35,7 +37,8 @@ def schema(top: str = "FitExperiment") -> dict[str, Any]:
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "neondist experiment",
         "$ref": f"#/definitions/{top}",
-        "definitions": {name: _of_class(cls) for name, cls in sorted(classes.items())},
+        "definitions": {name: _of_class(cls) for name, cls in sorted(classes.items())}
+        | {_CHAIN: {"type": "array", "items": {"anyOf": [_of_hint(Node), {"$ref": f"#/definitions/{_CHAIN}"}]}}},
     }
 
 
@@ -94,12 +97,14 @@ def _of_member(hint: Any) -> dict[str, Any]:
         return dict(_PLAIN[kind])
     if not isinstance(kind, type) or kind is object:
         return {}
-    if issubclass(kind, PurePath) or kind is collections.abc.Callable:
+    if issubclass(kind, PathLike) or kind is collections.abc.Callable:
         return {"type": "string"}
     if issubclass(kind, collections.abc.Mapping):
         return {"type": "object", **({"additionalProperties": _of_hint(args[-1])} if args else {})}
     if issubclass(kind, tuple) and args and args[-1] is not Ellipsis:
         return {"type": "array", "items": [_of_hint(arg) for arg in args], "minItems": len(args), "maxItems": len(args)}
+    if issubclass(kind, collections.abc.Iterable) and Node in members(*args[:1] or (None,)):
+        return {"$ref": f"#/definitions/{_CHAIN}"}
     if issubclass(kind, collections.abc.Iterable):
         return {"type": "array", **({"items": _of_hint(bare(args[0]) and args[0])} if args else {})}
     return {}

@@ -18,7 +18,7 @@ from .layout import said_with
 class Branches(Container):
     """Base of the containers whose layers all see the same input; a branch is a layer, or a list of layers."""
 
-    def __init__(self, layers: Sequence[Any], *, name: str | None = None) -> None:
+    def __init__(self, layers: Sequence[Node | Sequence[Any]], *, name: str | None = None) -> None:
         super().__init__(layers, name)
         if not self.layers:
             raise ConfigError(f"layers: {type(self).__name__} has no branch; give one, [] for the identity")

@@ -17,7 +17,7 @@ class Container(Node):
     All activations of one shape are cut into the same tiles, so what meets in a container fits cell by cell.
     """
 
-    def __init__(self, layers: Sequence[Any], name: str | None = None) -> None:
+    def __init__(self, layers: Sequence[Node | Sequence[Any]], name: str | None = None) -> None:
         self.name, self.layers = name, [as_node(layer) for layer in layers]
 
     @abstractmethod

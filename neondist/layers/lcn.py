@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, prod
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError, ShapeError
 from ..geometry import Box, GridShape, Window
 from ..halo import ExchangePolicy, GlobalArray
 from ..registry import suggest
+from ..registry.ranges import Positive
 from .base import Dist, Layer, Shape
 from .context import StepContext
 from .lcn_window import Halos, InView, LocalWindow, middle
@@ -56,7 +57,7 @@ class LCNLayer(Layer):
         *,
         window: str = "gaussian",
         sigma: float | None = None,
-        min_deviation: float | str = 1.0,
+        min_deviation: Positive | Literal["mean"] = 1.0,
         halo: str = "auto",
         padding_mode: str = "zeros",
         scheme: ExchangePolicy | str | None = None,
@@ -70,8 +71,6 @@ class LCNLayer(Layer):
                 raise ConfigError(f"{field} {value!r} is unknown{suggest(str(value), CHOICES[field])}")
         if sigma is not None and (window != "gaussian" or not 0 < sigma < inf):
             raise ConfigError(f"sigma {sigma}: needs a number above 0, and window 'gaussian'")
-        if min_deviation != "mean" and (isinstance(min_deviation, str) or not 0 < min_deviation < inf):
-            raise ConfigError(f"min_deviation {min_deviation!r}: needs a number above 0, or 'mean'")
         self.local = LocalWindow(kernel_size, window, sigma, padding_mode)
         self.min_deviation, self.halo = min_deviation, halo
         self.sums_image = min_deviation == "mean"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ..errors import ConfigError
 from ..initializers import FanInUniform, Initializer
+from ..registry.ranges import Count
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .functions import Activation
@@ -36,7 +36,7 @@ class FCLayer(Layer):
 
     def __init__(
         self,
-        out_features: int,
+        out_features: Count,
         *,
         bias: bool = True,
         activation: Activation | None = None,
@@ -44,8 +44,6 @@ class FCLayer(Layer):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        if out_features < 1:
-            raise ConfigError(f"out_features {out_features}: needs at least 1")
         self.out_features, self.bias, self.activation = out_features, bias, activation
         self.weights_init = weights_init or FanInUniform()
 

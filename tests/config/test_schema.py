@@ -48,6 +48,10 @@ def test_the_schema_allows_what_the_check_allows():
         ("epochs: 2", "nonfinite: go on"),
     ]:
         assert faults(FILE.replace(old, new)), new
+    branch = "layers: [!Sum {layers: [[[!LCNLayerDist {min_deviation: mean}]], []]}, "
+    assert faults(FILE.replace("layers: [", branch)) == []
+    for old, new in [("min_deviation", "min_deviatio"), ("mean", "median"), ("[]]", "[2]]"), ("[[[!", "[[[2, !")]:
+        assert faults(FILE.replace("layers: [", branch.replace(old, new))), new
     warmup = schema()["definitions"]["Warmup"]
     assert warmup["properties"]["start"] == {
         "description": "The first factor, in [0, 1).",

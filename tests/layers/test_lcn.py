@@ -175,8 +175,16 @@ MISTAKES = {
     "halo": (lambda: nd.LCNLayer(halo="three"), ConfigError, "halo 'three' is unknown"),
     "sigma": (lambda: nd.LCNLayer(sigma=0.0), ConfigError, "sigma 0.0"),
     "sigma of a box": (lambda: nd.LCNLayer(window="uniform", sigma=1.0), ConfigError, "sigma 1.0.*window 'gaussian'"),
-    "c": (lambda: nd.LCNLayer(min_deviation=0.0), ConfigError, "min_deviation 0.0"),
-    "c in words": (lambda: nd.LCNLayer(min_deviation="median"), ConfigError, "min_deviation 'median'"),
+    "c": (
+        lambda: nd.LCNLayer(min_deviation=0.0),
+        ConfigError,
+        "min_deviation: expected a number above 0 or .mean., got 0.0",
+    ),
+    "c in words": (
+        lambda: nd.LCNLayer(min_deviation="median"),
+        ConfigError,
+        "got the text .median.; did you mean .mean.",
+    ),
     "vector": (
         lambda: nd.Convnet([nd.GlobalAvgPoolingLayer(), nd.LCNLayer()]).build((5, 5, 1), 1),
         ShapeError,
