@@ -81,6 +81,9 @@ def _classification(folder: Path) -> str:
     if len(tables) == 1 and _images(inside):
         images, pattern, labels = _images(inside), _pattern(inside), str(tables[0])
     elif len(classes) < 2:
+        if within := sorted(one.parent for one in folder.glob("*/*") if one.is_dir() and _images(one)):
+            inner = within[0]
+            raise DataError(f"{folder}: has no images, but {inner.name}/ has folders of them: neondist init {inner}")
         raise DataError(
             f"{folder}: has {len(classes)} subfolders with images; give a subfolder for each class, or images/ and"
             " masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
@@ -88,12 +91,14 @@ def _classification(folder: Path) -> str:
     else:
         images, pattern, labels = [path for one in classes for path in _images(one)], _pattern(folder, "*"), "folders"
     crop = _crop(images)
-    values, count, _ = labelled(labels, samples_of(matching("images", pattern), len(crop)), None)
+    values, count, known = labelled(labels, samples_of(matching("images", pattern), len(crop)), None)
     if values.ndim > 1:
         what, outputs, cost, metrics = "Which numbers belong to an image?", values.shape[1], "!MSE {}", ""
     else:
         outputs = count or 0
         names = f" {', '.join(one.name for one in classes)[:200]}" if labels == "folders" else ""
+        if labels != "folders" and not known:
+            names = " The table's whole numbers are classes, from 0; write values to be predicted as 250.0"
         what, cost = f"Which of {count} classes is an image of?{names}", "!CrossEntropy {}"
         metrics = "!Accuracy {}, !F1 {}, !ConfusionMatrix {}"
     return _FILE.format(

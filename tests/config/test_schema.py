@@ -109,6 +109,17 @@ def test_init_writes_a_file_that_can_be_run(tmp_path, monkeypatch, capsys, kind)
     assert "mine.yaml: exists already; choose another name with --to" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("point", ["", ".0"])
+def test_init_says_what_whole_numbers_are(tmp_path, monkeypatch, point):
+    monkeypatch.chdir(tmp_path)
+    images(tmp_path / "mine")
+    (tmp_path / "mine" / "labels.csv").write_text("".join(f"{at}.png,{at + 10}{point}\n" for at in range(4)))
+    assert main(["init", "mine"]) == 0
+    said = "# Which of 14 classes is an image of? The table's whole numbers are classes, from 0; write values to be"
+    assert (said in (tmp_path / "mine.yaml").read_text()) == (not point)
+    assert isinstance(load_experiment("mine.yaml").model.cost, nd.MSE) == bool(point)
+
+
 @pytest.mark.parametrize("number", [1, 0.5], ids=["names", "numbers"])
 def test_init_for_a_table(tmp_path, monkeypatch, number):
     folder = tmp_path / "my \U0001f4f7 é [1]"
@@ -177,6 +188,9 @@ def test_init_for_volumes(tmp_path, monkeypatch, kind):
 
 
 def test_init_without_images(tmp_path, capsys):
+    images(tmp_path / "split" / "train" / "cat", 1)
+    assert main(["init", str(tmp_path / "split"), "--to", str(tmp_path / "x.yaml")]) == 2
+    assert "but train/ has folders of them: neondist init" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     for folder, words in (("none", "no such folder"), ("empty", "has 0 subfolders with images; give a subfolder")):
         assert main(["init", str(tmp_path / folder), "--to", str(tmp_path / "x.yaml")]) == 2
