@@ -92,7 +92,8 @@ class Exchange(ABC):
 
     def _on_host(self, message: Message, staged: list[Staged]) -> Message:
         """Return a message of NumPy's array; that of a device's cells goes through one, which is added to `staged`."""
-        if isinstance(message.array, np.ndarray):
+        kind = getattr(getattr(message.array, "device", None), "type", None)  # PyTorch's
+        if isinstance(message.array, np.ndarray) or kind in self.transport.tensors:
             return message
         cells = message.cells
         host = np.empty(cells.shape, cells.dtype)
@@ -150,11 +151,14 @@ class Transport(ABC):
     rank, size : int
     closed : bool
         Whether `close` was called.
+    tensors : tuple of str
+        The kinds of devices whose PyTorch tensors it takes itself, in exchanges and as `allreduce`'s array.
     """
 
     rank: int
     size: int
     closed: bool = False
+    tensors: tuple[str, ...] = ()
 
     @abstractmethod
     def split(self, color: int, key: int) -> Transport:
@@ -178,8 +182,8 @@ class Transport(ABC):
         """Return an exchange over fixed arrays; messages between two ranks match in the order listed."""
 
     @abstractmethod
-    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
-        """Replace a contiguous array by its sum, or maximum, over all ranks."""
+    def allreduce(self, array: Any, op: ReduceOp = "sum") -> None:
+        """Replace a contiguous array, or one of its `tensors`, by its sum, or maximum, over all ranks."""
 
     @abstractmethod
     def iallreduce(self, array: np.ndarray) -> Request:

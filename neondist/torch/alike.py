@@ -83,14 +83,15 @@ class Watch:
         self._look()
 
     def key(self) -> tuple[Any, ...]:
-        """Return the values, which modules there are, and tensors' dtypes; keys are equal if nothing has changed."""
+        """Return the values, the modules, and tensors' dtypes and devices; keys are equal if nothing has changed."""
         try:
             found = [(values(attributes), *map(id, inner.values())) for attributes, values, inner in self._watched]
-            dtypes = [where[at].dtype for _, where, at in (*self._parameters, *self._buffers) if where[at] is not None]
+            tensors = [where[at] for _, where, at in (*self._parameters, *self._buffers)]
+            kinds = [(tensor.dtype, tensor.device) for tensor in tensors if tensor is not None]
         except KeyError:  # something was deleted
             self._look()
             return self.key()
-        return tuple(found), tuple(dtypes)
+        return tuple(found), tuple(kinds)
 
     def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the parameters and the buffers by name, without those that are gone; duplicates included."""

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ConfigError
 from ..halo import ExchangePolicy
 from .functional import is_simple, written
-from .graph import Value
+from .graph import DEVICES, Value, autocast
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
 from .plan import TorchPlan
@@ -34,7 +35,11 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
 def captured(
-    module: nn.Module, shapes: Sequence[tuple[Sequence[int], torch.dtype]], what: str = "", in_place: bool = True
+    module: nn.Module,
+    shapes: Sequence[tuple[Sequence[int], torch.dtype]],
+    what: str = "",
+    in_place: bool = True,
+    device: torch.device | None = None,
 ) -> Any:
     """Return the exported program of a module, composite operators kept.
 
@@ -46,6 +51,8 @@ def captured(
         What errors call the module; default: its class.
     in_place : bool
         Whether there may be operators that write into their arguments, which is_simple of functional.py allows.
+    device : torch.device, optional
+        Of the inputs; default: where the module's parameters and buffers are.
 
     Raises
     ------
@@ -54,13 +61,19 @@ def captured(
     """
     with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
         with FakeTensorMode(allow_non_fake_inputs=True):
-            inputs = tuple(torch.empty(tuple(shape), dtype=dtype) for shape, dtype in shapes)
+            where = device or device_of(module)
+            inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=where) for shape, dtype in shapes)
         try:
             program = torch.export.export(module, inputs, strict=False)
             _detach(program.graph_module)
             return program if in_place and is_simple(program) else program.run_decompositions({})
         except Exception as error:
             raise ConfigError(_explained(what or type(module).__name__, shapes, error)) from error
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return where the first of a module's parameters and buffers is; of one without, the host."""
+    return next((tensor.device for tensor in chain(module.parameters(), module.buffers())), torch.device("cpu"))
 
 
 @contextmanager
@@ -79,8 +92,8 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def _no_autocast() -> Iterator[None]:
     with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
+        for device, enabled in zip(DEVICES, autocast(), strict=True):
+            if enabled:
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
 

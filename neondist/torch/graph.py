@@ -31,6 +31,12 @@ IN_PLACE: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (
 SAME = ("spread", "counted")
 """Kinds of steps that give their input as it is, and do something to its gradient."""
 Pads = tuple[tuple[int, int, int], ...]
+DEVICES = ("cpu", "cuda")
+
+
+def autocast() -> list[bool]:
+    """Tell for each kind of device whether autocast is on."""
+    return [torch.is_autocast_enabled(device) for device in DEVICES]
 
 
 @dataclass(eq=False)

@@ -17,9 +17,10 @@ from ..errors import ConfigError, ShapeError, UserError
 from ..halo import Phase
 from ..memory import as_bytes, share_of
 from .alike import Watch, check_alike, digest_of, versions
-from .capture import captured, lowered
+from .capture import captured, device_of, lowered
 from .checks import check_gather_at, check_parameters, check_tensor, gradients_of
 from .criteria import CriterionModule, check_number, identity
+from .graph import autocast
 from .layout import Layout, local_shape, shape_of
 from .plan import TorchPlan
 from .run import Runner
@@ -82,6 +83,7 @@ class DistributedModule(nn.Module):
             self.wires = Wires(grid, len(shapes[0]) - 2)
             self.tiling = Tiling(self.wires, self._shapes)
             self._runner()
+        self.wires.connect(device_of(module))
         self._check_weights({"the module's steps": self._runner().digest, "example_shape": self._shapes})
 
     # As the user knows it.
@@ -245,11 +247,12 @@ class DistributedModule(nn.Module):
         criterion, watch, runners = self._losses[which]
         others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in at)
         dtypes = [leaves[i].dtype for i in at]
-        inputs = spec, others, tuple(layouts), tuple(dtypes)
+        device = leaves[at[0]].device if at else None
+        inputs = spec, others, tuple(layouts), tuple(dtypes), device
         before = watch.key()
         if (before, inputs) not in runners:
             shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-            program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion")
+            program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
             plan, tree = lowered(program, self.wires.mesh, self.grid.rank, layouts)
             check_number(plan, tree)
             runners[watch.settled(before), inputs] = Runner(self.wires, plan), digest_of(plan, program)
@@ -297,7 +300,7 @@ class DistributedModule(nn.Module):
                     f"rank {self.grid.rank}: input {at} has shape {tuple(tile.shape)}, but this rank's tile of"
                     f" {shape_of(layout)} is {expected}; cut the image with model.scatter(image)"
                 )
-            if tile.dtype != dtype and not torch.is_autocast_enabled(tile.device.type):
+            if tile.dtype != dtype and not any(autocast()):
                 raise ShapeError(
                     f"rank {self.grid.rank}: input {at} has dtype {tile.dtype}, but the module takes {dtype}; convert"
                     " it with .to, or say distribute(..., dtype=...)"
@@ -312,7 +315,7 @@ class DistributedModule(nn.Module):
             "the mode": "train()" if self.training else "eval()",
             "what the module computes": prepared.digest,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
-            "autocast": torch.is_autocast_enabled("cpu"),
+            "autocast": autocast(),
             "the dtype of the inputs": [tile.dtype for tile in tiles],
             "the list of parameters that require gradients": trained,
         } | gradients_of("input", tiles)
@@ -326,8 +329,10 @@ class DistributedModule(nn.Module):
         mine = {name: str(value) for name, value in facts.items()}
         names = list(mine)
         for name, tensor in (*parameters.items(), *self.module.named_buffers()):
-            data = tensor.detach().cpu().contiguous().view(-1)
-            checksum = zlib.crc32(data.view(torch.uint8).numpy().tobytes()) if data.numel() else 0
+            checksum = 0
+            if tensor.numel() and not tensor.is_meta:  # where there are no values yet
+                data = tensor.detach().cpu().contiguous().view(-1)
+                checksum = zlib.crc32(data.view(torch.uint8).numpy().tobytes())
             mine[name] = f"{tuple(tensor.shape)} {checksum}"
         every = self.grid.world.allgather(mine)
         for rank, other in enumerate(every):

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..comm import Exchange
 from ..observer import During
 from .graph import WIDER, Step
 from .layout import Dim, Mesh, axes_of, indices, local_atoms
-from .wires import Wires, messages
+from .wires import Parcels, Wires
 
 _OPS = torch.ops.aten
 SCORES = 2**20
@@ -70,7 +69,7 @@ class RingChannel:
         self.rows = torch.tensor(indices(self.ring.queries, wires.place))
         self.columns = [torch.tensor(indices(self.ring.keys, mesh.place(one))) for one in self.ranks]
         self.group, self.first = wires.group_of(axes_of([self.ring.keys]))
-        self._planned: dict[Any, tuple[list[torch.Tensor], list[Exchange]]] = {}
+        self._planned: dict[Any, tuple[list[torch.Tensor], list[Parcels]]] = {}
 
     def during(self, direction: str) -> During:
         """Return a block that observers are told of."""
@@ -84,10 +83,10 @@ class RingChannel:
         number, back = len(self.ranks), direction == "backward"
         shapes = [(*t.shape[:-2], t.shape[-1]) for t in tensors]  # of what there is for each key
         ends = [prod(shape) for shape in shapes]
-        key = direction, tensors[0].dtype, tuple(shapes)
+        key = direction, (tensors[0].dtype, tensors[0].device), tuple(shapes)
         if key not in self._planned:
             self._planned = {of: kept for of, kept in self._planned.items() if of[1] == key[1]}
-            self._planned[key] = self._plan(sum(ends), back, tensors[0].dtype)
+            self._planned[key] = self._plan(sum(ends), back, tensors[0])
         flats, exchanges = self._planned[key]
 
         def parts(hop: int) -> list[torch.Tensor]:
@@ -100,32 +99,31 @@ class RingChannel:
         for hop in range(number + back):
             yield (self.at - hop) % number, parts(hop)
             if hop < len(exchanges):
-                for message in exchanges[hop].sends:
+                for message in exchanges[hop].exchange.sends:
                     self.wires.record("ring", self.name, direction, self.first + message.peer, message.nbytes)
                 exchanges[hop].run()
 
     def scores(self, q: torch.Tensor, keys: torch.Tensor, mask: Any, columns: torch.Tensor) -> torch.Tensor:
         """Return those of this rank's queries, which are scaled, and some columns."""
-        found = q @ keys.mT
+        found, columns = q @ keys.mT, columns.to(q.device)
         if mask is not None:
             mask = mask if mask.shape[-1] == 1 else mask.index_select(-1, columns)
             found = found.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else found.add_(mask)
         if self.ring.causal:
-            found.masked_fill_(self.rows[:, None] < columns, -torch.inf)
+            found.masked_fill_(self.rows.to(q.device)[:, None] < columns, -torch.inf)
         return found
 
-    def _plan(self, numbers: int, back: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[Exchange]]:
+    def _plan(self, numbers: int, back: bool, like: torch.Tensor) -> tuple[list[torch.Tensor], list[Parcels]]:
         """Return two buffers and the exchanges between them, given how many numbers there are for each key."""
         count, sizes = len(self.ranks), [numbers * len(columns) for columns in self.columns]
-        flats, exchanges = [torch.empty(max(sizes), dtype=dtype) for _ in range(2)], []
+        flats, exchanges = [torch.empty(max(sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []
         for hop in range(count - 1 + back):
             leaving, arriving = (sizes[(self.at - one) % count] for one in (hop, hop + 1))
             if hop == count - 1:  # gradients come home alone
                 leaving, arriving = leaving // 2, arriving // 2
             ends = ((1, flats[hop % 2][:leaving]), (-1, flats[(hop + 1) % 2][:arriving]))
-            out, into = (messages({self.ranks[(self.at + by) % count]: flat}, self.first) for by, flat in ends)
-            exchanges.append(self.group.exchange(out, into))
-            exchanges[-1].observers = self.wires.grid.observers
+            out, into = ({self.ranks[(self.at + by) % count]: flat} for by, flat in ends)
+            exchanges.append(self.wires.parcels(self.group, out, into, self.first))
         return flats, exchanges
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .functions import Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
-from .graph import Segment, Step
+from .graph import Segment, Step, autocast
 from .plan import TorchPlan, kind_of
 from .ring import Around, RingChannel
 from .schemes import SchemeChannel
@@ -51,7 +51,7 @@ class Runner:
             env[value] = buffers[name].clone() if name in plan.mutated else buffers[name]
         env.update(self._entered(parameters))
         if plan.key is not None:
-            env[plan.key] = self._drawn()
+            env[plan.key] = self._drawn(inputs)
         before = self.wires.sent
         if self._segments and torch.is_grad_enabled():
             self._run_segments(env)
@@ -91,10 +91,11 @@ class Runner:
         self._run_steps(segment.steps, env)
         return [env[value] for value in segment.outputs]
 
-    def _drawn(self) -> torch.Tensor:
-        """Return a number of PyTorch's generator on rank 0; what is run again by a checkpoint finds it again."""
+    def _drawn(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a number of PyTorch's generator on rank 0, which a checkpoint that runs again finds again."""
         world = self.wires.grid.world  # no other rank draws: virtual ones share the generator
-        return torch.tensor(world.bcast(int(torch.randint(2**62, ())) if world.rank == 0 else None))
+        number = world.bcast(int(torch.randint(2**62, ())) if world.rank == 0 else None)
+        return torch.tensor(number, device=inputs[0].device if inputs else None)
 
     def _entered(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         ids = self.plan.parameters
@@ -110,7 +111,7 @@ class Runner:
         return sum(self.plan.traffic(self.plan.rank, trained=()).values())
 
     def _compare(self, sent: int) -> None:
-        if sent != self._planned and not (self._varies or torch.is_autocast_enabled("cpu")):  # which sends other dtypes
+        if sent != self._planned and not (self._varies or any(autocast())):  # which sends other dtypes
             raise RuntimeError(
                 f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned} were planned; this is a"
                 " defect of neondist"
@@ -123,10 +124,10 @@ class Runner:
             found = self._run(step, tensors)
         for tensor in found:
             if tensor.is_floating_point():
-                observers.value(step, "output", tensor.detach().float().numpy())
+                observers.value(step, "output", tensor.detach().float().cpu().numpy())
             if tensor.requires_grad:
                 tensor.register_hook(
-                    lambda dy: observers.value(step, "gradient of the output", dy.detach().float().numpy())
+                    lambda dy: observers.value(step, "gradient of the output", dy.detach().float().cpu().numpy())
                 )
         return found
 
@@ -165,5 +166,6 @@ class Runner:
             if floating and kind.kind == "value":
                 found.append(Nothing.apply(shape, *floating).to(kind.dtype))
             else:
-                found.append(torch.zeros(shape, dtype=kind.dtype))
+                device = tensors[0].device if tensors else None
+                found.append(torch.zeros(shape, dtype=kind.dtype, device=device))
         return found

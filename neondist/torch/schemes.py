@@ -58,7 +58,7 @@ class SchemeChannel:
         owner, buffer = self._buffer(tensor, fill)
         seen = buffer.forward(_channels_last(tensor), self.wires.phase)
         self._record(owner)
-        found = torch.from_numpy(seen).movedim(-1, 1)
+        found = torch.from_numpy(seen).movedim(-1, 1)  # of the host: schemes cross it
         shape, inside = list(found.shape), [slice(None)] * tensor.dim()
         for dim, before, after in pads:
             inside[dim] = slice(before, before + shape[dim])
@@ -76,7 +76,7 @@ class SchemeChannel:
         owner, buffer = self._buffers[shape[0], shape[1], gradient.dtype]
         found = buffer.backward(_channels_last(gradient), self.wires.phase)
         self._record(owner)
-        return torch.from_numpy(found).movedim(-1, 1).to(gradient.dtype, copy=True)
+        return torch.from_numpy(found).movedim(-1, 1).to(gradient.device, gradient.dtype, copy=True)
 
     def during(self, direction: str) -> During:
         """Return a block that observers are told of."""
@@ -173,5 +173,5 @@ def _box(ranges: Sequence[Range]) -> Box:
 
 def _channels_last(tensor: torch.Tensor) -> np.ndarray:
     """Return an array (n, *cells, C) on the tensor's memory; what NumPy has no type for is copied."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).movedim(1, -1).numpy()

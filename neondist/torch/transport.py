@@ -28,6 +28,8 @@ KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
 REDUCED = ("float32", "float64", "int32", "int64")
 """What gloo's own allreduce is used for; it does not know all dtypes."""
 
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+
 Letter = tuple[int, torch.Tensor]
 """the rank at the other end, and bytes"""
 
@@ -113,6 +115,7 @@ class TorchTransport(Transport):
         self._tags = [FIRST_TAG + number * len(KINDS) + kind for kind in KINDS]
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
+        self.tensors = tuple(backend.partition(":")[0] for backend in backends.split(","))
         self._whole = self.size == len(everybody)
 
     @property
@@ -149,13 +152,28 @@ class TorchTransport(Transport):
         """Return an exchange straight from and into the arrays, or through buffers for boxes with gaps in memory."""
         return _TorchExchange(self, sends, receives)
 
-    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
-        """Replace a contiguous array by its sum, or maximum, over all ranks."""
-        self._reduction(array, op, COLLECTIVES).wait()
+    def allreduce(self, array: Any, op: ReduceOp = "sum") -> None:
+        """Replace a contiguous array, or tensor of one of the devices, by its sum, or maximum, over all ranks."""
+        if isinstance(array, torch.Tensor):
+            self._allreduce_tensor(array, op)
+        else:
+            self._reduction(array, op, COLLECTIVES).wait()
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Begin to replace a contiguous array by its sum over all ranks."""
         return self._reduction(array, "sum", SUMS)
+
+    def _allreduce_tensor(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        if self.size == 1 or not tensor.numel():
+            return
+        if self._whole and str(tensor.dtype).removeprefix("torch.") in REDUCED:
+            with self.remote_errors():
+                dist.all_reduce(tensor, REDUCE_OPS[op], self.group)
+            return
+        rows = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)]
+        self.swap([(peer, bytes_of(tensor)) for peer in self.peers], [(p, bytes_of(rows[p])) for p in self.peers])
+        combine: Any = torch.add if op == "sum" else torch.maximum
+        tensor.copy_(reduce(combine, rows))
 
     def _reduction(self, array: np.ndarray, op: ReduceOp, kind: int) -> Request:
         if self.size == 1 or not array.size:
@@ -165,9 +183,8 @@ class TorchTransport(Transport):
         flat = array.ravel("K")  # a view
         if not (self._whole and array.dtype.name in REDUCED):
             return _Reduction(self, flat, op, kind)
-        combine = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         with self.remote_errors():
-            return _Works(self, [dist.all_reduce(torch.from_numpy(flat), combine, self.group, async_op=True)])
+            return _Works(self, [dist.all_reduce(torch.from_numpy(flat), REDUCE_OPS[op], self.group, async_op=True)])
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, one above the other."""
@@ -220,9 +237,15 @@ class TorchTransport(Transport):
         group, tag = self.group, self._tags[kind]
         with self.remote_errors():
             # receives first, so that no message arrives unexpected
-            works = [dist.irecv(data, self._ranks[peer], group, tag) for peer, data in receives if data.numel()]
-            works += [dist.isend(data, self._ranks[peer], group, tag) for peer, data in sends if data.numel()]
-        return _Works(self, works)
+            ends = [(dist.irecv, receives), (dist.isend, sends)]
+            ops = [
+                dist.P2POp(end, data, self._ranks[peer], group, tag)
+                for end, letters in ends
+                for peer, data in letters
+                if data.numel()
+            ]
+            # together: nccl runs what is posted apart one after the other, and two ranks would wait for each other
+            return _Works(self, dist.batch_isend_irecv(ops) if ops else [])
 
     def swap(self, sends: Iterable[Letter], receives: Iterable[Letter]) -> None:
         """Send and receive what a collective needs."""
@@ -279,8 +302,8 @@ class _TorchExchange(Exchange):
     def __init__(self, transport: TorchTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
         self.leaving, self.arriving = ([_packed(m.cells) for m in messages] for messages in (self.sends, self.receives))
-        self.outgoing = [(m.peer, as_bytes(data)) for m, (_, data) in zip(self.sends, self.leaving, strict=True)]
-        self.incoming = [(m.peer, as_bytes(data)) for m, (_, data) in zip(self.receives, self.arriving, strict=True)]
+        self.outgoing = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.sends, self.leaving, strict=True)]
+        self.incoming = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.receives, self.arriving, strict=True)]
 
     def _start(self) -> None:
         for cells, data in self.leaving:
@@ -295,8 +318,10 @@ class _TorchExchange(Exchange):
                 cells[...] = data
 
 
-def _packed(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _packed(cells: Any) -> tuple[Any, Any]:
     """Return cells and the contiguous array that travels: the same, or a buffer for their copies."""
+    if isinstance(cells, torch.Tensor):
+        return cells, cells
     fit = cells.flags.c_contiguous and cells.flags.writeable  # PyTorch warns of arrays that are not
     return cells, cells if fit else np.empty(cells.shape, cells.dtype)
 
@@ -304,6 +329,11 @@ def _packed(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def as_bytes(array: np.ndarray) -> torch.Tensor:
     """Return the bytes of a contiguous array of any dtype; not a copy."""
     return torch.from_numpy(array.reshape(-1).view(np.uint8))
+
+
+def bytes_of(data: Any) -> torch.Tensor:
+    """Return the bytes of a contiguous array or tensor; not a copy."""
+    return data.view(-1).view(torch.uint8) if isinstance(data, torch.Tensor) else as_bytes(data)
 
 
 def pickled(value: Any) -> np.ndarray:

@@ -73,6 +73,22 @@ class Wires:
         grid.on_close(made.close)
         return f"axis {axis}", made
 
+    def connect(self, device: torch.device) -> None:
+        """Let the transport connect all ranks' devices, which NCCL wants before the first message of a few; collective.
+
+        So a module has to be on its device when it is distributed.
+        """
+        if device.type != "cpu" and device.type in self.grid.world.tensors:
+            self.grid.world.allreduce(torch.zeros(1, device=device))
+
+    def carrier(self, device: torch.device) -> torch.device:
+        """Return where tensors of a device lie on their way: there, if the transport takes them, else on the host."""
+        return device if device.type in self.grid.world.tensors else torch.device("cpu")
+
+    def parcels(self, group: Transport, out: Flats, back: Flats, first: int) -> Parcels:
+        """Return the exchange of flat tensors with the ranks that they are for, or from; `first` as of `group_of`."""
+        return Parcels(self, group, out, back, first)
+
     def group_of(self, axes: Collection[int | None]) -> tuple[Transport, int]:
         """Return what messages along axes go through, and the rank of its first; collective nowhere."""
         grid = self.grid  # its world may be the caller's own communicator, with messages of his; its tiles are not
@@ -83,18 +99,54 @@ class Wires:
         groups = [self.group(one) for one in self.mesh.sums(axes)]  # made by all, those without numbers too
         if not groups or not tensor.numel():
             return tensor.clone()
-        wide = tensor.detach().to("cpu", WIDER.get(tensor.dtype, tensor.dtype), copy=True)
+        wide = tensor.detach().to(self.carrier(tensor.device), WIDER.get(tensor.dtype, tensor.dtype), copy=True)
         wide = wide.contiguous()
-        host = wide.numpy()
-        if host.dtype == np.bool_:
-            host = host.view(np.uint8)
+        plain = wide.view(torch.uint8) if wide.dtype == torch.bool else wide
+        array = plain if self.grid.world.tensors else plain.numpy()
         observers = self.grid.observers
         with observers.during("sync" if step == GRADIENTS else "reduce", step, direction):
             for name, group in groups:
-                self.record("sum", step, direction, name, host.nbytes)
+                self.record("sum", step, direction, name, array.nbytes)
                 with observers.during("wait", "", direction, name):
-                    group.allreduce(host, op)
+                    group.allreduce(array, op)
         return wide.to(tensor.device, tensor.dtype)
+
+
+Flats = dict[int, torch.Tensor]
+"""A flat tensor for each rank of the world."""
+
+
+class Parcels:
+    """Flat tensors that travel, through the host where the transport does not take those of their device.
+
+    Attributes
+    ----------
+    exchange : Exchange
+    """
+
+    def __init__(self, wires: Wires, group: Transport, out: Flats, back: Flats, first: int) -> None:
+        def carried(flats: Flats, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Message]:
+            found = {}
+            for peer, flat in flats.items():
+                place = found[peer] = torch.empty_like(flat, device=wires.carrier(flat.device))
+                if place.device == flat.device:
+                    found[peer] = flat
+                else:
+                    staged.append((flat, place))
+            return messages(found, first, bool(group.tensors))
+
+        self._leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.exchange = group.exchange(carried(out, self._leaving), carried(back, self._arriving))
+        self.exchange.observers = wires.grid.observers
+
+    def run(self) -> None:
+        """Send what the tensors hold now, and fill those that receive."""
+        for flat, host in self._leaving:
+            host.copy_(flat)
+        self.exchange.run()
+        for flat, host in self._arriving:
+            flat.copy_(host)
 
 
 class Channel:
@@ -186,20 +238,20 @@ class Channel:
         if direction == "backward":
             out, back, start, end = back, out, end, start
         sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in {w.dim for w in self.transfer.wants})
-        key = direction, tensor.dtype, sizes
+        key = direction, (tensor.dtype, tensor.device), sizes
         plan = self._planned.get(key)
         if plan is None:
             self._planned = {of: kept for of, kept in self._planned.items() if of[1:] == key[1:]}  # no other batch's
-            plan = self._planned[key] = _Buffers(self, tensor.dtype, out, back, prod(sizes))
+            plan = self._planned[key] = _Buffers(self, tensor, out, back, prod(sizes))
         for peer, pieces in out.items():
             flat, at = plan.leaving[peer], 0
             for piece in pieces:
                 cells = self._at(tensor, piece, start)
                 flat[at : at + cells.numel()].view(cells.shape).copy_(cells)
                 at += cells.numel()
-        for message in plan.exchange.sends:
+        for message in plan.parcels.exchange.sends:
             self.wires.record(self.kind, self.name, direction, self.first + message.peer, message.nbytes)
-        plan.exchange.run()
+        plan.parcels.run()
         found = []
         for peer, pieces in back.items():
             flat, at = plan.arriving[peer], 0
@@ -218,21 +270,25 @@ _Pieces = dict[int, list[Piece]]
 class _Buffers:
     """Flat buffers for the messages of one direction, and their exchange."""
 
-    def __init__(self, channel: Channel, dtype: torch.dtype, out: _Pieces, back: _Pieces, numbers: int) -> None:
-        def flat(pieces: _Pieces) -> dict[int, torch.Tensor]:
+    def __init__(self, channel: Channel, like: torch.Tensor, out: _Pieces, back: _Pieces, numbers: int) -> None:
+        def flat(pieces: _Pieces) -> Flats:
             sizes = {peer: sum(piece.cells for piece in parts) * numbers for peer, parts in pieces.items()}
-            return {peer: torch.empty(size, dtype=dtype) for peer, size in sizes.items()}
+            return {peer: torch.empty(size, dtype=like.dtype, device=like.device) for peer, size in sizes.items()}
 
         self.leaving, self.arriving = flat(out), flat(back)
-        leaving, arriving = (messages(buffers, channel.first) for buffers in (self.leaving, self.arriving))
-        self.exchange = channel.group.exchange(leaving, arriving)
-        self.exchange.observers = channel.wires.grid.observers
+        self.parcels = channel.wires.parcels(channel.group, self.leaving, self.arriving, channel.first)
 
 
-def messages(buffers: dict[int, torch.Tensor], first: int) -> list[Message]:
-    """Return a message for each buffer, by rank of the world; `first` is that of the group's first."""
+def messages(buffers: Flats, first: int, tensors: bool) -> list[Message]:
+    """Return a message for each buffer, by rank of the world; `first` is that of the group's first.
+
+    They are of tensors, where the transport takes those, or of NumPy's arrays on their memory.
+    """
     found = []
     for peer, flat in buffers.items():
+        if tensors:
+            found.append(Message(peer - first, flat, (slice(0, flat.numel()),)))
+            continue
         array = flat.view(_AS_INTEGERS.get(flat.dtype, flat.dtype)).numpy()
         array = array.view(np.uint8) if array.dtype == np.bool_ else array
         found.append(Message(peer - first, array, (slice(0, flat.numel()),)))

@@ -153,13 +153,13 @@ def captured_once(programs=None):
     """
     real, programs = capturing.captured, {} if programs is None else programs
 
-    def captured(module, shapes, *what):
+    def captured(module, shapes, *what, **more):
         mode = tuple(m.training for m in module.modules())
         given = tuple((tuple(shape), dtype) for shape, dtype in shapes)
         key = type(module), repr(module), getattr(module, "criterion", None), given, mode
         with lock:
             if key not in programs:
-                programs[key] = real(module, shapes, *what)
+                programs[key] = real(module, shapes, *what, **more)
         return programs[key]
 
     lock = threading.Lock()

@@ -40,7 +40,9 @@ def attention(x):
 
 def test_dropout_is_that_of_one_rank_on_every_grid(monkeypatch):
     """Grids have plans of other lengths, and a channel or a vector is whole on all ranks."""
-    monkeypatch.setattr(Runner, "_drawn", lambda self: torch.tensor(12345))  # virtual ranks share PyTorch's generator
+    monkeypatch.setattr(
+        Runner, "_drawn", lambda self, inputs: torch.tensor(12345)
+    )  # virtual ranks share PyTorch's generator
     torch.manual_seed(0)
     parts = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Conv2d(4, 4, 3), nn.Dropout2d(0.5)
     module = nn.Sequential(*parts, Function(attention), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3)).double()

@@ -129,9 +129,9 @@ def test_a_mode_is_captured_once_and_a_changed_attribute_anew(monkeypatch):
     made_of = []
     real = capturing.captured
 
-    def counted(module, *more):
+    def counted(module, *more, **named):
         made_of.append(type(module).__name__)
-        return real(module, *more)
+        return real(module, *more, **named)
 
     class Scaled(nn.Module):
         def __init__(self):

@@ -2,10 +2,12 @@
 
 import gc
 import os
+from functools import reduce
 
 import numpy as np
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from invariance import train
 from many_grids import use_grids
@@ -43,6 +45,23 @@ def test_sums_and_maxima_of_all_dtypes(dtype):
                 comm.allreduce(array, op)
                 np.testing.assert_array_equal(array, combine.reduce(given, axis=0, dtype=dtype))
                 assert array.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.uint8, torch.int16], ids=str)
+def test_sums_and_messages_of_tensors(dtype):
+    """As those of a GPU go: not through NumPy's arrays."""
+    for comm in parts():
+        assert "cpu" in comm.tensors
+        for op, combine in (("sum", torch.add), ("max", torch.maximum)):
+            given = [(torch.arange(14) * (peer + 1) % 5).to(dtype).view(2, 7) for peer in range(comm.size)]
+            tensor = given[comm.rank].clone()
+            comm.allreduce(tensor, op)
+            assert torch.equal(tensor, reduce(combine, given))
+        left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        if comm.size > 1:
+            source, target, box = torch.full((9,), comm.rank, dtype=dtype), torch.zeros(9, dtype=dtype), (slice(2, 8),)
+            comm.exchange([Message(right, source, box)], [Message(left, target, box)]).run()
+            assert target.tolist() == [0, 0, *[left] * 6, 0]
 
 
 def test_values():

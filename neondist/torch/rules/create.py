@@ -15,8 +15,8 @@ def new(lowering: Any, x: Any, size: Any, fill_value: Any = None, **_: Any) -> A
     """Whole on every rank."""
     out, name = lowering.out, str(lowering.target)
     value = fill_value if "full" in name else 1 if "ones" in name else 0
-    shape, dtype = tuple(out.shape), out.dtype
-    return lowering.local(lambda: torch.full(shape, value, dtype=dtype), [], whole(shape), dtype)
+    shape, dtype, device = tuple(out.shape), out.dtype, out.device
+    return lowering.local(lambda: torch.full(shape, value, dtype=dtype, device=device), [], whole(shape), dtype)
 
 
 @rule("aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default")

@@ -295,7 +295,7 @@ def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
 @rule("aten.fill.Tensor", "aten.fill.Scalar")
 def fill(lowering: Any, x: Any, value: Any) -> Any:
     """One number everywhere."""
-    shape, dtype = x.local, x.dtype
+    shape, dtype, device = x.local, x.dtype, lowering.out.device
     if hasattr(value, "axes"):
         return lowering.local(lambda v: v.to(dtype).expand(shape).clone(), [value], x.layout, dtype, x.axes)
-    return lowering.local(lambda: torch.full(shape, value, dtype=dtype), [], x.layout, dtype)
+    return lowering.local(lambda: torch.full(shape, value, dtype=dtype, device=device), [], x.layout, dtype)

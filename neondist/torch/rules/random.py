@@ -31,11 +31,11 @@ def numbers(lowering: Any, layout: Layout) -> Any:
     extents = [[atom.extent for atom in dim] for dim in layout]
 
     def run(seed: torch.Tensor) -> torch.Tensor:
-        index = torch.zeros((), dtype=torch.int64)
+        index = torch.zeros((), dtype=torch.int64, device=seed.device)
         for dims, sizes in zip(ranges, extents, strict=True):
-            along = torch.zeros(1, dtype=torch.int64)
+            along = torch.zeros(1, dtype=torch.int64, device=seed.device)
             for (lo, hi), extent in zip(dims, sizes, strict=True):
-                along = (along[:, None] * extent + torch.arange(lo, hi)).reshape(-1)
+                along = (along[:, None] * extent + torch.arange(lo, hi, device=seed.device)).reshape(-1)
             index = index[..., None] * prod(sizes) + along
         return uniform(seed + number * 1000003, index)
 
