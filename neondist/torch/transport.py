@@ -27,7 +27,8 @@ KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
 """each with a tag of its own: those of exchanges; those of collectives; the second half of sums under way"""
 REDUCED = ("float32", "float64", "int32", "int64")
 """What gloo's own allreduce is used for; it does not know all dtypes."""
-
+DIRECT = ("cpu:gloo", "cuda:nccl")
+"""Devices whose tensors a backend sends itself; gloo has cuda as well, but no messages of its tensors."""
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
 Letter = tuple[int, torch.Tensor]
@@ -115,7 +116,7 @@ class TorchTransport(Transport):
         self._tags = [FIRST_TAG + number * len(KINDS) + kind for kind in KINDS]
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
-        self.tensors = tuple(backend.partition(":")[0] for backend in backends.split(","))
+        self.tensors = tuple(pair.partition(":")[0] for pair in backends.split(",") if pair in DIRECT)
         self._whole = self.size == len(everybody)
 
     @property

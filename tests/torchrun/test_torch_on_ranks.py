@@ -233,6 +233,20 @@ def test_many_grids_leave_nothing():
     assert process.num_threads() <= threads
 
 
+@pytest.mark.parametrize(
+    ("backends", "tensors"),
+    [
+        ("cpu:gloo,cuda:gloo", ("cpu",)),
+        ("cpu:gloo,cuda:nccl", ("cpu", "cuda")),
+        ("cuda:nccl,cpu:gloo", ("cuda", "cpu")),
+    ],
+)
+def test_tensors_of_a_gpu_go_by_nccl_alone(backends, tensors, monkeypatch):
+    world()  # there is a process group
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert TorchTransport().tensors == tensors
+
+
 def test_a_process_group_without_gloo_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     with pytest.raises(LaunchError, match=r"got one with cuda:nccl; make one with torch.distributed.new_group"):
