@@ -21,7 +21,7 @@ from .filter_mpirun import Filter, copy
 from .parent_watch import end_child_with_us
 
 _UNNOTICED = 20
-"""seconds without any process that mpirun has started, after which it is not waited for"""
+"""seconds in which mpirun does not see that processes of it have ended, after which it is not waited for"""
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -81,14 +81,15 @@ def supervise(
 
 
 class _Mpirun:
-    """Waits for mpirun, and ends it where it does not notice that all that it has started is gone.
+    """Waits for mpirun, and ends it where it does not notice that a process that it has started is gone.
 
-    Where it starts ranks without a process of its own, as some batch systems let it, it is left alone.
+    A rank that has ended stays a zombie then, and those that are left wait for it. Where it starts ranks without a
+    process of its own, as some batch systems let it, it is left alone.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
-        self._looked, self._seen = time.monotonic(), inf  # when processes of it were looked for, and there last
+        self._looked, self._well = time.monotonic(), inf  # when processes of it were looked for, and all there last
 
     def wait(self, seconds: float) -> int | None:
         """Return its exit code; None: it runs on after so many seconds."""
@@ -97,19 +98,25 @@ class _Mpirun:
         now = time.monotonic()
         if now - self._looked >= 1:
             self._looked = now
-            if _has_children(self.process.pid):
-                self._seen = now
-            elif now - self._seen >= _UNNOTICED:
+            running, ended = _children(self.process.pid)
+            if ended:
+                self._well = min(self._well, now)
+            elif running:
+                self._well = now
+            if now - self._well >= _UNNOTICED:
                 self.process.kill()
                 self.process.wait()
                 return 1
         return None
 
 
-def _has_children(number: int) -> bool:
+def _children(number: int) -> tuple[int, int]:
+    """Return how many of a process's children run, and how many ranks among them have ended, which it has not seen."""
     with suppress(psutil.Error):
-        return any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(number).children())
-    return True  # nobody can tell
+        children = psutil.Process(number).children()
+        ended = [child.name() for child in children if child.status() == psutil.STATUS_ZOMBIE]
+        return len(children) - len(ended), ended.count(os.path.basename(sys.executable))
+    return 1, 0  # nobody can tell
 
 
 def _copier(source: IO[bytes] | None, target: int, messages: Filter | None = None) -> threading.Thread | None:

@@ -9,6 +9,8 @@ import time
 import pytest
 from processes import alive, kill
 
+from neondist.launcher import supervise as supervising
+
 PARENT = """\
 import os, sys
 from neondist.launcher.supervise import supervise
@@ -101,3 +103,26 @@ def test_a_job_that_fails_without_a_word_is_told_of_by_mpirun():
     process = start("sh", "-c", 'printf "%s" "$0" >&2; exit 3', notice, stderr=subprocess.PIPE)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (3, notice)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("ended", [1, 2])
+def test_a_launcher_that_does_not_see_its_ranks_end_is_ended(ended, monkeypatch):
+    """Where the other rank runs on, and where none does."""
+    monkeypatch.setattr(supervising, "_UNNOTICED", 2)
+    blind = (
+        "import subprocess, sys, time\n"
+        "ranks = [subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(40)']) for _ in range(2)]\n"
+        f"for rank in ranks[:{ended}]: rank.kill()\n"
+        "time.sleep(50)\n"
+    )
+    began = time.monotonic()
+    assert supervising.supervise([sys.executable, "-c", blind], os.environ) == 1
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_what_is_no_rank_may_end_unseen(monkeypatch):
+    monkeypatch.setattr(supervising, "_UNNOTICED", 0)
+    slow = "import subprocess, time; other = subprocess.Popen(['true']); time.sleep(4)"
+    assert supervising.supervise([sys.executable, "-c", slow], os.environ) == 0
