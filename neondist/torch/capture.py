@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
 from ..halo import ExchangePolicy
+from .checks import check_module
+from .custom_gradients import Forgotten, recorded
 from .functional import is_simple, written
 from .graph import DEVICES, Value, autocast
 from .layout import Layout, Mesh, axes_of, whole
@@ -57,16 +59,20 @@ def captured(
     Raises
     ------
     ConfigError
-        If its control flow depends on the values of tensors, or if it cannot be traced for another reason.
+        If its control flow depends on the values of tensors, if it has hooks of its way back, or if it cannot be
+        traced for another reason.
     """
-    with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
+    check_module(module)
+    with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast(), recorded() as functions:
         with FakeTensorMode(allow_non_fake_inputs=True):
             where = device or device_of(module)
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=where) for shape, dtype in shapes)
         try:
-            program = torch.export.export(module, inputs, strict=False)
+            program: Any = torch.export.export(module, inputs, strict=False)
             _detach(program.graph_module)
-            return program if in_place and is_simple(program) else program.run_decompositions({})
+            program = program if in_place and is_simple(program) else program.run_decompositions({})
+            program.functions = functions
+            return program
         except Exception as error:
             raise ConfigError(_explained(what or type(module).__name__, shapes, error)) from error
 
@@ -116,7 +122,7 @@ def _explained(what: str, shapes: Sequence[tuple[Sequence[int], torch.dtype]], e
     source = f"{frames[-1]}: " if frames else ""
     name = type(error).__name__
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    why = f"{name}: {first}"
+    why = first if isinstance(error, Forgotten) else f"{name}: {first}"
     if "DataDependent" in name:
         why = (
             "an if, a float() or an .item() needs the value of a tensor; what a module computes may depend on the"
@@ -172,6 +178,7 @@ def lowered(
         What makes the plan.
     """
     lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
+    lowering.functions = program.functions
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     parameters: dict[str, int] = {}
     buffers: dict[str, int] = {}
@@ -185,16 +192,15 @@ def lowered(
         if node.op == "placeholder":
             env[node] = _given(lowering, node, specs[node.name], program, waiting, parameters, buffers, inputs)
         elif node.op == "output":
-            outputs = pytree.tree_map(
-                lambda a: gathering.outside(env[a]) if isinstance(a, torch.fx.Node) else a, node.args[0]
-            )
+            lowering.where = where(node)
+            outputs = pytree.tree_map(lambda arg: gathering.outside(lowering.read(env, arg)), node.args[0])
         else:
             lowering.where, lowering.out, lowering.draws = where(node), node.meta.get("val"), place * DRAWS
             _check_static(lowering)
             pick = gathering.inside if gathering.at(node) else gathering.outside
 
             def value(arg: Any, pick: Callable[[Any], Any] = pick) -> Any:
-                return pick(env[arg]) if isinstance(arg, torch.fx.Node) else arg
+                return pick(lowering.read(env, arg))
 
             args, kwargs = pytree.tree_map(value, (node.args, dict(node.kwargs)))
             env[node] = found = lowering.call(node.meta.get("twin", node.target), args, kwargs)

@@ -25,6 +25,21 @@ def check_gather_at(module: nn.Module, gather_at: Sequence[str]) -> None:
             raise ConfigError(f"gather_at: the module has none named {path!r}{hint or '; see named_modules()'}")
 
 
+def check_module(module: nn.Module) -> None:
+    """Raise ConfigError for what cannot be captured, or would not do what it does in one process."""
+    for path, part in module.named_modules():
+        name = f"the module {path!r}" if path else "the module"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigError(f"{name} is made by torch.jit, and cannot be captured; give the nn.Module that it was")
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ConfigError(
+                f"{name} has a backward hook, which would not be called; remove it, or register it on what distribute"
+                " returns"
+            )
+        if any(nn.parameter.is_lazy(p) for p in part._parameters.values()):
+            raise ConfigError(f"{name} is lazy, and has no weights yet; apply the module to a small image before")
+
+
 def check_tensor(what: str, value: Any) -> None:
     """Raise ShapeError for what is no tensor."""
     if not isinstance(value, torch.Tensor):

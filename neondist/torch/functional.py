@@ -9,7 +9,8 @@ import torch
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-BATCH_NORM = torch.ops.aten.batch_norm.default
+NORMS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
+"""Whose schemas do not tell that they write into their statistics."""
 
 
 def is_simple(program: Any) -> bool:
@@ -19,6 +20,9 @@ def is_simple(program: Any) -> bool:
     it for all others, but traces the whole module once more. Operators in place have their functional twins noted.
     """
     nodes = list(program.graph.nodes)
+    called = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
+    if not all(isinstance(node.target, torch._ops.OpOverload) for node in called):  # such as torch.vmap's
+        return False
     at = {node: place for place, node in enumerate(nodes)}
     names: dict[int, list[Any]] = {}
     for node in nodes:
@@ -27,13 +31,9 @@ def is_simple(program: Any) -> bool:
                 names.setdefault(_memory(tensor), []).append(node)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     twins: dict[Any, Any] = {}
-    for node in nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return False
+    for node in called:
         if written(node):
-            twins[node] = node.target if node.target is BATCH_NORM else _twin(node)
+            twins[node] = node.target if node.target in NORMS else _twin(node)
         for old in written(node):
             if not isinstance(old, torch.fx.Node) or twins[node] is None:
                 return False
@@ -51,7 +51,7 @@ def is_simple(program: Any) -> bool:
 
 def written(node: Any) -> list[Any]:
     """Return what an operator writes into, in the order of its arguments."""
-    if node.target is BATCH_NORM:  # whose schema does not tell; its statistics, if it trains
+    if node.target in NORMS:  # their statistics, if they train
         *_, mean, var, training = (*node.args, None)[:6]
         return [mean, var] if len(node.args) < 6 or (training and mean is not None) else []
     if not isinstance(node.target, torch._ops.OpOverload):

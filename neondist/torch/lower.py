@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class Lowering(Builder):
     out : its results, as fake tensors of the global shape
     draws : int
         What the next random numbers are keyed by; it follows from the place of the operator in the program.
+    functions : sequence of UserFunction
+        The autograd.Functions that the program calls, by number.
     """
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
@@ -35,7 +38,9 @@ class Lowering(Builder):
         self.target: Any = None
         self.key: Value | None = None
         self.draws = 0
+        self.functions: Sequence[Any] = ()
         self._call: Any = None
+        self._gradients: dict[Any, list[bool]] = {}
         self._faking = FakeTensorMode(allow_non_fake_inputs=True)
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -67,7 +72,8 @@ class Lowering(Builder):
         if not (always or random or axes_of_values(values)):
             return self.alike()
         if found is not None:
-            return found.function(self, **bound)
+            given = {name: bound[name] for name in found.whole if isinstance(bound.get(name), Value)}
+            return found.function(self, **bound | {name: self.gathered(value) for name, value in given.items()})
         if not random and (torch.Tag.pointwise in target.tags or name in POINTWISE):
             return self.pointwise(target, args, kwargs)
         inner = self.apart()
@@ -78,6 +84,7 @@ class Lowering(Builder):
     def alike(self) -> Any:
         """Return what the operator at hand gives, which every rank computes from all of its arguments."""
         values, run = _of_tensors(*self._call)
+        values = [self.gathered(value) for value in values]
         out = self.out
         if isinstance(out, (tuple, list)):
             return self.locals(run, values, out)
@@ -95,10 +102,19 @@ class Lowering(Builder):
         values, run = _of_tensors(table or target.decompose, args, kwargs)
         try:
             with TRACING:
-                graph = make_fx(run, tracing_mode="fake")(*map(self._fake, values))
+                graph = make_fx(run, tracing_mode="fake")(*map(self.fake, values))
         except Exception:  # what cannot be traced cannot be taken apart
             return None
         return self.inline(graph, values)
+
+    def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
+        """Return what an argument stands for, whose node has been lowered."""
+        if not isinstance(arg, torch.fx.Node):
+            return arg
+        one_of_several = arg.target is operator.getitem and env[arg.args[0]] is not None
+        if one_of_several and env[arg] is None and isinstance(arg.meta.get("val"), torch.Tensor):
+            self.refuse(f"its argument {arg.name} is a result that has no rule")
+        return env[arg]
 
     def random_key(self) -> tuple[Value, int]:
         """Return the value of a number that is drawn anew for each pass, and another one for each call.
@@ -121,11 +137,9 @@ class Lowering(Builder):
                 env[node] = self.constant(getattr(graph, node.target))
             elif node.op == "output":
                 self.out = outer
-                return pytree.tree_map(lambda a: env[a] if isinstance(a, torch.fx.Node) else a, node.args[0])
+                return pytree.tree_map(partial(self.read, env), node.args[0])
             else:
-                args, kwargs = pytree.tree_map(
-                    lambda a: env[a] if isinstance(a, torch.fx.Node) else a, (node.args, dict(node.kwargs))
-                )
+                args, kwargs = pytree.tree_map(partial(self.read, env), (node.args, dict(node.kwargs)))
                 self.out = node.meta.get("val")
                 env[node] = self.call(node.target, args, kwargs)
         return None
@@ -136,12 +150,25 @@ class Lowering(Builder):
         layout = self.common([value.layout for value in values])
         context = axes_of(layout)
         aligned = [self.aligned(value, layout, context) for value in values]
-        out = self.out
-        if isinstance(out, (tuple, list)):
-            return self.locals(run, aligned, out, [layout for _ in out])
-        return self.local(run, aligned, layout, out.dtype)
+        outs = self.out if isinstance(self.out, (tuple, list)) else [self.out]
+        several = self.out is outs
+        found = self.locals(run if several else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs])
+        for value, trained in zip(found, self._trained(target, run, values), strict=True):
+            value.kind = value.kind if trained else "constant"
+        return found if several else found[0]
 
-    def _fake(self, value: Value) -> Any:
+    def _trained(self, target: Any, run: Callable[..., Any], values: Sequence[Value]) -> list[bool]:
+        """Tell which results of an operator have a gradient: of some, such as Bessel functions, PyTorch knows none."""
+        key = target, *((value.dtype, value.kind == "constant") for value in values)
+        if key not in self._gradients:
+            ones = [torch.ones((1,) * len(value.shape), dtype=value.dtype) for value in values]
+            for one, value in zip(ones, values, strict=True):
+                one.requires_grad_(value.kind != "constant" and (one.is_floating_point() or one.is_complex()))
+            with torch.enable_grad():
+                self._gradients[key] = [y.requires_grad for y in pytree.tree_leaves(run(*ones))]
+        return self._gradients[key]
+
+    def fake(self, value: Value) -> Any:
         """Return a tensor without memory, of a value's global shape."""
         with self._faking:
             return torch.empty(value.shape, dtype=value.dtype)

@@ -18,7 +18,7 @@ from ..halo import Phase
 from ..memory import as_bytes, share_of
 from .alike import Watch, check_alike, digest_of, versions
 from .capture import captured, device_of, lowered
-from .checks import check_gather_at, check_parameters, check_tensor, gradients_of
+from .checks import check_gather_at, check_module, check_parameters, check_tensor, gradients_of
 from .criteria import CriterionModule, check_number, identity
 from .graph import autocast
 from .layout import Layout, local_shape, shape_of
@@ -76,8 +76,9 @@ class DistributedModule(nn.Module):
         self._losses: dict[Hashable, tuple[Any, Watch, dict[Any, tuple[Runner, str]]]] = {}
         self.step = 0
         self._versions: tuple[int, ...] = ()
-        self._watch = Watch(module)
         with all_or_none(grid.world):
+            check_module(module)
+            self._watch = Watch(module)
             check_gather_at(module, gather_at)
             self._schemes = chosen(scheme, dict(module.named_modules()), recompute)
             self.wires = Wires(grid, len(shapes[0]) - 2)

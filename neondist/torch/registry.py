@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
@@ -17,11 +17,14 @@ class Rule(NamedTuple):
         and `input` are `x`.
     always : bool
         Whether it is asked even where every rank has all of the arguments.
+    whole : tuple of str
+        Names of arguments that the function is given with all indices on every rank.
     """
 
     function: Callable[..., Any]
     always: bool
     note: str
+    whole: tuple[str, ...] = ()
 
 
 TRACING = threading.Lock()
@@ -30,7 +33,9 @@ RULES: dict[str, Rule] = {}
 POINTWISE: set[str] = set()
 
 
-def rule(*names: str, always: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def rule(
+    *names: str, always: bool = False, whole: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that makes a function the rule of operators.
 
     Parameters
@@ -39,11 +44,13 @@ def rule(*names: str, always: bool = False) -> Callable[[Callable[..., Any]], Ca
         As torch.export prints them: 'aten.conv2d.default'.
     always : bool
         Whether it is asked even where every rank has all of the arguments.
+    whole : sequence of str
+        Names of arguments that every rank needs whole, such as weights, which a module may compute from cells.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         note = (function.__doc__ or "").strip().split("\n")[0]
-        RULES.update({name: Rule(function, always, note) for name in names})
+        RULES.update({name: Rule(function, always, note, tuple(whole)) for name in names})
         return function
 
     return register

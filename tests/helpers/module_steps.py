@@ -23,10 +23,11 @@ def step(weight: float = 1.0):
 
 
 def image(function):
-    """Make a step one of images (N, C, *spatial)."""
+    """Make a step one of images (N, C, *spatial), and sometimes of other tensors, such as tokens, taken for some."""
 
     def checked(pen, x, t):
-        return function(pen, x, t, pen.spatial) if t.dim() == pen.spatial + 2 else None
+        n = t.dim() - 2
+        return function(pen, x, t, n) if n == pen.spatial or (1 <= n <= 3 and pen.chance(0.4)) else None
 
     checked.__name__ = function.__name__
     return checked
@@ -116,6 +117,19 @@ def avg_pool(pen, x, t, n):
     return f"F.avg_pool{n}d({x}, {kernel}, {stride}, {padding}, {pen.chance()}, {pen.chance()}{more})"
 
 
+@step(0.7)
+@image
+def max_pool_indices(pen, x, t, n):
+    kernel, stride, padding = pen.int(1, 3), pen.int(1, 3), pen.int(0, 1)
+    pool = f"F.max_pool{n}d({x}, {kernel}, {stride}, {min(padding, kernel // 2)}, return_indices=True)"
+    size = f"output_size={list(t.shape[2:])}"
+    return pen.one(
+        f"y, i = {pool}; $ = y * (i % 5)",
+        f"y, i = {pool}; $ = F.max_unpool{n}d(y, i, {kernel}, {stride}, {padding}, {size})",
+        f"y, i = {pool}; $ = F.max_unpool{n}d(y, i, {kernel}, {stride}, {padding}, {size})" if n == 2 else None,
+    )
+
+
 @step(0.5)
 @image
 def lp_pool(pen, x, t, n):
@@ -153,7 +167,7 @@ def unfold_tensor(pen, x, t):
 @image
 def pad(pen, x, t, n):
     mode = pen.one("constant", "constant", "reflect", "replicate", "circular")
-    low = -2 if pen.chance(0.4) and mode == "constant" else 0
+    low = -2 if pen.chance(0.4) else 0
     axes = pen.int(1, n + (mode == "constant")) if mode == "constant" else n
     amounts = [pen.int(low, 4) for _ in range(2 * axes)]
     value = f", value={pen.one(0.0, 1.5)}" if mode == "constant" else ""
@@ -426,7 +440,7 @@ def normalised(pen, x, t, n):
                 f"nn.BatchNorm{n}d({c}, affine={affine}, track_running_stats={pen.chance(0.8)},"
                 f" momentum={pen.one(0.1, 0.3)})",
                 f"nn.BatchNorm{n}d({c})",
-                f"nn.InstanceNorm{n}d({c}, affine={affine})",
+                f"nn.InstanceNorm{n}d({c}, affine={affine}, track_running_stats={pen.chance(0.3)})",
                 f"nn.GroupNorm({divisor(pen, c)}, {c}, affine={affine})",
                 f"nn.LayerNorm({[c, *cells]}, elementwise_affine={affine})",
                 f"nn.LayerNorm({cells}, elementwise_affine={affine})",
@@ -442,6 +456,23 @@ def normalised(pen, x, t, n):
 @step(1)
 def layer_norm(pen, x, t):
     return f"F.layer_norm({x}, {list(t.shape[pen.int(1, t.dim() - 1) :])})" if t.dim() > 1 else None
+
+
+@step(1)
+@image
+def computed_weights(pen, x, t, n):
+    """Weights that are cells, which lie on several ranks."""
+    c, last, ones = t.shape[1], t.shape[-1], ", 1" * n
+    few = f"{x}.flatten()[:{c}]"
+    return pen.one(
+        f"F.conv{n}d({x}, {few}.reshape({c}, 1{ones}), {few}, groups={c})",
+        f"F.conv_transpose{n}d({x}, {few}.reshape({c}, 1{ones}), {few}, groups={c})",
+        f"F.batch_norm({x}, None, None, {few}, {few}, True)", f"F.instance_norm({x}, weight={few}, bias={few})",
+        f"F.group_norm({x}, {divisor(pen, c)}, {few}, {few})", f"F.prelu({x}, {few})",
+        f"F.layer_norm({x}, {[last]}, {x}.flatten()[:{last}], {x}.flatten()[-{last}:])",
+        f"F.linear({x}, {x}.flatten()[:{2 * last}].reshape(2, -1), {x}.flatten()[:2])",
+        f"F.cross_entropy({x}, {x}.argmax(1), {few}.abs() + 1)",
+    )  # fmt: skip
 
 
 # Products and attention.
@@ -528,6 +559,23 @@ def windowed(pen, x, t, n):
     return (
         f"{mix}.reshape({b}, {h // i}, {w // j}, {i}, {j}, {c}).permute(0, 5, 1, 3, 2, 4).reshape({b}, {c}, {h}, {w})"
     )
+
+
+# Gradients of one's own.
+
+
+@step(0.7)
+def function(pen, x, t):
+    """An autograd.Function, of one index each or not."""
+    forward, backward = pen.one(
+        ("a.sign()", "g * 2"), ("a * 2", "(-g).clamp(-1, 1)"), ("a.round().clamp(-1, 1)", "g * (a.abs() < 1)"),
+        ("a - a.mean()", "g"), ("a * 1", "g / a.numel()"), ("a.flip(-1)", "g"), ("a + len(a)", "g + 1"),
+    )  # fmt: skip
+    save, saved = ("c.save_for_backward(a), ", "(lambda a: $)(*c.saved_tensors)")
+    made = {"forward": f"lambda c, a: ({save}{forward})[1]", "backward": f"lambda c, g: {saved.replace('$', backward)}"}
+    body = ", ".join(f"'{name}': staticmethod({text})" for name, text in made.items())
+    cells = f"{x} * 1.0" if pen.chance(0.7) or t.dim() < 2 else f"{x}.mean(-1)"
+    return f"$ = type('Own', (torch.autograd.Function,), {{{body}}}).apply({cells})"
 
 
 # One index each, and broadcasting.

@@ -9,6 +9,8 @@ from test_operators import Function, tokens  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_runs import check  # noqa: E402
 
+import neondist as nd  # noqa: E402
+
 IMAGES, MANY = (2, 4, 8, 6), ((1, 2, 2), (1, 1, 3), (2, 1, 2), (1, 5, 1))
 
 
@@ -35,7 +37,44 @@ def stopped(x):
     return x * mean + more * x
 
 
+def dynamic(x):
+    """Compute weights from cells, which lie on several ranks."""
+    few = x.flatten()[:4]
+    y = F.conv2d(x, few.reshape(4, 1, 1, 1), few, groups=4) + F.conv_transpose2d(
+        x, few.reshape(4, 1, 1, 1), few, groups=4
+    )
+    y = y + F.group_norm(x, 2, few, few) + F.instance_norm(x, weight=few, bias=few) + F.prelu(x, few)
+    return F.linear(F.layer_norm(y, (6,), x.flatten()[:6]), x.flatten()[:12].reshape(2, 6), few[:2])
+
+
+def unpooled(x):
+    y, index = F.max_pool2d(x, 3, 2, 1, return_indices=True)
+    return F.max_unpool2d(y, index, 3, 2, 1, output_size=x.shape[2:]) * x + y.sum() * (index % 3).sum()
+
+
+def masked_rows(x):
+    """Attend, some queries to no key at all."""
+    scores = tokens(x) @ x.flatten(2)
+    return F.scaled_dot_product_attention(tokens(x), tokens(x), tokens(x), scores > 3)
+
+
+def scored(x):
+    """Let softmax along cells that are cut find rows with nothing."""
+    scores = x.masked_fill(x.amax(3, keepdim=True) > 1.5, -torch.inf)
+    return torch.ops.aten._safe_softmax(scores, 3) + torch.ops.aten._safe_softmax(scores, 2)
+
+
 FUNCTIONS = {
+    "weights that are cells": dynamic,
+    "places of the greatest": unpooled,
+    "queries without keys": masked_rows,
+    "softmax of nothing": scored,
+    "tokens of rows and columns, made fewer": lambda x: F.interpolate(x.flatten(2), size=10, mode="linear"),
+    "tokens of rows and columns, the nearest": lambda x: F.interpolate(x.flatten(2), size=9) * 2,
+    "what is left goes around": lambda x: F.pad(x, (-1, 1, 2, -3), mode="circular"),
+    "one slope for all": lambda x: F.prelu(x, torch.tensor(0.3).double()),
+    "all channels dropped": lambda x: F.dropout2d(x, 1.0) + x,
+    "no derivative is known": lambda x: torch.special.bessel_j0(x[:, :, :2]) * x[:, :, :2],
     "one index of a cut dimension": lambda x: x[:, :, 3] + x[:, :, -1],
     "all indices of a cut dimension": lambda x: torch.stack(x.unbind(2)[::-1], 2) * x,
     "picked rows": lambda x: x[:, :, torch.tensor([1, 1, 7, 0])],
@@ -120,6 +159,21 @@ class InLists(nn.Module):
 
     def forward(self, x):
         return x * self.listed[0] + self.named["other"] * self.weight
+
+
+def test_running_statistics_of_instances():
+    for training in (True, False):
+        norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        check(nn.Sequential(nn.Conv2d(4, 4, 3), norm).train(training), (3, 4, 8, 6), grids=MANY)
+
+
+def test_a_result_without_a_rule_is_refused_where_it_is_read():
+    def deviations(x):
+        y, _, scale = torch.ops.aten.native_group_norm(x, None, None, 2, 4, 48, 2, 1e-5)
+        return y * scale.sum()
+
+    with pytest.raises(nd.UserError, match=r"is a result that has no rule"):
+        check(Function(deviations), IMAGES, grids=[(1, 1, 2)])
 
 
 class Inner(nn.Module):

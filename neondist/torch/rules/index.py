@@ -189,6 +189,11 @@ def pad(lowering: Any, x: Any, pad: Any = None, mode: str | None = None, value: 
     amounts = list(pad if pad is not None else padding)
     for at in range(len(amounts) // 2):
         dim, before, after = len(x.shape) - 1 - at, amounts[2 * at], amounts[2 * at + 1]
+        if mode == "circular" and min(before, after) < 0:  # what is left goes around
+            x = slices(lowering, x, dim, max(0, -before), x.shape[dim] - max(0, -after))
+            before, after = max(0, before), max(0, after)
+            if max(before, after) > x.shape[dim]:
+                lowering.refuse("more cells than are left would go around, of which PyTorch 2.13 gives any")
         if before or after:
             x = _padded(lowering, x, dim, before, after, mode, float(value or 0.0))
     return x

@@ -26,7 +26,7 @@ def _total(lowering: Any, each: Any, weights: Any, reduction: int) -> Any:
     return lowering.local(lambda a, w: a / w, [total, whole], ())
 
 
-@rule("aten.cross_entropy_loss.default")
+@rule("aten.cross_entropy_loss.default", whole=("weight",))
 def cross_entropy(
     lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -67,7 +67,7 @@ def one_hot(lowering: Any, x: Any, num_classes: int = -1) -> Any:
     return lowering.local(lambda a: F.one_hot(a, num_classes), [x], (*x.layout, (Atom(num_classes),)), torch.int64)
 
 
-@rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")
+@rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default", whole=("weight",))
 def nll(lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
     """Reduction: sums over cells, and the number of them (or of their weights)."""
     layout = (*x.layout[:1], *x.layout[2:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -45,7 +46,10 @@ def scaled(lowering: Any, x: Any, weight: Any, bias: Any, dims: Sequence[int]) -
     return x
 
 
-@rule("aten.batch_norm.default", always=True)
+_STATISTICS = ("weight", "bias", "running_mean", "running_var")
+
+
+@rule("aten.batch_norm.default", always=True, whole=_STATISTICS)
 def batch_norm(
     lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: float, eps: float, cudnn_enabled: bool,
@@ -60,7 +64,7 @@ def batch_norm(
     return y, *moved
 
 
-@rule("aten._native_batch_norm_legit_functional.default", always=True)
+@rule("aten._native_batch_norm_legit_functional.default", always=True, whole=_STATISTICS)
 def functional_batch_norm(
     lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: float, eps: float,
@@ -71,22 +75,19 @@ def functional_batch_norm(
         y, *_ = fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
         return y, None, None, running_mean, running_var
     y, mean, variance, number = normalised(lowering, x, None, weight, bias, eps)
-    channels = mean.layout
-
-    def moved(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return ((1 - momentum) * old + momentum * new.detach()).to(old.dtype)
-
-    new_mean = lowering.local(moved, [running_mean, mean], channels, running_mean.dtype)
-    new_var = lowering.local(
-        lambda old, v: moved(old, v * (number / max(1, number - 1))),
-        [running_var, variance],
-        channels,
-        running_var.dtype,
-    )
-    return y, mean, None, new_mean, new_var
+    unbiased = number / max(1, number - 1)
+    found = [
+        lowering.local(partial(_moved, momentum, momentum * factor), [old, new], new.layout, old.dtype)
+        for old, new, factor in ((running_mean, mean, 1), (running_var, variance, unbiased))
+    ]
+    return y, mean, None, *found
 
 
-@rule("aten._native_batch_norm_legit_no_training.default")
+def _moved(momentum: float, share: float, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return ((1 - momentum) * old + share * new.detach()).to(old.dtype)
+
+
+@rule("aten._native_batch_norm_legit_no_training.default", whole=_STATISTICS)
 def fixed(
     lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
 ) -> Any:
@@ -103,30 +104,38 @@ def fixed(
     return lowering.local(run, args, x.layout), None, None
 
 
-@rule("aten.instance_norm.default", always=True)
+@rule("aten.instance_norm.default", always=True, whole=_STATISTICS)
 def instance_norm(
     lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
     momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Any:  # fmt: skip
-    """Reduction: moments of each channel of each sample."""
+    """Reduction: moments of each channel of each sample; their means over samples, if there are running statistics."""
     if not use_input_stats:
         return fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)[0]
-    if running_mean is not None:
-        lowering.refuse("running statistics of instances")
-    if not x.axes:
+    if not x.axes and running_mean is None:
         return lowering.alike()
     x = lowering.gathered(x, [1])
-    return normalised(lowering, x, x.shape[1], weight, bias, eps)[0]
+    y, mean, variance, number = normalised(lowering, x, x.shape[1], weight, bias, eps)
+    if running_mean is None:
+        return y
+    samples, unbiased = x.shape[0], number / max(1, number - 1)
+    found = []
+    for old, new, factor in ((running_mean, mean, 1), (running_var, variance, unbiased)):
+        each = lowering.reshape(new, x.shape[:2])
+        summed = total(lowering, lambda a, d, k: a.sum(d, k), [each], [0], keepdim=False)
+        share = momentum * factor / samples
+        found.append(lowering.local(partial(_moved, momentum, share), [old, summed], summed.layout, old.dtype))
+    return y, *found
 
 
-@rule("aten.group_norm.default")
+@rule("aten.group_norm.default", whole=("weight", "bias"))
 def group_norm(lowering: Any, x: Any, num_groups: int, weight: Any, bias: Any, eps: float, cudnn_enabled: bool) -> Any:
     """Reduction: moments of each group of channels of each sample."""
     x = lowering.gathered(x, [1])
     return normalised(lowering, x, num_groups, weight, bias, eps)[0]
 
 
-@rule("aten.native_group_norm.default")
+@rule("aten.native_group_norm.default", whole=("weight", "bias"))
 def native_group_norm(
     lowering: Any, x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
 ) -> Any:
@@ -134,7 +143,7 @@ def native_group_norm(
     return group_norm(lowering, x, group, weight, bias, eps, False), None, None
 
 
-@rule("aten.layer_norm.default")
+@rule("aten.layer_norm.default", whole=("weight", "bias"))
 def layer_norm(
     lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, cudnn_enable: bool
 ) -> Any:
@@ -151,7 +160,7 @@ def layer_norm(
     return scaled(lowering, y, weight, bias, dims)
 
 
-@rule("aten.native_layer_norm.default")
+@rule("aten.native_layer_norm.default", whole=("weight", "bias"))
 def native_layer_norm(
     lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> Any:
@@ -159,7 +168,7 @@ def native_layer_norm(
     return layer_norm(lowering, x, normalized_shape, weight, bias, eps, False), None, None
 
 
-@rule("aten.rms_norm.default")
+@rule("aten.rms_norm.default", whole=("weight",))
 def rms_norm(lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> Any:
     """Reduction: squares over the last dimensions; local where those are whole."""
     rank = len(x.shape)

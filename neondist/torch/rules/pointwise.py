@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ pointwise(
 )  # fmt: skip
 
 
-@rule("aten.prelu.default")
+@rule("aten.prelu.default", whole=("weight",))
 def prelu(lowering: Any, x: Any, weight: Any) -> Any:
     """Pointwise; the slope is that of the channel."""
     shape = [1] * len(x.shape)
     if len(shape) > 1:
-        shape[1] = weight.shape[0]
+        shape[1] = prod(weight.shape)
     slope = lowering.reshape(weight, shape)
     layout = x.layout
     return lowering.local(

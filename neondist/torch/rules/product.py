@@ -13,7 +13,7 @@ from ..registry import rule
 from ..ring import Ring
 
 
-@rule("aten.linear.default")
+@rule("aten.linear.default", whole=("weight", "bias"))
 def linear(lowering: Any, x: Any, weight: Any, bias: Any = None) -> Any:
     """Local; over a cut dimension, each rank has the columns of its cells, and their sums are added."""
     layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
@@ -25,7 +25,7 @@ def linear(lowering: Any, x: Any, weight: Any, bias: Any = None) -> Any:
     return found if bias is None else lowering.local(torch.add, [found, bias], layout, dtype)
 
 
-@rule("aten.bilinear.default")
+@rule("aten.bilinear.default", whole=("weight", "bias"))
 def bilinear(lowering: Any, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     """Local, along whole features."""
     one, two = (lowering.gathered(value, [-1]) for value in (input1, input2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -44,6 +45,10 @@ def numbers(lowering: Any, layout: Layout) -> Any:
     return found
 
 
+def _dropped(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    return a * (u >= p).to(a.dtype) / (1 - p) if p < 1 else a * 0
+
+
 @rule("aten.native_dropout.default", "aten.dropout.default", always=True)
 def dropout(lowering: Any, x: Any, p: float, train: bool = True) -> Any:
     """Local; whether a number is dropped depends on its global index."""
@@ -51,7 +56,7 @@ def dropout(lowering: Any, x: Any, p: float, train: bool = True) -> Any:
     if not train or p == 0:
         return (x, None) if several else x
     draws = numbers(lowering, x.layout)
-    y = lowering.local(lambda a, u: a * (u >= p).to(a.dtype) / (1 - p) if p < 1 else a * 0, [x, draws], x.layout)
+    y = lowering.local(partial(_dropped, p), [x, draws], x.layout)
     return (y, None) if several else y
 
 
@@ -62,7 +67,7 @@ def feature_dropout(lowering: Any, x: Any, p: float, train: bool) -> Any:
         return x
     layout = (*x.layout[:2], *whole([1] * (len(x.shape) - 2)))
     draws = numbers(lowering, layout)
-    return lowering.local(lambda a, u: a * (u >= p).to(a.dtype) / (1 - p), [x, lowering.enter(draws, x.axes)], x.layout)
+    return lowering.local(partial(_dropped, p), [x, lowering.enter(draws, x.axes)], x.layout)
 
 
 @rule("aten.bernoulli.p", "aten.bernoulli_.float", always=True)

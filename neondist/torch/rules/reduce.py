@@ -153,20 +153,24 @@ def _whole_extreme(lowering: Any, x: Any, dims: list[int], keepdim: bool, low: b
     return lowering.shaped(found, without(x, dims, keepdim))
 
 
-@rule("aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten._log_softmax.default")
+@rule("aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten._log_softmax.default",
+      "aten._safe_softmax.default")  # fmt: skip
 def softmax(lowering: Any, x: Any, dim: int, dtype: Any = None, half_to_float: bool = False) -> Any:
     """Reduction: the maximum and the sum along the dimension, where it is cut."""
-    dims, logarithm = dims_of(x, dim), "log" in str(lowering.target)
+    dims, name = dims_of(x, dim), str(lowering.target)
+    logarithm, safe = "log" in name, "safe" in name  # safe: zeros, where all is -inf
     if dtype is not None and dtype != x.dtype:
         x = lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
     if not axes_along(x, dims):
-        run = torch.log_softmax if logarithm else torch.softmax
+        run = torch.ops.aten._safe_softmax if safe else torch.log_softmax if logarithm else torch.softmax
         return lowering.local(lambda a: run(a, dims[0]), [x], x.layout)
-    greatest = _greatest(lowering, lambda a: a, x, dims)
+    greatest = _greatest(lowering, lambda a: a.clamp(min=torch.finfo(a.dtype).min), x, dims)
     less = lowering.local(torch.sub, [x, greatest], x.layout)
     summed = total(lowering, lambda a, d, k: a.exp().sum(d, k), [less], dims)
     if logarithm:
         return lowering.local(lambda a, s: a - s.log(), [less, summed], x.layout)
+    if safe:
+        summed = lowering.local(lambda s: s.where(s != 0, 1), [summed], summed.layout)
     return lowering.local(lambda a, s: a.exp() / s, [less, summed], x.layout)
 
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, replaced
+from ..layout import Atom, axes_of, replaced
 from ..registry import rule
+from .window import spatial_rank
 
 
 class Taps(NamedTuple):
@@ -137,9 +138,6 @@ def nearest(n: int, m: int, factor: float | None, exact: bool) -> Taps:
     return Taps(found[:, None], None)
 
 
-_RANK = {"1d": 1, "2d": 2, "3d": 3}
-
-
 @rule("aten.upsample_nearest1d.vec", "aten.upsample_nearest2d.vec", "aten.upsample_nearest3d.vec",
       "aten.upsample_linear1d.vec", "aten.upsample_bilinear2d.vec", "aten.upsample_trilinear3d.vec",
       "aten.upsample_bicubic2d.vec", "aten._upsample_nearest_exact1d.vec", "aten._upsample_nearest_exact2d.vec",
@@ -154,13 +152,12 @@ def upsample(
     """Window, whose place depends on the result: cells around each result's place in the image."""
     if not lowering.mesh.axes:
         return lowering.alike()
-    name = str(lowering.target)
-    n = next(rank for text, rank in _RANK.items() if text in name)
-    for dim in range(len(x.shape) - n, len(x.shape)):
-        x = lowering.single(x, dim)
-    dims, axes = spatial(lowering, x, n)
-    if not x.axes and sum(lowering.out.shape[-n:]) <= sum(x.shape[-n:]):
+    name, n = str(lowering.target), spatial_rank(lowering)
+    several = [dim for dim in range(len(x.shape) - n, len(x.shape)) if len(x.layout[dim]) > 1]
+    if x.axes == axes_of(x.layout[dim] for dim in several) and sum(lowering.out.shape[-n:]) <= sum(x.shape[-n:]):
         return lowering.alike()
+    x = lowering.gathered(x, several)
+    dims, axes = spatial(lowering, x, n)
     smooth = "_aa" in name
     if smooth and lowering.out.shape[-1] == 1 and lowering.out.shape[-2] != x.shape[-2]:
         lowering.refuse("antialias to one column gives all rows alike in PyTorch 2.13; give rows and columns in turn")
@@ -189,7 +186,7 @@ def upsample(
       "aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")  # fmt: skip
 def adaptive_avg_pool(lowering: Any, x: Any, output_size: Any) -> Any:
     """Reduction: each tile's part of the sums; the results are whole on every rank, or cut where there are many."""
-    n = next(rank for text, rank in _RANK.items() if text in str(lowering.target))
+    n = spatial_rank(lowering)
     dims = list(range(len(x.shape) - n, len(x.shape)))
     for dim, m in zip(dims, lowering.out.shape[-n:], strict=True):
         x = _averaged(lowering, lowering.single(x, dim), dim, m)
@@ -237,7 +234,7 @@ def _applied(a: torch.Tensor, matrix: torch.Tensor, dim: int) -> torch.Tensor:
 @rule("aten.adaptive_max_pool1d.default", "aten.adaptive_max_pool2d.default", "aten.adaptive_max_pool3d.default")
 def adaptive_max_pool(lowering: Any, x: Any, output_size: Any) -> Any:
     """Window, whose place depends on the result; the indices cannot be had."""
-    n = next(rank for text, rank in _RANK.items() if text in str(lowering.target))
+    n = spatial_rank(lowering)
     values, _ = lowering.out
     dims = list(range(len(x.shape) - n, len(x.shape)))
     for dim in dims:

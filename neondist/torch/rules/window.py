@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import winograd
-from ..layout import Atom, Layout, local_shape, replaced
+from ..layout import Atom, Layout, axes_of, local_shape, replaced
 from ..registry import rule
 from ..transfer import clipped
 
@@ -30,6 +30,11 @@ class Sliding(NamedTuple):
         """Return the cells, those outside of the image too, that the results [lo, hi) look at."""
         first = lo * self.stride - self.padding
         return first, first + (hi - lo - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
+
+
+def spatial_rank(lowering: Any) -> int:
+    """Return of how many spatial dimensions the operator at hand is: 2 for aten.max_pool2d."""
+    return next(n for n in (1, 2, 3) if f"{n}d" in str(lowering.target))
 
 
 def spread_out(value: Any, n: int) -> list[int]:
@@ -84,7 +89,7 @@ def _whole_channels(lowering: Any, x: Any, n: int) -> Any:
 
 
 @rule("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
-      "aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding")  # fmt: skip
+      "aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding", whole=("weight", "bias"))  # fmt: skip
 def conv(lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
     """Window; kernels of any size, stride, dilation, padding and groups."""
     n = len(weight.shape) - 2
@@ -104,7 +109,7 @@ def conv(lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: An
     return lowering.local(lambda a, w, b: run(a, w, b, *how), [view, weight, bias], layout, lowering.out.dtype)
 
 
-@rule("aten.convolution.default")
+@rule("aten.convolution.default", whole=("weight", "bias"))
 def convolution(
     lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
     output_padding: Any, groups: int,
@@ -115,7 +120,8 @@ def convolution(
     return conv(lowering, x, weight, bias, stride, padding, dilation, groups)
 
 
-@rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")
+@rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
+      whole=("weight", "bias"))  # fmt: skip
 def conv_transpose(
     lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int,
     dilation: Any,
@@ -183,29 +189,66 @@ def _cropped(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
 @rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
 def max_pool(lowering: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
     """Window; cells outside of the image lose against any other."""
-    return _max_pool(lowering, x, kernel_size, stride, padding, dilation, ceil_mode, lowering.out)
+    values, _ = max_pool_with_indices(lowering, x, kernel_size, stride, padding, dilation, ceil_mode)
+    return values
 
 
-@rule("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default")
+@rule("aten.max_pool1d_with_indices.default", "aten.max_pool2d_with_indices.default",
+      "aten.max_pool3d_with_indices.default")  # fmt: skip
 def max_pool_with_indices(
     lowering: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> Any:
-    """Window; the indices cannot be had, since they count in the whole image."""
-    values, _ = lowering.out
-    return _max_pool(lowering, x, kernel_size, stride, padding, dilation, ceil_mode, values), None
-
-
-def _max_pool(
-    lowering: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, out: Any
-) -> Any:
-    n = len(kernel_size) if len(kernel_size) > 1 else len(x.shape) - 2
+    """Window; cells outside of the image lose against any other, and indices count in the whole image."""
+    n = spatial_rank(lowering)
+    values = lowering.out[0] if isinstance(lowering.out, (tuple, list)) else lowering.out
     kernel, steps = spread_out(kernel_size, n), spread_out(stride or kernel_size, n)
     pads, dilated = spread_out(padding, n), spread_out(dilation, n)
     slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
-    view, left, atoms = windows_of(lowering, x, slides, out.shape[-n:], fill=-torch.inf)
+    view, left, atoms = windows_of(lowering, x, slides, values.shape[-n:], fill=-torch.inf)
     run = _MAX[n]
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))
-    return lowering.local(lambda a: run(a, kernel, steps, left, dilated, ceil_mode), [view], layout, out.dtype)
+    how = kernel, steps, left, dilated, ceil_mode
+    maxima = lowering.local(lambda a: run(a, *how), [view], layout, values.dtype)
+    firsts = [0 if atom.axis is None else slide.sees(*atom.range(lowering.place))[0]
+              for slide, atom in zip(slides, atoms, strict=True)]  # fmt: skip
+    cells = x.shape[-n:]
+
+    def index(a: torch.Tensor) -> torch.Tensor:
+        _, here = run(a.detach(), *how, return_indices=True)
+        found, size = torch.zeros_like(here), 1
+        for dim in reversed(range(n)):
+            at, step = here % a.shape[dim - n] + firsts[dim], slides[dim].dilation
+            at = at + (step - 1 - at).clamp(min=0) // step * step  # before the image only where all are -inf
+            found, here, size = found + at * size, here // a.shape[dim - n], size * cells[dim]
+        return found
+
+    return maxima, lowering.local(index, [view], layout, torch.int64)
+
+
+@rule("aten.max_unpool2d.default", "aten.max_unpool3d.default")
+def max_unpool(lowering: Any, x: Any, indices: Any, output_size: Any, **_: Any) -> Any:
+    """Redistribution: every rank sees all values and indices, and places those of its own cells."""
+    n = len(output_size)
+    dims = range(len(x.shape) - n, len(x.shape))
+    axes = [lowering.cut(lowering.single(x, dim), dim) for dim in dims]
+    atoms = [lowering.mesh.atom(extent, axis) for extent, axis in zip(output_size, axes, strict=True)]
+    x, indices = (lowering.gathered(value, dims) for value in (x, indices))
+    rest = lowering.common([value.layout[:-n] for value in (x, indices)])
+    layout = (*rest, *((atom,) for atom in atoms))
+    args = [lowering.aligned(value, (*rest, *value.layout[-n:]), axes_of(layout)) for value in (x, indices)]
+    ranges, shape = [atom.range(lowering.place) for atom in atoms], local_shape(layout, lowering.place)
+
+    def run(a: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        a, at = a.flatten(-n), at.flatten(-n)
+        cell, mine, size = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool), 1
+        for extent, (lo, hi) in zip(reversed(output_size), reversed(ranges), strict=True):
+            along, at = at % extent, at // extent
+            mine &= (along >= lo) & (along < hi)
+            cell, size = cell + (along - lo) * size, size * (hi - lo)
+        found = a.new_zeros((*a.shape[:-1], size + 1)).scatter(-1, cell.where(mine, size), a)
+        return found[..., :size].reshape(shape)
+
+    return lowering.local(run, args, layout)
 
 
 @rule("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default")
@@ -214,7 +257,7 @@ def avg_pool(
     divisor_override: int | None = None,
 ) -> Any:  # fmt: skip
     """Window; sums of cells, divided by how many there are in the whole image."""
-    n = len(kernel_size) if len(kernel_size) > 1 else len(x.shape) - 2
+    n = spatial_rank(lowering)
     kernel, steps, pads = spread_out(kernel_size, n), spread_out(stride or kernel_size, n), spread_out(padding, n)
     slides = [Sliding(*of, 1) for of in zip(kernel, steps, pads, strict=True)]
     view, _, atoms = windows_of(lowering, x, slides, lowering.out.shape[-n:], every=True)

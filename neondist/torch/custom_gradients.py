@@ -1,0 +1,219 @@
+"""Gradients that torch.export does not record: a user's autograd.Functions, hooks, gradients taken in a forward.
+
+It records what the forward of a Function computes, and forgets its backward. So Functions become operators here, which
+run as the user wrote them; what else would be forgotten is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from .registry import POINTWISE, TRACING
+
+OPERATOR = "neondist.function.default"
+"""By this name a captured graph has them: (tensors, number) -> tensors."""
+_APPLY = torch.autograd.Function.__dict__["apply"].__func__
+_REAL = FunctionType(_APPLY.__code__, _APPLY.__globals__, "apply", _APPLY.__defaults__, _APPLY.__closure__)
+"""What applies Functions, whatever is recorded."""
+_RECORDED: ContextVar[list[UserFunction] | None] = ContextVar("_RECORDED", default=None)
+"""Those of the module that this thread is capturing."""
+
+
+class UserFunction:
+    """One call of an autograd.Function, as a function of the tensors among its arguments.
+
+    Attributes
+    ----------
+    name : str
+        The class, and the file and line where it is defined.
+    """
+
+    def __init__(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._cls = cls
+        leaves, self._spec = pytree.tree_flatten((tuple(args), kwargs))
+        self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.tensors = [leaves[at] for at in self._at]
+        self._outputs: tuple[list[Any], Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The class, and where it is defined."""
+        code = self._cls.forward.__code__
+        return f"autograd.Function {self._cls.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors among what it gives, with its own gradients."""
+        leaves = list(self._leaves)
+        for at, tensor in zip(self._at, tensors, strict=True):
+            leaves[at] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        found, spec = pytree.tree_flatten(_REAL(self._cls, *args, **kwargs))
+        if self._outputs is None:
+            self._outputs = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in found], spec
+        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+    def outputs(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return what it gives, as its caller wants it, made of these tensors."""
+        assert self._outputs is not None
+        leaves, spec = self._outputs
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if leaf is None else leaf for leaf in leaves], spec)
+
+    def pointwise(self, tensors: Sequence[torch.Tensor], longer: Sequence[int]) -> list[bool] | None:
+        """Return which results have a gradient, if forward and backward look at one index each; else None.
+
+        Both are recorded, twice, the second time for other extents: what depends on a tile's shape shows.
+
+        Parameters
+        ----------
+        tensors : fake tensors of the global shape
+        longer : the dimensions, counted from the last (-1), that are cut
+        """
+        found = [_traced(self, tensors), _traced(self, [_grown(tensor, longer) for tensor in tensors])]
+        if None in found:
+            return None
+        (graph, trained), (other, _) = (one for one in found if one is not None)
+        same = graph.code == other.code and all(map(_looks_at_one_index, (graph, other)))
+        return trained if same else None
+
+
+def _grown(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    shape = list(tensor.shape)
+    for dim in dims:
+        if -dim <= len(shape) and shape[dim] > 1:
+            shape[dim] += 1
+    return tensor.new_empty(shape)
+
+
+def _traced(function: UserFunction, tensors: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, list[bool]] | None:
+    """Return forward and backward as a graph, and which results have a gradient; None if they cannot be recorded."""
+    trained: list[bool] = []
+
+    def both(*tensors: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            xs = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+            ys = function(*xs)
+            trained[:] = [y.requires_grad for y in ys]
+            ends = [y for y in ys if y.requires_grad]
+            starts = [x for x in xs if x.requires_grad]
+            dxs = torch.autograd.grad(ends, starts, [y.detach().sin() for y in ends], allow_unused=True) if ends else ()
+        return ys, dxs
+
+    try:
+        with TRACING:
+            graph = make_fx(both, tracing_mode="fake")(*tensors)
+    except Exception:  # such as one that asks for values
+        return None
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph, trained
+
+
+def _looks_at_one_index(graph: torch.fx.GraphModule) -> bool:
+    """Tell whether each number of all that is computed depends on one index of each tensor."""
+    shapes = set()
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            tags, name = node.target.tags, str(node.target)
+            if torch.Tag.nondeterministic_seeded in tags:
+                return False
+            if torch.Tag.pointwise not in tags and name not in POINTWISE | _SHAPED_ALIKE:
+                return False
+        value = getattr(graph, node.target) if node.op == "get_attr" else node.meta.get("val")
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() != 1:
+                shapes.add(tuple(tensor.shape))
+    return len(shapes) < 2
+
+
+_SHAPED_ALIKE = {
+    "aten.detach.default", "aten.view.default", "aten.expand.default", "aten.ones_like.default",
+    "aten.zeros_like.default", "aten.full_like.default", "aten.scalar_tensor.default", "aten.view_as.default",
+}  # fmt: skip
+"""Operators that look at one index if all of their tensors have the same shape, or one element."""
+
+
+class Forgotten(Exception):
+    """What a module does to gradients that a captured one would not."""
+
+
+class _Gradients(TorchFunctionMode):
+    """Refuses what a forward does to gradients, and is not recorded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NOT_RECORDED:
+            raise Forgotten(f"{_NOT_RECORDED[func]} in a forward is not recorded, and would be left out")
+        return func(*args, **(kwargs or {}))
+
+
+_NOT_RECORDED = {
+    torch.Tensor.register_hook: "Tensor.register_hook",
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+    torch.Tensor.backward: "Tensor.backward",
+}
+
+
+@contextmanager
+def recorded() -> Iterator[list[UserFunction]]:
+    """Give the autograd.Functions that this thread applies, which become operators; what PyTorch applies does not."""
+    calls: list[UserFunction] = []
+    token = _RECORDED.set(calls)
+    # the code, not the attribute: modules may have kept MyFunction.apply by a name of their own
+    _APPLY.__code__ = _Shim.__dict__["apply"].__func__.__code__
+    try:
+        with _Gradients():
+            yield calls
+    finally:
+        _APPLY.__code__ = _REAL.__code__
+        _RECORDED.reset(token)
+
+
+class _Shim(torch.autograd.Function):
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        super  # noqa: B018  # which makes the class a free variable, as in Function.apply
+        from neondist.torch.custom_gradients import applied  # it runs as a function of PyTorch's module
+
+        return applied(cls, *args, **kwargs)
+
+
+def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a Function gives; where a module is captured, what its operator gives."""
+    calls = _RECORDED.get()
+    if calls is not None and cls is CheckpointFunction:
+        run, _, *given = args
+        return run(*given)
+    if calls is None or vars(cls).get("__module__", "").startswith("torch."):
+        return _REAL(cls, *args, **kwargs)
+    calls.append(UserFunction(cls, args, kwargs))
+    call = calls[-1]
+    given, call.tensors = call.tensors, []
+    return call.outputs(torch.ops.neondist.function(given, len(calls) - 1))
+
+
+torch.library.define("neondist::function", "(Tensor[] tensors, int number) -> Tensor[]")
+
+
+@torch.library.register_fake("neondist::function")
+def _fake(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+    calls = _RECORDED.get()
+    assert calls is not None, "the operator runs while a module is captured, and not else"
+    before = [tensor._version for tensor in tensors]
+    found = calls[number](*tensors)
+    if [tensor._version for tensor in tensors] != before:
+        raise RuntimeError(f"{calls[number].name} writes into its arguments; let it return new tensors")
+    return [tensor.clone() for tensor in found]

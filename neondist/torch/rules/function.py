@@ -1,0 +1,31 @@
+"""A user's autograd.Functions, which run as they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..custom_gradients import OPERATOR
+from ..graph import axes_of_values
+from ..layout import axes_of
+from ..registry import rule
+from ..steps import Where
+
+
+@rule(OPERATOR, always=True)
+def user_function(lowering: Any, tensors: Sequence[Any], number: int) -> Any:
+    """Local, if forward and backward of an autograd.Function look at one index each."""
+    function, here, outs = lowering.functions[number], lowering.where, lowering.out
+    lowering.where = Where(function.name, here.module, here.source)
+    if not axes_of_values(tensors):
+        return lowering.locals(function, tensors, outs)
+    layout = lowering.common([value.layout for value in tensors])
+    cut = [at - len(layout) for at, dim in enumerate(layout) if axes_of([dim])]
+    trained = function.pointwise([lowering.fake(value) for value in tensors], cut)
+    if trained is None:
+        lowering.refuse("its forward and backward do not look at one index each")
+    aligned = [lowering.aligned(value, layout, axes_of(layout)) for value in tensors]
+    found = lowering.locals(function, aligned, outs, [layout for _ in outs])
+    for value, has_gradient in zip(found, trained, strict=True):
+        value.kind = value.kind if has_gradient else "constant"
+    return found
