@@ -83,15 +83,19 @@ class Watch:
         self._look()
 
     def key(self) -> tuple[Any, ...]:
-        """Return the values, the modules, and tensors' dtypes and devices; keys are equal if nothing has changed."""
+        """Return the values, the modules, tensors' dtypes and devices, and which tensors no buffer has.
+
+        Keys are equal if nothing has changed.
+        """
         try:
             found = [(values(attributes), *map(id, inner.values())) for attributes, values, inner in self._watched]
             tensors = [where[at] for _, where, at in (*self._parameters, *self._buffers)]
             kinds = [(tensor.dtype, tensor.device) for tensor in tensors if tensor is not None]
+            loose = tuple(_Itself(attributes[name]) for _, attributes, name in self._loose)
         except KeyError:  # something was deleted
             self._look()
             return self.key()
-        return tuple(found), tuple(kinds)
+        return tuple(found), tuple(kinds), loose
 
     def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the parameters and the buffers by name, without those that are gone; duplicates included."""
@@ -103,25 +107,43 @@ class Watch:
         after = self.key()
         for at, (names, old, new) in enumerate(zip(self._names, before[0], after[0], strict=False)):
             self._changing.update((at, name) for name, a, b in zip(names, old[0], new[0], strict=False) if a != b)
+        loose = zip(self._loose, before[2], after[2], strict=False)
+        self._changing.update((at, name) for (at, _, name), old, new in loose if old != new)
         self._look()
         return self.key()
 
     def _look(self) -> None:
         self._names: list[list[str]] = []
         self._watched: list[tuple[dict[str, Any], Callable[[Any], Any], dict[str, Any]]] = []
+        self._loose: list[tuple[int, dict[str, Any], str]] = []
         self._parameters: list[tuple[str, dict[str, Any], str]] = []
         self._buffers: list[tuple[str, dict[str, Any], str]] = []
         for at, module in enumerate(self.module.modules()):
             attributes = vars(module)
             plain = [name for name, value in attributes.items() if isinstance(value, _PLAIN)]
             names = ["training", *(name for name in plain if name != "training" and (at, name) not in self._changing)]
+            tensors = [name for name, value in attributes.items() if isinstance(value, torch.Tensor)]
+            self._loose += [(at, attributes, name) for name in tensors if (at, name) not in self._changing]
             # twice the first: of several names, an itemgetter returns a tuple
             self._watched.append((attributes, itemgetter("training", *names), attributes["_modules"]))
             self._names.append(["training", *names])
         for path, module in self.module.named_modules(remove_duplicate=False):
             start = f"{path}." if path else ""
-            for found, tensors in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
-                found += [(start + name, tensors, name) for name, tensor in tensors.items() if tensor is not None]
+            for found, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
+                found += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
+
+
+class _Itself:
+    """A tensor, equal to itself alone."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,18 +20,21 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
 from ..halo import ExchangePolicy
+from .between_passes import observed
 from .checks import check_module
-from .custom_gradients import Forgotten, recorded
+from .custom_gradients import NotRecorded, recorded
 from .functional import is_simple, written
 from .graph import DEVICES, Value, autocast
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
+from .no_grad import stop_gradients
 from .plan import TorchPlan
 from .registry import TRACING
 from .schemes import put_into
 from .steps import Where
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
+_PYTHON = sysconfig.get_path("stdlib")
 DRAWS = 1000
 """More than an operator has of random numbers' keys."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
@@ -65,11 +69,12 @@ def captured(
     check_module(module)
     with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast(), recorded() as functions:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            where = device or device_of(module)
-            inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=where) for shape, dtype in shapes)
+            on = device or device_of(module)
+            inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
         try:
-            program: Any = torch.export.export(module, inputs, strict=False)
-            _detach(program.graph_module)
+            with observed(module, inputs):
+                program: Any = torch.export.export(module, inputs, strict=False)
+            stop_gradients(program, lambda node: where(node).source)
             program = program if in_place and is_simple(program) else program.run_decompositions({})
             program.functions = functions
             return program
@@ -104,25 +109,14 @@ def _no_autocast() -> Iterator[None]:
         yield
 
 
-def _detach(graph: torch.fx.GraphModule) -> None:
-    """Let what is computed under `torch.no_grad()` have no gradient: decompositions forget that it was."""
-    for node in list(graph.graph.nodes):
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
-            for got in list(node.users):
-                with graph.graph.inserting_after(got):
-                    detached = graph.graph.call_function(torch.ops.aten.detach.default, (got,))
-                detached.meta = dict(got.meta)
-                got.replace_all_uses_with(detached, lambda user, keep=detached: user is not keep)
-    graph.recompile()
-
-
 def _explained(what: str, shapes: Sequence[tuple[Sequence[int], torch.dtype]], error: Exception) -> str:
     given = ", ".join(str(tuple(shape)) for shape, _ in shapes)
     frames = _user_frames("".join(_traceback(error)))
-    source = f"{frames[-1]}: " if frames else ""
+    place = (isinstance(error, NotRecorded) and error.source) or next(iter(frames[::-1]), "")
+    source = f"{place}: " if place else ""
     name = type(error).__name__
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    why = first if isinstance(error, Forgotten) else f"{name}: {first}"
+    why = first if isinstance(error, NotRecorded) else f"{name}: {first}"
     if "DataDependent" in name:
         why = (
             "an if, a float() or an .item() needs the value of a tensor; what a module computes may depend on the"
@@ -140,8 +134,12 @@ def _traceback(error: BaseException) -> list[str]:
 def _user_frames(text: str) -> list[str]:
     """Return 'file:line' of the frames that are not PyTorch's nor ours, the innermost last."""
     here = os.path.dirname(__file__)
-    found = ((file, line) for file, line in _FRAME.findall(text) if not file.startswith((_TORCH, here, "<")))
-    return [f"{file}:{line}" for file, line in found]
+    others = (_TORCH, here, "<")
+    return [
+        f"{file}:{line}"
+        for file, line in _FRAME.findall(text)
+        if not file.startswith(others) and (not file.startswith(_PYTHON) or "site-packages" in file)
+    ]
 
 
 def where(node: Any) -> Where:
@@ -188,11 +186,12 @@ def lowered(
     waiting = list(layouts)[::-1]
     gathering = _Gathering(lowering, gather_at)
     outputs: Sequence[Any] = ()
+    ends: Sequence[Any] = ()
     for place, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
             env[node] = _given(lowering, node, specs[node.name], program, waiting, parameters, buffers, inputs)
         elif node.op == "output":
-            lowering.where = where(node)
+            lowering.where, ends = where(node), node.args[0]
             outputs = pytree.tree_map(lambda arg: gathering.outside(lowering.read(env, arg)), node.args[0])
         else:
             lowering.where, lowering.out, lowering.draws = where(node), node.meta.get("val"), place * DRAWS
@@ -212,12 +211,13 @@ def lowered(
                 gathering.note(found)
     mutated = {name: lowering.gathered(gathering.outside(env[old])).id for name, old in changed.items()}
     results: list[Any] = []
-    for spec, out in zip(signature.output_specs, outputs, strict=True):
+    for spec, out, end in zip(signature.output_specs, outputs, ends, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
             results.append(lowering.enter(out, ()) if isinstance(out, Value) else out)  # a parameter counts once
         elif spec.kind == OutputKind.BUFFER_MUTATION:
             mutated[spec.target] = lowering.gathered(out).id
         else:
+            lowering.where = where(end)
             lowering.refuse("an input, or a parameter, is changed in place")
     ids = [out.id if isinstance(out, Value) else _Plain(out) for out in results]
     plan = TorchPlan(

@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -146,25 +147,41 @@ _SHAPED_ALIKE = {
 """Operators that look at one index if all of their tensors have the same shape, or one element."""
 
 
-class Forgotten(Exception):
-    """What a module does to gradients that a captured one would not."""
+class NotRecorded(Exception):
+    """What a module does, and a captured one would not.
+
+    Parameters
+    ----------
+    source : str
+        File and line of what does it; default: where it is raised.
+    """
+
+    def __init__(self, why: str, source: str = "") -> None:
+        super().__init__(why)
+        self.source = source
 
 
-class _Gradients(TorchFunctionMode):
-    """Refuses what a forward does to gradients, and is not recorded."""
+class _Refusing(TorchFunctionMode):
+    """Refuses what a forward does that is not recorded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NOT_RECORDED:
-            raise Forgotten(f"{_NOT_RECORDED[func]} in a forward is not recorded, and would be left out")
+        ours = func not in _OF_TENSORS or isinstance(args[0], FakeTensor)  # PyTorch asks for data of others
+        if func in _NOT_RECORDED and ours:
+            raise NotRecorded(f"{_NOT_RECORDED[func]} in a forward is not recorded{_INSTEAD.get(func, '')}")
         return func(*args, **(kwargs or {}))
 
 
-_NOT_RECORDED = {
+_DATA: Any = torch.Tensor.data
+_NOT_RECORDED: dict[Any, str] = {
+    _DATA.__get__: "Tensor.data",
+    _DATA.__set__: "Tensor.data",
     torch.Tensor.register_hook: "Tensor.register_hook",
     torch.autograd.grad: "torch.autograd.grad",
     torch.autograd.backward: "torch.autograd.backward",
     torch.Tensor.backward: "Tensor.backward",
 }
+_OF_TENSORS = (_DATA.__get__, _DATA.__set__)
+_INSTEAD = {_DATA.__get__: "; say .detach() instead"}
 
 
 @contextmanager
@@ -175,7 +192,7 @@ def recorded() -> Iterator[list[UserFunction]]:
     # the code, not the attribute: modules may have kept MyFunction.apply by a name of their own
     _APPLY.__code__ = _Shim.__dict__["apply"].__func__.__code__
     try:
-        with _Gradients():
+        with _Refusing():
             yield calls
     finally:
         _APPLY.__code__ = _REAL.__code__

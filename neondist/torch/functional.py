@@ -28,7 +28,7 @@ def is_simple(program: Any) -> bool:
     for node in nodes:
         for tensor in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(tensor, torch.Tensor):
-                names.setdefault(_memory(tensor), []).append(node)
+                names.setdefault(memory_of(tensor), []).append(node)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     twins: dict[Any, Any] = {}
     for node in called:
@@ -37,7 +37,7 @@ def is_simple(program: Any) -> bool:
         for old in written(node):
             if not isinstance(old, torch.fx.Node) or twins[node] is None:
                 return False
-            first, *others = found = names[_memory(old.meta["val"])]
+            first, *others = found = names[memory_of(old.meta["val"])]
             before = (name for name in found if at[name] < at[node] and name is not old)
             if any(at[user] > at[node] for name in before for user in name.users):
                 return False
@@ -78,5 +78,9 @@ def _twin(node: Any) -> Any:
     return found if (made.shape, made.dtype) == (old.shape, old.dtype) else None
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return a number that is the same for tensors in the same memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # inside of torch.vmap
+        return id(tensor)

@@ -164,8 +164,9 @@ class Lowering(Builder):
             ones = [torch.ones((1,) * len(value.shape), dtype=value.dtype) for value in values]
             for one, value in zip(ones, values, strict=True):
                 one.requires_grad_(value.kind != "constant" and (one.is_floating_point() or one.is_complex()))
-            with torch.enable_grad():
-                self._gradients[key] = [y.requires_grad for y in pytree.tree_leaves(run(*ones))]
+            with torch.enable_grad():  # clones, since it may write into its arguments
+                found = run(*(one.clone() for one in ones))
+            self._gradients[key] = [y.requires_grad for y in pytree.tree_leaves(found)]
         return self._gradients[key]
 
     def fake(self, value: Value) -> Any:

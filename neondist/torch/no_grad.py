@@ -1,0 +1,72 @@
+"""What a captured module computes without gradients: decompositions forget that it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from .custom_gradients import NotRecorded
+from .functional import memory_of, written
+
+_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
+    """Let what is computed under no_grad or inference_mode have no gradient.
+
+    Parameters
+    ----------
+    place : callable
+        Returns the user's file and line of a node.
+
+    Raises
+    ------
+    NotRecorded
+        If something is written where a gradient passes, and PyTorch is kept from noticing it.
+    """
+    graph = program.graph_module.graph
+    for node, old, hidden in _writes(program):
+        if hidden and not _is_buffer(program, old):
+            raise NotRecorded(
+                f"{node.target} writes into a tensor under torch.no_grad() or through .detach(), of which its gradient"
+                " does not know; make a new tensor", place(node),
+            )  # fmt: skip
+    for node in list(graph.nodes):
+        made = list(node.users) if node.target is _REGION and node.args[0] is False else []
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_inference() and node.op == "call_function":
+            made.append(node)
+        for got in made:
+            with graph.inserting_after(got):
+                detached = graph.call_function(torch.ops.aten.detach.default, (got,))
+            detached.meta = dict(got.meta)
+            got.replace_all_uses_with(detached, lambda user, keep=detached: user is not keep)
+    program.graph_module.recompile()
+
+
+def _writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """Yield nodes that write, the first name of the memory, and whether PyTorch is kept from noticing it."""
+    module = program.graph_module
+    first: dict[int, Any] = {}
+    detached: set[int] = set()
+    for node in module.graph.nodes:
+        for tensor in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(tensor, torch.Tensor):
+                first.setdefault(memory_of(tensor), node)
+        if node.target is torch.ops.aten.detach.default:
+            detached.add(memory_of(node.meta["val"]))
+        region = node.target is _REGION and node.args[0] is False
+        for inner in getattr(module, node.args[1].target).graph.nodes if region else [node]:
+            for old in written(inner):
+                memory = memory_of(old.meta["val"]) if isinstance(old, torch.fx.Node) else None
+                if memory in first:
+                    yield inner, first[memory], region or memory in detached
+
+
+def _is_buffer(program: Any, node: Any) -> bool:
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    return kinds.get(node.name) in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

@@ -1,0 +1,201 @@
+"""What a forward keeps for the next one, and computes without gradients: noticed, and left as it was."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch_runs import Function, check  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+
+IMAGES, GRIDS = (2, 3, 9, 7), ((1, 1, 2), (1, 3, 1), (2, 1, 2))
+
+
+class Counter:
+    calls = 0
+
+
+class Keeping(nn.Module):
+    """Calls a function of itself and x."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.conv = function, nn.Conv2d(3, 3, 3, padding=1)
+        self.count, self.cache, self.seen, self.named, self.counter = 0, None, [], {}, Counter()
+        self.register_buffer("mean", torch.zeros(3, 1, 1))
+
+    def forward(self, x):
+        return self.function(self, self.conv(x))
+
+
+def warming_up(self, x):
+    self.count += 1
+    return x * min(1.0, self.count / 10)
+
+
+def as_tensor(self, x):
+    self.count += 1
+    return x * torch.tensor(self.count)
+
+
+def remembering(self, x):
+    before, self.cache = self.cache, x.detach()
+    return x if before is None else x + before
+
+
+def appending(self, x):
+    self.seen.append(x.mean().detach())
+    return x * sum(self.seen)
+
+
+def naming(self, x):
+    y = x + self.named.get("before", 0)
+    self.named["before"] = y.detach()
+    return y
+
+
+def of_an_object(self, x):
+    self.counter.calls += 1
+    return x * self.counter.calls
+
+
+REFUSED = {
+    "count": warming_up,
+    "count ": as_tensor,
+    "cache": remembering,
+    "seen": appending,
+    "named": naming,
+    "counter": of_an_object,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_next_pass_reads_is_refused(name):
+    module = Keeping(REFUSED[name])
+    before = dict(vars(module))
+    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError) as caught:
+        ndt.distribute(module, IMAGES, grid)
+    assert f"the forward changes {name.strip()}, which the next one reads" in str(caught.value)
+    assert str(caught.value).startswith(f"{__file__}:")
+    assert vars(module) == before
+    assert (module.seen, module.named, module.counter.calls) == ([], {}, 0)
+
+
+def counting(self, x):
+    self.count += 1
+    self.counter.calls += 1
+    return x * 2
+
+
+def with_a_cache(self, x):
+    if self.cache is None or self.cache.shape != x.shape[-1:]:
+        self.cache = torch.arange(x.shape[-1]).to(x)
+    if "rows" not in self.named:
+        self.named["rows"] = x.new_ones(1, 1, x.shape[2], 1).cumsum(2)
+    return x * self.cache + self.named["rows"]
+
+
+def looked_at(self, x):
+    self.cache = x.square().mean()
+    self.seen = [x.detach()]
+    return x * 3
+
+
+def running_mean(self, x):
+    with torch.no_grad():
+        self.mean.mul_(0.9).add_(x.mean((0, 2, 3))[:, None, None], alpha=0.1)
+    return x - self.mean
+
+
+@pytest.mark.parametrize("function", [counting, with_a_cache, looked_at, running_mean])
+def test_what_is_harmless(function):
+    module = Keeping(function)
+    check(module, IMAGES, grids=GRIDS)
+    with nd.ProcessGrid.serial() as grid:
+        ndt.distribute(module, IMAGES, grid)
+    assert (module.count, module.cache, module.seen, module.named, module.counter.calls) == (0, None, [], {}, 0)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_that_are_not_pytorchs(draw):
+    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError, match="Python's or NumPy's random"):
+        ndt.distribute(Keeping(lambda self, x: x * draw()), IMAGES, grid)
+
+
+def test_a_tensor_that_is_no_buffer_may_be_replaced():
+    build = Keeping(lambda self, x: x * self.cache).double()
+    build.cache = torch.full((1, 1, 1, 7), 2.0, dtype=torch.float64)
+    image = torch.randn(IMAGES, dtype=torch.float64)
+
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            module, found = copy.deepcopy(build), []
+            model = ndt.distribute(module, IMAGES, grid)
+            for factor in (2.0, 3.0):
+                module.cache = torch.full((1, 1, 1, 7), factor, dtype=torch.float64)
+                found.append(model.gather(model(model.scatter(image))).detach())
+            return found
+
+    for two, three in nd.loopback.run(2, body):
+        torch.testing.assert_close(three / 3, two / 2)
+
+
+def under_inference_mode(x):
+    with torch.inference_mode():
+        mean = x.mean((2, 3), keepdim=True)
+    return x - mean.clone()
+
+
+def switched(x):
+    y = torch.zeros_like(x)
+    for k in range(3):
+        with torch.set_grad_enabled(k == 2):
+            y = (x + y).tanh()
+    return y
+
+
+@pytest.mark.parametrize("function", [under_inference_mode, switched])
+def test_gradients_that_are_switched_off(function):
+    check(Function(lambda x, conv: function(conv(x)), nn.Conv2d(3, 3, 3)), IMAGES, grids=GRIDS)
+
+
+def doubled(x):
+    with torch.no_grad():
+        x.mul_(2)
+    return x * x
+
+
+def through_detach(x):
+    x.detach()[:, :1].fill_(1)
+    return x * x
+
+
+@pytest.mark.parametrize("function", [doubled, through_detach])
+def test_writing_behind_the_back_of_gradients_is_refused(function):
+    with pytest.raises(nd.UserError, match=r"\.py:\d+: .* of which its gradient does not know"):
+        check(Function(lambda x, conv: function(conv(x)), nn.Conv2d(3, 3, 3)), IMAGES, grids=[(1, 1, 2)])
+
+
+def test_parameters_that_are_written_to_are_refused_by_place():
+    class Clipped(nn.Conv2d):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    class ClippedData(nn.Conv2d):
+        def forward(self, x):
+            self.weight.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    for kind, words in ((Clipped, "of which its gradient does not know"), (ClippedData, "Tensor.data in a forward")):
+        with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError) as caught:
+            ndt.distribute(nn.Sequential(kind(3, 3, 3)), IMAGES, grid)
+        assert words in str(caught.value)
+        assert __file__ in str(caught.value)
