@@ -34,12 +34,17 @@ def axes_along(x: Any, dims: Iterable[int]) -> frozenset[int]:
 
 
 def total(
-    lowering: Any, run: Callable[..., Any], args: Sequence[Any], dims: Sequence[int], keepdim: bool = True
+    lowering: Any,
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    dims: Sequence[int],
+    keepdim: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Return the sum of what `run` gives, over dimensions of its first argument; run(*tensors, dims, keepdim)."""
     x = args[0]
     return lowering.reduced(
-        lambda *t: run(*t, list(dims), keepdim), args, axes_along(x, dims), without(x, dims, keepdim)
+        lambda *t: run(*t, list(dims), keepdim), args, axes_along(x, dims), without(x, dims, keepdim), dtype
     )
 
 
@@ -94,8 +99,13 @@ def moments(lowering: Any, x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
     summed = total(lowering, _summed, [x], dims)
     mean = lowering.local(lambda s: s / number, [summed], summed.layout)
     apart = lowering.local(torch.sub, [x, lowering.enter(mean, x.axes)], x.layout)
-    squares = total(lowering, lambda a, d, k: (a * a).sum(d, k), [apart], dims)
+    squares = total(lowering, lambda a, d, k: _square(a).sum(d, k), [apart], dims, dtype=x.dtype.to_real())
     return mean, squares, apart
+
+
+def _square(a: torch.Tensor) -> torch.Tensor:
+    """Return the squares of absolute values."""
+    return (a * a.conj()).real if a.is_complex() else a * a
 
 
 @rule("aten.linalg_vector_norm.default")
@@ -106,7 +116,7 @@ def vector_norm(
     dims = dims_of(x, dim)
     if not 1 <= ord < torch.inf or dtype is not None or all(lowering.is_whole(x, d) for d in dims):
         return along(lowering, x, dim, keepdim, ord=ord, dtype=dtype)
-    summed = total(lowering, lambda a, d, k: a.abs().pow(ord).sum(d, k), [x], dims, keepdim)
+    summed = total(lowering, lambda a, d, k: a.abs().pow(ord).sum(d, k), [x], dims, keepdim, x.dtype.to_real())
     return lowering.local(lambda s: _root(s, ord), [summed], summed.layout, lowering.out.dtype)
 
 
