@@ -176,6 +176,20 @@ class Builder(StepList):
         seen = self.aligned(value, layout, axes_of(layout))
         return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
 
+    def turned(self, layout: Layout, dims: Iterable[int]) -> Layout:
+        """Return a layout with these dimensions whole; their cuts pass to others that are whole, and long enough.
+
+        So no rank has all of what lies so, and each sees these dimensions whole for a part of it.
+        """
+        kept = {dim % len(layout) for dim in dims}
+        found = list(whole_along(layout, kept))
+        for axis in sorted(axes_of(layout[dim] for dim in kept)):
+            free = [dim for dim, cut in enumerate(found) if dim not in kept and not axes_of((cut,))]
+            extent, dim = max(((shape_of((found[dim],))[0], -dim) for dim in free), default=(0, 0))
+            if extent >= self.mesh.parts[axis]:
+                found[-dim] = (self.mesh.atom(extent, axis),)
+        return tuple(found)
+
     def seen_whole(self, value: Value, dims: Iterable[int], context: Iterable[int]) -> Value:
         """Return a value with these dimensions whole, for what is cut by the axes of `context`."""
         dims = set(dims)

@@ -64,6 +64,8 @@ class Lowering(Builder):
         found = RULES.get(name)
         always = found is not None and found.always
         random = bool(self.mesh.axes) and _is_random(target, bound)  # each rank would draw numbers of its own
+        if found is None and target.namespace == "prims" and any(value.kind != "constant" for value in values):
+            self.refuse("PyTorch has no gradient of it")
         if not (always or random or axes_of_values(values)):
             return self.alike()
         if found is not None:
@@ -86,13 +88,22 @@ class Lowering(Builder):
         (found,) = self._locals(run, values, [whole(out.shape)], [out.dtype], frozenset())
         return found
 
-    def apart(self) -> Any:
-        """Return what the operator at hand gives, taken apart into simpler ones; None: it is as simple as can be."""
+    def apart(self, own: bool = False) -> Any:
+        """Return what the operator at hand gives, taken apart into simpler ones; None: it is as simple as can be.
+
+        Parameters
+        ----------
+        own : bool
+            Whether by what PyTorch itself runs, where its decompositions would be made of what has no gradient.
+        """
         target, args, kwargs = self._call
-        table = decomposition_table.get(target)
+        table = None if own else decomposition_table.get(target)
         if table is None and not target._can_decompose():
             return None
-        values, run = _of_tensors(table or target.decompose, args, kwargs)
+        return self.traced(*_of_tensors(table or target.decompose, args, kwargs))
+
+    def traced(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
+        """Return what a function of tensors gives, operator by operator; None: it cannot be traced."""
         try:
             with TRACING:
                 graph = make_fx(run, tracing_mode="fake")(*map(self._fake, values))

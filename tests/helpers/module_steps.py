@@ -412,6 +412,50 @@ def costs(pen, x, t):
     )  # fmt: skip
 
 
+# Spectra and complex numbers, whose results are real again.
+
+
+@step(1.5)
+def spectra(pen, x, t):
+    if not t.dim():
+        return None
+    d = tuple(sorted(pen.rng.sample(range(-t.dim(), 0), pen.int(1, min(t.dim(), 3)))))
+    keep = pen.one("", ", norm='ortho'")
+    sizes = [t.shape[i] for i in d]
+    longer = [n + pen.int(-2, 3) for n in sizes]
+    seen = f"torch.fft.rfftn({x}, dim={d}{keep})"
+    shape = [*t.shape]
+    shape[d[-1]] = t.shape[d[-1]] // 2 + 1
+    weight = pen.made(f"nn.Parameter(torch.randn({[n if pen.chance(0.7) else 1 for n in shape]}, dtype=torch.cdouble))")
+    return pen.one(
+        f"torch.fft.irfftn({seen} * {weight}, s={sizes}, dim={d}{keep})",
+        f"torch.fft.irfftn({seen} * {weight}, s={longer}, dim={d}{keep})",
+        f"torch.fft.fftn({x}, s={longer}, dim={d}).abs()",
+        f"torch.view_as_real(torch.fft.ifft({x}, dim={d[0]}))",
+        f"torch.fft.fft({x}, dim={d[0]}).{pen.one('real', 'imag', 'conj().imag')}",
+        f"torch.fft.hfft({x}, dim={d[0]})",
+        f"torch.fft.fftshift(torch.fft.fftn({x}, dim={d}), dim={d}).real",
+        f"torch.fft.ifftn(torch.fft.fftn({x}, dim={d}).flip({d[0]}), dim={d}).real",
+    )
+
+
+@step(1)
+def complex_numbers(pen, x, t):
+    if not t.dim():
+        return None
+    weight = pen.made(f"nn.Parameter(torch.randn({[n if pen.chance() else 1 for n in t.shape]}, dtype=torch.cdouble))")
+    matrix = pen.made(f"nn.Parameter(torch.randn({t.shape[-1]}, 2, dtype=torch.cdouble))")
+    z = f"torch.complex({x}, {pen.like(t) or x + '.sin()'})"
+    return pen.one(
+        f"({z} * {weight}).real", f"({z} * {weight}.conj()).imag.sin()", f"({z} @ {matrix}).abs()",
+        f"(torch.polar({x}.abs() + 0.1, {x}) + {weight}).angle().cos()", f"torch.view_as_real({z} / ({weight} + 3))",
+        f"({z} - {z}.mean(-1, keepdim=True)).abs().square()", f"({z} * {weight}).sum(0).imag",
+        f"torch.cat([{z}, {z}.conj() * {weight}], -1).real", f"{x} * {weight}.abs().sum()",
+        f"torch.view_as_complex(torch.stack([{x}, {x}.cos()], -1)).exp().real",
+        f"{z}.var(-1, keepdim=True) * {x}", f"torch.where({x} > 0, {z}, {weight}).imag",
+    )  # fmt: skip
+
+
 # Normalisation.
 
 

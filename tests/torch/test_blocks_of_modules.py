@@ -131,6 +131,11 @@ class Flat(nn.Module):
         return x.flatten(2).transpose(1, 2).flatten(1)
 
 
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.rfft2(x).abs()
+
+
 class Attention(nn.Module):
     def forward(self, x):
         q = x.flatten(2).transpose(1, 2)
@@ -145,6 +150,7 @@ class Attention(nn.Module):
         (nn.InstanceNorm2d(2), "instance_norm", "it normalises by sums over the whole image"),
         (nn.BatchNorm2d(2, track_running_stats=False), "batch_norm", "it normalises by sums over the whole image"),
         (nn.Sequential(Flat(), nn.Linear(2 * 12 * 11, 3)), "linear", "it sums over the whole image"),
+        (Spectrum(), "fft_rfft2", "it sees the whole image"),
         (Attention(), "scaled_dot_product_attention", "it sees the whole image"),
     ],
 )

@@ -2,10 +2,11 @@
 
 pointwise: one index each. window: a bounded neighbourhood. resample: values between cells. index: cells moved. shape:
 dimensions regrouped. reduce: a few numbers of the whole. norm: normalisations. product: matrix products and attention.
-create: tensors made of nothing. random: keyed by the global index. loss: costs.
+spectrum: Fourier transforms, complex numbers. create: tensors made of nothing. random: keyed by the global index.
+loss: costs.
 """
 
-from . import create, index, loss, norm, pointwise, product, random, reduce, resample, shape, window
+from . import create, index, loss, norm, pointwise, product, random, reduce, resample, shape, spectrum, window
 
 __all__ = [
     "create",
@@ -18,5 +19,6 @@ __all__ = [
     "reduce",
     "resample",
     "shape",
+    "spectrum",
     "window",
 ]

@@ -108,7 +108,7 @@ def unbind(lowering: Any, x: Any, dim: int = 0) -> Any:
     return tuple(select(lowering, x, dim, at) for at in range(x.shape[dim]))
 
 
-@rule("aten.slice_scatter.default")
+@rule("aten.slice_scatter.default", always=True)
 def slice_scatter(
     lowering: Any, x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
@@ -119,11 +119,15 @@ def slice_scatter(
         return src
     rest = lowering.common([replaced(value.layout, dim, Atom(1)) for value in (x, src)])
     x, src = (_clear(lowering, value, dim, rest) for value in (x, src))
+    if lowering.is_whole(x, dim) and x.kind == "constant" and not lowering.is_whole(src, dim):
+        atom = lowering.mesh.atom(x.shape[dim], lowering.cut(src, dim))  # zeros that are written into become cut
+        x = lowering.cut_as(x, replaced(x.layout, dim, atom))
     if lowering.is_whole(x, dim):
         src = lowering.gathered(src, [dim])
     x, src = (lowering.cut_as(v, replaced(rest, dim, *v.layout[dim])) for v in (x, src))
     if lowering.is_whole(x, dim):
-        return lowering.local(lambda a, b: torch.slice_scatter(a, b, dim, start, end, step), [x, src], x.layout)
+        at = (slice(None),) * dim + (slice(start, end, step),)
+        return lowering.local(lambda a, b: _written(a, at, b), [x, src], x.layout)
     x = lowering.cut_as(x, lowering.common([x.layout]))
     axis = lowering.cut(x, dim)
     out = x.layout[dim][0]
@@ -133,6 +137,13 @@ def slice_scatter(
     lo, hi = out.range(lowering.place)
     places = torch.tensor([i - lo for i in range(lo, hi) if i in where], dtype=torch.int64)
     return lowering.local(lambda a, b: a.index_copy(dim, places.to(a.device), b), [x, view], x.layout)
+
+
+def _written(a: torch.Tensor, at: tuple[slice, ...], b: torch.Tensor) -> torch.Tensor:
+    """Return a with b at some places; torch.slice_scatter has no gradients of complex numbers."""
+    found = a.clone()
+    found[at] = b
+    return found
 
 
 @rule("aten.flip.default")
@@ -256,7 +267,7 @@ def stack(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     return cat(lowering, [lowering.reshape(t, shape) for t in tensors], dim)
 
 
-@rule("aten.select_scatter.default")
+@rule("aten.select_scatter.default", always=True)
 def select_scatter(lowering: Any, x: Any, src: Any, dim: int, index: int) -> Any:
     """One index of a dimension has new values."""
     dim, index = dim % len(x.shape), index % x.shape[dim]
