@@ -266,6 +266,35 @@ def picked(pen, x, t):
     )
 
 
+@step(2)
+def picked_by_values(pen, x, t):
+    if not t.dim():
+        return None
+    d = pen.int(-t.dim(), t.dim() - 1)
+    n, dots = t.shape[d], ":, " * (d % t.dim())
+    index = [pen.int(0, n - 1) for _ in range(pen.int(1, n))]
+    tensor, first = f"torch.tensor({index})", f"{x}.narrow({d}, 0, {len(index)})"
+    order, y = f"{x}.argsort({d})", pen.like(t) or f"{x}.cos()"
+    fewer = "".join(f".narrow({e}, 0, {pen.int(1, m)})" for e, m in enumerate(t.shape) if pen.chance(0.2))
+    both = [f"torch.tensor({each(3, lambda m=m: pen.int(0, m - 1))})" if pen.chance() else ":" for m in t.shape]
+    unique = f"torch.tensor({sorted(set(index))})"
+    return pen.one(
+        f"{x}.gather({d}, {order}{fewer})", f"{x}.gather({d}, {order}.narrow({d}, 0, 1))",
+        f"{x}.take_along_dim({x}.mean({d}, keepdim=True).argsort(0), {d})", f"{x}.take({order} + {x}.shape[0])",
+        f"{x}.scatter({d}, {order}, {y})", f"{x}.scatter({d}, {x}.argmax({d}, keepdim=True), 0.5)",
+        f"torch.zeros_like({x}).scatter_add({d}, {order} // 2, {y})",
+        f"{x}.scatter_reduce({d}, {order}, {y}, {pen.one('sum', 'mean', 'amax')!r}, include_self={pen.chance()})",
+        f"{x}.index_add({d}, {tensor}, {first}.sin())", f"{x}.index_copy({d}, {unique}, {y}[{dots}{unique}])",
+        f"{x}.index_fill({d}, {tensor}, {pen.one('1.5', x + '.mean()')})",
+        f"$ = {x} * 1; $[{dots}{tensor}] = {pen.one('0.5', x + '.mean()', f'{y}[{dots}{index[:1]}]')}",
+        f"$ = {x} * 1; $[{dots}{unique}] = {y}[{dots}{unique}]", f"$ = {x} * 1; $[$ > 0.3] = {y}.mean()",
+        f"$ = {x} * 1; $[{dots}torch.arange({n}) % 2 == 0] = 0.3", f"{x}[{', '.join(both)}]",
+        f"$ = {x} * 1; $[{', '.join(both)}] = {x}.mean()",
+        f"torch.bucketize({x}, torch.linspace(-1, 1, 5).double()) * {x}",
+        f"torch.searchsorted({x}.sort(-1)[0], {y}.contiguous()) * {x}",
+    )  # fmt: skip
+
+
 # Dimensions regrouped.
 
 

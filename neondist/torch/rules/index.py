@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import fold
-from ..layout import Atom, axes_of, replaced
+from ..layout import Atom, axes_of, replaced, whole
 from ..registry import rule
 from ..transfer import clipped, hull
 
@@ -284,7 +284,7 @@ def index_select(lowering: Any, x: Any, dim: int, index: Any) -> Any:
     return lowering.local(lambda a, i: a.index_select(dim, i), [x, index], layout)
 
 
-@rule("aten.index.Tensor")
+@rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
     """By tensors that every rank has; the dimensions that they count are seen whole."""
     given = [(dim, lowering.gathered(value)) for dim, value in enumerate(indices) if value is not None]
@@ -292,15 +292,21 @@ def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
         lowering.refuse("the shape of what a mask picks depends on values")
     dims = [dim for dim, _ in given]
     x = lowering.gathered(x, dims)
-    if dims != list(range(dims[0], dims[-1] + 1)):
-        lowering.refuse("indices of dimensions that are not neighbours")
-    new = lowering.out.shape[dims[0] : len(lowering.out.shape) - (len(x.shape) - dims[-1] - 1)]
-    layout = (*x.layout[: dims[0]], *((Atom(n),) for n in new), *x.layout[dims[-1] + 1 :])
+    new = whole(torch.broadcast_shapes(*(value.shape for _, value in given)))
+    rest = [cut for dim, cut in enumerate(x.layout) if dim not in dims]
+    first = first_of(dims)
+    layout = (*rest[:first], *new, *rest[first:])
 
     def run(a: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
-        return a[(slice(None),) * dims[0] + at]
+        which = dict(zip(dims, at, strict=True))
+        return a[tuple(which.get(dim, slice(None)) for dim in range(a.dim()))]
 
     return lowering.local(run, [x, *(value for _, value in given)], layout)
+
+
+def first_of(dims: Sequence[int]) -> int:
+    """Return where PyTorch puts what is picked along dimensions: there, or in front if they are not neighbours."""
+    return dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0
 
 
 @rule("aten.fill.Tensor", "aten.fill.Scalar")
