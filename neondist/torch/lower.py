@@ -79,7 +79,7 @@ class Lowering(Builder):
 
     def alike(self) -> Any:
         """Return what the operator at hand gives, which every rank computes from all of its arguments."""
-        values, run = _of_tensors(*self._call)
+        values, run = self.tensors()
         out = self.out
         if isinstance(out, (tuple, list)):
             return self.locals(run, values, out)
@@ -87,6 +87,10 @@ class Lowering(Builder):
             self.refuse("depends on the values of a tensor")
         (found,) = self._locals(run, values, [whole(out.shape)], [out.dtype], frozenset())
         return found
+
+    def tensors(self) -> tuple[list[Value], Callable[..., Any]]:
+        """Return the values among the arguments of the operator at hand, and it as a function of their tensors."""
+        return _of_tensors(*self._call)
 
     def apart(self, own: bool = False) -> Any:
         """Return what the operator at hand gives, taken apart into simpler ones; None: it is as simple as can be.

@@ -441,6 +441,22 @@ def costs(pen, x, t):
     )  # fmt: skip
 
 
+@step(1)
+def linear_algebra(pen, x, t):
+    if t.dim() < 2:
+        return None
+    n, d, e = t.shape[-1], *pen.rng.sample(range(-t.dim(), 0), 2)
+    gram = f"({x}.mT @ {x} / {t.shape[-2]} + 2 * torch.eye({n}).double())"
+    return pen.one(
+        f"torch.linalg.inv({gram})", f"torch.linalg.cholesky({gram})", f"torch.linalg.slogdet({gram})[1]",
+        f"torch.linalg.solve({gram}, {x}.mT)", f"torch.linalg.eigvalsh({gram})", f"torch.matrix_exp({gram} / {n})",
+        f"torch.linalg.solve_triangular({gram}, {x}.mT, upper={pen.chance()})", f"torch.linalg.svdvals({gram})",
+        f"torch.linalg.matrix_power({gram}, {pen.int(-1, 2)})", f"torch.linalg.qr({gram})[1]", f"{gram}.logdet()",
+        f"{x}.diagonal({pen.int(-1, 2)}, {d}, {e})", f"torch.diag_embed({x}, {pen.int(-1, 1)}, {d}, {e})",
+        f"$ = {x} * 1; $.diagonal(0, {d}, {e}).mul_(2)", f"{x}.tril({pen.int(-1, 1)})", f"{x}.triu({pen.int(-1, 1)})",
+    )  # fmt: skip
+
+
 # Spectra and complex numbers, whose results are real again.
 
 

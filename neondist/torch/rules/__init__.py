@@ -2,16 +2,32 @@
 
 pointwise: one index each. window: a bounded neighbourhood. resample: values between cells. index: cells moved. pick: by
 the values of tensors. shape: dimensions regrouped. reduce: a few numbers of the whole. norm: normalisations. product:
-matrix products and attention. spectrum: Fourier transforms, complex numbers. create: tensors made of nothing. random:
-keyed by the global index. loss: costs.
+matrix products and attention. matrix: linear algebra. spectrum: Fourier transforms, complex numbers. create: tensors
+made of nothing. random: keyed by the global index. loss: costs.
 """
 
-from . import create, index, loss, norm, pick, pointwise, product, random, reduce, resample, shape, spectrum, window
+from . import (
+    create,
+    index,
+    loss,
+    matrix,
+    norm,
+    pick,
+    pointwise,
+    product,
+    random,
+    reduce,
+    resample,
+    shape,
+    spectrum,
+    window,
+)
 
 __all__ = [
     "create",
     "index",
     "loss",
+    "matrix",
     "norm",
     "pick",
     "pointwise",

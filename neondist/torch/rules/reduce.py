@@ -112,8 +112,10 @@ def _square(a: torch.Tensor) -> torch.Tensor:
 def vector_norm(
     lowering: Any, x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Any:
-    """Reduction: sums of powers are added; orders below 1, or infinite, as the operators that they are made of."""
+    """Reduction: sums of powers are added; infinite orders as the operators that they are made of; below 1, whole."""
     dims = dims_of(x, dim)
+    if ord < 1 and ord not in (0, -torch.inf):  # taken apart, their gradient at 0 would be another one
+        x = lowering.gathered(x, dims)
     if not 1 <= ord < torch.inf or dtype is not None or all(lowering.is_whole(x, d) for d in dims):
         return along(lowering, x, dim, keepdim, ord=ord, dtype=dtype)
     summed = total(lowering, lambda a, d, k: a.abs().pow(ord).sum(d, k), [x], dims, keepdim, x.dtype.to_real())
