@@ -4,6 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
 from torch_runs import Function, captured_once, check, distributed, serial  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
@@ -70,6 +72,10 @@ MODULES = {
     "picked by computed": lambda x: x[torch.arange(2)[:, None], x.mean((2, 3)).argsort(1)],
     "bins": lambda x: torch.bucketize(x, torch.linspace(-2, 2, 9).double()) * x,
     "searched": lambda x: torch.searchsorted(x.sort(-1)[0], x.sin().contiguous(), right=True) * x,
+    "sampled": lambda x: F.grid_sample(x, x[:, :2].movedim(1, -1).tanh(), align_corners=False),
+    "sampled volumes": lambda x: F.grid_sample(
+        x[:, :, None], x[:, None].movedim(2, -1).sin(), "nearest", align_corners=True
+    ),
     "searched, side": lambda x: torch.searchsorted(x[0, 0, 0].sort()[0], x, side="left") * x,
 }
 
@@ -84,6 +90,15 @@ def placed_channels(x):
 def test_picked_cells_are_those_of_one_process(name):
     torch.manual_seed(0)
     check(Function(MODULES[name]), (2, 3, 13, 11), grids=GRIDS)
+
+
+def test_the_padding_of_an_embedding_has_no_gradient():
+    """PyTorch's decomposition forgets that."""
+    table = nn.Embedding(7, 3, padding_idx=0)
+    check(Function(lambda x, table: table((x > 0).sum(1)), table), (2, 3, 13, 11), grids=GRIDS)
+    counted = nn.Embedding(7, 3, scale_grad_by_freq=True)
+    with captured_once(), pytest.raises(ndt.UnsupportedOperator, match="how often a row is picked on all ranks"):
+        distributed(Function(lambda x, t: t((x > 0).sum(1)), counted), [torch.randn(2, 3, 13, 11)], [], (1, 1, 2))
 
 
 def test_what_depends_on_how_many_are_masked_is_refused():

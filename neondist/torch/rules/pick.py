@@ -8,8 +8,9 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from ..layout import Atom, axes_of, replaced, shape_of, whole
+from ..layout import Atom, axes_of, replaced, shape_of, whole, whole_along
 from ..registry import rule
 from .index import first_of, slices
 
@@ -42,6 +43,34 @@ def take(lowering: Any, x: Any, index: Any) -> Any:
     flat = lowering.reshape(x, (prod(x.shape),))
     seen = lowering.seen_as(flat, whole(flat.shape), axes_of(index.layout))
     return lowering.local(torch.take, [seen, index], index.layout)
+
+
+@rule("aten.embedding.default")
+def embedding(
+    lowering: Any, weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:  # fmt: skip
+    """Local: the rows of a table that every rank has whole."""
+    if scale_grad_by_freq:
+        lowering.refuse("gradients by how often a row is picked on all ranks")
+    rows = lowering.gathered(weight)
+    padding = padding_idx if padding_idx >= 0 else None
+    layout = (*indices.layout, *whole(weight.shape[1:]))
+    return lowering.local(lambda w, i: F.embedding(i, w, padding), [rows, indices], layout, weight.dtype)
+
+
+@rule("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")
+def grid_sampler(lowering: Any, x: Any, grid: Any, **how: Any) -> Any:
+    """Redistribution: images are seen whole, by each rank for the places that it has."""
+    n, (batch,) = len(x.shape) - 2, lowering.common([x.layout[:1], grid.layout[:1]])
+    cells = tuple(
+        dim if not axes_of([dim]) & axes_of([batch]) else whole_along((dim,), (0,))[0] for dim in grid.layout[1:-1]
+    )
+    layout = (batch, *whole(x.shape[1:2]), *cells)
+    seen = lowering.seen_as(x, (batch, *whole(x.shape[1:])), axes_of(layout))
+    places = lowering.cut_as(grid, (batch, *cells, *whole([n])))
+    target, words = lowering.target, list(how.values())
+    return lowering.local(lambda a, g: target(a, g, *words), [seen, places], layout)
 
 
 @rule("aten.scatter.src", "aten.scatter.value", "aten.scatter.reduce", "aten.scatter.value_reduce",

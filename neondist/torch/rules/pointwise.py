@@ -16,6 +16,7 @@ pointwise(
     "aten.where.ScalarOther", "aten.rsub.Scalar", "aten.rsub.Tensor", "aten.relu6.default",
     "aten.conj.default", "aten._conj.default", "aten.real.default", "aten.imag.default", "aten.complex.default",
     "aten.polar.default", "aten.resolve_conj.default", "aten.resolve_neg.default", "aten._neg_view.default",
+    "aten.fake_quantize_per_tensor_affine_cachemask.default",
 )  # fmt: skip
 
 

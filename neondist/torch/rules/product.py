@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, Dim, Layout, axes_of, indices
+from ..layout import Atom, Dim, Layout, axes_of, indices, whole
 from ..registry import rule
 from ..ring import Ring
 
@@ -45,6 +45,12 @@ def distances(lowering: Any, x1: Any, x2: Any, **more: Any) -> Any:
     right = lowering.seen_as(two, (*batch, (Atom(two.shape[-2]),), two.layout[-1]), axes_of(layout))
     target, how = lowering.target, list(more.values())
     return lowering.local(lambda a, b: target(a, b, *how), [left, right], layout, lowering.out.dtype)
+
+
+@rule("aten.pdist.default", "aten._pdist_forward.default")
+def pairs(lowering: Any, x: Any, p: float = 2) -> Any:
+    """Redistribution: every rank has all rows, and computes the distances of all pairs."""
+    return lowering.local(lambda a: F.pdist(a, p), [lowering.gathered(x)], whole(lowering.out.shape))
 
 
 @rule("aten.addmm.default")

@@ -57,7 +57,7 @@ def sums(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, dtype: A
     """Reduction: sums of tiles are added."""
     name = str(lowering.target)
     if "nansum" in name:
-        lowering.refuse()
+        x = lowering.local(lambda a: torch.where(a.isnan(), 0, a), [x], x.layout)
     dims = dims_of(x, dim)
     number = prod(x.shape[d] for d in dims) if "mean" in name else 1
     if dtype is not None or not (x.dtype.is_floating_point or x.dtype.is_complex):
@@ -206,9 +206,26 @@ def cumsum(lowering: Any, x: Any, dim: int, dtype: Any = None) -> Any:
     return lowering.local(run, [x, before], x.layout, wanted)
 
 
+@rule("aten.median.default", "aten.nanmedian.default", "aten.nanmedian.dim", "aten.mode.default",
+      "aten.quantile.scalar", "aten.nanquantile.scalar", "aten.quantile.default",
+      "aten.nanquantile.default")  # fmt: skip
+def ranked(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, q: Any = None, **_: Any) -> Any:
+    """Redistribution: the dimension is seen whole."""
+    dims, outs = dims_of(x, dim), lowering.out
+    several = isinstance(outs, (tuple, list))
+    values, run = lowering.tensors()
+    args = [lowering.gathered(x, dims), *(lowering.gathered(value) for value in values[1:])]
+    layout = without(args[0], dims, keepdim)
+    if len(values) > 1 and q.shape:
+        layout = ((Atom(q.shape[0]),), *layout)
+    if several:
+        return lowering.locals(run, args, outs, [layout for _ in outs])
+    return lowering.local(run, args, layout)
+
+
 @rule("aten.cumprod.default", "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default",
       "aten.argmax.default", "aten.argmin.default",
-      "aten.topk.default", "aten.sort.default", "aten.max.dim", "aten.min.dim", "aten.glu.default",
+      "aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max.dim", "aten.min.dim", "aten.glu.default",
       "aten.prod.dim_int", "aten.any.dim", "aten.all.dim",
       "aten.logsumexp.default", "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default",
       "aten.normalize.default")  # fmt: skip
