@@ -16,6 +16,7 @@ from ..ring import Ring
 @rule("aten.linear.default")
 def linear(lowering: Any, x: Any, weight: Any, bias: Any = None) -> Any:
     """Local; over a cut dimension, each rank has the columns of its cells, and their sums are added."""
+    weight, bias = (None if value is None else lowering.gathered(value) for value in (weight, bias))
     layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
     dtype = lowering.out.dtype
     if lowering.is_whole(x, -1):

@@ -68,7 +68,8 @@ def sums(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, dtype: A
 
 
 @rule("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.var.dim", "aten.std.dim",
-      "aten.var_mean.dim", "aten.var.default", "aten.std.default", "aten.std_mean.correction")  # fmt: skip
+      "aten.var_mean.dim", "aten.var.default", "aten.std.default", "aten.std_mean.correction", "aten.std_mean.dim",
+      "aten.std_mean.default", "aten.var_mean.default")  # fmt: skip
 def variance(
     lowering: Any, x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False, unbiased: bool = True
 ) -> Any:
