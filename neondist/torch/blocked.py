@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from ..comm import ProcessGrid
 from ..geometry import split
 from .functions import Moments
+from .graph import has_gradients
 from .in_blocks import Ranged, Traced, part_of_block
 from .layout import Shape
 from .plan import TorchPlan
@@ -175,7 +176,7 @@ class _Blocked(torch.autograd.Function):
                 blocks.own(block, tiles), blocks.run(block, blocks.view_of(block, wide), *given), strict=True
             ):
                 part.copy_(y)
-        ctx.mark_non_differentiable(*(tile for tile in tiles if not tile.is_floating_point()))
+        ctx.mark_non_differentiable(*(tile for tile in tiles if not has_gradients(tile.dtype)))
         return tuple(tiles)
 
     @staticmethod

@@ -176,6 +176,20 @@ class Builder(StepList):
         seen = self.aligned(value, layout, axes_of(layout))
         return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
 
+    def turned(self, layout: Layout, dims: Iterable[int]) -> Layout:
+        """Return a layout with these dimensions whole; their cuts pass to others that are whole, and long enough.
+
+        So no rank has all of what lies so, and each sees these dimensions whole for a part of it.
+        """
+        kept = {dim % len(layout) for dim in dims}
+        found = list(whole_along(layout, kept))
+        for axis in sorted(axes_of(layout[dim] for dim in kept) - axes_of(found)):
+            free = [dim for dim, cut in enumerate(found) if dim not in kept and not axes_of((cut,))]
+            extent, dim = max(((shape_of((found[dim],))[0], -dim) for dim in free), default=(0, 0))
+            if extent >= self.mesh.parts[axis]:
+                found[-dim] = (self.mesh.atom(extent, axis),)
+        return tuple(found)
+
     def seen_whole(self, value: Value, dims: Iterable[int], context: Iterable[int]) -> Value:
         """Return a value with these dimensions whole, for what is cut by the axes of `context`."""
         dims = set(dims)
@@ -191,6 +205,47 @@ class Builder(StepList):
         seen = self.view(expanded, wants, context)
         shape = local_shape(layout, self.place)
         return seen if seen.local == shape else self._raw(lambda x: x.reshape(shape), seen, shape)
+
+    def seen_as(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
+        """Return a value aligned to a layout, dimensions that are whole there seen whole."""
+        offset = len(target) - len(value.layout)
+        dims = [
+            at
+            for at, dim in enumerate(value.layout)
+            if axes_of([dim]) and not axes_of([target[offset + at]]) and value.shape[at] != 1
+        ]
+        if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # where it would be cut twice by an axis
+            value, dims = self.gathered(value, dims), []
+        if not dims:
+            return self.aligned(value, target, context)
+        wanted = whole_along(value.layout, dims)
+        if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(wanted)):
+            value = self.recut(
+                value,
+                tuple(
+                    dim if at in dims or value.shape[at] == 1 else target[offset + at]
+                    for at, dim in enumerate(value.layout)
+                ),
+            )
+        return self.seen_whole(value, dims, context)
+
+    def beside(self, values: Sequence[Value], dims: Iterable[int]) -> tuple[list[Value], Layout]:
+        """Return values of which these dimensions are whole and others are cut alike, and how the first is cut then.
+
+        What is computed of them can be cut as that layout again, along these dimensions as the first one was.
+        """
+        first, chosen = values[0].layout, set(dims)
+        rest = self.common(
+            [tuple((Atom(1),) if at in chosen else dim for at, dim in enumerate(v.layout)) for v in values]
+        )
+        busy = axes_of(rest)
+        back = tuple(
+            rest[at] if at not in chosen else dim if not axes_of([dim]) & busy else whole_along((dim,), (0,))[0]
+            for at, dim in enumerate(first)
+        )
+        seen = self.turned(back, chosen)
+        layouts = [tuple((Atom(n),) if at in chosen else seen[at] for at, n in enumerate(v.shape)) for v in values]
+        return [self.cut_as(value, layout) for value, layout in zip(values, layouts, strict=True)], back
 
     def single(self, value: Value, dim: int) -> Value:
         """Return the value, with a dimension that is made of several atoms, some of them cut, whole."""

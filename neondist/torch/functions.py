@@ -264,14 +264,14 @@ class Nothing(torch.autograd.Function):
     """The empty result of a rank without indices; what it was computed from takes part in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, shape: Sequence[int], *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, shape: Sequence[int], dtype: torch.dtype, *inputs: torch.Tensor) -> torch.Tensor:
         """Return an empty tensor."""
         ctx.inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
-        return inputs[0].new_zeros(tuple(shape))
+        return inputs[0].new_zeros(tuple(shape), dtype=dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return zeros."""
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)
-        return (None, *zeros)
+        return (None, None, *zeros)

@@ -243,6 +243,11 @@ class Segment(NamedTuple):
         return tuple(env[value] for value in self.outputs)
 
 
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Tell whether numbers of a dtype are real or complex: others have no gradient."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def axes_of_values(values: Iterable[Value]) -> frozenset[int]:
     """Return the axes along which any of the values differs."""
     found: frozenset[int] = frozenset()

@@ -69,6 +69,8 @@ class Lowering(Builder):
         found = RULES.get(name)
         always = found is not None and found.always
         random = bool(self.mesh.axes) and _is_random(target, bound)  # each rank would draw numbers of its own
+        if found is None and target.namespace == "prims" and any(value.kind != "constant" for value in values):
+            self.refuse("PyTorch has no gradient of it")
         if not (always or random or axes_of_values(values)):
             return self.alike()
         if found is not None:
@@ -83,7 +85,7 @@ class Lowering(Builder):
 
     def alike(self) -> Any:
         """Return what the operator at hand gives, which every rank computes from all of its arguments."""
-        values, run = _of_tensors(*self._call)
+        values, run = self.tensors()
         values = [self.gathered(value) for value in values]
         out = self.out
         if isinstance(out, (tuple, list)):
@@ -93,13 +95,26 @@ class Lowering(Builder):
         (found,) = self._locals(run, values, [whole(out.shape)], [out.dtype], frozenset())
         return found
 
-    def apart(self) -> Any:
-        """Return what the operator at hand gives, taken apart into simpler ones; None: it is as simple as can be."""
+    def tensors(self) -> tuple[list[Value], Callable[..., Any]]:
+        """Return the values among the arguments of the operator at hand, and it as a function of their tensors."""
+        return _of_tensors(*self._call)
+
+    def apart(self, own: bool = False) -> Any:
+        """Return what the operator at hand gives, taken apart into simpler ones; None: it is as simple as can be.
+
+        Parameters
+        ----------
+        own : bool
+            Whether by what PyTorch itself runs, where its decompositions would be made of what has no gradient.
+        """
         target, args, kwargs = self._call
-        table = decomposition_table.get(target)
+        table = None if own else decomposition_table.get(target)
         if table is None and not target._can_decompose():
             return None
-        values, run = _of_tensors(table or target.decompose, args, kwargs)
+        return self.traced(*_of_tensors(table or target.decompose, args, kwargs))
+
+    def traced(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
+        """Return what a function of tensors gives, operator by operator; None: it cannot be traced."""
         try:
             with TRACING:
                 graph = make_fx(run, tracing_mode="fake")(*map(self.fake, values))

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .functions import Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
-from .graph import Segment, Step, autocast
+from .graph import Segment, Step, autocast, has_gradients
 from .plan import TorchPlan, kind_of
 from .ring import Around, RingChannel
 from .schemes import SchemeChannel
@@ -123,8 +123,9 @@ class Runner:
         with observers.during("layer", step.name, "forward"):
             found = self._run(step, tensors)
         for tensor in found:
-            if tensor.is_floating_point():
-                observers.value(step, "output", tensor.detach().float().cpu().numpy())
+            if not tensor.is_floating_point():
+                continue
+            observers.value(step, "output", tensor.detach().float().cpu().numpy())
             if tensor.requires_grad:
                 tensor.register_hook(
                     lambda dy: observers.value(step, "gradient of the output", dy.detach().float().cpu().numpy())
@@ -159,12 +160,12 @@ class Runner:
     def _empty(self, step: Step, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the results of a step of which this rank has no index."""
         values = self.plan.values
-        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        given = [tensor for tensor in tensors if has_gradients(tensor.dtype)]
         found = []
         for shape, value in zip(step.key, step.outputs, strict=True):
             kind = values[value]
-            if floating and kind.kind == "value":
-                found.append(Nothing.apply(shape, *floating).to(kind.dtype))
+            if given and kind.kind == "value":
+                found.append(Nothing.apply(shape, kind.dtype, *given))
             else:
                 device = tensors[0].device if tensors else None
                 found.append(torch.zeros(shape, dtype=kind.dtype, device=device))

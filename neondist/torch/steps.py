@@ -10,7 +10,7 @@ import torch
 
 from .errors import UnsupportedOperator
 from .functions import Moments
-from .graph import Step, Value, axes_of_values
+from .graph import Step, Value, axes_of_values, has_gradients
 from .layout import (
     Atom,
     Layout,
@@ -130,7 +130,7 @@ class StepList:
         """Return a value for what is cut by the axes of `context`: its gradient will be added up where it has to be."""
         context = frozenset(context)
         missing = (self.mesh.axes - context) if value.kind == "parameter" else (context - value.axes)
-        if value.kind == "constant" or not missing or not value.dtype.is_floating_point:
+        if value.kind == "constant" or not missing or not has_gradients(value.dtype):
             return value
         key = value.id, missing
         if key not in self._spread:
@@ -192,7 +192,7 @@ class StepList:
                 local_shape(layout, self.place),
                 axes_of(layout),
                 dtype,
-                "constant" if constant or not (dtype.is_floating_point or dtype.is_complex) else "value",
+                "constant" if constant or not has_gradients(dtype) else "value",
                 layout,
             )
             for layout, dtype in zip(layouts, dtypes, strict=True)

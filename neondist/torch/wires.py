@@ -100,8 +100,8 @@ class Wires:
         if not groups or not tensor.numel():
             return tensor.clone()
         wide = tensor.detach().to(self.carrier(tensor.device), WIDER.get(tensor.dtype, tensor.dtype), copy=True)
-        wide = wide.contiguous()
-        plain = wide.view(torch.uint8) if wide.dtype == torch.bool else wide
+        wide = wide.resolve_conj().resolve_neg().contiguous()
+        plain = wide.view(torch.uint8) if wide.dtype == torch.bool else _real(wide)
         array = plain if self.grid.world.tensors else plain.numpy()
         observers = self.grid.observers
         with observers.during("sync" if step == GRADIENTS else "reduce", step, direction):
@@ -285,7 +285,8 @@ def messages(buffers: Flats, first: int, tensors: bool) -> list[Message]:
     They are of tensors, where the transport takes those, or of NumPy's arrays on their memory.
     """
     found = []
-    for peer, flat in buffers.items():
+    for peer, numbers in buffers.items():
+        flat = _real(numbers)
         if tensors:
             found.append(Message(peer - first, flat, (slice(0, flat.numel()),)))
             continue
@@ -293,6 +294,11 @@ def messages(buffers: Flats, first: int, tensors: bool) -> list[Message]:
         array = array.view(np.uint8) if array.dtype == np.bool_ else array
         found.append(Message(peer - first, array, (slice(0, flat.numel()),)))
     return found
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as real numbers: complex ones cross as two, since no transport has to know them."""
+    return torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
 
 
 def _by_peer(pieces: Iterable[Piece]) -> _Pieces:

@@ -280,6 +280,35 @@ def picked(pen, x, t):
     )
 
 
+@step(2)
+def picked_by_values(pen, x, t):
+    if not t.dim():
+        return None
+    d = pen.int(-t.dim(), t.dim() - 1)
+    n, dots = t.shape[d], ":, " * (d % t.dim())
+    index = [pen.int(0, n - 1) for _ in range(pen.int(1, n))]
+    tensor, first = f"torch.tensor({index})", f"{x}.narrow({d}, 0, {len(index)})"
+    order, y = f"{x}.argsort({d})", pen.like(t) or f"{x}.cos()"
+    fewer = "".join(f".narrow({e}, 0, {pen.int(1, m)})" for e, m in enumerate(t.shape) if pen.chance(0.2))
+    both = [f"torch.tensor({each(3, lambda m=m: pen.int(0, m - 1))})" if pen.chance() else ":" for m in t.shape]
+    unique = f"torch.tensor({sorted(set(index))})"
+    return pen.one(
+        f"{x}.gather({d}, {order}{fewer})", f"{x}.gather({d}, {order}.narrow({d}, 0, 1))",
+        f"{x}.take_along_dim({x}.mean({d}, keepdim=True).argsort(0), {d})", f"{x}.take({order} + {x}.shape[0])",
+        f"{x}.scatter({d}, {order}, {y})", f"{x}.scatter({d}, {x}.argmax({d}, keepdim=True), 0.5)",
+        f"torch.zeros_like({x}).scatter_add({d}, {order} // 2, {y})",
+        f"{x}.scatter_reduce({d}, {order}, {y}, {pen.one('sum', 'mean', 'amax')!r}, include_self={pen.chance()})",
+        f"{x}.index_add({d}, {tensor}, {first}.sin())", f"{x}.index_copy({d}, {unique}, {y}[{dots}{unique}])",
+        f"{x}.index_fill({d}, {tensor}, {pen.one('1.5', x + '.mean()')})",
+        f"$ = {x} * 1; $[{dots}{tensor}] = {pen.one('0.5', x + '.mean()', f'{y}[{dots}{index[:1]}]')}",
+        f"$ = {x} * 1; $[{dots}{unique}] = {y}[{dots}{unique}]", f"$ = {x} * 1; $[$ > 0.3] = {y}.mean()",
+        f"$ = {x} * 1; $[{dots}torch.arange({n}) % 2 == 0] = 0.3", f"{x}[{', '.join(both)}]",
+        f"$ = {x} * 1; $[{', '.join(both)}] = {x}.mean()",
+        f"torch.bucketize({x}, torch.linspace(-1, 1, 5).double()) * {x}",
+        f"torch.searchsorted({x}.sort(-1)[0], {y}.contiguous()) * {x}",
+    )  # fmt: skip
+
+
 # Dimensions regrouped.
 
 
@@ -400,7 +429,10 @@ def counted(pen, x, t):
         f"({x} > 0).any({d}, keepdim={keep}).double()", f"({x} > -1).all({d}).double()", f"({x} > 0).sum({d}).double()",
         f"(({x} > 0) & ({x} < 1)).roll(2, {d}) * {x}", f"({x} * 4).long().sum({d}, keepdim=True) + {x}",
         f"({x} * 4).long().flip({d}) % 3 * {x}", f"({x} * 4).long().amax({d}, keepdim={keep}).double()",
-        f"F.one_hot({x}.argmax({d}), 40).double()", f"F.embedding({x}.argmax({d}), {pen.parameter((40, 3))})",
+        f"F.one_hot({x}.argmax({d}), 40).double()",
+        f"F.embedding({x}.argmax({d}), {pen.parameter((40, 3))}, padding_idx={pen.one(None, 0)})",
+        f"torch.where({x} > 1, torch.nan, {x}).nansum({d}, keepdim={keep})", f"{x} - {x}.median()",
+        f"{x}.quantile(0.4, {d}, keepdim={keep})", f"torch.where({x} > 1, torch.nan, {x}).nanmedian({d})[0]",
         f"({x} > 0).double().mean({d}, keepdim=True) * {x}", f"F.pad(({x} > 0).long(), (1, 2)).double()",
         f"torch.where(({x} * 2).int().cumsum({d}) > 1, {x}, 0.0)", f"torch.logical_not({x} > 0).to({x}.dtype) * {x}",
         f"torch.var_mean({x}, {d}, keepdim={keep})[{pen.int(0, 1)}]", f"torch.aminmax({x}, dim={d})[0]",
@@ -423,6 +455,66 @@ def costs(pen, x, t):
         f"F.binary_cross_entropy_with_logits({x}, ({x} > 0.1).double(), {reduction})",
         f"F.smooth_l1_loss({x}, {x}.flip(0).detach(), {reduction})", f"F.huber_loss({x}, {x}.square(), {reduction})",
         f"F.kl_div({x}.log_softmax(1), {x}.softmax(1).detach(), {reduction})", f"F.mse_loss({x}, {x} * 0, {reduction})",
+    )  # fmt: skip
+
+
+@step(1)
+def linear_algebra(pen, x, t):
+    if t.dim() < 2:
+        return None
+    n, d, e = t.shape[-1], *pen.rng.sample(range(-t.dim(), 0), 2)
+    gram = f"({x}.mT @ {x} / {t.shape[-2]} + 2 * torch.eye({n}).double())"
+    return pen.one(
+        f"torch.linalg.inv({gram})", f"torch.linalg.cholesky({gram})", f"torch.linalg.slogdet({gram})[1]",
+        f"torch.linalg.solve({gram}, {x}.mT)", f"torch.linalg.eigvalsh({gram})", f"torch.matrix_exp({gram} / {n})",
+        f"torch.linalg.solve_triangular({gram}, {x}.mT, upper={pen.chance()})", f"torch.linalg.svdvals({gram})",
+        f"torch.linalg.matrix_power({gram}, {pen.int(-1, 2)})", f"torch.linalg.qr({gram})[1]", f"{gram}.logdet()",
+        f"{x}.diagonal({pen.int(-1, 2)}, {d}, {e})", f"torch.diag_embed({x}, {pen.int(-1, 1)}, {d}, {e})",
+        f"$ = {x} * 1; $.diagonal(0, {d}, {e}).mul_(2)", f"{x}.tril({pen.int(-1, 1)})", f"{x}.triu({pen.int(-1, 1)})",
+    )  # fmt: skip
+
+
+# Spectra and complex numbers, whose results are real again.
+
+
+@step(1.5)
+def spectra(pen, x, t):
+    if not t.dim():
+        return None
+    d = tuple(sorted(pen.rng.sample(range(-t.dim(), 0), pen.int(1, min(t.dim(), 3)))))
+    keep = pen.one("", ", norm='ortho'")
+    sizes = [t.shape[i] for i in d]
+    longer = [n + pen.int(-2, 3) for n in sizes]
+    seen = f"torch.fft.rfftn({x}, dim={d}{keep})"
+    shape = [*t.shape]
+    shape[d[-1]] = t.shape[d[-1]] // 2 + 1
+    weight = pen.made(f"nn.Parameter(torch.randn({[n if pen.chance(0.7) else 1 for n in shape]}, dtype=torch.cdouble))")
+    return pen.one(
+        f"torch.fft.irfftn({seen} * {weight}, s={sizes}, dim={d}{keep})",
+        f"torch.fft.irfftn({seen} * {weight}, s={longer}, dim={d}{keep})",
+        f"torch.fft.fftn({x}, s={longer}, dim={d}).abs()",
+        f"torch.view_as_real(torch.fft.ifft({x}, dim={d[0]}))",
+        f"torch.fft.fft({x}, dim={d[0]}).{pen.one('real', 'imag', 'conj().imag')}",
+        f"torch.fft.hfft({x}, dim={d[0]})",
+        f"torch.fft.fftshift(torch.fft.fftn({x}, dim={d}), dim={d}).real",
+        f"torch.fft.ifftn(torch.fft.fftn({x}, dim={d}).flip({d[0]}), dim={d}).real",
+    )
+
+
+@step(1)
+def complex_numbers(pen, x, t):
+    if not t.dim():
+        return None
+    weight = pen.made(f"nn.Parameter(torch.randn({[n if pen.chance() else 1 for n in t.shape]}, dtype=torch.cdouble))")
+    matrix = pen.made(f"nn.Parameter(torch.randn({t.shape[-1]}, 2, dtype=torch.cdouble))")
+    z = f"torch.complex({x}, {pen.like(t) or x + '.sin()'})"
+    return pen.one(
+        f"({z} * {weight}).real", f"({z} * {weight}.conj()).imag.sin()", f"({z} @ {matrix}).abs()",
+        f"(torch.polar({x}.abs() + 0.1, {x}) + {weight}).angle().cos()", f"torch.view_as_real({z} / ({weight} + 3))",
+        f"({z} - {z}.mean(-1, keepdim=True)).abs().square()", f"({z} * {weight}).sum(0).imag",
+        f"torch.cat([{z}, {z}.conj() * {weight}], -1).real", f"{x} * {weight}.abs().sum()",
+        f"torch.view_as_complex(torch.stack([{x}, {x}.cos()], -1)).exp().real",
+        f"{z}.var(-1, keepdim=True) * {x}", f"torch.where({x} > 0, {z}, {weight}).imag",
     )  # fmt: skip
 
 

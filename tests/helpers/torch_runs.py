@@ -123,7 +123,7 @@ def difference(found, expected):
         have, want = found[kind], expected[kind]
         keys = list(want) if isinstance(want, dict) else range(len(want))
         sizes = [
-            want[key].double().abs().nan_to_num(posinf=0.0).max().item()
+            want[key].abs().double().nan_to_num(posinf=0.0).max().item()
             for key in keys
             if want[key] is not None and want[key].numel()
         ]
@@ -135,7 +135,7 @@ def difference(found, expected):
             if a is None or b is None:  # nothing depends on it
                 a, b = (torch.zeros_like(x if x is not None else y) if x is None else x for x, y in ((a, b), (b, a)))
             assert a.shape == b.shape, (kind, key, a.shape, b.shape)
-            a, b = a.double(), b.double()
+            a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t.double() for t in (a, b))
             same = torch.where(torch.isfinite(b), torch.zeros_like(b), (a != b).double() * 1e9)
             off = torch.where(torch.isfinite(b), (a - b).abs(), same).max().item() if b.numel() else 0.0
             finite = b[torch.isfinite(b)]

@@ -131,6 +131,26 @@ class Flat(nn.Module):
         return x.flatten(2).transpose(1, 2).flatten(1)
 
 
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.rfft2(x).abs()
+
+
+class Rows(nn.Module):
+    def forward(self, x):
+        return x.gather(2, x.argsort(1))
+
+
+class Labels(nn.Module):
+    """Classes as channels, and back: local, cell by cell."""
+
+    def forward(self, x):
+        labels = x.argmax(1, keepdim=True)
+        y = torch.zeros_like(x).scatter(1, labels, 1.0) + x.gather(1, labels)
+        y[y > 0.5] = 0.3
+        return F.max_pool2d(y, 3, 2, 1).sort(1)[0]
+
+
 class Attention(nn.Module):
     def forward(self, x):
         q = x.flatten(2).transpose(1, 2)
@@ -145,6 +165,8 @@ class Attention(nn.Module):
         (nn.InstanceNorm2d(2), "instance_norm", "it normalises by sums over the whole image"),
         (nn.BatchNorm2d(2, track_running_stats=False), "batch_norm", "it normalises by sums over the whole image"),
         (nn.Sequential(Flat(), nn.Linear(2 * 12 * 11, 3)), "linear", "it sums over the whole image"),
+        (Rows(), "gather", "it sees the whole image"),
+        (Spectrum(), "fft_rfft2", "it sees the whole image"),
         (Attention(), "scaled_dot_product_attention", "it sees the whole image"),
     ],
 )
@@ -153,6 +175,13 @@ def test_what_is_global_is_named(part, operator, why):
     said = rf"aten\.\w*{operator}.* in module '1.*' cannot go block by block: {why}; whole$"
     with pytest.raises(ndt.UnsupportedOperator, match=said):
         in_blocks(module, torch.randn(1, 2, 12, 11), (4, 4))
+
+
+def test_what_is_picked_cell_by_cell_goes_in_blocks():
+    module = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), Labels(), nn.Conv2d(3, 2, 3))
+    found, expected, blocks = in_blocks(module, torch.randn(1, 2, 23, 18, dtype=torch.float64), (4, 4))
+    torch.testing.assert_close(found, expected)
+    assert max(blocks.image(number).shape[0] for number in range(len(blocks))) < 23
 
 
 def segmenter(last=nn.Identity):

@@ -71,6 +71,23 @@ MODULES = {
     "plus transposed": lambda: Function(lambda x: x[..., :11, :11] + x[..., :11, :11].transpose(2, 3)),
     "amax": lambda: Function(lambda x: x.amax((2, 3))),
     "var": lambda: Function(lambda x: x.var((2, 3))),
+    "sums without what is no number": lambda: Function(
+        lambda x: holes(x).nansum(2) + holes(x).nanmean((2, 3))[..., None]
+    ),
+    "medians": lambda: Function(lambda x: x.median() + x.nanmedian(2)[0] + x.median(2)[0] + holes(x).nanmedian()),
+    "quantiles": lambda: Function(
+        lambda x: x.quantile(0.3, 2) + holes(x).nanquantile(torch.tensor([0.2, 0.7]).to(x), 3).mean((0, 3))[..., None]
+    ),
+    "mode": lambda: Function(lambda x: (x * 2).round().mode(2)[0] + x.sort(dim=3, stable=True)[0].mean(2)),
+    "mesh of computed": lambda: Function(
+        lambda x: torch.stack(torch.meshgrid(x.mean((0, 1, 2)), x.mean((0, 1, 3)), indexing="xy"))
+    ),
+    "labels, margins": lambda: Function(
+        lambda x: F.multilabel_margin_loss(x.mean((2, 3)), torch.tensor([[0, 2, -1], [1, -1, 0]]))
+    ),
+    "classes in cut columns": lambda: Function(lambda x: labels(x)),
+    "quantised": lambda: Function(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -20, 20)),
+    "distances of pairs": lambda: Function(lambda x: F.pdist(x[0, 0]) + F.pdist(x.flatten(1)).sum()),
     "softmax of cells": lambda: Function(lambda x: x.flatten(2).softmax(-1)),
     "attention": lambda: Function(lambda x: F.scaled_dot_product_attention(tokens(x), tokens(x), tokens(x))),
     "attention by hand": lambda: Function(lambda x: (tokens(x) @ x.flatten(2)).softmax(-1) @ tokens(x)),
@@ -93,6 +110,15 @@ MODULES = {
     "pad, replicate": lambda: Function(lambda x: F.pad(x, (4, 2, 3, 5), mode="replicate")),
     "squeeze-excite": lambda: Function(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
 }
+
+
+def labels(x):
+    ignored = F.cross_entropy(x[0, 0], torch.arange(13) % 9, ignore_index=2)
+    return ignored + F.nll_loss(x[:, 0, 0].log_softmax(1), torch.tensor([3, 9]))
+
+
+def holes(x):
+    return torch.where((x > 0.7) & (x < 1), torch.nan, x)
 
 
 def written(x):

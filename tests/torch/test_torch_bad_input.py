@@ -185,7 +185,7 @@ def smoothed_shape(x):
 
 
 REFUSED = {
-    "fft": lambda x: torch.fft.rfft2(x).abs(),
+    "eigvals": lambda x: torch.linalg.eigvals(x[..., :7, :]).abs(),
     "histc": lambda x: x.histc(4),
     "smoothed": lambda x: smoothed(x),
 }

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import fold
-from ..layout import Atom, axes_of, replaced
+from ..layout import Atom, axes_of, replaced, whole
 from ..registry import rule
 from ..transfer import clipped, hull
 
@@ -108,7 +108,7 @@ def unbind(lowering: Any, x: Any, dim: int = 0) -> Any:
     return tuple(select(lowering, x, dim, at) for at in range(x.shape[dim]))
 
 
-@rule("aten.slice_scatter.default")
+@rule("aten.slice_scatter.default", always=True)
 def slice_scatter(
     lowering: Any, x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
@@ -119,11 +119,15 @@ def slice_scatter(
         return src
     rest = lowering.common([replaced(value.layout, dim, Atom(1)) for value in (x, src)])
     x, src = (_clear(lowering, value, dim, rest) for value in (x, src))
+    if lowering.is_whole(x, dim) and x.kind == "constant" and not lowering.is_whole(src, dim):
+        atom = lowering.mesh.atom(x.shape[dim], lowering.cut(src, dim))  # zeros that are written into become cut
+        x = lowering.cut_as(x, replaced(x.layout, dim, atom))
     if lowering.is_whole(x, dim):
         src = lowering.gathered(src, [dim])
     x, src = (lowering.cut_as(v, replaced(rest, dim, *v.layout[dim])) for v in (x, src))
     if lowering.is_whole(x, dim):
-        return lowering.local(lambda a, b: torch.slice_scatter(a, b, dim, start, end, step), [x, src], x.layout)
+        at = (slice(None),) * dim + (slice(start, end, step),)
+        return lowering.local(lambda a, b: _written(a, at, b), [x, src], x.layout)
     x = lowering.cut_as(x, lowering.common([x.layout]))
     axis = lowering.cut(x, dim)
     out = x.layout[dim][0]
@@ -133,6 +137,13 @@ def slice_scatter(
     lo, hi = out.range(lowering.place)
     places = torch.tensor([i - lo for i in range(lo, hi) if i in where], dtype=torch.int64)
     return lowering.local(lambda a, b: a.index_copy(dim, places.to(a.device), b), [x, view], x.layout)
+
+
+def _written(a: torch.Tensor, at: tuple[slice, ...], b: torch.Tensor) -> torch.Tensor:
+    """Return a with b at some places; torch.slice_scatter has no gradients of complex numbers."""
+    found = a.clone()
+    found[at] = b
+    return found
 
 
 @rule("aten.flip.default")
@@ -261,7 +272,7 @@ def stack(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     return cat(lowering, [lowering.reshape(t, shape) for t in tensors], dim)
 
 
-@rule("aten.select_scatter.default")
+@rule("aten.select_scatter.default", always=True)
 def select_scatter(lowering: Any, x: Any, src: Any, dim: int, index: int) -> Any:
     """One index of a dimension has new values."""
     dim, index = dim % len(x.shape), index % x.shape[dim]
@@ -278,7 +289,7 @@ def index_select(lowering: Any, x: Any, dim: int, index: Any) -> Any:
     return lowering.local(lambda a, i: a.index_select(dim, i), [x, index], layout)
 
 
-@rule("aten.index.Tensor")
+@rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
     """By tensors that every rank has; the dimensions that they count are seen whole."""
     given = [(dim, lowering.gathered(value)) for dim, value in enumerate(indices) if value is not None]
@@ -286,15 +297,21 @@ def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
         lowering.refuse("the shape of what a mask picks depends on values")
     dims = [dim for dim, _ in given]
     x = lowering.gathered(x, dims)
-    if dims != list(range(dims[0], dims[-1] + 1)):
-        lowering.refuse("indices of dimensions that are not neighbours")
-    new = lowering.out.shape[dims[0] : len(lowering.out.shape) - (len(x.shape) - dims[-1] - 1)]
-    layout = (*x.layout[: dims[0]], *((Atom(n),) for n in new), *x.layout[dims[-1] + 1 :])
+    new = whole(torch.broadcast_shapes(*(value.shape for _, value in given)))
+    rest = [cut for dim, cut in enumerate(x.layout) if dim not in dims]
+    first = first_of(dims)
+    layout = (*rest[:first], *new, *rest[first:])
 
     def run(a: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
-        return a[(slice(None),) * dims[0] + at]
+        which = dict(zip(dims, at, strict=True))
+        return a[tuple(which.get(dim, slice(None)) for dim in range(a.dim()))]
 
     return lowering.local(run, [x, *(value for _, value in given)], layout)
+
+
+def first_of(dims: Sequence[int]) -> int:
+    """Return where PyTorch puts what is picked along dimensions: there, or in front if they are not neighbours."""
+    return dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0
 
 
 @rule("aten.fill.Tensor", "aten.fill.Scalar")

@@ -33,8 +33,7 @@ def cross_entropy(
 ) -> Any:  # fmt: skip
     """Reduction: sums over cells, and the number of them (or of their weights)."""
     channel = 1 if len(x.shape) > 1 else 0
-    if not lowering.is_whole(x, channel):
-        lowering.refuse("the classes are cut")
+    x = lowering.gathered(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
     probabilities = target.dtype.is_floating_point and len(target.shape) == len(x.shape)
     there = lowering.aligned(target, x.layout if probabilities else layout, x.axes)
@@ -67,10 +66,21 @@ def one_hot(lowering: Any, x: Any, num_classes: int = -1) -> Any:
     return lowering.local(lambda a: F.one_hot(a, num_classes), [x], (*x.layout, (Atom(num_classes),)), torch.int64)
 
 
+@rule("aten.multilabel_margin_loss.default")
+def multilabel_margin(lowering: Any, x: Any, target: Any, reduction: int = 1) -> Any:
+    """Reduction: sums over samples; taken apart, PyTorch 2.13 counts what stands behind a target's -1."""
+    x = lowering.gathered(x, [-1])
+    there = lowering.aligned(target, x.layout, x.axes)
+    run = lambda a, t: F.multilabel_margin_loss(a, t, reduction="none")  # noqa: E731
+    return _total(lowering, lowering.local(run, [x, there], x.layout[:-1]), None, reduction)
+
+
 @rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default", whole=("weight",))
 def nll(lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
     """Reduction: sums over cells, and the number of them (or of their weights)."""
-    layout = (*x.layout[:1], *x.layout[2:])
+    channel = 1 if len(x.shape) > 1 else 0
+    x = lowering.gathered(x, [channel])
+    layout = (*x.layout[:channel], *x.layout[channel + 1 :])
     there = lowering.aligned(target, layout, x.axes)
     losses = lowering.local(
         lambda a, t, w: F.nll_loss(a, t, w, ignore_index=ignore_index, reduction="none"), [x, there, weight], layout

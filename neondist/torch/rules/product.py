@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, Dim, Layout, axes_of, indices, whole_along
+from ..layout import Atom, Dim, Layout, axes_of, indices, whole
 from ..registry import rule
 from ..ring import Ring
 
@@ -16,6 +16,7 @@ from ..ring import Ring
 @rule("aten.linear.default", whole=("weight", "bias"))
 def linear(lowering: Any, x: Any, weight: Any, bias: Any = None) -> Any:
     """Local; over a cut dimension, each rank has the columns of its cells, and their sums are added."""
+    weight, bias = (None if value is None else lowering.gathered(value) for value in (weight, bias))
     layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
     dtype = lowering.out.dtype
     if lowering.is_whole(x, -1):
@@ -41,10 +42,16 @@ def distances(lowering: Any, x1: Any, x2: Any, **more: Any) -> Any:
     one, two = lowering.gathered(x1, [-1]), lowering.gathered(x2, [-1])
     batch = lowering.common([one.layout[:-2], two.layout[:-2]]) if len(lowering.out.shape) > 2 else ()
     layout = (*batch, one.layout[-2], (Atom(two.shape[-2]),))
-    left = _as(lowering, one, (*batch, *one.layout[-2:]), axes_of(layout))
-    right = _as(lowering, two, (*batch, (Atom(two.shape[-2]),), two.layout[-1]), axes_of(layout))
+    left = lowering.seen_as(one, (*batch, *one.layout[-2:]), axes_of(layout))
+    right = lowering.seen_as(two, (*batch, (Atom(two.shape[-2]),), two.layout[-1]), axes_of(layout))
     target, how = lowering.target, list(more.values())
     return lowering.local(lambda a, b: target(a, b, *how), [left, right], layout, lowering.out.dtype)
+
+
+@rule("aten.pdist.default", "aten._pdist_forward.default")
+def pairs(lowering: Any, x: Any, p: float = 2) -> Any:
+    """Redistribution: every rank has all rows, and computes the distances of all pairs."""
+    return lowering.local(lambda a: F.pdist(a, p), [lowering.gathered(x)], whole(lowering.out.shape))
 
 
 @rule("aten.addmm.default")
@@ -76,8 +83,8 @@ def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None, vec: Any 
     if axes_of([inner]) & (busy | axes_of([columns])):
         inner = (Atom(a.shape[-1]),)
     context = axes_of((*batch, rows, inner, columns))
-    left = _as(lowering, a, (*batch, rows, inner), context)
-    right = _as(lowering, b, (*batch, inner, columns), context)
+    left = lowering.seen_as(a, (*batch, rows, inner), context)
+    right = lowering.seen_as(b, (*batch, inner, columns), context)
     layout = (*batch, rows, columns)
     return lowering.reduced(torch.matmul, [left, right], axes_of([inner]), layout, a.dtype)
 
@@ -86,30 +93,6 @@ def _apart(value: Any, batch: Layout) -> Dim:
     """Return how the rows of a product's first factor are cut, whole where an axis cuts the batch of the other."""
     rows = value.layout[-2]
     return (Atom(value.shape[-2]),) if axes_of([rows]) & axes_of(batch) else rows
-
-
-def _as(lowering: Any, value: Any, target: Any, context: Any) -> Any:
-    """Return a value aligned to a layout, dimensions that are whole there seen whole."""
-    offset = len(target) - len(value.layout)
-    dims = [
-        at
-        for at, dim in enumerate(value.layout)
-        if axes_of([dim]) and not axes_of([target[offset + at]]) and value.shape[at] != 1
-    ]
-    if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # where it would be cut twice by an axis
-        value, dims = lowering.gathered(value, dims), []
-    if not dims:
-        return lowering.aligned(value, target, context)
-    wanted = whole_along(value.layout, dims)
-    if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(wanted)):
-        value = lowering.recut(
-            value,
-            tuple(
-                dim if at in dims or value.shape[at] == 1 else target[offset + at]
-                for at, dim in enumerate(value.layout)
-            ),
-        )
-    return lowering.seen_whole(value, dims, context)
 
 
 RING_BYTES = 2**24
@@ -140,15 +123,15 @@ def attention(
     cut = bool(axes_of([queries]))
     rows = indices(queries, lowering.place) if is_causal and cut else []
     context, rows_and_keys = axes_of((*batch, queries)), (*batch, queries, every)
-    mask = None if attn_mask is None else _as(lowering, attn_mask, rows_and_keys, context)
+    mask = None if attn_mask is None else lowering.seen_as(attn_mask, rows_and_keys, context)
     layout = (*batch, queries, value.layout[-1])
     if _by_ring(lowering, query, key, value, mask):
         ring = Ring(lowering.mesh, queries, key.layout[-2], is_causal, scale or key.shape[-1] ** -0.5)
         return lowering.around([t for t in (query, key, value, mask) if t is not None], layout, ring)
     args = [
-        _as(lowering, query, (*batch, queries, query.layout[-1]), context),
-        _as(lowering, key, (*batch, every, key.layout[-1]), context),
-        _as(lowering, value, (*batch, every, value.layout[-1]), context),
+        lowering.seen_as(query, (*batch, queries, query.layout[-1]), context),
+        lowering.seen_as(key, (*batch, every, key.layout[-1]), context),
+        lowering.seen_as(value, (*batch, every, value.layout[-1]), context),
         mask,
     ]
 

@@ -34,12 +34,17 @@ def axes_along(x: Any, dims: Iterable[int]) -> frozenset[int]:
 
 
 def total(
-    lowering: Any, run: Callable[..., Any], args: Sequence[Any], dims: Sequence[int], keepdim: bool = True
+    lowering: Any,
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    dims: Sequence[int],
+    keepdim: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Return the sum of what `run` gives, over dimensions of its first argument; run(*tensors, dims, keepdim)."""
     x = args[0]
     return lowering.reduced(
-        lambda *t: run(*t, list(dims), keepdim), args, axes_along(x, dims), without(x, dims, keepdim)
+        lambda *t: run(*t, list(dims), keepdim), args, axes_along(x, dims), without(x, dims, keepdim), dtype
     )
 
 
@@ -52,7 +57,7 @@ def sums(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, dtype: A
     """Reduction: sums of tiles are added."""
     name = str(lowering.target)
     if "nansum" in name:
-        lowering.refuse()
+        x = lowering.local(lambda a: torch.where(a.isnan(), 0, a), [x], x.layout)
     dims = dims_of(x, dim)
     number = prod(x.shape[d] for d in dims) if "mean" in name else 1
     if dtype is not None or not (x.dtype.is_floating_point or x.dtype.is_complex):
@@ -63,7 +68,8 @@ def sums(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, dtype: A
 
 
 @rule("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.var.dim", "aten.std.dim",
-      "aten.var_mean.dim", "aten.var.default", "aten.std.default", "aten.std_mean.correction")  # fmt: skip
+      "aten.var_mean.dim", "aten.var.default", "aten.std.default", "aten.std_mean.correction", "aten.std_mean.dim",
+      "aten.std_mean.default", "aten.var_mean.default")  # fmt: skip
 def variance(
     lowering: Any, x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False, unbiased: bool = True
 ) -> Any:
@@ -94,19 +100,26 @@ def moments(lowering: Any, x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
     summed = total(lowering, _summed, [x], dims)
     mean = lowering.local(lambda s: s / number, [summed], summed.layout)
     apart = lowering.local(torch.sub, [x, lowering.enter(mean, x.axes)], x.layout)
-    squares = total(lowering, lambda a, d, k: (a * a).sum(d, k), [apart], dims)
+    squares = total(lowering, lambda a, d, k: _square(a).sum(d, k), [apart], dims, dtype=x.dtype.to_real())
     return mean, squares, apart
+
+
+def _square(a: torch.Tensor) -> torch.Tensor:
+    """Return the squares of absolute values."""
+    return (a * a.conj()).real if a.is_complex() else a * a
 
 
 @rule("aten.linalg_vector_norm.default")
 def vector_norm(
     lowering: Any, x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Any:
-    """Reduction: sums of powers are added; orders below 1, or infinite, as the operators that they are made of."""
+    """Reduction: sums of powers are added; infinite orders as the operators that they are made of; below 1, whole."""
     dims = dims_of(x, dim)
+    if ord < 1 and ord not in (0, -torch.inf):  # taken apart, their gradient at 0 would be another one
+        x = lowering.gathered(x, dims)
     if not 1 <= ord < torch.inf or dtype is not None or all(lowering.is_whole(x, d) for d in dims):
         return along(lowering, x, dim, keepdim, ord=ord, dtype=dtype)
-    summed = total(lowering, lambda a, d, k: a.abs().pow(ord).sum(d, k), [x], dims, keepdim)
+    summed = total(lowering, lambda a, d, k: a.abs().pow(ord).sum(d, k), [x], dims, keepdim, x.dtype.to_real())
     return lowering.local(lambda s: _root(s, ord), [summed], summed.layout, lowering.out.dtype)
 
 
@@ -198,9 +211,26 @@ def cumsum(lowering: Any, x: Any, dim: int, dtype: Any = None) -> Any:
     return lowering.local(run, [x, before], x.layout, wanted)
 
 
+@rule("aten.median.default", "aten.nanmedian.default", "aten.nanmedian.dim", "aten.mode.default",
+      "aten.quantile.scalar", "aten.nanquantile.scalar", "aten.quantile.default",
+      "aten.nanquantile.default")  # fmt: skip
+def ranked(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, q: Any = None, **_: Any) -> Any:
+    """Redistribution: the dimension is seen whole."""
+    dims, outs = dims_of(x, dim), lowering.out
+    several = isinstance(outs, (tuple, list))
+    values, run = lowering.tensors()
+    args = [lowering.gathered(x, dims), *(lowering.gathered(value) for value in values[1:])]
+    layout = without(args[0], dims, keepdim)
+    if len(values) > 1 and q.shape:
+        layout = ((Atom(q.shape[0]),), *layout)
+    if several:
+        return lowering.locals(run, args, outs, [layout for _ in outs])
+    return lowering.local(run, args, layout)
+
+
 @rule("aten.cumprod.default", "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default",
       "aten.argmax.default", "aten.argmin.default",
-      "aten.topk.default", "aten.sort.default", "aten.max.dim", "aten.min.dim", "aten.glu.default",
+      "aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max.dim", "aten.min.dim", "aten.glu.default",
       "aten.prod.dim_int", "aten.any.dim", "aten.all.dim",
       "aten.logsumexp.default", "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default",
       "aten.normalize.default")  # fmt: skip

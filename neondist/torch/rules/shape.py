@@ -69,6 +69,21 @@ def broadcast_tensors(lowering: Any, tensors: Any) -> Any:
     return [lowering.local(lambda a: a.expand(local), [x], layout, x.dtype, context) for x in aligned]
 
 
+@rule("aten.meshgrid.default", "aten.meshgrid.indexing")
+def meshgrid(lowering: Any, tensors: Any, indexing: str = "ij") -> Any:
+    """Each repeated along the others' dimensions."""
+    order = list(range(len(tensors)))
+    if indexing == "xy" and len(tensors) > 1:
+        order[:2] = 1, 0
+    rows = []
+    for at, x in enumerate(tensors):
+        shape = [1] * len(tensors)
+        shape[order.index(at)] = -1 if x.shape else 1
+        shape = [prod(x.shape) if n < 0 else n for n in shape]
+        rows.append(lowering.reshape(x, shape))
+    return broadcast_tensors(lowering, rows)
+
+
 @rule("aten.expand.default", "aten.expand_copy.default")
 def expand(lowering: Any, x: Any, size: Any, implicit: bool = False) -> Any:
     """Dimensions of one index are repeated; those stay whole."""

@@ -1,0 +1,100 @@
+"""Fourier transforms, and complex numbers as pairs of real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..layout import Atom, replaced
+from ..registry import rule
+
+
+@rule("aten.view_as_real.default")
+def view_as_real(lowering: Any, x: Any) -> Any:
+    """Local: the real and the imaginary part are a new last dimension."""
+    layout = (*x.layout, (Atom(2),))
+    return lowering.local(lambda a: torch.view_as_real(a.resolve_conj()), [x], layout, lowering.out.dtype)
+
+
+@rule("aten.view_as_complex.default")
+def view_as_complex(lowering: Any, x: Any) -> Any:
+    """Local: the last dimension, of the real and the imaginary part, is seen whole."""
+    x = lowering.gathered(x, [-1])
+    run = lambda a: torch.complex(*a.unbind(-1))  # noqa: E731  (where numbers lie in memory may be otherwise here)
+    return lowering.local(run, [x], x.layout[:-1], lowering.out.dtype)
+
+
+@rule(*(f"aten.fft_{name}{dims}.default" for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+        for dims in ("", "2", "n")))  # fmt: skip
+def spectrum(lowering: Any, **_: Any) -> Any:
+    """Redistribution: one dimension after the other is seen whole, each rank transforming a part of the others."""
+    return lowering.apart(own=True) or lowering.refuse()
+
+
+@rule("aten._fft_c2c.default")
+def complex_to_complex(lowering: Any, x: Any, dim: Sequence[int], normalization: int, forward: bool) -> Any:
+    """Redistribution: one dimension after the other is seen whole, each rank transforming a part of the others."""
+    for d in dim:
+        run = partial(torch._fft_c2c, dim=[d], normalization=normalization, forward=forward)
+        x = _transformed(lowering, x, d, x.shape[d], run, lowering.out.dtype)
+    return x
+
+
+@rule("aten._fft_r2c.default")
+def real_to_complex(lowering: Any, x: Any, dim: Sequence[int], normalization: int, onesided: bool) -> Any:
+    """Redistribution: one dimension after the other is seen whole, each rank transforming a part of the others."""
+    *rest, last = dim
+    run = partial(torch._fft_r2c, dim=[last], normalization=normalization, onesided=onesided)
+    x = _transformed(lowering, x, last, lowering.out.shape[last], run, lowering.out.dtype)
+    return complex_to_complex(lowering, x, rest, normalization, True)
+
+
+@rule("aten._fft_c2r.default")
+def complex_to_real(lowering: Any, x: Any, dim: Sequence[int], normalization: int, last_dim_size: int) -> Any:
+    """Redistribution: one dimension after the other is seen whole, each rank transforming a part of the others."""
+    *rest, last = dim
+    for d in rest:
+        inverse = partial(torch._fft_c2c, dim=[d], normalization=normalization, forward=False)
+        x = _transformed(lowering, x, d, x.shape[d], inverse, x.dtype)
+    run = partial(torch._fft_c2r, dim=[last], normalization=normalization, last_dim_size=last_dim_size)
+    return _transformed(lowering, x, last, last_dim_size, run, lowering.out.dtype)
+
+
+@rule("aten.stft.default")
+def short_time(
+    lowering: Any, x: Any, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    window: Any = None, normalized: bool = False, onesided: bool | None = None, return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Any:  # fmt: skip
+    """Window: frames of the signal, each transformed by the rank that has it."""
+    length = n_fft if win_length is None else win_length
+    before = (n_fft - length) // 2
+    half, norm = onesided is not False, "ortho" if normalized else None
+
+    def run(a: torch.Tensor, *windows: torch.Tensor) -> torch.Tensor:
+        frames = a.unfold(-1, n_fft, n_fft // 4 if hop_length is None else hop_length)
+        frames = frames.narrow(-1, before, length)
+        frames = F.pad(frames * windows[0] if windows else frames, (before, n_fft - length - before))
+        found = (torch.fft.rfft(frames, norm=norm) if half else torch.fft.fft(frames, norm=norm)).mT
+        return found if return_complex else torch.view_as_real(found)
+
+    if align_to_window or x.dtype.is_complex:
+        lowering.refuse("frames of the window's length, or of complex numbers")
+    return lowering.traced([x] if window is None else [x, window], run) or lowering.refuse()
+
+
+def _transformed(
+    lowering: Any, x: Any, dim: int, extent: int, run: Callable[..., torch.Tensor], dtype: torch.dtype
+) -> Any:
+    """Return what `run` gives along one dimension, of another extent perhaps, which is whole for it; cut as x was."""
+    dim, was = dim % len(x.shape), x.layout
+    seen = lowering.cut_as(x, lowering.turned(was, [dim]))
+    found = lowering.local(run, [seen], replaced(seen.layout, dim, Atom(extent)), dtype)
+    if extent != x.shape[dim]:
+        axis = next((atom.axis for atom in was[dim] if atom.axis is not None), None)
+        was = replaced(was, dim, lowering.mesh.atom(extent, axis))
+    return lowering.cut_as(found, was)

@@ -1,0 +1,113 @@
+"""Cells that are picked by the values of tensors, on virtual ranks, against one process, in float64."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_runs import Function, captured_once, check, distributed, serial  # noqa: E402
+
+import neondist.torch as ndt  # noqa: E402
+
+GRIDS = ((1, 1, 2), (1, 3, 1), (1, 2, 2), (2, 1, 2))
+ROWS = torch.tensor([5, 0, 12, 5, 3])
+COLUMNS = torch.tensor([1, 10, 4, 4, 7])
+
+
+def one_hot(x):
+    """Labels from channels, and back to channels."""
+    labels = x.argmax(1, keepdim=True)
+    return torch.zeros_like(x).scatter_(1, labels, 1.0) * x + torch.zeros(*x.shape).to(x).scatter(1, labels, 0.5)
+
+
+def placed(x, write):
+    y = x * 1.0
+    write(y)
+    return y * x
+
+
+def assigned(index, value):
+    return lambda x: placed(x, lambda y: y.__setitem__(index, value(x) if callable(value) else value))
+
+
+def along_rows(x):
+    return x.argsort(2)
+
+
+MODULES = {
+    "gather classes": lambda x: x.gather(1, x.argmax(1, keepdim=True)),
+    "gather rows": lambda x: x.gather(2, along_rows(x)),
+    "gather rows, fewer columns": lambda x: x.gather(2, along_rows(x)[:, :2, :4, 2:9]),
+    "gather a few rows": lambda x: x.gather(2, torch.tensor([3, 3, 12]).view(1, 1, 3, 1).expand(2, 3, 3, 11)),
+    "gather samples": lambda x: x.gather(0, (x > 0).long()),
+    "take along": lambda x: x.take_along_dim(x.mean(1, keepdim=True).argmax(2, keepdim=True), 2),
+    "take along, flat": lambda x: x.take_along_dim(torch.tensor([3, 100, 857])),
+    "take": lambda x: x.take(x.argmax(1) * 7 + 2),
+    "one hot": one_hot,
+    "scatter rows": lambda x: x.scatter(2, along_rows(x), x.sin()),
+    "scatter a few": lambda x: x.scatter(3, (x > 0).argsort(3)[:, :, :9, :4], x.sin()[:, :, 2:11, :4]),
+    "scatter add": lambda x: x.scatter_add(2, along_rows(x) // 3, x.cos()),
+    "scatter onto few": lambda x: torch.zeros(2, 3, 5, 11).to(x).scatter_add(2, along_rows(x) % 5, x.cos()),
+    "scatter times": lambda x: x * x.detach().scatter(2, along_rows(x)[:, :, :1], 3.0, reduce="multiply"),
+    "scatter mean": lambda x: x.scatter_reduce(3, (x > 0).long() * 4, x.cos(), "mean", include_self=False),
+    "scatter most": lambda x: x.scatter_reduce(2, (x > 0).long() * 4, x.cos(), "amax"),
+    "index add": lambda x: x.index_add(2, ROWS, x[:, :, :5].cos(), alpha=2),
+    "index copy": lambda x: x.index_copy(3, COLUMNS[:3], x[..., 4:7].cos()),
+    "index fill": lambda x: x.index_fill(2, ROWS, 0.3) + x.index_fill(3, COLUMNS, x.mean()),
+    "index reduce": lambda x: x.index_reduce(2, ROWS[:3], x[:, :, :3].cos(), "amax"),
+    "rows written": assigned((slice(None), slice(None), ROWS[:3]), lambda x: x[:, :, 4:7].cos()),
+    "rows written, one number": assigned((slice(None), slice(None), ROWS), 1.5),
+    "cells written": assigned((slice(None), slice(None), ROWS, COLUMNS), lambda x: x.mean((2, 3))[..., None]),
+    "cells written, apart": assigned(
+        (torch.tensor([0, 1, 1]), slice(None), ROWS[:3]), lambda x: x[0].mean(1)[None] + x[:1, :, 0]
+    ),
+    "accumulated": lambda x: x.index_put((torch.tensor([0, 1])[:, None], torch.tensor([2, 2])), x[:, :1].sin(), True),
+    "accumulated rows": lambda x: torch.ops.aten.index_put(x, [None, None, ROWS], x[:, :, :5].exp(), True),
+    "masked": lambda x: placed(x, lambda y: y.__setitem__(y > 0.5, 0.1)),
+    "masked, one number": lambda x: placed(x, lambda y: y.__setitem__(x > 0.5, x.mean())),
+    "masked cells": lambda x: placed_channels(x),
+    "masked rows": lambda x: placed(x, lambda y: y.__setitem__((slice(None), slice(None), torch.arange(13) > 8), 0.2)),
+    "picked apart": lambda x: x[torch.tensor([0, 1, 1, 0, 1]), :, ROWS] + x[torch.tensor([1]), :, :, COLUMNS].mean(),
+    "picked by computed": lambda x: x[torch.arange(2)[:, None], x.mean((2, 3)).argsort(1)],
+    "bins": lambda x: torch.bucketize(x, torch.linspace(-2, 2, 9).double()) * x,
+    "searched": lambda x: torch.searchsorted(x.sort(-1)[0], x.sin().contiguous(), right=True) * x,
+    "sampled": lambda x: F.grid_sample(x, x[:, :2].movedim(1, -1).tanh(), align_corners=False),
+    "sampled volumes": lambda x: F.grid_sample(
+        x[:, :, None], x[:, None].movedim(2, -1).sin(), "nearest", align_corners=True
+    ),
+    "searched, side": lambda x: torch.searchsorted(x[0, 0, 0].sort()[0], x, side="left") * x,
+}
+
+
+def placed_channels(x):
+    y = x.movedim(1, -1) * 1.0
+    y[x.mean(1) > 0] = x.mean((0, 2, 3))
+    return y
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_picked_cells_are_those_of_one_process(name):
+    torch.manual_seed(0)
+    check(Function(MODULES[name]), (2, 3, 13, 11), grids=GRIDS)
+
+
+def test_the_padding_of_an_embedding_has_no_gradient():
+    """PyTorch's decomposition forgets that."""
+    table = nn.Embedding(7, 3, padding_idx=0)
+    check(Function(lambda x, table: table((x > 0).sum(1)), table), (2, 3, 13, 11), grids=GRIDS)
+    counted = nn.Embedding(7, 3, scale_grad_by_freq=True)
+    with captured_once(), pytest.raises(ndt.UnsupportedOperator, match="how often a row is picked on all ranks"):
+        distributed(Function(lambda x, t: t((x > 0).sum(1)), counted), [torch.randn(2, 3, 13, 11)], [], (1, 1, 2))
+
+
+def test_what_depends_on_how_many_are_masked_is_refused():
+    def write(x):
+        y = x * 1.0
+        y[x >= 0.5] = torch.arange(428.0).to(x)
+        return y
+
+    for function in (write, lambda x: x.masked_scatter(x > 0, x.sin())):
+        module, x = Function(function), torch.arange(-429.0, 429.0, dtype=torch.float64).reshape(2, 3, 13, 11)
+        with captured_once(), pytest.raises(ndt.UnsupportedOperator, match="which cell gets which number depends on"):
+            distributed(module, [x], serial(module, [x])["gradients"], (1, 1, 2))
