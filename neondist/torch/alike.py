@@ -16,6 +16,8 @@ from ..comm.transport import Transport
 from ..errors import ConfigError
 
 _PLAIN = (bool, int, float, str, type(None))
+_PLAIN_ALWAYS = "_is_full_backward_hook"
+"""An attribute that all modules have, those of torch.compile too."""
 
 
 def check_alike(
@@ -121,12 +123,12 @@ class Watch:
         for at, module in enumerate(self.module.modules()):
             attributes = vars(module)
             plain = [name for name, value in attributes.items() if isinstance(value, _PLAIN)]
-            names = ["training", *(name for name in plain if name != "training" and (at, name) not in self._changing)]
+            names = [_PLAIN_ALWAYS, *(name for name in plain if (at, name) not in self._changing)]
             tensors = [name for name, value in attributes.items() if isinstance(value, torch.Tensor)]
             self._loose += [(at, attributes, name) for name in tensors if (at, name) not in self._changing]
-            # twice the first: of several names, an itemgetter returns a tuple
-            self._watched.append((attributes, itemgetter("training", *names), attributes["_modules"]))
-            self._names.append(["training", *names])
+            # at least two: of several names, an itemgetter returns a tuple
+            self._watched.append((attributes, itemgetter(_PLAIN_ALWAYS, *names), attributes["_modules"]))
+            self._names.append([_PLAIN_ALWAYS, *names])
         for path, module in self.module.named_modules(remove_duplicate=False):
             start = f"{path}." if path else ""
             for found, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):

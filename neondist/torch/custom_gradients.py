@@ -23,7 +23,7 @@ from .registry import POINTWISE, TRACING
 
 OPERATOR = "neondist.function.default"
 """By this name a captured graph has them: (tensors, number) -> tensors."""
-_APPLY = torch.autograd.Function.__dict__["apply"].__func__
+_APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 _REAL = FunctionType(_APPLY.__code__, _APPLY.__globals__, "apply", _APPLY.__defaults__, _APPLY.__closure__)
 """What applies Functions, whatever is recorded."""
 _RECORDED: ContextVar[list[UserFunction] | None] = ContextVar("_RECORDED", default=None)
@@ -190,7 +190,7 @@ def recorded() -> Iterator[list[UserFunction]]:
     calls: list[UserFunction] = []
     token = _RECORDED.set(calls)
     # the code, not the attribute: modules may have kept MyFunction.apply by a name of their own
-    _APPLY.__code__ = _Shim.__dict__["apply"].__func__.__code__
+    _APPLY.__code__ = _Shim.apply.__code__
     try:
         with _Refusing():
             yield calls
@@ -214,7 +214,7 @@ def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if calls is not None and cls is CheckpointFunction:
         run, _, *given = args
         return run(*given)
-    if calls is None or vars(cls).get("__module__", "").startswith("torch."):
+    if calls is None or (cls.forward.__module__ or "").startswith("torch."):
         return _REAL(cls, *args, **kwargs)
     calls.append(UserFunction(cls, args, kwargs))
     call = calls[-1]

@@ -68,7 +68,7 @@ class Lowering(Builder):
         self.target, self._call = target, (target, args, kwargs)
         found = RULES.get(name)
         always = found is not None and found.always
-        random = bool(self.mesh.axes) and _is_random(target, bound)  # each rank would draw numbers of its own
+        random = _is_random(target, bound)  # each rank would draw numbers of its own
         if found is None and target.namespace == "prims" and any(value.kind != "constant" for value in values):
             self.refuse("PyTorch has no gradient of it")
         if not (always or random or axes_of_values(values)):
@@ -79,9 +79,11 @@ class Lowering(Builder):
         if not random and (torch.Tag.pointwise in target.tags or name in POINTWISE):
             return self.pointwise(target, args, kwargs)
         inner = self.apart()
-        return (
-            self.refuse("each rank would draw random numbers of its own" if random else "") if inner is None else inner
-        )
+        if inner is not None:
+            return inner
+        if not self.mesh.axes:
+            return self.alike()
+        return self.refuse("each rank would draw random numbers of its own" if random else "")
 
     def alike(self) -> Any:
         """Return what the operator at hand gives, which every rank computes from all of its arguments."""
@@ -95,9 +97,15 @@ class Lowering(Builder):
         (found,) = self._locals(run, values, [whole(out.shape)], [out.dtype], frozenset())
         return found
 
-    def tensors(self) -> tuple[list[Value], Callable[..., Any]]:
-        """Return the values among the arguments of the operator at hand, and it as a function of their tensors."""
-        return _of_tensors(*self._call)
+    def tensors(self, target: Any = None) -> tuple[list[Value], Callable[..., Any]]:
+        """Return the values among the arguments of the operator at hand, and it as a function of their tensors.
+
+        Parameters
+        ----------
+        target : callable, optional
+            What takes these arguments instead of the operator.
+        """
+        return _of_tensors(target or self._call[0], *self._call[1:])
 
     def apart(self, own: bool = False) -> Any:
         """Return what the operator at hand gives, taken apart into simpler ones; None: it is as simple as can be.

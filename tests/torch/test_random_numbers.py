@@ -54,9 +54,77 @@ def test_dropout_is_that_of_one_rank_on_every_grid(monkeypatch):
             torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
 
 
+DRAWN = {
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.4, True),
+    "alpha dropout of channels": lambda x: F.feature_alpha_dropout(x, 0.4, True),
+    "slopes": lambda x: F.rrelu(x, training=True),
+    "truth": lambda x: x * torch.bernoulli(x.sigmoid()),
+    "paths": lambda x: x * x.new_empty((2, 1, 1, 1)).bernoulli_(0.7),
+    "choices": lambda x: F.gumbel_softmax(x, dim=1, hard=True),
+    "normal": lambda x: torch.normal(x, 0.1) + torch.normal(0.0, 1.0, (13, 11)).to(x) + torch.empty_like(x).normal_(),
+    "uniform": lambda x: x * torch.empty_like(x).uniform_(0.5, 0.7),
+    "exponential": lambda x: x + torch.empty_like(x).exponential_(),
+    "whole numbers": lambda x: x * torch.randint(2, 5, (13, 11)),
+    "a vector's": lambda x: x.mean((2, 3)) + torch.randn(2, 3).to(x),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_numbers_are_those_of_one_rank_on_every_grid(name, monkeypatch):
+    monkeypatch.setattr(Runner, "_drawn", lambda self, inputs: torch.tensor(12345))
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Function(DRAWN[name])).double()
+    images = torch.randn(IMAGES, dtype=torch.float64)
+    (alone,) = outputs(module, images, (1, 1, 1))
+    for grid in ((1, 3, 1), (2, 1, 2)):
+        for found in outputs(module, images, grid):
+            torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_numbers_are_spread_as_pytorchs(monkeypatch):
+    monkeypatch.setattr(Runner, "_drawn", lambda self, inputs: torch.tensor(12345))
+    torch.manual_seed(0)
+    images = torch.randn(IMAGES, dtype=torch.float64)
+    functions = {
+        "alpha dropout": lambda x: F.alpha_dropout(x.expand(60, -1, -1, -1), 0.4, True),
+        "normal": lambda x: torch.normal(2.0, 3.0, (60, 3, 13, 11)),
+        "uniform": lambda x: x.new_empty((60, 3, 13, 11)).uniform_(-1, 3),
+        "whole numbers": lambda x: torch.randint(-2, 5, (60, 3, 13, 11)).to(x),
+    }
+    for name, function in functions.items():
+        module = Function(lambda x, f=function: f(x[:1] * 0 + 1) + 0 * x[:1])
+        with ProcessGrid.serial() as grid:
+            found = ndt.distribute(module, IMAGES, grid, dtype=torch.float64)(images)
+        expected = function(images[:1] * 0 + 1).double()
+        assert abs(found.mean() - expected.mean()) < 0.1, name
+        assert abs(found.std() - expected.std()) < 0.1, name
+        assert abs(found.min() - expected.min()) < 2, name
+        assert abs(found.max() - expected.max()) < 2, name
+
+
+class Recurrent(nn.Module):
+    """Reads rows with dropout between its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x.mean(3).mT)[0]
+
+
+def test_dropout_between_recurrent_layers_is_refused():
+    with pytest.raises(ndt.UnsupportedOperator, match="leaves out"):
+        outputs(Recurrent(), torch.zeros(IMAGES), (1, 2, 1))
+    (found,) = outputs(Recurrent(), torch.zeros(IMAGES), (1, 1, 1))
+    assert found.shape == (2, 13, 4)
+    (found, _) = outputs(Recurrent().eval(), torch.zeros(IMAGES), (1, 2, 1))
+    assert found.shape == (2, 13, 4)
+
+
 REFUSED = {
-    "whole numbers": lambda x: x + torch.randint(0, 5, (13, 11)),
     "an order": lambda x: x.mean((2, 3))[:, torch.randperm(3)],
+    "numbers of a class": lambda x: x.mean((2, 3)).softmax(1).multinomial(1),
 }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch._decomp import decomposition_table
 
-from ..layout import Layout, whole
+from ..layout import Layout, axes_of, whole
 from ..registry import rule
 
 
@@ -65,9 +67,42 @@ def feature_dropout(lowering: Any, x: Any, p: float, train: bool) -> Any:
     """Local; whole channels are dropped."""
     if not train or p == 0:
         return x
-    layout = (*x.layout[:2], *whole([1] * (len(x.shape) - 2)))
-    draws = numbers(lowering, layout)
-    return lowering.local(partial(_dropped, p), [x, lowering.enter(draws, x.axes)], x.layout)
+    return lowering.local(partial(_dropped, p), [x, _of_channels(lowering, x)], x.layout)
+
+
+def _of_channels(lowering: Any, x: Any) -> Any:
+    """Return a uniform number for each channel of each sample."""
+    draws = numbers(lowering, (*x.layout[:2], *whole([1] * (len(x.shape) - 2))))
+    return lowering.enter(draws, x.axes)
+
+
+@rule("aten.alpha_dropout.default", "aten.feature_alpha_dropout.default", always=True)
+def alpha_dropout(lowering: Any, x: Any, p: float, train: bool) -> Any:
+    """Local; what is dropped, cells or whole channels, keeps mean and variance (Klambauer et al. 2017)."""
+    if not train or p == 0:
+        return x
+    channels = "feature" in str(lowering.target)
+    draws = _of_channels(lowering, x) if channels else numbers(lowering, x.layout)
+    least = 1.7580993408473766  # of SELU: its scale times its alpha
+    scale = 1 / sqrt((least * least * p + 1) * (1 - p)) if p < 1 else 0.0
+
+    def run(a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        kept = (u >= p).to(a.dtype)
+        return a * kept * scale + (kept - 1 + p) * (least * scale)
+
+    return lowering.local(run, [x, draws], x.layout)
+
+
+@rule("aten.rrelu.default", always=True)
+def rrelu(lowering: Any, x: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: Any) -> Any:
+    """Local; slopes of negative numbers by the global index, their mean in evaluation."""
+    if not training:
+        return lowering.local(lambda a: F.leaky_relu(a, (lower + upper) / 2), [x], x.layout)
+
+    def run(a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        return torch.where(a < 0, a * (lower + (upper - lower) * u).to(a.dtype), a)
+
+    return lowering.local(run, [x, numbers(lowering, x.layout)], x.layout)
 
 
 @rule("aten.bernoulli.p", "aten.bernoulli_.float", always=True)
@@ -78,22 +113,61 @@ def bernoulli(lowering: Any, x: Any, p: float = 0.5, generator: Any = None) -> A
     return lowering.local(lambda u: (u < p).to(dtype), [draws], x.layout, dtype)
 
 
-@rule("aten.rand_like.default", "aten.rand.default", always=True)
-def rand(lowering: Any, x: Any = None, **_: Any) -> Any:
+@rule("aten.rand_like.default", "aten.rand.default", "aten.uniform.default", always=True)
+def rand(lowering: Any, x: Any = None, to: float = 1.0, **how: Any) -> Any:
     """Local; uniform, by the global index."""
-    out = lowering.out
-    layout = x.layout if x is not None else whole(out.shape)
-    return lowering.local(lambda u: u.to(out.dtype), [numbers(lowering, layout)], layout, out.dtype)
+    out, low = lowering.out, how.get("from", 0.0)
+    layout = _drawn(lowering, x)
+    return lowering.local(
+        lambda u: (low + (to - low) * u).to(out.dtype), [numbers(lowering, layout)], layout, out.dtype
+    )
 
 
-@rule("aten.randn_like.default", "aten.randn.default", always=True)
-def randn(lowering: Any, x: Any = None, **_: Any) -> Any:
+@rule("aten.randint.default", "aten.randint.low", "aten.randint_like.default", "aten.randint_like.low_dtype",
+      always=True)  # fmt: skip
+def randint(lowering: Any, x: Any = None, low: int = 0, high: int = 1, **_: Any) -> Any:
+    """Local; whole numbers, by the global index."""
+    dtype, layout = lowering.out.dtype, _drawn(lowering, x)
+    return lowering.local(
+        lambda u: (low + (u * (high - low)).floor()).to(dtype), [numbers(lowering, layout)], layout, dtype
+    )
+
+
+@rule("aten.randn_like.default", "aten.randn.default", "aten.normal_functional.default", "aten.normal.float_float",
+      "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor", always=True)  # fmt: skip
+def randn(lowering: Any, x: Any = None, mean: Any = 0.0, std: Any = 1.0, **_: Any) -> Any:
     """Local; normal, by the global index (Box and Muller 1958)."""
-    out = lowering.out
-    layout = x.layout if x is not None else whole(out.shape)
+    dtype = lowering.out.dtype
+    given = [value for value in (mean, std) if hasattr(value, "axes")]
+    layout = lowering.common([value.layout for value in given]) if given else _drawn(lowering, x)
     first, second = numbers(lowering, layout), numbers(lowering, layout)
 
-    def run(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (torch.sqrt(-2 * torch.log1p(-u)) * torch.cos(2 * torch.pi * v)).to(out.dtype)
+    def run(u: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        rest = iter(tensors)
+        m, s = (next(rest) if hasattr(value, "axes") else value for value in (mean, std))
+        return (m + s * torch.sqrt(-2 * torch.log1p(-u)) * torch.cos(2 * torch.pi * v)).to(dtype)
 
-    return lowering.local(run, [first, second], layout, out.dtype)
+    args = [first, second, *(lowering.aligned(value, layout, axes_of(layout)) for value in given)]
+    found = lowering.local(run, args, layout, dtype)
+    found.kind = "constant"  # as PyTorch has it: nothing of means and deviations
+    return found
+
+
+def _drawn(lowering: Any, x: Any) -> Layout:
+    """Return how drawn numbers are cut: as what they are like."""
+    return x.layout if x is not None else whole(lowering.out.shape)
+
+
+@rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+def recurrent(lowering: Any, dropout: float = 0.0, train: bool = False, num_layers: int = 1, **_: Any) -> Any:
+    """Step by step, as the operators that they are made of; dropout between layers is refused."""
+    if not lowering.mesh.axes:
+        return lowering.alike()
+    if train and dropout and num_layers > 1:
+        lowering.refuse("dropout between recurrent layers, which PyTorch 2.13 leaves out when it takes them apart")
+    values, apart = lowering.tensors(decomposition_table[lowering.target])
+
+    def run(*tensors: torch.Tensor) -> Any:  # without gradients, float32 goes to an operator for inference alone
+        return apart(*(a.requires_grad_() if a.is_floating_point() else a for a in tensors))
+
+    return lowering.traced(values, run) or lowering.refuse()
