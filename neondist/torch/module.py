@@ -83,6 +83,7 @@ class DistributedModule(nn.Module):
             self._schemes = chosen(scheme, dict(module.named_modules()), recompute)
             self.wires = Wires(grid, len(shapes[0]) - 2)
             self.tiling = Tiling(self.wires, self._shapes)
+            self._tile_shapes = [local_shape(layout, self.wires.place) for layout in self.tiling.inputs]
             self._runner()
         self.wires.connect(device_of(module))
         self._check_weights({"the module's steps": self._runner().digest, "example_shape": self._shapes})
@@ -93,10 +94,10 @@ class DistributedModule(nn.Module):
         """Return this rank's tiles of the outputs, given those of the inputs; collective."""
         if self.grid.size == 1:
             self._check_tiles(tiles)
-            prepared = self._runner()
+            state, prepared = self._prepared()
             # random numbers are keyed by the plan, the same for every grid
             if prepared.runner.plan.key is None and not prepared.blocks:
-                return self._alone(tiles, prepared)
+                return self._alone(tiles, state, prepared)
         error, facts = None, {"the call": "forward"}
         moved: tuple[int, ...] = ()
         try:
@@ -121,12 +122,11 @@ class DistributedModule(nn.Module):
             torch.zeros((), requires_grad=True).exp()
         return self._noted(pytree.tree_unflatten(found, prepared.tree), prepared.layouts)
 
-    def _alone(self, tiles: Sequence[torch.Tensor], prepared: _Prepared) -> Any:
+    def _alone(self, tiles: Sequence[torch.Tensor], state: Any, prepared: _Prepared) -> Any:
         """Return what the module itself gives; what it changes of its own in a forward is no change of its steps."""
-        before = self._watch.key()
         outputs = self.module(*tiles)
-        if self._watch.key() != before:
-            self._runners[self._watch.settled(before)] = prepared
+        if self._watch.key() != state:
+            self._runners[self._watch.settled(state)] = prepared
         return self._noted(outputs, prepared.layouts)
 
     def _noted(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
@@ -198,7 +198,7 @@ class DistributedModule(nn.Module):
     def gather(self, tile: Any) -> Any:
         """Return the whole of this rank's tile of an output, or of an input or its gradient; collective."""
         tensors, tree = pytree.tree_flatten(tile)
-        layouts = self.tiling.layouts_of([each for each in tensors if isinstance(each, torch.Tensor)], self._outputs())
+        layouts = self.tiling.layouts_of([each for each in tensors if isinstance(each, torch.Tensor)], self._outputs)
         waiting = iter(layouts)
         found = [self.tiling.gathered(t, next(waiting)) if isinstance(t, torch.Tensor) else t for t in tensors]
         return pytree.tree_unflatten(found, tree)
@@ -218,14 +218,15 @@ class DistributedModule(nn.Module):
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in at]
         outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
-        layouts = self.tiling.layouts_of(tensors, self._outputs(), outputs)
+        layouts = self.tiling.layouts_of(tensors, self._outputs, outputs)
         error, digest = None, ""
         try:
             inner, digest = self._loss_runner(criterion, leaves, at, spec, layouts)
         except UserError as problem:
             error = problem
-        facts = {"the call": "loss", "the criterion": digest, "torch.is_grad_enabled()": torch.is_grad_enabled()}
-        check_alike(self.grid.world, facts | gradients_of("tensor", tensors), error)
+        if self.grid.size > 1 or error:
+            facts = {"the call": "loss", "the criterion": digest, "torch.is_grad_enabled()": torch.is_grad_enabled()}
+            check_alike(self.grid.world, facts | gradients_of("tensor", tensors), error)
         if self.grid.size == 1 and inner.plan.key is None:
             return criterion(output, target)
         # not before: virtual ranks share the criterion, whose tensors are others while PyTorch traces it
@@ -256,10 +257,15 @@ class DistributedModule(nn.Module):
             program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
             plan, tree = lowered(program, self.wires.mesh, self.grid.rank, layouts)
             check_number(plan, tree)
-            runners[watch.settled(before), inputs] = Runner(self.wires, plan), digest_of(plan, program)
-        return runners[watch.key(), inputs]
+            before = watch.settled(before)
+            runners[before, inputs] = Runner(self.wires, plan), digest_of(plan, program)
+        return runners[before, inputs]
 
     def _runner(self) -> _Prepared:
+        return self._prepared()[1]
+
+    def _prepared(self) -> tuple[Any, _Prepared]:
+        """Return the state that the module is in, and what runs in it."""
         before = self._watch.key()
         if before not in self._runners:
             program = captured(self.module, list(zip(self._shapes, self._input_dtypes(), strict=True)))
@@ -277,7 +283,7 @@ class DistributedModule(nn.Module):
             prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest, lowering is not None)
             before = self._watch.settled(before)
             self._runners[before] = prepared
-        return self._runners[before]
+        return before, self._runners[before]
 
     def _outputs(self) -> list[Layout]:
         return [layout for layout in self._runner().layouts if layout is not None]
@@ -295,7 +301,7 @@ class DistributedModule(nn.Module):
             )
         for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.inputs, self._input_dtypes(), strict=True)):
             check_tensor(f"input {at}", tile)
-            expected = local_shape(layout, self.wires.place)
+            expected = self._tile_shapes[at]
             if tuple(tile.shape) != expected:
                 raise ShapeError(
                     f"rank {self.grid.rank}: input {at} has shape {tuple(tile.shape)}, but this rank's tile of"

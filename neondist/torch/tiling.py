@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -78,7 +78,10 @@ class Tiling:
         return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
 
     def layouts_of(
-        self, tensors: Sequence[torch.Tensor], outputs: Sequence[Layout], targets_from: int | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        outputs: Callable[[], Sequence[Layout]],
+        targets_from: int | None = None,
     ) -> list[Layout]:
         """Return how tensors are cut of which this rank has its parts; collective.
 
@@ -88,13 +91,13 @@ class Tiling:
         ----------
         tensors : sequence of torch.Tensor
             Parts of outputs; and of targets, from the index `targets_from`.
-        outputs : sequence of Layout
-            Of the module.
+        outputs : callable
+            Returns those of the module.
         """
         found = [self._known.get(tensor) for tensor in tensors]
         place, world = self.wires.place, self.wires.grid.world
         asked = [at for at, layout in enumerate(found) if layout is None]
-        known = self._known_layouts(outputs)
+        known = self._known_layouts(outputs()) if asked else []
         candidates = {
             at: self._candidates(tensors[at], known, targets_from is not None and at >= targets_from) for at in asked
         }  # the same on all ranks
