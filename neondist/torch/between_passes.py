@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .custom_gradients import NotRecorded
+from .errors import NotRecorded, defined_at
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 _GONE = object()
+_PLAIN = (bool, int, float, str)
 _CONTAINERS = (list, dict, set, deque)
 _CONSTANT = (nn.Module, torch.Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 
@@ -93,8 +94,7 @@ def _kept(module: nn.Module) -> Iterator[Kept]:
 
 
 def _same(old: Any, new: Any) -> bool:
-    plain = (bool, int, float, str)
-    return old is new or (isinstance(old, plain) and isinstance(new, plain) and old == new)
+    return old is new or (isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old == new)
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def _of_shapes_alone(func: Any) -> bool:
 
 def _told(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
-        return repr(leaf)
+        return repr(leaf) if isinstance(leaf, (*_PLAIN, torch.dtype, torch.device)) else type(leaf).__name__
     shown = type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.numel() < 100
     with no_dispatch():
         return tuple(leaf.shape), leaf.dtype, leaf.tolist() if shown else None
@@ -184,9 +184,8 @@ def _pass(module: nn.Module, inputs: Sequence[torch.Tensor], carried: Sequence[t
     """Return what a forward does, on tensors without memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    fakes: dict[str, Any] = {
-        name: mode.from_tensor(tensor) for name, tensor in tensors.items()
-    }  # real ones could be written to
+    # real ones could be written to
+    fakes: dict[str, Any] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
     with mode, torch.compiler.set_stance("force_eager"):
         given = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
         with _Watching([*given, *fakes.values()], carried) as watching:
@@ -195,6 +194,7 @@ def _pass(module: nn.Module, inputs: Sequence[torch.Tensor], carried: Sequence[t
 
 
 def _check_next_pass(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Raise NotRecorded if a pass reads what the one before has changed, or computes another thing for it."""
     before = Attributes(module)
     first = _pass(module, inputs)
     changes = before.changes()
@@ -207,14 +207,8 @@ def _check_next_pass(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         raise NotRecorded(
             f"the forward changes {', '.join(rest or changes)}, which the next one reads, but all passes of a"
             " distributed module are alike; keep it in a buffer",
-            _forward(next(iter((rest or changes).values()))[0]),
+            defined_at(type(next(iter((rest or changes).values()))[0]).forward),
         )
-
-
-def _forward(module: nn.Module) -> str:
-    """Return the file and line of a module's forward."""
-    code = getattr(type(module).forward, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def _failing(run: Callable[[], Any]) -> Any:
@@ -226,10 +220,11 @@ def _failing(run: Callable[[], Any]) -> Any:
 
 
 def _check_draws(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Raise NotRecorded if each pass draws random numbers that are not PyTorch's."""
     for _ in range(3):  # or another thread was drawing
         before = _drawn()
         _failing(lambda: _pass(module, inputs))
         if _drawn() == before:
             return
     why = "the forward draws from Python's or NumPy's random, which would be frozen; draw with torch"
-    raise NotRecorded(why, _forward(module))
+    raise NotRecorded(why, defined_at(type(module).forward))

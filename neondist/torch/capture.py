@@ -22,7 +22,8 @@ from ..errors import ConfigError
 from ..halo import ExchangePolicy
 from .between_passes import observed
 from .checks import check_module
-from .custom_gradients import NotRecorded, recorded
+from .custom_gradients import recorded
+from .errors import NotRecorded
 from .functional import is_simple, written
 from .graph import DEVICES, Value, autocast
 from .layout import Layout, Mesh, axes_of, whole

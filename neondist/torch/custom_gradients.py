@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from .errors import NotRecorded, defined_at
 from .registry import POINTWISE, TRACING
 
 OPERATOR = "neondist.function.default"
@@ -50,8 +51,8 @@ class UserFunction:
     @property
     def name(self) -> str:
         """The class, and where it is defined."""
-        code = self._cls.forward.__code__
-        return f"autograd.Function {self._cls.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+        source = defined_at(self._cls.forward)
+        return f"autograd.Function {self._cls.__qualname__}" + (f" ({source})" if source else "")
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors among what it gives, with its own gradients."""
@@ -145,20 +146,6 @@ _SHAPED_ALIKE = {
     "aten.zeros_like.default", "aten.full_like.default", "aten.scalar_tensor.default", "aten.view_as.default",
 }  # fmt: skip
 """Operators that look at one index if all of their tensors have the same shape, or one element."""
-
-
-class NotRecorded(Exception):
-    """What a module does, and a captured one would not.
-
-    Parameters
-    ----------
-    source : str
-        File and line of what does it; default: where it is raised.
-    """
-
-    def __init__(self, why: str, source: str = "") -> None:
-        super().__init__(why)
-        self.source = source
 
 
 class _Refusing(TorchFunctionMode):

@@ -1,7 +1,8 @@
-"""What `distribute` and `from_torch` refuse."""
+"""What `distribute` and `from_torch` refuse, and where it stands."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from ..errors import UserError
@@ -32,3 +33,23 @@ class UnsupportedOperator(UserError):
             + (f" in module '{self.module}'" if self.module else "")
             + f" cannot {cannot}{': ' + why if why else ', it has no rule'}; {remedy}"
         )
+
+
+class NotRecorded(Exception):
+    """What a module does, and a captured one would not.
+
+    Parameters
+    ----------
+    source : str
+        File and line of what does it; default: where it is raised.
+    """
+
+    def __init__(self, why: str, source: str = "") -> None:
+        super().__init__(why)
+        self.source = source
+
+
+def defined_at(function: Any) -> str:
+    """Return the file and line of a function, or nothing."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""

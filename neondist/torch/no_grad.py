@@ -9,7 +9,7 @@ import torch
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from .custom_gradients import NotRecorded
+from .errors import NotRecorded
 from .functional import memory_of, written
 
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
