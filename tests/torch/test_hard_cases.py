@@ -74,6 +74,7 @@ FUNCTIONS = {
     "what is left goes around": lambda x: F.pad(x, (-1, 1, 2, -3), mode="circular"),
     "one slope for all": lambda x: F.prelu(x, torch.tensor(0.3).double()),
     "all channels dropped": lambda x: F.dropout2d(x, 1.0) + x,
+    "a slice without cells": lambda x: torch.cat([x[:, :, :0], x[:, :, 3:].sin(), x[:, :, :3]], 2) + x[:, :, 8:].sum(),
     "no derivative is known": lambda x: torch.special.bessel_j0(x[:, :, :2]) * x[:, :, :2],
     "one index of a cut dimension": lambda x: x[:, :, 3] + x[:, :, -1],
     "all indices of a cut dimension": lambda x: torch.stack(x.unbind(2)[::-1], 2) * x,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import fold
-from ..layout import Atom, axes_of, replaced, whole
+from ..layout import Atom, axes_of, local_shape, replaced, whole
 from ..registry import rule
 from ..transfer import clipped, hull
 
@@ -59,7 +59,9 @@ def slices(lowering: Any, x: Any, dim: int = 0, start: Any = None, end: Any = No
         layout = replaced(x.layout, dim, Atom(len(picked)))
         return lowering.local(lambda a: a[(slice(None),) * dim + (slice(start, end, step),)], [x], layout)
     if not picked:
-        lowering.refuse("a slice without cells")
+        layout = replaced(x.layout, dim, Atom(0))
+        shape, dtype, device = local_shape(layout, lowering.place), x.dtype, lowering.out.device
+        return lowering.local(lambda: torch.empty(shape, dtype=dtype, device=device), [], layout, dtype)
     return remapped(lowering, x, dim, len(picked), lambda i: picked[i])
 
 
@@ -238,6 +240,7 @@ def cat(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """One after the other; along a cut dimension, cut anew."""
     tensors = [t for t in tensors if not (len(t.shape) == 1 and t.shape[0] == 0)]
     dim %= len(tensors[0].shape)
+    tensors = [t for t in tensors if t.shape[dim]] or tensors[:1]
     rest = lowering.common([replaced(t.layout, dim, Atom(1)) for t in tensors])
     extent = sum(t.shape[dim] for t in tensors)
     dtype = lowering.out.dtype
