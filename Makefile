@@ -22,10 +22,12 @@ test: .venv/test
 mutate: .venv/test
 	$(BIN)/python tools/mutate.py --jobs $(WORKERS)
 
-# generated networks and modules that nobody has tried yet: others every day, or those of HUNT="--seed S --cases N"
+# generated networks and modules, and samples of operators, that nobody has tried yet: others every day, or those of
+# HUNT="--seed S --cases N"
 hunt: .venv/test
 	$(BIN)/python tools/random_graphs.py --jobs $(WORKERS) $(HUNT)
 	$(BIN)/python tools/random_modules.py --jobs $(WORKERS) $(HUNT)
+	$(BIN)/python tools/operator_samples.py --jobs $(WORKERS) $(HUNT)
 
 # hours: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test

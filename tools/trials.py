@@ -1,4 +1,4 @@
-"""Random cases on several processes: what tools/random_graphs.py and tools/random_modules.py share."""
+"""Random cases on several processes: what random_graphs.py, random_modules.py and operator_samples.py share."""
 
 import argparse
 import sys

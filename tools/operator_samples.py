@@ -1,0 +1,146 @@
+"""PyTorch's own samples of operators on tiles: python tools/operator_samples.py [--cases N] [--seed S] [--jobs J].
+
+A case is one of the operators that PyTorch tests itself by, with samples of its arguments, which are cut as images are,
+or kept whole as parameters. Outputs and gradients on virtual ranks are those of one process, in float64, or the
+operator is refused. Wrong ones are printed; the exit code is 1 if there are any.
+"""
+
+import os
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_LOGS", "-all")
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+
+import torch
+from torch import nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
+from torch_runs import captured_once, difference, distributed, serial
+from trials import parser, told, tried
+
+from neondist.errors import UserError
+from neondist.torch.capture import captured
+
+GRIDS = {1: ((1, 1, 2), (1, 1, 3)), 2: ((1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 3, 2)), 3: ((1, 2, 1), (1, 2, 2))}
+"""(replicas, rows, cols), by the number of spatial axes"""
+SAMPLES, TOLERANCE = 2, 1e-9
+WITHOUT_VALUES = ("empty", "new_empty", "empty_like", "new_empty_strided", "empty_strided", "empty_permuted")
+
+
+class Sampled(nn.Module):
+    """An operator of some tensors; the others are parameters, or buffers."""
+
+    def __init__(self, function: Any, leaves: Sequence[Any], spec: Any, at: Sequence[int], trained: bool) -> None:
+        super().__init__()
+        self.function, self.spec, self.at, self.kept = function, spec, list(at), []
+        self.shapes = [tuple(leaves[i].shape) for i in at]
+        self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and i not in at:
+                self.kept.append(i)
+                if trained and leaf.dtype == torch.float64:
+                    self.register_parameter(f"t{i}", nn.Parameter(leaf.clone()))
+                else:
+                    self.register_buffer(f"t{i}", leaf.clone())
+
+    def forward(self, *images: torch.Tensor) -> Any:
+        """Return what the operator gives."""
+        leaves = list(self.leaves)
+        for i, image, shape in zip(self.at, images, self.shapes, strict=True):
+            leaves[i] = image.reshape(shape)
+        for i in self.kept:
+            leaves[i] = getattr(self, f"t{i}")
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.function(*args, **kwargs)
+
+
+def as_image(shape: Sequence[int], spatial: int) -> tuple[int, ...] | None:
+    """Return the shape of an image with the cells of a tensor, whose last dimensions are cut."""
+    missing = spatial + 2 - len(shape)
+    return (*[1] * missing, *shape) if missing >= 0 else None
+
+
+def samples(operator: Any, rng: random.Random) -> Iterator[tuple[Sampled, list[torch.Tensor], int]]:
+    """Yield modules, their images, and the number of spatial axes."""
+    torch.manual_seed(rng.randrange(2**31))
+    found = list(operator.sample_inputs("cpu", torch.float64)) if torch.float64 in operator.dtypes else []
+    for sample in rng.sample(found, min(len(found), SAMPLES)):
+        leaves, spec = pytree.tree_flatten(([sample.input, *sample.args], dict(sample.kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        known = (torch.float64, torch.int64, torch.bool)
+        if any(t.layout != torch.strided or not t.numel() or t.dtype not in known for t in tensors):
+            continue
+        floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        for at in (floating[:1], floating):
+            ranks = [n for n in (1, 2, 3) if at and all(as_image(leaves[i].shape, n) for i in at)]
+            if ranks:
+                spatial = rng.choice(ranks)
+                images = [leaves[i].detach().clone().reshape(as_image(leaves[i].shape, spatial)) for i in at]
+                yield Sampled(operator.op, leaves, spec, at, rng.random() < 0.5), images, spatial
+
+
+def outcome(module: Sampled, images: list[torch.Tensor], grid: tuple[int, int, int]) -> tuple[str, str]:
+    """Return 'exact', 'refused', 'wrong' or 'useless', and why."""
+    try:
+        expected = serial(module, images)
+        again = serial(module, [image * (1 + 1e-13) for image in images], expected["gradients"])
+        if not expected["outputs"] or not difference(again, expected)[0] < TOLERANCE / 10:
+            return "useless", "its numbers jump"
+    except Exception as error:
+        return "useless", repr(error)
+    try:
+        with captured_once():
+            every = distributed(module, images, expected["gradients"], grid, timeout=30.0, at_once=1)
+        worst, where = max(difference(found, expected) for found in every)
+    except UserError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "wrong", f"{type(error).__name__}: {error}"
+    if worst <= TOLERANCE:
+        return "exact", ""
+    program = captured(module, [(tuple(image.shape), image.dtype) for image in images])
+    tags = [tag for node in program.graph.nodes for tag in getattr(node.target, "tags", ())]
+    drawn = torch.Tag.nondeterministic_seeded in tags
+    return "useless" if drawn else "wrong", f"{where} is off by {worst:.1e}"
+
+
+def outcomes(seed: int, number: int) -> list[tuple[str, str, str]]:
+    """Return the name of an operator, what comes of each sample, and what to print."""
+    warnings.simplefilter("ignore")
+    operator = op_db[number % len(op_db)]
+    name, rng, found = f"{operator.name} {operator.variant_test_name}".strip(), random.Random(f"{seed} {number}"), []
+    if operator.name in WITHOUT_VALUES:
+        return []
+    for module, images, spatial in samples(operator, rng):
+        grid = rng.choice(GRIDS[spatial])
+        kind, why = outcome(module, images, grid)
+        found.append((name, kind, f"{name} of {module.shapes}, case {number}, {grid}: {why}"))
+    return found
+
+
+def main() -> int:
+    """Try them all."""
+    options = parser(__doc__)
+    options.set_defaults(cases=len(op_db))
+    given = options.parse_args()
+    results, refused = Counter(), Counter()
+    for found in tried(outcomes, given):
+        for name, kind, text in found:
+            results[kind] += 1
+            refused[name] += kind == "refused"
+            if kind == "wrong":
+                print(text, flush=True)
+    print(f"seed {given.seed}, {given.cases} operators: {told(results)}")
+    print("refused:", told(+refused))
+    return int(results["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
