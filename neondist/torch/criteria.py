@@ -27,6 +27,8 @@ def check_number(plan: TorchPlan, tree: Any) -> None:
 
 def identity(criterion: Any) -> Hashable:
     """Return what two criteria have in common that compute the same: a lambda of a loop is one, not many."""
+    if isinstance(criterion, nn.Module):
+        return id(criterion)
     if not hasattr(criterion, "__code__") or hasattr(criterion, "__self__"):
         return id(criterion) if not hasattr(criterion, "__self__") else (id(criterion.__self__), criterion.__func__)
     plain = int, float, str, bool, type(None)
