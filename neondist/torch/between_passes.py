@@ -123,8 +123,7 @@ def observed(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None
 
 def _drawn() -> int:
     """Return a number for the state of generators that are not PyTorch's."""
-    _, keys, *rest = np.random.get_state(legacy=True)
-    return hash((random.getstate(), keys.tobytes(), *rest))  # type: ignore[union-attr]
+    return hash((random.getstate(), repr(np.random.get_state(legacy=False))))  # of a long array the ends, and the place
 
 
 class _Watching(TorchDispatchMode):
