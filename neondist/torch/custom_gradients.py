@@ -45,7 +45,6 @@ class UserFunction:
         leaves, self._spec = pytree.tree_flatten((tuple(args), kwargs))
         self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.tensors = [leaves[at] for at in self._at]
         self._outputs: tuple[list[Any], Any] | None = None
 
     @property
@@ -203,10 +202,10 @@ def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return run(*given)
     if calls is None or (cls.forward.__module__ or "").startswith("torch."):
         return _REAL(cls, *args, **kwargs)
-    calls.append(UserFunction(cls, args, kwargs))
-    call = calls[-1]
-    given, call.tensors = call.tensors, []
-    return call.outputs(torch.ops.neondist.function(given, len(calls) - 1))
+    call = UserFunction(cls, args, kwargs)
+    calls.append(call)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return call.outputs(torch.ops.neondist.function(tensors, len(calls) - 1))
 
 
 torch.library.define("neondist::function", "(Tensor[] tensors, int number) -> Tensor[]")

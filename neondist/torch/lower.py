@@ -176,11 +176,10 @@ class Lowering(Builder):
         outs = self.out if isinstance(self.out, (tuple, list)) else [self.out]
         several = self.out is outs
         found = self.locals(run if several else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs])
-        for value, trained in zip(found, self._trained(target, run, values), strict=True):
-            value.kind = value.kind if trained else "constant"
+        self.trained(found, self._differentiable(target, run, values))
         return found if several else found[0]
 
-    def _trained(self, target: Any, run: Callable[..., Any], values: Sequence[Value]) -> list[bool]:
+    def _differentiable(self, target: Any, run: Callable[..., Any], values: Sequence[Value]) -> list[bool]:
         """Tell which results of an operator have a gradient: of some, such as Bessel functions, PyTorch knows none."""
         key = target, *((value.dtype, value.kind == "constant") for value in values)
         if key not in self._gradients:

@@ -82,6 +82,12 @@ class StepList:
             inside |= axes_of(layout)
         return tuple(self._locals(run, args, layouts, [out.dtype for out in outs], inside, several=True))
 
+    def trained(self, found: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
+        """Return results, of which those that have no gradient are constant from now on."""
+        for value, has_gradient in zip(found, gradients, strict=True):
+            value.kind = value.kind if has_gradient else "constant"
+        return found
+
     def reduced(
         self,
         run: Callable[..., torch.Tensor],

@@ -25,7 +25,4 @@ def user_function(lowering: Any, tensors: Sequence[Any], number: int) -> Any:
     if trained is None:
         lowering.refuse("its forward and backward do not look at one index each")
     aligned = [lowering.aligned(value, layout, axes_of(layout)) for value in tensors]
-    found = lowering.locals(function, aligned, outs, [layout for _ in outs])
-    for value, has_gradient in zip(found, trained, strict=True):
-        value.kind = value.kind if has_gradient else "constant"
-    return found
+    return lowering.trained(lowering.locals(function, aligned, outs, [layout for _ in outs]), trained)
