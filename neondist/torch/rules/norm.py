@@ -75,12 +75,18 @@ def functional_batch_norm(
         y, *_ = fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
         return y, None, None, running_mean, running_var
     y, mean, variance, number = normalised(lowering, x, None, weight, bias, eps)
+    return y, mean, None, *_statistics(lowering, (running_mean, running_var), (mean, variance), momentum, number)
+
+
+def _statistics(
+    lowering: Any, running: Sequence[Any], found: Sequence[Any], momentum: float, number: int, samples: int = 1
+) -> list[Any]:
+    """Return running means and variances, moved towards those of a pass, which are sums over so many samples."""
     unbiased = number / max(1, number - 1)
-    found = [
-        lowering.local(partial(_moved, momentum, momentum * factor), [old, new], new.layout, old.dtype)
-        for old, new, factor in ((running_mean, mean, 1), (running_var, variance, unbiased))
+    return [
+        lowering.local(partial(_moved, momentum, momentum * factor / samples), [old, new], new.layout, old.dtype)
+        for old, new, factor in zip(running, found, (1, unbiased), strict=True)
     ]
-    return y, mean, None, *found
 
 
 def _moved(momentum: float, share: float, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -118,14 +124,9 @@ def instance_norm(
     y, mean, variance, number = normalised(lowering, x, x.shape[1], weight, bias, eps)
     if running_mean is None:
         return y
-    samples, unbiased = x.shape[0], number / max(1, number - 1)
-    found = []
-    for old, new, factor in ((running_mean, mean, 1), (running_var, variance, unbiased)):
-        each = lowering.reshape(new, x.shape[:2])
-        summed = total(lowering, lambda a, d, k: a.sum(d, k), [each], [0], keepdim=False)
-        share = momentum * factor / samples
-        found.append(lowering.local(partial(_moved, momentum, share), [old, summed], summed.layout, old.dtype))
-    return y, *found
+    of_samples = (lowering.reshape(value, x.shape[:2]) for value in (mean, variance))
+    sums = [total(lowering, lambda a, d, k: a.sum(d, k), [each], [0], keepdim=False) for each in of_samples]
+    return y, *_statistics(lowering, (running_mean, running_var), sums, momentum, number, x.shape[0])
 
 
 @rule("aten.group_norm.default", whole=("weight", "bias"))
