@@ -26,7 +26,8 @@ def outcomes(seed: int, number: int, small: bool) -> list[tuple[str, str]]:
         if kind == "wrong":
             case = shrink(drawn, grid) if small else drawn
             mode = "training" if case.training else "evaluation"
-            why = f"seed {seed}, case {number}, {grid}: {why}\n{case.shapes}, in {mode}\n{case.program()}"
+            how = f"{case.shapes}, in {mode}, {case.options()}"
+            why = f"seed {seed}, case {number}, {grid}: {why}\n{how}\n{case.program()}"
         found.append((kind, why))
     return found
 

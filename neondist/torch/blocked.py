@@ -26,7 +26,7 @@ from .wires import Wires
 class _Block(NamedTuple):
     number: int
     runner: Runner
-    image: tuple[Range, ...]
+    sources: Ranged
     own: Ranged
 
 
@@ -38,17 +38,17 @@ class Blocks:
     here : for each output, the range along each dimension that this rank has
     parts : tuple of int
         Into how many those are cut, by axes of the mesh.
-    first : for each dimension of the image, the first index that is given
+    first : for each input, the first index along each dimension that is given
     """
 
-    def __init__(self, trunk: Traced, here: Ranged, parts: Sequence[int], first: Sequence[int]) -> None:
+    def __init__(self, trunk: Traced, here: Ranged, parts: Sequence[int], first: Sequence[Sequence[int]]) -> None:
         self.trunk, self.here, self.parts, self.first = trunk, here, parts, first
         self.names = *trunk.parameters, *trunk.buffers
         self.wires = Wires(ProcessGrid.serial(), len(trunk.shape) - 2)
 
-    def __call__(self, wide: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return this rank's tiles of the outputs, given the image that they need, parameters and buffers."""
-        found: tuple[torch.Tensor, ...] = _Blocked.apply(self, wide, *given)
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return this rank's tiles of the outputs, given what they need of the inputs, parameters and buffers."""
+        found: tuple[torch.Tensor, ...] = _Blocked.apply(self, *given)
         return found
 
     def extents(self) -> list[int]:
@@ -78,14 +78,15 @@ class Blocks:
         for place in product(*map(range, self.parts)):
             plan, own = self.plan(place)
             if any(all(lo < hi for lo, hi in ranges) for ranges in own):
-                image = self.trunk.image(at_least_one(own, self.here))
-                found.append(_Block(len(found), Runner(self.wires, plan), image, own))
+                sources = self.trunk.sources(at_least_one(own, self.here))
+                found.append(_Block(len(found), Runner(self.wires, plan), sources, own))
         return found
 
-    def run(self, block: _Block, seen: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
-        """Return a block of each output, given what it needs of the image."""
-        tensors, plan = dict(zip(self.names, given, strict=True)), block.runner.plan
-        found = block.runner([seen], tensors, tensors)
+    def run(self, block: _Block, *given: torch.Tensor) -> list[torch.Tensor]:
+        """Return a block of each output, given what it needs of the inputs, parameters and buffers."""
+        number, plan = len(self.first), block.runner.plan
+        tensors = dict(zip(self.names, given[number:], strict=True))
+        found = block.runner(given[:number], tensors, tensors)
         return [
             part_of_block(y, plan.values[out].layout, ranges)
             for y, out, ranges in zip(found, plan.outputs, block.own, strict=True)
@@ -96,11 +97,13 @@ class Blocks:
         outputs = zip(self.here, self.trunk.outputs, strict=True)
         return [like.new_empty([hi - lo for lo, hi in here], dtype=out.dtype) for here, out in outputs]
 
-    def view_of(self, block: _Block, wide: torch.Tensor) -> torch.Tensor:
-        """Return what a block needs of the image."""
-        for dim, ((lo, hi), first) in enumerate(zip(block.image, self.first, strict=True)):
-            wide = wide.narrow(dim, lo - first if lo < hi else 0, hi - lo)
-        return wide
+    def views(self, block: _Block, given: Sequence[Any]) -> list[Any]:
+        """Return what a block needs of the inputs, and all else that is given."""
+        inputs = [
+            None if tensor is None else _narrowed(tensor, ranges, first)
+            for tensor, ranges, first in zip(given[: len(self.first)], block.sources, self.first, strict=True)
+        ]
+        return [*inputs, *given[len(self.first) :]]
 
     def own(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
         """Return a block's parts of tiles of the outputs."""
@@ -140,9 +143,9 @@ class Sums(Blocks):
             self.own(block, [found])[0].fill_(number)
         return found
 
-    def run(self, block: _Block, seen: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+    def run(self, block: _Block, *given: torch.Tensor) -> list[torch.Tensor]:
         """Return them of one block."""
-        (y,) = super().run(block, seen, *given)
+        (y,) = super().run(block, *given)
         y = y.transpose(0, 1).flatten(1)[None] if self.groups is None else y.reshape(len(y), self.groups, -1)
         variance, mean = torch.var_mean(y, -1, correction=0)
         return [torch.stack([mean, variance * y.shape[-1]])]
@@ -167,14 +170,12 @@ class _Blocked(torch.autograd.Function):
     """Tiles of the trunk's outputs; each block is computed again on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: Blocks, wide: torch.Tensor, *given: torch.Tensor) -> Any:
+    def forward(ctx: Any, blocks: Blocks, *given: torch.Tensor) -> Any:
         ctx.blocks, ctx.cast = blocks, (torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"))
-        ctx.save_for_backward(wide, *given)
-        tiles = blocks.empty(wide)
+        ctx.save_for_backward(*given)
+        tiles = blocks.empty(given[0])
         for block in blocks.blocks:
-            for part, y in zip(
-                blocks.own(block, tiles), blocks.run(block, blocks.view_of(block, wide), *given), strict=True
-            ):
+            for part, y in zip(blocks.own(block, tiles), blocks.run(block, *blocks.views(block, given)), strict=True):
                 part.copy_(y)
         ctx.mark_non_differentiable(*(tile for tile in tiles if not has_gradients(tile.dtype)))
         return tuple(tiles)
@@ -182,11 +183,10 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Any) -> Any:
-        blocks, needed = ctx.blocks, ctx.needs_input_grad[1:]
-        wide, *given = ctx.saved_tensors
-        sums = [torch.zeros_like(t) if need else None for t, need in zip((wide, *given), needed, strict=True)]
+        blocks, needed, given = ctx.blocks, ctx.needs_input_grad[1:], ctx.saved_tensors
+        sums = [torch.zeros_like(t) if need else None for t, need in zip(given, needed, strict=True)]
         for block in blocks.blocks:
-            tensors = blocks.view_of(block, wide), *given
+            tensors = blocks.views(block, given)
             leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
             with torch.enable_grad(), torch.autocast("cpu", *ctx.cast):
                 found = zip(blocks.run(block, *leaves), blocks.own(block, dys), strict=True)
@@ -195,11 +195,18 @@ class _Blocked(torch.autograd.Function):
                 continue
             ys, gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
             ends = [leaf for leaf in leaves if leaf.requires_grad]
-            into = [total if at else blocks.view_of(block, total) for at, total in enumerate(sums) if total is not None]
+            into = [total for total in blocks.views(block, sums) if total is not None]
             for total, grad in zip(into, torch.autograd.grad(ys, ends, gradients, allow_unused=True), strict=True):
                 if grad is not None:
                     total.add_(grad)
         return None, *sums
+
+
+def _narrowed(tensor: torch.Tensor, ranges: Sequence[Range], first: Sequence[int]) -> torch.Tensor:
+    """Return ranges of what begins at the first indices."""
+    for dim, ((lo, hi), start) in enumerate(zip(ranges, first, strict=True)):
+        tensor = tensor.narrow(dim, lo - start if lo < hi else 0, hi - lo)
+    return tensor
 
 
 def at_least_one(own: Ranged, here: Ranged) -> Ranged:

@@ -76,7 +76,9 @@ def captured(
             with observed(module, inputs):
                 program: Any = torch.export.export(module, inputs, strict=False)
             stop_gradients(program, lambda node: where(node).source)
-            program = program if in_place and is_simple(program) else program.run_decompositions({})
+            specs = program.graph_signature.input_specs
+            buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
+            program = program if in_place and is_simple(program.graph, buffers) else program.run_decompositions({})
             program.functions = functions
             return program
         except Exception as error:
@@ -210,7 +212,7 @@ def lowered(
                 changed |= {specs[old.name].target: old for old in olds if old.op == "placeholder"}
             if gathering.at(node):
                 gathering.note(found)
-    mutated = {name: lowering.gathered(gathering.outside(env[old])).id for name, old in changed.items()}
+    mutated = {name: lowering.gathered(gathering.outside(lowering.read(env, old))).id for name, old in changed.items()}
     results: list[Any] = []
     for spec, out, end in zip(signature.output_specs, outputs, ends, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:

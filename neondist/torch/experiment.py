@@ -29,15 +29,15 @@ from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor, first
 from .blocks import ModuleBlocks, TracedImage
 from .by_name import TorchLoss, TorchOptimizer, called, unwrapped
-from .capture import captured, lowered
-from .checks import check_gather_at
+from .capture import captured
+from .execution import Execution
 from .judging import LossOfCells, Owned, channels_first, channels_last, metric_targets
 from .layout import Mesh, axes_of, cut
 from .module import DistributedModule, distribute
 from .module_plan import ModulePlan
+from .plan import TorchPlan
 from .registry import TRACING
-from .schemes import Schemes, chosen
-from .trunk import fitted
+from .schemes import Schemes
 from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights, slots_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -73,6 +73,8 @@ class TorchModel(Whole):
         Run segments of the module again on the way back instead of keeping what is in them.
     scheme : ExchangePolicy or str, or a mapping of module path to those
         How windows come by cells of other tiles; default: exactly.
+    strips : int or 'auto', optional
+        Rows that go at once through windows and what follows; those of `distribute`.
 
     Notes
     -----
@@ -99,11 +101,12 @@ class TorchModel(Whole):
         dtype: Literal["float32", "float64"] = "float32",
         recompute: bool = False,
         scheme: Schemes = "halo",
+        strips: Count | Literal["auto"] | None = None,
     ) -> None:
         self.cost, self.optimizer = loss or TorchLoss(), optimizer or TorchOptimizer()
         self._arguments |= {"loss": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.shape, self.gather_at, self.weights = shape, list(gather_at), weights
-        self.recompute, self.scheme = recompute, scheme
+        self.recompute, self.scheme, self.strips = recompute, scheme, strips
         self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
         self.momentum: float | None = None
         self.step, self.uncounted, self.learning_rate_scale = 0, 0, 1.0
@@ -124,10 +127,11 @@ class TorchModel(Whole):
         strips: int | Literal["auto"] | None = None,
         memory: int | str | None = None,
     ) -> None:
-        """Say whether to recompute, and what ranks may take; refuse what is for layers alone."""
+        """Say whether to recompute, rows of strips, and what ranks may take; refuse what is for layers alone."""
         self.recompute = self.recompute if recompute is None else recompute
         self.memory = self.memory if memory is None else as_bytes("memory", memory)
-        given = {"accumulate": accumulate, "sync": sync, "strips": strips}
+        self.strips = self.strips if strips is None else strips
+        given = {"accumulate": accumulate, "sync": sync}
         for name in (name for name, value in given.items() if value is not None and value is not False):
             raise ConfigError(f"{name}: is for layers of neondist, and a TorchModel has none; leave it out")
 
@@ -148,15 +152,11 @@ class TorchModel(Whole):
         if (input_shape, grid, batch) not in self._plans:
             module, shape = self._module(), (batch, *self._sample_shape(input_shape))
             mesh = Mesh.of(grid, len(input_shape) - 1)
-            check_gather_at(module, self.gather_at)
-            schemes = chosen(self.scheme, dict(module.named_modules()), self.recompute)
-            steps, _ = lowered(
-                self._program(shape, True), mesh, 0, [cut(shape, mesh)], self.gather_at, schemes, self.recompute
-            )
+            steps, told = self._planned(self._execution(module, None), shape, mesh)
             if not any(isinstance(out, int) for out in steps.outputs):
                 raise ConfigError("factory: the module returns no tensor")
             weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-            self._plans[input_shape, grid, batch] = ModulePlan(grid, input_shape, batch, steps, weights)
+            self._plans[input_shape, grid, batch] = ModulePlan(grid, input_shape, batch, steps, weights, blocks=told)
         return self._plans[input_shape, grid, batch]
 
     def within(self, plan: ModulePlan) -> ModulePlan:
@@ -169,20 +169,13 @@ class TorchModel(Whole):
         """
         if self.memory is None:
             return plan
-        if self.scheme != "halo":
-            raise ConfigError("memory: blocks exchange no halos, and so have no scheme; leave one of them out")
+        if self.scheme != "halo" or self.strips is not None:
+            raise ConfigError(
+                "memory: blocks exchange no halos, and so have neither a scheme nor strips; leave those out"
+            )
         module, shape = self._module().train(), (plan.batch_size, *self._sample_shape(plan.input_shape))
-        program, mesh = self._program(shape, True), Mesh.of(plan.grid, len(plan.input_shape) - 1)
-        memory, how = share_of(self.memory, plan.grid.size), (0, [cut(shape, mesh)], self.gather_at)
-        lowering = fitted(program, mesh, *how, self.recompute, memory, module)
-        if lowering is None:
-            return replace(plan, memory=self.memory)
-        steps, _ = lowered(program, mesh, *how, recompute=self.recompute, lowering=lowering)
-        told = f"\nmemory: each rank goes in {' x '.join(map(str, lowering.parts))} blocks (samples x space)"
-        if lowering.trunk.norms:
-            told += f", after {len(lowering.trunk.norms)} sweeps for the statistics of norms,"
-        if lowering.trunk.why is not None:
-            told += f" up to {lowering.trunk.why.operator} in module '{lowering.trunk.why.module}'"
+        execution = self._execution(module, share_of(self.memory, plan.grid.size))
+        steps, told = self._planned(execution, shape, Mesh.of(plan.grid, len(plan.input_shape) - 1))
         return replace(plan, steps=steps, memory=self.memory, blocks=told)
 
     def resize(self, input_shape: Sequence[int]) -> None:
@@ -353,6 +346,15 @@ class TorchModel(Whole):
             self._programs[shape, training] = captured(module, [(shape, DTYPES[str(self.dtype)])])
         return self._programs[shape, training]
 
+    def _execution(self, module: nn.Module, memory: int | None) -> Execution:
+        return Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
+
+    def _planned(self, execution: Execution, shape: tuple[int, ...], mesh: Mesh) -> tuple[TorchPlan, str]:
+        """Return the plan of the rank whose tiles are the largest, and what of it goes together, in words."""
+        program, module = self._program(shape, True), self._module()
+        steps, _, lowering = execution.lowered(program, mesh, 0, [cut(shape, mesh)], module)
+        return steps, f"\n{lowering.told}" if lowering is not None else ""
+
     def _sample_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = tuple(self.shape or (input_shape[-1], *input_shape[:-1]))
         if shape[1:] != input_shape[:-1]:
@@ -368,7 +370,7 @@ class TorchModel(Whole):
             shape, dtype = (batch, *self._sample_shape(self.input_shape)), DTYPES[str(self.dtype)]
             made = distribute(
                 self._module(), shape, self.grid,
-                gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme,
+                gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme, strips=self.strips,
                 memory=self.compiled.memory,
             )  # fmt: skip
             self._models[batch] = made

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 NORMS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
 """Whose schemas do not tell that they write into their statistics."""
 
 
-def is_simple(program: Any) -> bool:
+def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
     """Tell whether all that is written into may be replaced by what is written, from there on.
 
     That is so if nobody reads the same memory by another name later, and only buffers outlive the program. PyTorch does
     it for all others, but traces the whole module once more. Operators in place have their functional twins noted.
+
+    Parameters
+    ----------
+    buffers : of str
+        Names of the graph's inputs that are buffers.
     """
-    nodes = list(program.graph.nodes)
+    nodes = list(graph.nodes)
     called = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
     if not all(isinstance(node.target, torch._ops.OpOverload) for node in called):  # such as torch.vmap's
         return False
@@ -29,7 +34,6 @@ def is_simple(program: Any) -> bool:
         for tensor in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(tensor, torch.Tensor):
                 names.setdefault(memory_of(tensor), []).append(node)
-    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     twins: dict[Any, Any] = {}
     for node in called:
         if written(node):
@@ -41,7 +45,7 @@ def is_simple(program: Any) -> bool:
             before = (name for name in found if at[name] < at[node] and name is not old)
             if any(at[user] > at[node] for name in before for user in name.users):
                 return False
-            is_buffer = old is first and kinds.get(old.name) == InputKind.BUFFER and all(map(written, others))
+            is_buffer = old is first and old.name in buffers and all(map(written, others))
             if first.op != "call_function" and not is_buffer:
                 return False
     for node, twin in twins.items():

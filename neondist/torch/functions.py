@@ -57,6 +57,24 @@ class View(torch.autograd.Function):
             return ctx.channel.adjoint(gradients[0], ctx.shape, ctx.pads), None, None, None
 
 
+class Again(torch.autograd.Function):
+    """What a segment gives that runs again on the way back: on all ranks, whatever its steps keep there."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> Any:
+        """Return the tensors."""
+        ctx.set_materialize_grads(False)
+        announce(ctx)
+        return tuple(torch.ops.aten._unsafe_view(t, t.shape) for t in tensors)  # no views: others may write into them
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients as they are."""
+        recompute(ctx)
+        return gradients
+
+
 class Gather(torch.autograd.Function):
     """A tensor that is cut, whole on every rank, for what all of them compute alike; the adjoint takes the own part."""
 
@@ -119,12 +137,19 @@ class Moments(NamedTuple):
         How many numbers of the whole images one mean is taken over.
     eps : float
     axes : the axes of the mesh along which there are more of them
+    own : slices of the spatial dimensions, or None
+        What of them counts on this rank, where it has some of other ranks' too.
     """
 
     groups: int | None
     number: int
     eps: float
     axes: frozenset[int]
+    own: tuple[slice, ...] | None = None
+
+    def counted(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what of rows counts on this rank."""
+        return rows if self.own is None else rows[(slice(None), slice(None), *self.own)]
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (N, C, ...) such that dimension 1 has a row for each channel that has statistics of its own."""
@@ -152,8 +177,9 @@ class Normalise(torch.autograd.Function):
         """Return x (N, C, ...) normalised, and the mean and variance of each group."""
         samples, channels = x.shape[:2]
         rows = moments.rows(x)
-        mean, squares = _local_moments(rows, moments, samples)
-        here = x.numel() // max(1, mean.numel())
+        mine = moments.counted(rows)
+        mean, squares = _local_moments(mine, moments, samples)
+        here = mine.numel() // max(1, mean.numel())
         whole = wires.reduce(name, "forward", mean * here, moments.axes) / moments.number
         squares = wires.reduce(name, "forward", squares + here * (mean - whole) ** 2, moments.axes)
         variance = squares / moments.number
@@ -191,7 +217,8 @@ class Normalise(torch.autograd.Function):
             first, second = (moments.of_rows(part, channels) * std for part in sums)
             slope = (second * std).to(x.dtype)
             shape = [1, -1, *[1] * (rows.dim() - 2)]
-            dx.addcmul_(rows, slope.view(shape)).add_((first - each * slope).to(x.dtype).view(shape))
+            mine = moments.counted(dx)
+            mine.addcmul_(moments.counted(rows), slope.view(shape)).add_((first - each * slope).to(x.dtype).view(shape))
         dscale, dshift = dscale.view(-1, channels).sum(0), dshift.view(-1, channels).sum(0)
         found = dx.view(x.shape), dscale, dshift
         return *(dv if wanted else None for dv, wanted in zip(found, asked[:3], strict=True)), None, None, None

@@ -8,7 +8,7 @@ alone, and the numbers are those of the whole image.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -64,6 +64,15 @@ class Cuts:
         self._next = this[0], this[1] + 1
         return Atom(extent, axis, (0, extent) if self.ranges is None else self.ranges.get(this, (0, 0)), (this, 1))
 
+    def again(self, layout: Layout) -> Layout:
+        """Return a layout of single cuts for the ranges that are known now."""
+        return tuple((self._again(atom),) for (atom,) in layout)
+
+    def _again(self, atom: Atom) -> Atom:
+        if self.ranges is None or atom.origin is None:
+            return atom
+        return atom._replace(bounds=self.ranges.get(atom.origin[0], (0, 0)))
+
     def need(self, atom: Atom, lo: int, hi: int) -> None:
         """Take note that indices of a dimension are needed."""
         if self.ranges is None or atom.origin is None or lo == hi:
@@ -81,12 +90,12 @@ class BlockMesh(Mesh):
     """One rank that has but a block."""
 
     cuts: Cuts
-    samples: bool = False
+    blocked: frozenset[int]
 
     @property
     def axes(self) -> frozenset[int]:
-        """All that are spatial, and that of `samples` where a block has but some: the others' cells are nowhere."""
-        return frozenset(range(not self.samples, len(self.parts)))
+        """Those along which blocks have but some of the indices: the others' are nowhere."""
+        return self.blocked
 
     def atom(self, extent: int, axis: int | None) -> Atom:
         """Return a cut of its own for each value, which may need less than those that it is made of."""
@@ -116,7 +125,13 @@ class Statistics(NamedTuple):
 
 
 class BlockLowering(Lowering):
-    """Lowers for one block; refuses what needs the whole image."""
+    """Lowers for one block; refuses what needs the whole image.
+
+    Parameters
+    ----------
+    axes : frozenset of int, optional
+        Those that blocks of one pass cut; default: blocks are of several passes, and cut all spatial axes.
+    """
 
     mesh: BlockMesh
 
@@ -126,10 +141,11 @@ class BlockLowering(Lowering):
         remedy: str = "",
         ranges: dict[Cut, Range] | None = None,
         values: Sequence[Value] = (),
-        samples: bool = False,
+        axes: frozenset[int] | None = None,
     ) -> None:
-        self.cuts, self.remedy, self.spatial = Cuts(ranges), remedy, spatial
-        super().__init__(BlockMesh((1,) * (spatial + 1), self.cuts, samples), 0)
+        self.cuts, self.remedy, self.spatial, self.of_one_pass = Cuts(ranges), remedy, spatial, axes
+        blocked = frozenset(range(1, spatial + 1)) if axes is None else axes
+        super().__init__(BlockMesh((1,) * (spatial + 1), self.cuts, blocked), 0)
         self.values, self.calls = list(values), list[Call]()
         self.recorded, self._number = set[int](), 0  # the values that calls have made
         self.statistics: dict[int, Statistics] = {}  # by the number of the call that normalises by them
@@ -228,7 +244,7 @@ class BlockLowering(Lowering):
 
     def random_key(self) -> Any:
         """Refuse random numbers where blocks are of several passes."""
-        return super().random_key() if self.mesh.samples else self.refuse("it draws random numbers")
+        return self.refuse("it draws random numbers") if self.of_one_pass is None else super().random_key()
 
     def refuse(self, why: str = "") -> Any:
         """Raise UnsupportedOperator for the operator at hand."""
@@ -256,43 +272,54 @@ class Traced:
     """
 
     def __init__(self, lowering: BlockLowering, plan: TorchPlan, shape: Sequence[int], outputs: list[Value]) -> None:
-        self.shape, self.remedy, self.samples = tuple(shape), lowering.remedy, lowering.mesh.samples
+        self.shape, self.remedy, self.axes = tuple(shape), lowering.remedy, lowering.of_one_pass
         self.values, self.outputs, self.key = lowering.values, outputs, lowering.key
-        self.statistics = lowering.statistics
-        (self.input,) = plan.inputs
-        self.layout, self.dtype = self.values[self.input].layout, self.values[self.input].dtype
+        self.statistics, self.functions = lowering.statistics, lowering.functions
+        self.inputs = [self.values[value] for value in plan.inputs]
         self.parameters, self.buffers = plan.parameters, plan.buffers
-        steps = self._plan(lowering, self.input, outputs).steps  # without what the outputs do not depend on
+        steps = self._plan(lowering, plan.inputs, outputs).steps  # without what the outputs do not depend on
         read = {value for step in steps for value in step.inputs}
         self.parameters = {name: value for name, value in plan.parameters.items() if value in read}
         self.buffers = {name: value for name, value in plan.buffers.items() if value in read}
         self.constants = [step for step in steps if not step.inputs]
-        needed = {value for step in steps for value in step.outputs}
         if any(step.inputs and not lowering.recorded.issuperset(step.outputs) for step in steps):
             lowering.refuse("it is lowered in no call of a rule")
-        self.calls = [call for call in lowering.calls if not needed.isdisjoint(ids_of(call.found))]
+        self.calls, needed = list[Call](), {output.id for output in outputs}
+        for call in reversed(lowering.calls):
+            if not needed.isdisjoint(ids_of(call.found)):
+                self.calls.insert(0, call)
+                needed.update(ids_of((call.args, call.kwargs)))  # read or not: a rule looks at their layouts
         self.needs = lru_cache(8)(self._needs)
 
-    def image(self, wanted: Ranged) -> tuple[Range, ...]:
-        """Return the indices of the image that ranges of the outputs depend on, along each dimension."""
+    def sources(self, wanted: Ranged) -> Ranged:
+        """Return the indices of the inputs that ranges of the outputs depend on, along each dimension."""
         needed = self.needs(wanted)
         return tuple(
-            (0, atom.extent) if atom.origin is None else needed.get(atom.origin[0], (0, 0)) for (atom,) in self.layout
+            tuple((0, a.extent) if a.origin is None else needed.get(a.origin[0], (0, 0)) for (a,) in value.layout)
+            for value in self.inputs
         )
+
+    def image(self, wanted: Ranged) -> tuple[Range, ...]:
+        """Return those of the first input."""
+        return self.sources(wanted)[0]
 
     def plan(self, wanted: Ranged) -> TorchPlan:
         """Return what computes ranges of the outputs from those, and perhaps indices around them."""
-        lowering, env = self._lowering(self.needs(wanted), self.values), dict[int, Value]()
+        lowering, env = self.begun(wanted)
         lowering.steps = [replace(step) for step in self.constants]
-        image = env[self.input] = lowering.input(lowering.mesh.image(self.shape), self.dtype)
         for call in self.calls:
-            found = pytree.tree_leaves(lowering.repeat(call, env))
-            env.update(
-                (old.id, new)
-                for old, new in zip(pytree.tree_leaves(call.found), found, strict=True)
-                if isinstance(old, Value)
-            )
-        return self._plan(lowering, image.id, [env.get(output.id, output) for output in self.outputs])
+            env.update(paired(call.found, lowering.repeat(call, env)))
+        inputs = [env[value.id].id for value in self.inputs]
+        return self._plan(lowering, inputs, [env.get(output.id, output) for output in self.outputs])
+
+    def begun(self, wanted: Ranged) -> tuple[BlockLowering, dict[int, Value]]:
+        """Return what can repeat calls for ranges of the outputs, and the inputs of that by what they are here."""
+        lowering, env = self._lowering(self.needs(wanted), self.values), dict[int, Value]()
+        for value in self.inputs:
+            env[value.id] = lowering.input(lowering.cuts.again(value.layout), value.dtype, value.kind)
+        if lowering.key is not None:
+            lowering.key = env.get(lowering.key.id, lowering.key)
+        return lowering, env
 
     def _needs(self, wanted: Ranged) -> dict[Cut, Range]:
         """Return the range of each cut that ranges of the outputs need."""
@@ -310,12 +337,12 @@ class Traced:
         return ranges
 
     def _lowering(self, ranges: dict[Cut, Range] | None = None, values: Sequence[Value] = ()) -> BlockLowering:
-        lowering = BlockLowering(len(self.shape) - 2, self.remedy, ranges, values, self.samples)
-        lowering.key, lowering.statistics = self.key, self.statistics
+        lowering = BlockLowering(len(self.shape) - 2, self.remedy, ranges, values, self.axes)
+        lowering.key, lowering.statistics, lowering.functions = self.key, self.statistics, self.functions
         return lowering
 
-    def _plan(self, lowering: BlockLowering, image: int, outputs: Sequence[Value]) -> TorchPlan:
-        given = self.parameters, self.buffers, [image], [output.id for output in outputs]
+    def _plan(self, lowering: BlockLowering, inputs: list[int], outputs: Sequence[Value]) -> TorchPlan:
+        given = self.parameters, self.buffers, inputs, [output.id for output in outputs]
         return TorchPlan(lowering.mesh, 0, lowering.steps, lowering.values, *given, {})
 
 
@@ -330,6 +357,13 @@ def _part(a: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     if start < 0 or start + length > a.shape[dim]:
         raise RuntimeError("a block lacks cells that it depends on; this is a defect of neondist")
     return a.narrow(dim, start, length)
+
+
+def paired(old: Any, new: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the numbers of values, and what is at their places now."""
+    for before, after in zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True):
+        if isinstance(before, Value):
+            yield before.id, after
 
 
 def ids_of(found: Any) -> list[int]:

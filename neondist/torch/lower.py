@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from .building import Builder
+from .functional import is_simple, written
 from .graph import Value, axes_of_values
 from .layout import Mesh, axes_of, whole
 from .registry import POINTWISE, RULES, TRACING
@@ -30,7 +32,14 @@ class Lowering(Builder):
         What the next random numbers are keyed by; it follows from the place of the operator in the program.
     functions : sequence of UserFunction
         The autograd.Functions that the program calls, by number.
+    in_parts : bool
+        Whether tiles go through some of it in parts, on one rank too.
+    told : str
+        What of it goes together, in words.
     """
+
+    in_parts = False
+    told = ""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__(mesh, rank)
@@ -125,7 +134,10 @@ class Lowering(Builder):
         """Return what a function of tensors gives, operator by operator; None: it cannot be traced."""
         try:
             with TRACING:
-                graph = make_fx(run, tracing_mode="fake")(*map(self.fake, values))
+                fakes = [self.fake(value) for value in values]
+                graph = make_fx(run, tracing_mode="fake")(*fakes)
+                if not is_simple(graph.graph):
+                    graph = make_fx(functionalize(run), tracing_mode="fake")(*fakes)
         except Exception:  # what cannot be traced cannot be taken apart
             return None
         return self.inline(graph, values)
@@ -164,7 +176,9 @@ class Lowering(Builder):
             else:
                 args, kwargs = pytree.tree_map(partial(self.read, env), (node.args, dict(node.kwargs)))
                 self.out = node.meta.get("val")
-                env[node] = self.call(node.target, args, kwargs)
+                env[node] = found = self.call(node.meta.get("twin", node.target), args, kwargs)
+                if "twin" in node.meta:  # what is read of these from here on is what was written
+                    env.update((old, found) for old in written(node))
         return None
 
     def pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -18,16 +18,17 @@ from ..halo import Phase
 from ..memory import as_bytes, share_of
 from .alike import Watch, check_alike, digest_of, versions
 from .capture import captured, device_of, lowered
-from .checks import check_gather_at, check_module, check_parameters, check_tensor, gradients_of
+from .checks import check_module, check_parameters, check_tensor, gradients_of
 from .criteria import CriterionModule, check_number, identity
+from .execution import Execution
 from .graph import autocast
 from .layout import Layout, local_shape, shape_of
 from .plan import TorchPlan
 from .run import Runner
-from .schemes import Schemes, chosen
+from .schemes import Schemes
+from .segments import Strips
 from .tiling import Tiling
 from .transport import world
-from .trunk import fitted
 from .wires import Wires
 
 _, _TWO = pytree.tree_flatten((0, 0))
@@ -42,7 +43,7 @@ class _Prepared(NamedTuple):
     tree: Any
     layouts: list[Layout | None]
     digest: str
-    blocks: bool
+    in_parts: bool
     dtypes: list[torch.dtype]
 
 
@@ -60,19 +61,15 @@ class DistributedModule(nn.Module):
         shapes: Sequence[tuple[int, ...]],
         dtypes: Sequence[torch.dtype | None],
         grid: ProcessGrid,
-        gather_at: Sequence[str],
-        recompute: bool = False,
         compiler: Callable[..., Any] | None = None,
-        scheme: Schemes = "halo",
-        memory: int | None = None,
+        **how: Any,
     ) -> None:
         super().__init__()
         object.__setattr__(self, "module", module)  # no part of this one: its names stay as they are
         # the module's own dictionaries: names, hooks of optimisers and `to` find what they would find there
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
-        self.grid, self.gather_at, self.recompute, self._compiler = grid, tuple(gather_at), recompute, compiler
-        self._memory = memory
+        self.grid, self._compiler = grid, compiler
         self._shapes, self._dtypes = list(shapes), list(dtypes)
         self._runners: dict[Any, _Prepared] = {}
         self._losses: dict[Hashable, tuple[Any, Watch, dict[Any, tuple[Runner, str]]]] = {}
@@ -81,8 +78,7 @@ class DistributedModule(nn.Module):
         with all_or_none(grid.world):
             check_module(module)
             self._watch = Watch(module)
-            check_gather_at(module, gather_at)
-            self._schemes = chosen(scheme, dict(module.named_modules()), recompute)
+            self.execution = Execution.of(module, **how)
             self.wires = Wires(grid, len(shapes[0]) - 2)
             self.tiling = Tiling(self.wires, self._shapes)
             self._tile_shapes = [local_shape(layout, self.wires.place) for layout in self.tiling.inputs]
@@ -98,7 +94,7 @@ class DistributedModule(nn.Module):
             state, prepared = self._prepared()
             self._check_tiles(tiles, prepared.dtypes)
             # random numbers are keyed by the plan, the same for every grid
-            if prepared.runner.plan.key is None and not prepared.blocks:
+            if prepared.runner.plan.key is None and not prepared.in_parts:
                 return self._alone(tiles, state, prepared)
         error, facts = None, {"the call": "forward"}
         moved: tuple[int, ...] = ()
@@ -275,18 +271,14 @@ class DistributedModule(nn.Module):
         if before not in self._runners:
             dtypes = self._input_dtypes()
             program = captured(self.module, list(zip(self._shapes, dtypes, strict=True)))
-            mesh, cuts, lowering = self.wires.mesh, self.tiling.inputs, None
-            if self._memory is not None:
-                given = self.grid.rank, cuts, self.gather_at, self.recompute
-                lowering = fitted(program, mesh, *given, self._memory, self.module)
-            plan, tree = lowered(
-                program, mesh, self.grid.rank, cuts, self.gather_at, self._schemes, self.recompute, lowering
-            )
+            where = self.wires.mesh, self.grid.rank, self.tiling.inputs
+            plan, tree, lowering = self.execution.lowered(program, *where, self.module)
             layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
             digest = digest_of(plan, program)
             if self._compiler is not None:
                 plan.compile(self._compiler)
-            prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest, lowering is not None, dtypes)
+            in_parts = lowering is not None and lowering.in_parts
+            prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest, in_parts, dtypes)
             before = self._watch.settled(before)
             self._runners[before] = prepared
         return before, self._runners[before]
@@ -371,6 +363,7 @@ def distribute(
     compile: bool | Callable[..., Any] = False,
     scheme: Schemes = "halo",
     memory: int | str | None = None,
+    strips: Strips = None,
 ) -> DistributedModule:
     """Return a PyTorch module whose images are cut into tiles, one per rank, with the numbers of one process.
 
@@ -401,12 +394,17 @@ def distribute(
         Let torch.compile, or this function, which returns a faster one, have what a rank computes between messages.
         On one rank the module itself runs: compile that.
     scheme : ExchangePolicy or str, or a dict of module path to those
-        How windows come by cells of other tiles; default: exactly. Others, such as 'tower' or 'stale(2)', are
-        approximate (docs/schemes.md); a module that is not named has the scheme of the one that it is in. Everything
-        but windows stays exact.
+        How windows come by cells of other tiles; default: exactly, each in an exchange of its own. In
+        'deep_halo(layers=3)' three windows that follow one another share one, and compute cells of other tiles, too;
+        'auto' chooses how many. Others, as 'tower' or 'stale(2)', are approximate (docs/schemes.md). A module not
+        named has the scheme of the one that it is in. All but windows stays exact.
     memory : int or str, optional
         What all ranks on a machine may take, such as '8GiB'. A pass that needs more goes block by block up to the first
         operator that sees the whole image, twice in training. Default: as much as it takes.
+    strips : int or 'auto', optional
+        Rows of the results that go at once through windows and what follows, up to the next exchange or sum over the
+        image; in training once more on the way back, instead of keeping what is in between. 'auto': as many as a cache
+        holds.
 
     Returns
     -------
@@ -422,6 +420,10 @@ def distribute(
     """
     if memory is not None and (scheme != "halo" or compile or len(_shapes(example_shape)) > 1):
         raise ConfigError("memory: is for a module of one input, with exact halos, that is not compiled")
+    if strips is not None and strips != "auto" and not (isinstance(strips, int) and strips > 0):
+        raise ConfigError(f"strips: {strips!r}; expected a number of rows > 0, or 'auto'")
+    if strips is not None and (memory is not None or compile):
+        raise ConfigError("strips: cannot be had together with memory, which cuts blocks itself, or with compile")
     if recompute and compile:
         raise ConfigError("recompute: cannot be had together with compile, which chooses itself what to keep")
     if not isinstance(module, nn.Module):
@@ -438,7 +440,10 @@ def distribute(
     if grid is None:
         grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
     limit = None if memory is None else share_of(as_bytes("memory", memory), grid.size)
-    return DistributedModule(module, shapes, dtypes, grid, gather_at, recompute, compiler, scheme, limit)
+    return DistributedModule(
+        module, shapes, dtypes, grid, compiler,
+        gather_at=gather_at, recompute=recompute, scheme=scheme, strips=strips, memory=limit,
+    )  # fmt: skip
 
 
 def _shapes(example_shape: Any) -> list[tuple[int, ...]]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from .functions import Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
-from .graph import Segment, Step, autocast, has_gradients
+from .functions import Again, Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
+from .graph import Segment, Step, Value, autocast, has_gradients
 from .plan import TorchPlan, kind_of
 from .ring import Around, RingChannel
 from .schemes import SchemeChannel
@@ -89,7 +89,11 @@ class Runner:
     def _segment(self, segment: Segment, *tensors: torch.Tensor) -> list[torch.Tensor]:
         env = dict(zip(segment.inputs, tensors, strict=True))
         self._run_steps(segment.steps, env)
-        return [env[value] for value in segment.outputs]
+        found = [env[value] for value in segment.outputs]
+        trained = [at for at, tensor in enumerate(found) if tensor.requires_grad]
+        for at, tensor in zip(trained, Again.apply(*(found[at] for at in trained)) if trained else (), strict=True):
+            found[at] = tensor
+        return found
 
     def _drawn(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a number of PyTorch's generator on rank 0, which a checkpoint that runs again finds again."""
@@ -134,8 +138,7 @@ class Runner:
 
     def _run(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         if step.kind == "local":
-            assert step.run is not None
-            return step.run(*tensors) if step.key is None else self._empty(step, tensors)
+            return run_local(step, tensors, self.plan.values)
         if step.kind == "norm":
             moments, *given = step.key
             tensor, *rest = tensors
@@ -157,16 +160,18 @@ class Runner:
             return (Spread.apply(tensor, self.wires, step.name, step.axes) if tensor.requires_grad else tensor,)
         return (Counted.apply(tensor, step.counts) if tensor.requires_grad else tensor,)
 
-    def _empty(self, step: Step, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the results of a step of which this rank has no index."""
-        values = self.plan.values
-        given = [tensor for tensor in tensors if has_gradients(tensor.dtype)]
-        found = []
-        for shape, value in zip(step.key, step.outputs, strict=True):
-            kind = values[value]
-            if given and kind.kind == "value":
-                found.append(Nothing.apply(shape, kind.dtype, *given))
-            else:
-                device = tensors[0].device if tensors else None
-                found.append(torch.zeros(shape, dtype=kind.dtype, device=device))
+
+def run_local(step: Step, tensors: Sequence[torch.Tensor], values: Sequence[Value]) -> Sequence[torch.Tensor]:
+    """Run a local step; of one of which this rank has no index, return the empty results."""
+    assert step.run is not None
+    if step.key is None:
+        found: Sequence[torch.Tensor] = step.run(*tensors)
         return found
+    given, empty = [tensor for tensor in tensors if has_gradients(tensor.dtype)], list[torch.Tensor]()
+    for shape, kind in zip(step.key, (values[value] for value in step.outputs), strict=True):
+        if given and kind.kind == "value":
+            empty.append(Nothing.apply(shape, kind.dtype, *given))
+        else:
+            device = tensors[0].device if tensors else None
+            empty.append(torch.zeros(shape, dtype=kind.dtype, device=device))
+    return empty

@@ -146,10 +146,15 @@ def chosen(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[st
         policy = as_scheme(scheme)
         if path not in names:
             raise ConfigError(f"scheme: the module has no part {path!r}{suggest(path, names)}")
-        if isinstance(policy, Fusion) or policy.gradients != "scatter":
+        if isinstance(policy, Fusion) and policy.reads_wide:
             raise ConfigError(
-                f"scheme: '{scheme_text(policy)}' is for layers of neondist; modules of PyTorch can have those that"
-                " exchange one view at a time, such as 'tower', 'stale' or 'quantised'"
+                f"scheme: '{scheme_text(policy)}' reads the image with what is around tiles, which is for layers of"
+                " neondist; 'deep_halo(layers=N)' exchanges that once for N windows"
+            )
+        if policy.gradients != "scatter":
+            raise ConfigError(
+                f"scheme: '{scheme_text(policy)}' is for layers of neondist: gradients of a module's windows are"
+                " scattered; leave 'backward' out"
             )
         if recompute and policy.has_memory:
             raise ConfigError(f"recompute: '{scheme_text(policy)}' remembers earlier steps, and cannot run one twice")
@@ -162,9 +167,15 @@ def put_into(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy]) -> No
     for step in steps:
         if step.window:
             module, _, _ = step.name.rpartition(":")
-            paths = [path for path in schemes if not path or f"{module}.".startswith(f"{path}.")]
-            policy = schemes[max(paths, key=len)] if paths else None
-            step.scheme = None if type(policy) is Halo else policy
+            policy = policy_of(module, schemes)
+            step.scheme = None if isinstance(policy, Fusion) else policy
+
+
+def policy_of(module: str, schemes: Mapping[str, ExchangePolicy]) -> ExchangePolicy | None:
+    """Return the scheme of the innermost module that has one; None: exactly."""
+    paths = [path for path in schemes if not path or f"{module}.".startswith(f"{path}.")]
+    policy = schemes[max(paths, key=len)] if paths else None
+    return None if type(policy) is Halo else policy
 
 
 def _box(ranges: Sequence[Range]) -> Box:

@@ -10,7 +10,6 @@ before it finds them, and they are given to the blocks of later sweeps, as param
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,14 +19,14 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
 from ..memory import words
-from .blocked import Blocks, Sums, at_least_one
+from .blocked import Blocks, Sums
 from .capture import lowered
 from .errors import UnsupportedOperator
 from .functions import Moments
 from .graph import IN_PLACE, Value
-from .in_blocks import BlockLowering, Ranged, Statistics, Traced, ids_of
+from .in_blocks import BlockLowering, Statistics, Traced, ids_of
 from .layout import Layout, Mesh, axes_of, shape_of, whole
-from .lower import Lowering
+from .of_program import OfProgram, is_box, laid, ranges_at
 from .plan import TorchPlan
 from .steps import Where
 
@@ -56,48 +55,11 @@ class _Noted(NamedTuple):
     live: list[Statistics]
 
 
-class _OfProgram(Lowering):
-    """Knows the operators of the program, which a trunk is made of, from those that rules call.
-
-    Attributes
-    ----------
-    given : list of Value
-        What is given from outside.
-    ruling : bool
-        Whether a rule is being called.
-    """
-
-    def __init__(self, *about: Any, **more: Any) -> None:
-        super().__init__(*about, **more)
-        self.given, self.ruling = list[Value](), False
-
-    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
-        """Return a new value that is given from outside."""
-        self.given.append(super().input(layout, dtype, kind))
-        return self.given[-1]
-
-    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operator gives."""
-        return (self.ruled if self.ruling else self.of_program)(target, args, kwargs)
-
-    def ruled(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operator gives by its rule."""
-        before, self.ruling = self.ruling, True
-        try:
-            return super().call(target, args, kwargs)
-        finally:
-            self.ruling = before
-
-    @abstractmethod
-    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operator of the program gives."""
-
-
-class _Search(_OfProgram, BlockLowering):
+class _Search(OfProgram, BlockLowering):
     """Lowers for blocks what can be."""
 
     def __init__(self, spatial: int, live: int) -> None:
-        super().__init__(spatial, samples=True)
+        super().__init__(spatial, axes=frozenset(range(spatial + 1)))
         self.noted, self.kept, self.live = list[_Noted](), set[int](), live
 
     def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -117,7 +79,7 @@ class _Search(_OfProgram, BlockLowering):
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x scaled by statistics, those of so many norms as there may be."""
-        if len(self.statistics) < self.live and _is_box(x.layout, self.mesh.axes):
+        if len(self.statistics) < self.live and is_box(x.layout, self.mesh.axes):
             shape = shape_of(groups)
             mean, variance = (self._value(shape, frozenset(), x.dtype, "value", whole(shape)) for _ in range(2))
             self.statistics[self._number] = Statistics(x, mean, variance, moments)
@@ -176,7 +138,7 @@ class Trunk(Traced):
                     lost.update(value for value in ids_of(note.found) if made[value] == number)
             reads = read.union(*(noted[number].read for number in head))
             cuts = sorted(value for value in reads & depends - lost - beside if value != image)
-            odd = {value for value in cuts if not _is_box(search.values[value].layout, axes_of(layout))}
+            odd = {value for value in cuts if not is_box(search.values[value].layout, axes_of(layout))}
             if not odd:
                 break
             head.update(made[value] for value in odd)  # of which tiles are no boxes
@@ -190,7 +152,7 @@ class Trunk(Traced):
         self.sweeps = [Traced(search, plan, shape, [norm.x]) for norm in self.norms.values()]
 
 
-class HeadLowering(_OfProgram):
+class HeadLowering(OfProgram):
     """Lowers a module whose trunk is one step, which goes block by block.
 
     Parameters
@@ -198,6 +160,8 @@ class HeadLowering(_OfProgram):
     parts : tuple of int
         Into how many blocks a rank cuts its tiles along each axis of the mesh.
     """
+
+    in_parts = True
 
     def __init__(self, mesh: Mesh, rank: int, trunk: Trunk, parts: Sequence[int]) -> None:
         super().__init__(mesh, rank)
@@ -207,6 +171,16 @@ class HeadLowering(_OfProgram):
         self._known: dict[int, Value] = {}
         self._statistics: dict[int, tuple[Value, Value]] = {}  # by the value that stands for what they are of
         self._next = 0
+
+    @property
+    def told(self) -> str:  # type: ignore[override]
+        """What goes block by block."""
+        found = f"memory: each rank goes in {' x '.join(map(str, self.parts))} blocks (samples x space)"
+        if self.trunk.norms:
+            found += f", after {len(self.trunk.norms)} sweeps for the statistics of norms,"
+        if self.trunk.why is not None:
+            found += f" up to {self.trunk.why.operator} in module '{self.trunk.why.module}'"
+        return found
 
     def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives, or what the trunk gives instead of it."""
@@ -218,7 +192,7 @@ class HeadLowering(_OfProgram):
             return self.ruled(target, args, kwargs)
         if number in self.trunk.norms and isinstance(found, tuple):  # what it remembers of its statistics
             norm = self.trunk.norms[number]
-            x = self.input(_laid(norm.x, self.mesh), norm.x.dtype)
+            x = self.input(laid(norm.x, self.mesh), norm.x.dtype)
             self._statistics[x.id] = self._known[norm.mean.id], self._known[norm.variance.id]
             kept = zip(found[1:], self.ruled(target, (x, *args[1:]), kwargs)[1:], strict=True)
             self._known.update((old.id, new) for old, new in kept if old is not None)
@@ -239,22 +213,11 @@ class HeadLowering(_OfProgram):
             draws = self.draws
             by_id[trunk.buffers[KEY]], _ = self.random_key()
             self.draws = draws
-        image = by_id[trunk.input]
+        (image,) = (by_id[value.id] for value in trunk.inputs)
         traced = *trunk.sweeps, trunk
-        layouts = [[_laid(out, self.mesh) for out in each.outputs] for each in traced]
-        wants: dict[int, Any] = {}
-        for dim, axis in enumerate(atom.axis for (atom,) in image.layout):
-            if axis is not None:
-                wants[dim] = axis, []
-                for part in range(self.mesh.parts[axis]):
-                    asked = [_ranges(laid, {axis: part}) for laid in layouts]
-                    seen = [each.image(at_least_one(own, own))[dim] for each, own in zip(traced, asked, strict=True)]
-                    wants[dim][1].append([(min(lo for lo, _ in seen), max(hi for _, hi in seen))])
-        wide = self.view(image, wants)
-        first = [
-            wants[dim][1][self.place[wants[dim][0]]][0][0] if dim in wants else 0 for dim in range(len(wide.local))
-        ]
-        axes, here = axes_of(image.layout), [_ranges(laid, dict(enumerate(self.place))) for laid in layouts]
+        layouts = [[laid(out, self.mesh) for out in each.outputs] for each in traced]
+        (wide,), first = self.wide(traced, layouts, [image])
+        axes, here = axes_of(image.layout), [ranges_at(each, dict(enumerate(self.place))) for each in layouts]
 
         def of_blocks(blocks: Blocks, outs: Sequence[Layout], partial: bool = False) -> list[Value]:
             of = blocks.trunk
@@ -275,33 +238,13 @@ class HeadLowering(_OfProgram):
         self.where = Where(NAME, "", "")
         blocks = self.blocks = Blocks(trunk, here[-1], self.parts, first)
         self.tiles = of_blocks(blocks, layouts[-1])
-        self._known = {**by_id, trunk.input: image}
+        self._known = {**by_id, trunk.inputs[0].id: image}
         self._known.update((out.id, tile) for out, tile in zip(trunk.outputs, self.tiles, strict=True))
         self.where = where
 
     def _mean(self, run: Callable[..., torch.Tensor], args: Sequence[Value], norm: Statistics) -> Value:
         found = self.reduced(run, args, args[0].axes, norm.mean.layout)
         return self.local(lambda a: a / norm.moments.number, [found], found.layout)
-
-
-def _laid(value: Value, mesh: Mesh) -> Layout:
-    """Return how ranks have a value of the trunk, a box."""
-    return tuple((mesh.atom(atom.extent, atom.axis),) for (atom,) in value.layout)
-
-
-def _ranges(layouts: Sequence[Layout], place: Mapping[int, int]) -> Ranged:
-    """Return the range along each dimension that the rank at a place has; of axes that are left out, all."""
-    return tuple(
-        tuple(
-            atom.ranges[place[atom.axis]] if atom.axis is not None and atom.axis in place else (0, atom.extent)
-            for (atom,) in layout
-        )
-        for layout in layouts
-    )
-
-
-def _is_box(layout: Layout, axes: frozenset[int]) -> bool:
-    return all(len(dim) == 1 for dim in layout) and axes_of(layout) == axes
 
 
 def held(plan: TorchPlan, training: bool) -> int:

@@ -29,6 +29,10 @@ GRIDS = {
 }
 """(replicas, planes, rows, cols), by the number of spatial axes; (1, 1, 1, 1) besides."""
 EXTENTS = {1: 20, 2: 12, 3: 6}
+OPTIONS = (
+    {}, {"scheme": "deep_halo"}, {"scheme": "deep_halo(layers=4)"}, {"scheme": "deep_halo(layers=9)"}, {"strips": 1},
+    {"strips": 3, "scheme": "deep_halo(layers=3)"}, {"recompute": True, "scheme": "deep_halo(layers=3)"},
+)  # fmt: skip
 TOLERANCE = 1e-9
 
 
@@ -85,6 +89,10 @@ class Drawn:
         """Return the grids to try it on."""
         rng = random.Random(repr(self.shapes) + self.label)
         return tuple(rng.sample(GRIDS[self.spatial], 2)) + (((1, 1, 1, 1),) if rng.random() < 0.1 else ())
+
+    def options(self) -> dict:
+        """Return how it is distributed: windows one by one, as most are, in segments, or in strips."""
+        return random.Random(f"options {self.label}").choices(OPTIONS, [len(OPTIONS), *[1] * (len(OPTIONS) - 1)])[0]
 
 
 class Pen:
@@ -245,7 +253,7 @@ def _outcome(drawn: Drawn, grid: tuple, expected: dict) -> str:
     try:
         every = distributed(
             drawn.module(), drawn.inputs(), expected["gradients"], (replicas, rows, cols), planes=planes,
-            timeout=30.0, at_once=1,
+            timeout=30.0, at_once=1, **drawn.options(),
         )  # fmt: skip
     except UserError as error:
         return _refused(drawn, grid, error)

@@ -80,6 +80,8 @@ FUNCTIONS = {
     "all indices of a cut dimension": lambda x: torch.stack(x.unbind(2)[::-1], 2) * x,
     "picked rows": lambda x: x[:, :, torch.tensor([1, 1, 7, 0])],
     "index_select": lambda x: x.index_select(3, torch.tensor([1, 5, 1])),
+    "a part without indices": lambda x: x.amax((1, 2, 3)).split([2, 0])[0],
+    "written into after a sum": lambda x: F.cosine_similarity(x, x.flip(1), 1),
     "an extent of one": lambda x: x[:, :, 2:3] * x[:, :, :, 1:2],
     "a cut extent of one, reshaped": lambda x: x[:, :, 2:3].reshape(2, 4, 6).reshape(2, 2, 1, 2, 1, 6),
     "a cut extent of one, squeezed": lambda x: F.max_pool2d(x, (8, 1)).squeeze() + 1,
@@ -160,6 +162,12 @@ class InLists(nn.Module):
 
     def forward(self, x):
         return x * self.listed[0] + self.named["other"] * self.weight
+
+
+def test_what_is_like_another_has_no_gradient():
+    """Nor a part in what ranks send."""
+    linear = nn.Linear(4, 4)
+    check(Function(lambda x, m: torch.zeros_like(m(x.mean((2, 3)))) + x.amax((2, 3)), linear), IMAGES, grids=MANY[:1])
 
 
 def test_running_statistics_of_instances():

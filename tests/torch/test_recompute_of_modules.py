@@ -43,6 +43,13 @@ def test_recomputing_gives_the_numbers_of_one_process():
     check(deep(), (2, 2, 13, 11), grids=[(1, 1, 1), (1, 3, 2), (2, 1, 2)], recompute=True)
 
 
+def test_what_keeps_nothing_runs_again_on_all_ranks():
+    """Ranks without cells keep nothing of a segment that others have to run again, sums included."""
+    check(nn.Sequential(nn.Flatten(), nn.Linear(9, 5), nn.Softmax(1)), (1, 1, 9, 1), grids=[(1, 5, 1)], recompute=True)
+    chain = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Sigmoid(), nn.Softmax(2), nn.Tanh(), nn.Conv2d(1, 1, 3, padding=1))
+    check(chain, (1, 1, 3, 1), grids=[(1, 5, 1)], recompute=True)
+
+
 def test_dropout_is_drawn_the_same_when_run_again():
     original = nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Dropout(0.5)) for _ in range(6)))
 

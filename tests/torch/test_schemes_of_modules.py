@@ -115,7 +115,7 @@ def test_traffic_is_what_was_planned(scheme, dtype):
     [
         ("tover", "unknown; did you mean 'tower'"),
         ({"7": "tower"}, "scheme: the module has no part '7'"),
-        (nd.DeepHalo(2), "is for layers of neondist"),
+        (nd.OverlapTile(), "is for layers of neondist"),
         ("halo(backward=gather)", "is for layers of neondist"),
     ],
 )

@@ -19,7 +19,8 @@ def new(lowering: Any, x: Any, size: Any, fill_value: Any = None, **_: Any) -> A
     return lowering.local(lambda: torch.full(shape, value, dtype=dtype, device=device), [], whole(shape), dtype)
 
 
-@rule("aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default")
+@rule("aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default",
+      always=True)  # fmt: skip
 def like(lowering: Any, x: Any, fill_value: Any = None, **_: Any) -> Any:
     """Cut as what it is like."""
     name, dtype = str(lowering.target), lowering.out.dtype

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree as pytree
 
 from ...geometry import fold
 from ..layout import Atom, axes_of, local_shape, replaced, whole
@@ -60,7 +61,8 @@ def slices(lowering: Any, x: Any, dim: int = 0, start: Any = None, end: Any = No
         return lowering.local(lambda a: a[(slice(None),) * dim + (slice(start, end, step),)], [x], layout)
     if not picked:
         layout = replaced(x.layout, dim, Atom(0))
-        shape, dtype, device = local_shape(layout, lowering.place), x.dtype, lowering.out.device
+        device = pytree.tree_leaves(lowering.out)[0].device  # a split has several
+        shape, dtype = local_shape(layout, lowering.place), x.dtype
         return lowering.local(lambda: torch.empty(shape, dtype=dtype, device=device), [], layout, dtype)
     return remapped(lowering, x, dim, len(picked), lambda i: picked[i])
 

@@ -1,0 +1,226 @@
+"""A module in which some operators go together: one exchange for all of them, or strips of a tile one after the other.
+
+Each rank sees, in one exchange, all that its tiles of a segment's results depend on, and computes cells of other tiles
+itself. Only own results go on to others, so that gradients are those of one process; norms count each cell once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..halo import ExchangePolicy, Fusion
+from .blocked import Blocks, at_least_one
+from .choosing import starts_of
+from .errors import UnsupportedOperator
+from .functions import Moments
+from .graph import IN_PLACE, Step, Value
+from .in_blocks import BlockLowering, Call, Ranged, ids_of, paired, part_of_block
+from .layout import Layout, Mesh
+from .of_program import OfProgram, laid, ranges_at
+from .run import run_local
+from .segments import KEY, OperatorSegment, Search, Strips
+from .steps import Where
+from .transfer import Range
+
+
+@dataclass(frozen=True)
+class _Later:
+    """Stands for a value of the program that a segment has still to give."""
+
+    value: int
+
+
+class FusedLowering(OfProgram):
+    """Lowers a module of which segments go together.
+
+    Parameters
+    ----------
+    segments : sequence of OperatorSegment
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, segments: Sequence[OperatorSegment]) -> None:
+        super().__init__(mesh, rank)
+        self._by_number = {number: segment for segment in segments for number in segment.noted}
+        self._next = 0
+        self._program: dict[int, Value] = {}  # values of the program that segments read or give
+        self.in_parts = any(segment.rows for segment in segments)
+        self._segments = segments
+        self._own: dict[int, tuple[slice, ...]] = {}  # of what norms are given: the cells that count on this rank
+
+    @property
+    def told(self) -> str:  # type: ignore[override]
+        """How many operators go together."""
+        windows = sum(noted.windows for segment in self._segments for noted in segment.noted.values())
+        found = f"segments: {windows} windows and what follows them in {len(self._segments)}"
+        rows = [segment.rows for segment in self._segments]
+        return f"{found}, in strips of {min(rows)} to {max(rows)} rows" if self.in_parts else f"{found} exchanges"
+
+    def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
+        """Return what an argument stands for, what segments have given included."""
+        return pytree.tree_map(
+            lambda leaf: self._program.get(leaf.value, leaf) if isinstance(leaf, _Later) else leaf,
+            super().read(env, arg),
+        )
+
+    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator gives, or what stands for it until the last one of its segment is there."""
+        number, self._next = self._next, self._next + 1
+        segment = self._by_number.get(number)
+        if segment is None:
+            return self.ruled(target, args, kwargs)
+        noted = segment.noted[number]
+        given = paired((noted.args, noted.kwargs), (args, kwargs))
+        self._program.update((old, new) for old, new in given if isinstance(new, Value))
+        if number == max(segment.noted):
+            self._run(segment)
+        return pytree.tree_map(lambda leaf: _Later(leaf.id) if isinstance(leaf, Value) else leaf, noted.found)
+
+    def normalise(
+        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+    ) -> tuple[Value, Value, Value]:
+        """Return x normalised, of which other ranks may have cells, too."""
+        return super().normalise(x, weight, bias, moments._replace(own=self._own.get(x.id)), groups)
+
+    def _run(self, segment: OperatorSegment) -> None:
+        traced, self.where = segment.traced, segment.noted[min(segment.noted)].where
+        if KEY in segment.inputs:
+            self._program[KEY], _ = self.random_key()
+        layouts = [laid(out, self.mesh) for out in traced.outputs]
+        here = ranges_at(layouts, dict(enumerate(self.place)))
+        inputs, first = self.wide([traced], [layouts], [self._program[value] for value in segment.inputs])
+        if segment.rows:
+            self._in_strips(segment, inputs, first, layouts, here)
+        else:
+            self._at_once(segment, inputs, layouts, here)
+
+    def _in_strips(
+        self,
+        segment: OperatorSegment,
+        inputs: Sequence[Value],
+        first: list[list[int]],
+        layouts: Sequence[Layout],
+        here: Ranged,
+    ) -> None:
+        """Let each strip of a tile go through the segment, and once more on the way back."""
+        blocks = Blocks(segment.traced, here, [1] * len(self.mesh.parts), first)
+        blocks.parts = tuple(-(-n // segment.rows) if axis == 1 else 1 for axis, n in enumerate(blocks.extents()))
+        self.where = Where("strips", "", "")
+        dtypes = [out.dtype for out in segment.traced.outputs]
+        tiles = self._locals(blocks, inputs, layouts, dtypes, self.mesh.axes, several=True)
+        self.steps[-1].key = None  # blocks of no index are none
+        self._program.update(zip(segment.outputs, tiles, strict=True))
+
+    def _at_once(
+        self, segment: OperatorSegment, inputs: Sequence[Value], layouts: Sequence[Layout], here: Ranged
+    ) -> None:
+        """Let all of a tile go through the segment, and what it needs around it."""
+        traced = segment.traced
+        lowering, env = traced.begun(at_least_one(here, here))
+        there = {env[old.id].id: value for old, value in zip(traced.inputs, inputs, strict=True)}
+        for value, given in there.items():
+            if lowering.values[value].local != given.local:
+                raise RuntimeError("a segment is given other cells than it needs; this is a defect of neondist")
+        for step in traced.constants:
+            (known,) = (traced.values[value] for value in step.outputs)
+            there[known.id] = self._value(known.local, frozenset(), known.dtype, "constant")
+            self._step("local", [], [there[known.id]], run=step.run)
+        ends = dict(zip((out.id for out in traced.outputs), zip(layouts, here, strict=True), strict=True))
+        for call in traced.calls:
+            self.where, norm, start = call.where, traced.statistics.get(call.number), len(lowering.steps)
+            found = lowering.repeat(call, env)
+            if norm is None:
+                self._together(call, lowering, lowering.steps[start:], found, there)
+            else:
+                made = self._norm(call, env, there, norm.x, *ends[norm.x.id])
+                there.update(paired(found, made))
+            env.update(paired(call.found, found))
+        for number in segment.outputs:
+            of = segment.known[number].id
+            wide = there[env[of].id]
+            self._program[number] = self._tile(wide, env[of], *ends[of]) if of in ends else wide
+
+    def _tile(self, wide: Value, block: Value, layout: Layout, own: Sequence[Range]) -> Value:
+        """Return this rank's tile of what it may know more of."""
+        run = partial(part_of_block, layout=block.layout, ranges=own)
+        (tile,) = self._locals(run, [wide], [layout], [wide.dtype], self.mesh.axes)
+        self.steps[-1].key = None  # the same step on a rank without cells
+        return tile
+
+    def _together(
+        self, call: Call, lowering: BlockLowering, steps: Sequence[Step], found: Any, there: dict[int, Value]
+    ) -> None:
+        """Let what a rule has asked for be one step, as it is one on every rank; note what it gives in `there`."""
+        outputs = ids_of(found)
+        read = {value for step in steps for value in step.inputs}.union(outputs)
+        given = sorted(read & there.keys(), key=lambda value: there[value].id)
+        run = partial(_run, steps, lowering.values, given, outputs)
+        known = [lowering.values[value] for value in outputs]
+        made = [self._value(value.local, self.mesh.axes, value.dtype, value.kind) for value in known]
+        op = str(call.target)
+        self._step("local", [there[v] for v in given], made, run=run, op="" if op in IN_PLACE else op)
+        there.update(zip(outputs, made, strict=True))
+
+    def _norm(
+        self,
+        call: Call,
+        env: Mapping[int, Value],
+        there: Mapping[int, Value],
+        of: Value,
+        layout: Layout,
+        own: Sequence[Range],
+    ) -> Any:
+        """Return what a norm's rule gives for all that a rank knows of its input, of which its own cells count."""
+        block = env[of.id]
+        starts = (0 if atom.bounds is None else atom.bounds[0] for (atom,) in block.layout)
+        x = replace(there[block.id], layout_or_none=layout)
+        self._own[x.id] = tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(own, starts, strict=True))[2:]
+        self.out, self.draws = call.out, call.draws
+
+        def here(leaf: Any) -> Any:
+            return (x if leaf.id == of.id else there[env.get(leaf.id, leaf).id]) if isinstance(leaf, Value) else leaf
+
+        made = self.ruled(call.target, *pytree.tree_map(here, (call.args, call.kwargs)))
+        y = pytree.tree_leaves(made)[0]
+        y.layout_or_none = None  # it, too, has more than its tile
+        return made
+
+
+def _run(
+    steps: Sequence[Step],
+    values: Sequence[Value],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    *tensors: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Return what local steps give."""
+    env = dict(zip(inputs, tensors, strict=True))
+    for step in steps:
+        env.update(zip(step.outputs, run_local(step, [env[value] for value in step.inputs], values), strict=True))
+    return [env[value] for value in outputs]
+
+
+def fused(
+    program: Any,
+    mesh: Mesh,
+    rank: int,
+    layouts: Sequence[Layout],
+    gather_at: Sequence[str],
+    schemes: Mapping[str, ExchangePolicy],
+    strips: Strips,
+) -> FusedLowering | None:
+    """Return what lowers a program in segments, if schemes or strips ask for any; else None."""
+    fusing = mesh.axes and any(isinstance(policy, Fusion) for policy in schemes.values())
+    if not fusing and strips is None:
+        return None
+    try:
+        search = Search(program, mesh, layouts, gather_at, schemes, strips)
+        segments = search.segments(starts_of(search))
+    except UnsupportedOperator:  # it is refused without segments too, or has rows that cannot be cut
+        return None
+    return FusedLowering(mesh, rank, segments) if segments else None

@@ -1,0 +1,111 @@
+"""Lowering of a program in which some operators go together: what those need, and what each rank has of it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .blocked import at_least_one
+from .graph import Value
+from .in_blocks import Ranged, Traced
+from .layout import Layout, Mesh, axes_of
+from .lower import Lowering
+from .transfer import Range, hull
+
+
+class OfProgram(Lowering):
+    """Knows the operators of the program, of which some go together, from those that rules call.
+
+    Attributes
+    ----------
+    given : list of Value
+        What is given from outside.
+    ruling : bool
+        Whether a rule is being called.
+    """
+
+    def __init__(self, *about: Any, **more: Any) -> None:
+        super().__init__(*about, **more)
+        self.given, self.ruling = list[Value](), False
+
+    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
+        """Return a new value that is given from outside."""
+        self.given.append(super().input(layout, dtype, kind))
+        return self.given[-1]
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator gives."""
+        return (self.ruled if self.ruling else self.of_program)(target, args, kwargs)
+
+    def ruled(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator gives by its rule."""
+        before, self.ruling = self.ruling, True
+        try:
+            return super().call(target, args, kwargs)
+        finally:
+            self.ruling = before
+
+    @abstractmethod
+    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator of the program gives."""
+
+    def wide(
+        self, traced: Sequence[Traced], layouts: Sequence[Sequence[Layout]], inputs: Sequence[Value]
+    ) -> tuple[list[Value], list[list[int]]]:
+        """Return what each rank needs of the inputs for its tiles of outputs, and the first indices of that.
+
+        Parameters
+        ----------
+        traced : what goes together; all have these inputs
+        layouts : of the outputs of each
+        """
+        needs = {
+            axis: [self._needed(traced, layouts, {axis: part}) for part in range(self.mesh.parts[axis])]
+            for axis in self.mesh.axes
+        }
+        found, first = [], []
+        for at, value in enumerate(inputs):
+            cuts = {dim: atom.axis for dim, (atom,) in enumerate(value.layout) if atom.axis is not None}
+            wants = {dim: (axis, [[sources[at][dim]] for sources in needs[axis]]) for dim, axis in cuts.items()}
+            found.append(self.view(value, wants, self.mesh.axes))
+            first.append(
+                [wants[dim][1][self.place[cuts[dim]]][0][0] if dim in cuts else 0 for dim in range(len(value.layout))]
+            )
+        return found, first
+
+    @staticmethod
+    def _needed(traced: Sequence[Traced], layouts: Sequence[Sequence[Layout]], place: Mapping[int, int]) -> Ranged:
+        """Return what the ranks at a place of some axes need of the inputs."""
+        found = []
+        for each, laid in zip(traced, layouts, strict=True):
+            own = ranges_at(laid, place)
+            found.append(each.sources(at_least_one(own, own)))
+        return tuple(tuple(_joined(dims) for dims in zip(*inputs, strict=True)) for inputs in zip(*found, strict=True))
+
+
+def _joined(ranges: Sequence[Range]) -> Range:
+    return hull([at for lo, hi in ranges if lo < hi for at in (lo, hi - 1)])
+
+
+def laid(value: Value, mesh: Mesh) -> Layout:
+    """Return how ranks have a box, cut evenly."""
+    return tuple((mesh.atom(atom.extent, atom.axis),) for (atom,) in value.layout)
+
+
+def ranges_at(layouts: Sequence[Layout], place: Mapping[int, int]) -> Ranged:
+    """Return the range along each dimension that the rank at a place has; of axes that are left out, all."""
+    return tuple(
+        tuple(
+            atom.ranges[place[atom.axis]] if atom.axis is not None and atom.axis in place else (0, atom.extent)
+            for (atom,) in layout
+        )
+        for layout in layouts
+    )
+
+
+def is_box(layout: Layout, axes: frozenset[int]) -> bool:
+    """Tell whether tiles are boxes, cut along these axes."""
+    return all(len(dim) == 1 for dim in layout) and axes_of(layout) == axes

@@ -1,0 +1,351 @@
+"""Which operators of a module go together: those of a *segment* follow one another, the first of them windows."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from math import inf, prod
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from torch.utils import _pytree as pytree
+
+from ..halo import ExchangePolicy
+from ..halo.fusion import Fusion
+from .capture import lowered
+from .errors import UnsupportedOperator
+from .functions import Moments
+from .graph import Step, Value
+from .in_blocks import BlockLowering, Statistics, Traced, ids_of, paired
+from .layout import Layout, Mesh, cut, shape_of, whole
+from .of_program import OfProgram, is_box
+from .plan import TorchPlan
+from .schemes import policy_of
+from .steps import Where
+
+Strips: TypeAlias = int | Literal["auto"] | None
+CACHE = 1 << 20
+"""bytes of one sample that a strip of 'auto' has at most, all that its operators give together"""
+KEY = -1
+"""stands for what random numbers are keyed by among values of the program"""
+_KINDS = ("local", "view", "norm", "spread", "counted")
+
+
+class Noted(NamedTuple):
+    """An operator of the program, what its rule gave, and whether windows see other tiles."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+    where: Where
+    out: Any
+    draws: int
+    found: Any
+    windows: bool
+    local: bool
+
+    @property
+    def read(self) -> list[int]:
+        """The values that it reads."""
+        return ids_of((self.args, self.kwargs))
+
+
+class _Probe(OfProgram):
+    """Lowers a module as ever, and takes note of its operators.
+
+    Attributes
+    ----------
+    kept : set of int
+        The values that are read by no operator: outputs, and what is moved between modules.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        super().__init__(mesh, rank)
+        self.noted, self.kept = list[Noted](), set[int]()
+
+    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator gives by its rule."""
+        start, about = len(self.steps), (target, args, kwargs, self.where, self.out, self.draws)
+        found = self.ruled(target, args, kwargs)
+        views = [step for step in self.steps[start:] if step.kind == "view"]
+        windows = any(step.transfer is not None and not step.transfer.silent for step in views)
+        local = all(map(_is_window, views)) and all(step.kind in _KINDS for step in self.steps[start:])
+        self.noted.append(Noted(*about, found, windows, local))
+        return found
+
+    def enter(self, value: Value, context: Any) -> Value:
+        """Take note of a value that is read."""
+        self._keep(value)
+        return super().enter(value, context)
+
+    def gathered(self, value: Value, dims: Any = None) -> Value:
+        """Take note of a value that is read."""
+        self._keep(value)
+        return super().gathered(value, dims)
+
+    def recut(self, value: Value, layout: Layout) -> Value:
+        """Take note of a value that is read."""
+        self._keep(value)
+        return super().recut(value, layout)
+
+    def _keep(self, value: Value) -> None:
+        if not self.ruling:
+            self.kept.add(value.id)
+
+
+def _is_window(step: Step) -> bool:
+    """Tell whether ranks see cells around their own, a range along each axis that cuts an image."""
+    assert step.transfer is not None
+    return all(
+        want.axis is not None
+        and want.axis == want.source.axis
+        and want.dim > 1
+        and all(len(r) == 1 for r in want.ranges)
+        for want in step.transfer.wants
+    )
+
+
+class _Building(BlockLowering):
+    """A segment in the making, to which operators of the program are added.
+
+    Attributes
+    ----------
+    numbers : list of int
+        Of the operators.
+    known : dict of int to Value
+        What values of the program are here: inputs, and what operators have made.
+    depth : dict of int to int
+        Through how many windows of the segment what operators have made has gone.
+    given : list of (int, Value)
+        The inputs, by number in the program, and what they are here.
+    """
+
+    def __init__(self, probe: _Probe, functions: Sequence[Any], live: bool) -> None:
+        super().__init__(probe.mesh.spatial, axes=probe.mesh.axes)
+        self.functions, self.program, self.live = functions, probe.values, live
+        self.numbers, self.known, self.depth = list[int](), dict[int, Value](), dict[int, int]()
+        self.given: list[tuple[int, Value]] = []
+
+    def reads(self, noted: Noted) -> bool:
+        """Tell whether an operator reads what the segment makes."""
+        return not self.depth.keys().isdisjoint(noted.read)
+
+    def depth_with(self, noted: Noted) -> int:
+        """Return through how many windows what an operator makes would have gone."""
+        return noted.windows + max((self.depth.get(value, 0) for value in noted.read), default=0)
+
+    def add(self, at: int, noted: Noted) -> bool:
+        """Add an operator, if it can go with the others."""
+        before, number = (len(self.given), len(self.calls), dict(self.known)), self._number
+        try:
+            found = self._added(noted)
+        except UnsupportedOperator:
+            self.statistics = {call: norm for call, norm in self.statistics.items() if call <= number}
+            self.known = before[2]
+            del self.given[before[0] :], self.calls[before[1] :]
+            return False
+        depth = self.depth_with(noted)
+        self.known.update(paired(noted.found, found))
+        self.depth.update((value, depth) for value in ids_of(noted.found))
+        self.numbers.append(at)
+        return True
+
+    def _added(self, noted: Noted) -> Any:
+        self.where, self.out, self.draws = noted.where, noted.out, noted.draws
+        structure = noted.target is operator.getitem or isinstance(noted.target, type)  # of what operators gave
+        boxes = [is_box(self.program[value].layout, self.mesh.axes) for value in ids_of(noted.found)]
+        if not (structure or (noted.local and boxes and boxes[0])):
+            self.refuse()
+        args, kwargs = pytree.tree_map(
+            lambda leaf: self._here(leaf) if isinstance(leaf, Value) else leaf, (noted.args, noted.kwargs)
+        )
+        found = self.call(noted.target, args, kwargs)
+        norm = self.statistics.get(self._number)
+        if norm is not None and norm.x.id != ids_of(args)[0]:
+            self.refuse()
+        if norm is None and not (structure or all(boxes)):
+            self.refuse()
+        return found
+
+    def _here(self, value: Value) -> Value:
+        """Return what a value of the program is here."""
+        if value.id not in self.known:
+            layout = value.layout_or_none
+            if layout is None or any(len(dim) > 1 for dim in layout):
+                self.refuse()
+            self.cuts.begin(-1 - len(self.given))
+            self.known[value.id] = self.input(
+                tuple((self.mesh.atom(atom.extent, atom.axis),) for (atom,) in value.layout), value.dtype, value.kind
+            )
+            self.given.append((value.id, self.known[value.id]))
+        return self.known[value.id]
+
+    def normalise(
+        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+    ) -> tuple[Value, Value, Value]:
+        """Return x scaled by statistics that ranks will have added up."""
+        if self.live and is_box(x.layout, self.mesh.axes):
+            shape = shape_of(groups)
+            mean, variance = (self._value(shape, frozenset(), x.dtype, "value", whole(shape)) for _ in range(2))
+            self.statistics[self._number] = Statistics(x, mean, variance, moments)
+        return super().normalise(x, weight, bias, moments, groups)
+
+    def random_key(self) -> tuple[Value, int]:
+        """Return what random numbers are keyed by, an input."""
+        new = self.key is None
+        found = super().random_key()
+        if new:
+            self.given.append((KEY, found[0]))
+        return found
+
+
+class OperatorSegment(NamedTuple):
+    """A segment.
+
+    Attributes
+    ----------
+    noted : dict of int to Noted
+        The operators, by number in the program.
+    inputs, outputs : of int
+        The values of the program that they read, and those of theirs that others read.
+    known : dict of int to Value
+        What values of the program are in `traced`.
+    traced : Traced
+        Its outputs are those that are cut, and then what norms take their statistics of.
+    rows : int
+        Of a strip; 0: the whole tile at once.
+    """
+
+    noted: dict[int, Noted]
+    inputs: list[int]
+    outputs: list[int]
+    known: dict[int, Value]
+    traced: Traced
+    rows: int
+
+
+class Search:
+    """Looks for segments; the same on all ranks.
+
+    Parameters
+    ----------
+    program
+        What `captured` returned.
+    layouts : of the inputs
+    schemes : dict of path to ExchangePolicy
+        A window whose scheme fuses goes with those before it.
+    strips : int or 'auto', optional
+        Rows of a strip; None: whole tiles, and no segment of one exchange.
+
+    Attributes
+    ----------
+    mesh : Mesh
+        Of the ranks.
+    values : dict of int to Value
+        Those of the program.
+    images : set of int
+        Which of them are given from outside.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        mesh: Mesh,
+        layouts: Sequence[Layout],
+        gather_at: Sequence[str],
+        schemes: Mapping[str, ExchangePolicy],
+        strips: Strips,
+    ) -> None:
+        self.mesh, self.schemes, self.strips = mesh, schemes, strips
+        self.shape, self.functions = shape_of(layouts[0]), program.functions
+        if strips is not None and mesh.parts[1] == 1:  # so that rules show what cutting rows takes
+            mesh = Mesh((mesh.parts[0], 2, *mesh.parts[2:]))
+            layouts = [cut(shape_of(layout), mesh) for layout in layouts]
+        self.probe = _Probe(mesh, 0)
+        plan, _ = lowered(program, mesh, 0, layouts, gather_at, lowering=self.probe)
+        self.values = {value.id: value for value in self.probe.values}
+        self.images = set(plan.inputs)
+        outputs = {out for out in plan.outputs if isinstance(out, int)}
+        self.kept = self.probe.kept | outputs | set(plan.mutated.values())
+        self.readers: dict[int, list[int]] = {}
+        for number, noted in enumerate(self.probe.noted):
+            for value in noted.read:
+                self.readers.setdefault(value, []).append(number)
+
+    def segments(self, starts: Collection[int] = ()) -> list[OperatorSegment]:
+        """Return the segments; at `starts`, numbers of operators, one ends."""
+        found, building, policy = list[_Building](), None, None
+        for number, noted in enumerate(self.probe.noted):
+            mine = policy_of(noted.where.module, self.schemes)
+            longest = self._longest(mine) if noted.windows else inf
+            if building is not None and (noted.windows or building.reads(noted)):
+                alike = not noted.windows or _alike(mine, policy)
+                fits = alike and number not in starts and building.depth_with(noted) <= longest
+                if fits and building.add(number, noted):
+                    continue
+                if not (building.reads(noted) or noted.windows):
+                    continue
+                building = None
+            if noted.windows and longest:
+                building, policy = _Building(self.probe, self.functions, self._sums(mine)), mine
+                if building.add(number, noted):
+                    found.append(building)
+                else:
+                    building = None
+        several = (each for each in found if self.strips is not None or max(each.depth.values()) > 1)
+        segments = map(self._segment, several)
+        return [segment for segment in segments if segment.outputs]  # others compute what nobody reads
+
+    def segment_of(self, numbers: Sequence[int]) -> OperatorSegment:
+        """Return the segment of some operators, which could all be in one."""
+        policy = policy_of(self.probe.noted[numbers[0]].where.module, self.schemes)
+        building = _Building(self.probe, self.functions, self._sums(policy))
+        for number in numbers:
+            noted = self.probe.noted[number]
+            if noted.windows or building.reads(noted):
+                building.add(number, noted)
+        return self._segment(building)
+
+    def _longest(self, policy: ExchangePolicy | None) -> float:
+        """Return through how many windows a segment of a scheme goes at most; 0: there is none."""
+        if isinstance(policy, Fusion):
+            return policy.layers
+        if policy is not None or self.strips is None:
+            return 0
+        return 1 if any(self.mesh.axes) else inf
+
+    def _sums(self, policy: ExchangePolicy | None) -> bool:
+        """Tell whether norms with statistics of the image may be in a segment."""
+        return self.strips is None and isinstance(policy, Fusion)
+
+    def _segment(self, building: _Building) -> OperatorSegment:
+        inside = set(building.numbers)
+        outputs = [
+            value
+            for value in building.depth
+            if value in self.kept or not inside.issuperset(self.readers.get(value, ()))
+        ]
+        cut = [value for value in outputs if is_box(self.values[value].layout, self.probe.mesh.axes)]
+        ends = [building.known[value] for value in cut]
+        ends += [norm.x for norm in building.statistics.values()]
+        inputs = [value.id for _, value in building.given]
+        outs = [value.id for value in ends]
+        plan = TorchPlan(building.mesh, 0, building.steps, building.values, {}, {}, inputs, outs, {})
+        traced = Traced(building, plan, self.shape, ends)
+        given = [value for value, _ in building.given]
+        noted = {number: self.probe.noted[number] for number in building.numbers}
+        return OperatorSegment(noted, given, outputs, building.known, traced, self._rows(building, ends))
+
+    def _rows(self, building: _Building, ends: Sequence[Value]) -> int:
+        if self.strips != "auto":
+            return self.strips or 0
+        rows = max((atom.extent for end in ends for (atom,) in end.layout if atom.axis == 1), default=1)
+        made = [self.values[value] for value in building.depth]
+        numbers = sum(prod(value.shape) * value.dtype.itemsize for value in made) // self.shape[0]
+        return max(1, min(rows, CACHE * rows // max(1, numbers)))
+
+
+def _alike(one: ExchangePolicy | None, other: ExchangePolicy | None) -> bool:
+    """Tell whether windows of two schemes can be in one segment."""
+    if one is None or other is None:
+        return one is other
+    return type(one) is type(other) and one.arguments() == other.arguments()

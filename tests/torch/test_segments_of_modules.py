@@ -1,0 +1,174 @@
+"""Windows of a module that share an exchange, and strips of tiles, give the numbers of windows one by one."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_runs import captured_once, check  # noqa: E402
+
+import neondist.torch as ndt  # noqa: E402
+from neondist import ProcessGrid  # noqa: E402
+from neondist.comm import loopback  # noqa: E402
+from neondist.errors import ConfigError  # noqa: E402
+
+
+class Residual(nn.Module):
+    """Norms in a residual block, strides, two branches, and what is computed of neither image nor parameters alone."""
+
+    def __init__(self, norm=nn.BatchNorm2d):
+        super().__init__()
+        self.a, self.first = nn.Conv2d(3, 4, 3, padding=1, bias=False), norm(4)
+        self.b, self.groups = nn.Conv2d(4, 4, 5, padding=2), nn.GroupNorm(2, 4)
+        self.c, self.d = nn.Conv2d(4, 6, 3, 2, 1), nn.Conv2d(6, 3, 3)
+        self.scale = nn.Parameter(torch.randn(4, 1, 1))
+
+    def forward(self, x):
+        x = F.relu(self.first(self.a(x)))
+        y = F.max_pool2d(F.relu_(self.groups(self.b(x)) * torch.tanh(self.scale) + x), 3, 2, 1)
+        return self.d(F.relu(self.c(y)))
+
+
+class UNet(nn.Module):
+    """Up again, to the extent of what comes beside it; two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect"), nn.Conv2d(6, 8, 3, 2, 1)
+        self.inner, self.up = nn.Conv2d(8, 8, 3, padding=2, dilation=2), nn.ConvTranspose2d(8, 6, 2, 2)
+        self.last, self.attention = nn.Conv2d(12, 4, 3, padding=1), nn.Conv2d(6, 6, 1)
+
+    def forward(self, x):
+        x = F.silu(self.first(x))
+        y = self.up(F.gelu(self.inner(self.down(x))))[:, :, : x.shape[2], : x.shape[3]]
+        y = y * torch.sigmoid(self.attention(y.mean((2, 3), keepdim=True)))
+        both = torch.cat([x, F.interpolate(y, x.shape[2:], mode="bilinear")], 1)
+        return {"y": self.last(both), "x": F.avg_pool2d(both, 3, 1, 1)}
+
+
+def volume():
+    return nn.Sequential(
+        nn.Conv3d(2, 3, 3, padding=1), nn.InstanceNorm3d(3, affine=True, track_running_stats=True), nn.SiLU(),
+        nn.Conv3d(3, 3, 3, padding=1), nn.MaxPool3d(2), nn.Conv3d(3, 2, 2),
+    )  # fmt: skip
+
+
+CASES = {
+    "batch norm": (Residual, (2, 3, 25, 19)),
+    "known statistics": (lambda: Residual().eval(), (2, 3, 13, 9)),
+    "moments alone": (lambda: Residual(lambda n: nn.BatchNorm2d(n, track_running_stats=False)), (2, 3, 19, 17)),
+    "U-Net": (UNet, (2, 3, 21, 26)),
+    "volume": (volume, (2, 2, 9, 8, 7)),
+}  # fmt: skip
+HOW = {
+    "two windows": ({"scheme": "deep_halo"}, ((2, 1, 3),)),
+    "three windows, run again": ({"scheme": "deep_halo(layers=3)", "recompute": True}, ((1, 2, 2),)),
+    "all windows": ({"scheme": "deep_halo(layers=9)"}, ((1, 2, 2), (1, 7, 1))),  # which has tiles without cells inside
+    "strips": ({"strips": 7}, ((1, 1, 1), (1, 1, 2))),
+    "strips of segments": ({"strips": "auto", "scheme": "auto"}, ((2, 2, 1),)),
+}
+
+
+@pytest.mark.parametrize("way", HOW)
+@pytest.mark.parametrize("name", CASES)
+def test_the_numbers_of_one_process(name, way):
+    (make, shape), (how, grids) = CASES[name], HOW[way]
+    torch.manual_seed(0)
+    check(make(), shape, grids=grids, **how)
+
+
+def planned(module, shape, ranks=4, **how):
+    """Return the plan of the first of some ranks, and of all what they send in a training step."""
+
+    def body(world):
+        with ProcessGrid(world) as grid:
+            plan = ndt.distribute(copy.deepcopy(module), shape, grid, **how).plan
+            return plan, plan.bytes(grid.rank)
+
+    with captured_once():
+        found = loopback.run(ranks, body)
+    return found[0][0], [sent for _, sent in found]
+
+
+def views(plan):
+    return sum(step.kind == "view" for step in plan.steps)
+
+
+CHAIN = nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(6)))
+
+
+def test_windows_of_a_segment_share_an_exchange():
+    counts = {
+        layers: views(planned(CHAIN, (1, 2, 24, 24), scheme=f"deep_halo(layers={layers})")[0])
+        for layers in (1, 2, 3, 9)
+    }
+    assert counts == {1: 6, 2: 3, 3: 2, 9: 1}
+    assert views(planned(CHAIN, (1, 2, 24, 24), scheme={"": "halo", "2": "deep_halo", "3": "deep_halo"})[0]) == 5
+    assert views(planned(CHAIN, (1, 2, 24, 24), scheme={"": "deep_halo", "2": "tower"})[0]) == 4
+
+
+def test_norms_stay_in_a_segment():
+    norms = nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2)) for _ in range(3)))
+    plan, _ = planned(norms, (2, 2, 24, 24), scheme="deep_halo(layers=3)")
+    assert [step.kind for step in plan.steps if step.kind in ("view", "norm")] == ["view", "norm", "norm", "norm"]
+
+
+@pytest.mark.parametrize(("latency", "count"), [(1e-9, 6), (1.0, 1)])
+def test_a_planner_weighs_messages_and_work(latency, count):
+    plan, _ = planned(CHAIN, (1, 2, 240, 240), scheme=f"auto(latency={latency}, bandwidth=1e12)")
+    assert views(plan) == count
+
+
+def test_dropout_draws_the_same_numbers():
+    module = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Dropout(0.4), nn.Conv2d(3, 3, 3), nn.Dropout2d(0.3), nn.Conv2d(3, 1, 3)
+    )
+    x = torch.randn(2, 1, 19, 23, dtype=torch.float64)
+
+    def trained(ranks, **how):
+        def body(world):
+            with ProcessGrid(world) as grid:
+                model = ndt.distribute(copy.deepcopy(module).double(), x.shape, grid, **how)
+                torch.manual_seed(3)
+                y = model(model.scatter(x))
+                y.square().sum().backward()
+                return model.gather(y.detach()), [p.grad for p in model.parameters()]
+
+        return loopback.run(ranks, body)[0]
+
+    with captured_once():
+        expected = trained(1)
+        for how in ({"scheme": "deep_halo(layers=3)"}, {"strips": 4}, {"strips": 4, "scheme": "deep_halo(layers=3)"}):
+            for ranks in (1, 4):
+                torch.testing.assert_close(trained(ranks, **how), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_strips_keep_nothing_between_windows():
+    def kept(strips):
+        sizes, shape = [], (1, 2, 128, 128)
+        model = ndt.distribute(copy.deepcopy(CHAIN), shape, ProcessGrid.serial(), strips=strips)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+            model(torch.randn(shape))
+        return sum(sizes)
+
+    assert kept(16) < kept(None) / 3
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"scheme": "overlap_tile"}, r"scheme: 'overlap_tile' .* 'deep_halo\(layers=N\)' exchanges that once"),
+        ({"strips": 0}, "strips: 0; expected a number of rows > 0, or 'auto'"),
+        ({"strips": "all"}, "strips: 'all'; expected"),
+        ({"strips": 4, "memory": "1GiB"}, "strips: cannot be had together with memory"),
+        ({"strips": 4, "compile": True}, "strips: cannot be had together .* compile"),
+        ({"scheme": "deep_halo", "memory": "1GiB"}, "memory: is for a module of one input, with exact halos"),
+        ({"scheme": "deep_halo(layers=0)"}, "layers"),
+    ],
+)
+def test_bad_input(how, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(CHAIN, (1, 2, 24, 24), 1, **how)
