@@ -8,7 +8,8 @@ from typing import Any
 
 from ..geometry import GridShape
 from ..plan.blocks import COPIES
-from .plan import TorchPlan, Value
+from .graph import Value
+from .plan import TorchPlan
 
 
 @dataclass(frozen=True)
