@@ -156,7 +156,9 @@ class TorchModel(Whole):
             if not any(isinstance(out, int) for out in steps.outputs):
                 raise ConfigError("factory: the module returns no tensor")
             weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-            self._plans[input_shape, grid, batch] = ModulePlan(grid, input_shape, batch, steps, weights)
+            trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
+            about = grid, input_shape, batch, steps, weights, trained, self.optimizer.kept
+            self._plans[input_shape, grid, batch] = ModulePlan(*about)
         return self._plans[input_shape, grid, batch]
 
     def within(self, plan: ModulePlan) -> ModulePlan:
@@ -176,14 +178,14 @@ class TorchModel(Whole):
         memory, how = share_of(self.memory, plan.grid.size), (0, [cut(shape, mesh)], self.gather_at)
         lowering = fitted(program, mesh, *how, self.recompute, memory, module)
         if lowering is None:
-            return replace(plan, memory=self.memory)
+            return replace(plan, limit=self.memory)
         steps, _ = lowered(program, mesh, *how, recompute=self.recompute, lowering=lowering)
-        told = f"\nmemory: each rank goes in {' x '.join(map(str, lowering.parts))} blocks (samples x space)"
+        told = f"memory: each rank goes in {' x '.join(map(str, lowering.parts))} blocks (samples x space)"
         if lowering.trunk.norms:
             told += f", after {len(lowering.trunk.norms)} sweeps for the statistics of norms,"
         if lowering.trunk.why is not None:
             told += f" up to {lowering.trunk.why.operator} in module '{lowering.trunk.why.module}'"
-        return replace(plan, steps=steps, memory=self.memory, blocks=told)
+        return replace(plan, steps=steps, limit=self.memory, blocks=told)
 
     def resize(self, input_shape: Sequence[int]) -> None:
         """Take images of another extent than `shape` says."""
@@ -369,7 +371,7 @@ class TorchModel(Whole):
             made = distribute(
                 self._module(), shape, self.grid,
                 gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme,
-                memory=self.compiled.memory,
+                memory=self.compiled.limit,
             )  # fmt: skip
             self._models[batch] = made
         model = self._models[batch].train(training)
@@ -407,9 +409,10 @@ class TorchModel(Whole):
         return features, labels
 
     def _set_rates(self) -> None:
-        if self.optimizer.schedule is not None:
+        if self.optimizer.schedule is not None or self.learning_rate_scale != 1:
             for group, rate in zip(self.torch_optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * self.learning_rate_scale
+                if rate is not None:
+                    group["lr"] = rate * self.learning_rate_scale
                 if self.momentum is not None and "betas" in group:
                     group["betas"] = (self.momentum, *group["betas"][1:])
                 elif self.momentum is not None and "momentum" in group:
