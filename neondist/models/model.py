@@ -26,7 +26,7 @@ from ..runtime import Executor
 from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from .passes import ModelPass, images_for
-from .targets import local_targets
+from .targets import local_targets, random_batch
 from .train_step import ModelStep
 from .trainable import Whole
 
@@ -360,6 +360,15 @@ class Model(Whole):
     def gather_input(self, dx: Any) -> Any:
         """Return the whole input (or its gradient) on every rank; collective."""
         return self.input.gather(dx)
+
+    def trial_batch(self, dataset: Any) -> tuple[Any, Any]:
+        """Return random images and classes, of this rank: what is computed does not depend on them."""
+        return random_batch(self.grid, self.input, self.output)
+
+    @property
+    def backend_name(self) -> str:
+        """That of its kernels, once it is built."""
+        return self.context.backend.name
 
     def local_targets(self, targets: Any, batch_size: int) -> Any:
         """Return the part of the whole batch's targets that belongs to this rank's outputs."""

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from ..comm import ProcessGrid
 from ..errors import ShapeError
 from ..halo import GlobalArray
+
+
+def random_batch(grid: ProcessGrid, images: GlobalArray, output: GlobalArray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a rank's part of a batch: images of random numbers, and classes of their outputs or of all their cells."""
+    rng, (lo, hi) = np.random.default_rng(0), grid.sample_range(images.global_shape[0])
+    # the tile that the model reads, which a scheme may have made wider
+    x = rng.random((hi - lo, *images.own.shape, images.channels)).astype(str(images.dtype))
+    return x, rng.integers(output.channels, size=(hi - lo, *grid.tile_box(output.extent).shape))
 
 
 def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: GlobalArray) -> Any:
