@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..backends import get_backend
 from ..comm import ProcessGrid
 from ..comm import agree as agree_on
 from ..data import Split
@@ -88,7 +89,7 @@ def bench_step(
     memory.forget_peak()
     model.build(dataset.sample_shape, len(batch), grid, plan)
     made = {"bench": "step", "batch_size": len(batch), "steps": steps, "sample_shape": list(dataset.sample_shape)}
-    made |= {"backend": model.backend_name}
+    made |= {"backend": get_backend(model.backend).name}
     made |= environment(grid, dtype=str(model.dtype), seed=model.seed)
 
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:

@@ -102,6 +102,7 @@ class Model(Whole):
     sync: GradientSync
     has_dist_twin = True
     distributed = False
+    trial_batch = random_batch
     #: why its layers cannot be executed in strips, if they cannot
     no_strips = ""
     trouble = Renamed("nonfinite_monitor")
@@ -360,15 +361,6 @@ class Model(Whole):
     def gather_input(self, dx: Any) -> Any:
         """Return the whole input (or its gradient) on every rank; collective."""
         return self.input.gather(dx)
-
-    def trial_batch(self, dataset: Any) -> tuple[Any, Any]:
-        """Return random images and classes, of this rank: what is computed does not depend on them."""
-        return random_batch(self.grid, self.input, self.output)
-
-    @property
-    def backend_name(self) -> str:
-        """That of its kernels, once it is built."""
-        return self.context.backend.name
 
     def local_targets(self, targets: Any, batch_size: int) -> Any:
         """Return the part of the whole batch's targets that belongs to this rank's outputs."""

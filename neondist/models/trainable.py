@@ -156,11 +156,6 @@ class Whole(Registered, Trainable, ABC):
         numbers = np.arange(lo, hi) % len(dataset.train)
         return dataset.train.images(numbers, self.dtype), dataset.train.targets(numbers)
 
-    @property
-    def backend_name(self) -> str:
-        """That of its kernels, once it is built."""
-        return str(self.backend)
-
     def cost_of_cells(self) -> Any:
         """Return the cost such that sums over boxes of an image's cells, whole samples or not, add up."""
         return self.cost
