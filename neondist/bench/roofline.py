@@ -33,24 +33,13 @@ def peaks(model: Model, world: Transport) -> dict[str, float]:
     }
 
 
-def units(model: Model) -> dict[str, list[LayerPlan]]:
-    """Return what is executed one after the other, by name: layers, and segments of layers."""
-    plan = model.compiled
-    segments = {id(inside.layer): one for one in plan.segments for inside in one.plans}
-    found: dict[str, list[LayerPlan]] = {}
-    for one in plan:
-        segment = segments.get(id(one.layer))
-        found.setdefault(one.name if segment is None else segment.name, []).append(one)
-    return found
-
-
 def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
     """Return the rows with the flops, bytes and limit of each layer or segment, and how near it comes to that.
 
     Bytes are those of its input, output and their gradients, each read or written once; what is computed twice counts
     once. Sums over all ranks.
     """
-    known = {name: _work(plans, model.batch_size, model.dtype.itemsize) for name, plans in units(model).items()}
+    known = {name: _work(plans, model.batch_size, model.dtype.itemsize) for name, plans in model.compiled.units.items()}
     made = []
     for row in rows:
         extra: dict[str, Any] = {}

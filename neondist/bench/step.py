@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,21 +13,21 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..backends import get_backend
 from ..comm import ProcessGrid
 from ..comm import agree as agree_on
 from ..data import Split
 from ..errors import UserError
 from ..io.environment import environment
-from ..models import Model, ModelStep
-from ..plan import LayerPlan, Plan
-from ..registry import serial_class
+from ..models import Model, ModelStep, Whole
+from ..plan import Plan
 from ..runtime.observers.clock import KINDS, Clock
 from ..runtime.observers.trace import write_trace
 from ..train import FitExperiment
 from . import memory
 from .allocations import allocations
 from .rest import rest
-from .roofline import peaks, roofline_rows, units
+from .roofline import peaks, roofline_rows
 from .torch_baseline import TorchBaseline
 
 WARM_UP = 2
@@ -36,6 +37,8 @@ TRACED = 3
 """steps"""
 READ, ROUNDS = 10, 5
 """steps at least of a turn in which batches are read: one of them is read before; and how many turns"""
+HALOS = "halo", "ring"
+"""kinds of messages that are told of each layer"""
 CLOSE = {"float32": 1e-2, "float64": 1e-8}
 """relative distance up to which gradients are the same: float32 adds up millions of terms"""
 
@@ -54,6 +57,8 @@ def bench_step(
 
     Parameters
     ----------
+    experiment : FitExperiment
+        Of layers, or of a PyTorch module, whose steps are told by the modules that they are in.
     steps : int
         How many to time.
     against : {'torch'}, optional
@@ -73,16 +78,18 @@ def bench_step(
     dict
         What the JSON file says: seconds are medians, of the slowest rank; in 'layers' they are means over the ranks.
     """
-    model, dataset, empty = cast(Model, experiment.model), experiment.dataset, memory.resident()
-    plan = model.plan(dataset.sample_shape, grid.shape, experiment.batch_size)
+    model, dataset, empty = experiment.model, experiment.dataset, memory.resident()
+    plan = model.within(model.plan(dataset.sample_shape, grid.shape, experiment.batch_size))
     dataset.open(grid.reading(plan.wide_tiles), augment=experiment.augment, seed=model.seed)
     batch = np.arange(experiment.batch_size) % len(dataset.train)
     lo, hi = grid.sample_range(len(batch))
-    x, targets = dataset.train.images(batch[lo:hi], model.dtype), labels_for(plan, dataset.train.targets(batch))
+    mine = batch[lo:hi]
+    x, targets = dataset.train.images(mine, model.dtype), labels_for(plan, dataset.train.targets(mine))
+    layers_of = cast(Model, model)  # what looks at layers is refused where there are none
     memory.forget_peak()
     model.build(dataset.sample_shape, len(batch), grid, plan)
     made = {"bench": "step", "batch_size": len(batch), "steps": steps, "sample_shape": list(dataset.sample_shape)}
-    made |= {"backend": model.context.backend.name}
+    made |= {"backend": get_backend(model.backend).name}
     made |= environment(grid, dtype=str(model.dtype), seed=model.seed)
 
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
@@ -93,7 +100,7 @@ def bench_step(
             model.train_batch(images, labels, batch_size=len(batch))
         return max(grid.world.allgather(time.perf_counter() - begin))
 
-    with _baseline(model, grid, x, targets, len(batch), threads, against) as (baseline, agreement):
+    with _baseline(layers_of, grid, x, targets, len(batch), threads, against) as (baseline, agreement):
         train(WARM_UP)
         count = max(1, round(ROUND / train(1)))
         rounds = [(train(count), *_their_turn(baseline, grid, count)) for _ in range(-(-steps // count))]
@@ -121,8 +128,8 @@ def bench_step(
         made["reading"] = {"seconds_per_step": seconds, "ratio": median(ratios), "ratios": ratios}
     layers = _by_layer(model, grid, lambda: train(count), count)
     if roofline:
-        machine = peaks(model, grid.world)
-        made, layers = made | {"machine": machine}, roofline_rows(model, layers, machine)
+        machine = peaks(layers_of, grid.world)
+        made, layers = made | {"machine": machine}, roofline_rows(layers_of, layers, machine)
         if made["backend"] == "torch":
             found = allocations(lambda: train(1))
             made |= {"allocations": grid.world.bcast([one._asdict() for one in found])}
@@ -133,7 +140,7 @@ def bench_step(
 
 def labels_for(plan: Plan, targets: np.ndarray) -> np.ndarray:
     """Return labels, those of images for each of their cells where the model tells of cells."""
-    cells = plan.output_shape[:-1]
+    cells = plan.label_cells
     if targets.ndim > 1 or not cells:
         return targets
     whole = np.broadcast_to(targets.reshape(-1, *(1 for _ in cells)), (len(targets), *cells))
@@ -202,25 +209,24 @@ def _without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
     return loss, gradients
 
 
-def _by_layer(model: Model, grid: ProcessGrid, train: Any, count: int) -> list[dict[str, Any]]:
-    """Return what a step of every layer takes, from steps that are watched."""
-    sent = {str(layer.name): layer.bytes_sent for layer in model.leaves}
-    clock = Clock()
+def _by_layer(model: Whole, grid: ProcessGrid, train: Any, count: int) -> list[dict[str, Any]]:
+    """Return what a step of every layer, or part of a module, takes, from steps that are watched."""
+    plan, clock, before = model.compiled, Clock(), model.ledger()
     with grid.observers.watched_by(clock):
         train()
-    found = units(model)
-    names = {name: _kind(plans) for name, plans in found.items()}
-    rows = list(dict.fromkeys([*names, *(row for row, _ in clock.seconds)]))
-    mine = {(row, kind): clock.seconds[row, kind] / count for row in rows for kind in KINDS}
-    moved = {name: sum(one.layer.bytes_sent - sent[one.name] for one in plans) / count for name, plans in found.items()}
+    names, seconds, moved = plan.rows, Counter[tuple[str, str]](), Counter[str]()
+    for (name, kind), taken in clock.seconds.items():
+        seconds[plan.row_of(name), kind] += taken  # type: ignore[assignment]
+    for account, number in (model.ledger() - before).items():
+        if account.kind in HALOS:
+            moved[plan.row_of(account.layer)] += number * account.nbytes
+    told = {row for row, _ in seconds}  # on one rank, nobody tells of a module's steps: the module itself runs
+    rows = list(dict.fromkeys([*(name for name in names if name in told), *(row for row, _ in seconds)]))
+    mine = {(row, kind): seconds[row, kind] / count for row in rows for kind in KINDS}
     all_ranks = grid.world.allgather((mine, moved))
     return [
         {"name": row, "class": names.get(row, "")}
         | {kind: sum(times[row, kind] for times, _ in all_ranks) / grid.size for kind in KINDS}
-        | {"bytes_sent": round(sum(bytes_.get(row, 0) for _, bytes_ in all_ranks))}
+        | {"bytes_sent": round(sum(bytes_.get(row, 0) for _, bytes_ in all_ranks) / count)}
         for row in rows
     ]
-
-
-def _kind(plans: list[LayerPlan]) -> str:
-    return serial_class(type(plans[0].layer)).__name__ if len(plans) == 1 else f"segment of {len(plans)}"

@@ -35,10 +35,9 @@ def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> An
 
     def check(experiment: Any) -> None:
         experiment.validate(ranks)
-        if getattr(arguments, "of_layers", False) and not experiment.model.leaves:
-            raise ConfigError(
-                f"bench: measures layers of neondist, and {experiment.model} has none; use `neondist run`"
-            )
+        what, remedy = getattr(arguments, "of_layers", None) or ("", "")
+        if what and not experiment.model.leaves:
+            raise ConfigError(f"{what}: is for layers of neondist, and {experiment.model} has none; {remedy}")
         replicas, cells = experiment.grid.get("replicas", 1), prod(experiment.dataset.sample_shape[:-1])
         if ranks > replicas * cells and not arguments.force:
             raise LaunchError(

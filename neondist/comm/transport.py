@@ -164,6 +164,10 @@ class Transport(ABC):
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks that gave the same colour, ordered by key."""
 
+    def split_by(self, color: Callable[[int], int]) -> Transport:
+        """Return the group of the ranks of this one's colour, in their order; every rank gives the same function."""
+        return self.split(color(self.rank), self.rank)
+
     def cut(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the group of `tiles` consecutive ranks that this one is in, and that of its place in all of them."""
         replica, tile = divmod(self.rank, tiles)

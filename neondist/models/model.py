@@ -26,7 +26,7 @@ from ..runtime import Executor
 from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from .passes import ModelPass, images_for
-from .targets import local_targets
+from .targets import local_targets, random_batch
 from .train_step import ModelStep
 from .trainable import Whole
 
@@ -102,6 +102,7 @@ class Model(Whole):
     sync: GradientSync
     has_dist_twin = True
     distributed = False
+    trial_batch = random_batch
     #: why its layers cannot be executed in strips, if they cannot
     no_strips = ""
     trouble = Renamed("nonfinite_monitor")

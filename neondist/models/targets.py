@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ..errors import ShapeError
 from ..halo import GlobalArray
+
+
+def random_batch(model: Any, dataset: Any) -> tuple[Any, Any]:
+    """Return a rank's part of a batch of random images, and classes of them or of their cells, for a model of layers.
+
+    What it computes does not depend on them, so that no data set has to be read.
+    """
+    images, output, rng = model.input, model.output, np.random.default_rng(0)
+    lo, hi = model.grid.sample_range(model.batch_size)
+    # the tile that the model reads, which a scheme may have made wider
+    x = rng.random((hi - lo, *images.own.shape, images.channels)).astype(model.dtype)
+    return x, rng.integers(output.channels, size=(hi - lo, *model.grid.tile_box(output.extent).shape))
 
 
 def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: GlobalArray) -> Any:

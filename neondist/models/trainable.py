@@ -11,6 +11,7 @@ import numpy as np
 
 from ..backends import Backend
 from ..comm import ProcessGrid
+from ..data import Dataset
 from ..errors import ConfigError
 from ..geometry import GridShape
 from ..halo import GlobalArray
@@ -94,6 +95,8 @@ class Whole(Registered, Trainable, ABC):
     ----------
     layers, leaves : sequence
         Those of neondist that it is made of, and all single ones.
+    batch_size : int
+        That it is built for, over all replicas.
     compiled : what `plan` has returned
     memory : int or None
         Bytes that the processes on one machine may use together, where somebody has said so.
@@ -104,6 +107,7 @@ class Whole(Registered, Trainable, ABC):
     memory: int | None = None
     room: int | None = None
     backend: str | Backend
+    batch_size: int
     compiled: Any
     input: GlobalArray
     layers: Sequence[Any]
@@ -144,6 +148,13 @@ class Whole(Registered, Trainable, ABC):
     @abstractmethod
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the output for its tile of the images."""
+
+    def trial_batch(self, dataset: Dataset) -> tuple[Any, Any]:
+        """Return images and labels of this rank, for steps that nobody but a clock looks at; the model is built."""
+        dataset.open(self.grid)
+        lo, hi = self.grid.sample_range(self.batch_size)
+        numbers = np.arange(lo, hi) % len(dataset.train)
+        return dataset.train.images(numbers, self.dtype), dataset.train.targets(numbers)
 
     def cost_of_cells(self) -> Any:
         """Return the cost such that sums over boxes of an image's cells, whole samples or not, add up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
@@ -18,6 +18,7 @@ from ..costs.mean import parts_of
 from ..geometry import GridShape, Partition, split
 from ..optim import Optimizer
 from ..parallel import HEADER
+from ..registry import serial_class
 from . import report
 from .graph import Graph
 from .layer import LayerCosts, LayerPlan
@@ -111,6 +112,38 @@ class Plan(Sequence[LayerPlan]):
             return self.stream.tiles[0]
         return self.layers[0].regions[0] if self.layers else None
 
+    @property
+    def thinnest(self) -> int:
+        """The fewest cells along an axis, of the last two, of what a layer is given; 1 if that is no image."""
+        images = [plan.input_shape for plan in self]
+        found = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)
+        return found if len(images[0]) > 2 else 1
+
+    @property
+    def label_cells(self) -> Shape:
+        """The extent of the maps of labels that the model wants; () if an image has one."""
+        return self.output_shape[:-1]
+
+    @cached_property
+    def units(self) -> dict[str, list[LayerPlan]]:
+        """What is executed one after the other, by name: layers, and segments of layers."""
+        segments = {id(inside.layer): one for one in self.segments for inside in one.plans}
+        found: dict[str, list[LayerPlan]] = {}
+        for one in self:
+            segment = segments.get(id(one.layer))
+            found.setdefault(one.name if segment is None else segment.name, []).append(one)
+        return found
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """The rows of a benchmark's table, and the class of each; or of how many layers it is a segment."""
+        kinds = ((name, plans, serial_class(type(plans[0].layer)).__name__) for name, plans in self.units.items())
+        return {name: kind if len(plans) == 1 else f"segment of {len(plans)}" for name, plans, kind in kinds}
+
+    def row_of(self, name: str) -> str:
+        """Return in which row a layer is told; that of what is no layer is its own."""
+        return next((row for row, plans in self.units.items() if name in [plan.name for plan in plans]), name)
+
     # What is sent, in bytes of a training step.
 
     def bytes(self, rank: int, batch_size: int | None = None) -> int:
@@ -172,6 +205,21 @@ class Plan(Sequence[LayerPlan]):
         """
         replica, tile = divmod(rank, self.grid.tiles)
         return self.arena(replica, tile) + self._parameters(tile)
+
+    def moved(self, rank: int) -> int:
+        """Return the bytes that a rank reads and writes in a training step, at least.
+
+        Those of views, outputs and their gradients, each read or written once, and of the update; what is between the
+        layers of a segment stays in the cache.
+        """
+        replica, tile = divmod(rank, self.grid.tiles)
+        numbers = 0
+        for at, plans in enumerate(self.units.values()):
+            view = plans[0].view(tile).buffer.size * plans[0].input_shape[-1]
+            output = plans[-1].tile(tile).size * plans[-1].output_shape[-1]
+            numbers += self.samples(replica) * ((2 + (at > 0)) * view + 2 * output)
+        parameters = sum(plan.held_by(tile) for plan in self)
+        return self.itemsize * (numbers + (3 + 2 * len(self.training.optimizer.kept)) * parameters)
 
     def arena(self, replica: int, tile: int) -> int:
         """Return the bytes of one block for all views and gradients, and of what is saved or recomputed from.
@@ -275,6 +323,11 @@ class Plan(Sequence[LayerPlan]):
                 )
             )
         return found
+
+    def each_needs(self) -> Iterator[tuple[str, int]]:
+        """Yield each layer's name, and the bytes that it needs by itself on the fullest rank."""
+        for plan, costs in zip(self, self.costs(), strict=True):
+            yield plan.name, costs.memory
 
     def samples(self, replica: int, batch_size: int | None = None) -> int:
         """Return how many samples of a batch a replica has."""

@@ -89,16 +89,45 @@ def table(
 
     found = LayerTable([*_shapes(plans), *_costs(plans, costs)], left=5)
     notes = [
-        f"planned peak: {_size(peak)} for views and gradients, which share memory, on the fullest rank",
+        f"planned peak: {size(peak)} for views and gradients, which share memory, on the fullest rank",
         *filter(None, [streamed]),
         *(f"{what} {_parts(given)}" for what, given in sums.items() if given),
         *(
-            f"a step of pretraining '{name}' sends {_size(most)} (the busiest rank), {_size(total)} (all)"
+            f"a step of pretraining '{name}' sends {size(most)} (the busiest rank), {size(total)} (all)"
             for name, most, total in pretraining
         ),
     ]
     legend = LEGEND + (KEPT if any(column.head == KEPT_HEAD for column in found.columns) else "")
     return Group(found, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
+
+
+def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequence[str], legend: str) -> Any:
+    """Return a table of what modules cost, some notes, and a legend.
+
+    Parameters
+    ----------
+    rows : tuples of name, costs, text
+        Costs as of `neondist.torch.costs.StepCosts`; the text is the shape of the output.
+    total : costs
+        Of all together, on the rank that has most of each.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    costs = [cost for _, cost, _ in rows]
+    columns = [
+        Column("module", [name for name, _, _ in rows], "total", right=False),
+        Column("crosses", [", ".join(cost.crosses) or "-" for cost in costs], right=False),
+        Column("output", [shape for _, _, shape in rows], right=False),
+        *(
+            Column(head.replace("_", ", "), [size(getattr(c, head)) for c in costs], size(getattr(total, head)))
+            for head in ("sent_most", "sent_all", "summed")
+        ),
+        Column("flops", [number(cost.flops) for cost in costs], number(total.flops)),
+        Column("parameters", [f"{cost.parameters:,}" for cost in costs], f"{total.parameters:,}"),
+        Column("memory", [size(cost.memory) for cost in costs], size(total.memory)),
+    ]
+    return Group(LayerTable(columns, left=3), Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
 def as_text(head: str, shown: Any) -> str:
@@ -139,18 +168,18 @@ def _costs(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> list[Colu
     kept = Column(KEPT_HEAD, [f"{max(p.held):,}" for p in plans], f"{sum(max(p.held) for p in plans):,}")
     return [
         Column("halo", halo),
-        Column("sent, most", [_size(c.sent_most) for c in costs], _size(total.sent_most)),
-        Column("sent, all", [_size(c.sent_all) for c in costs], _size(total.sent_all)),
+        Column("sent, most", [size(c.sent_most) for c in costs], size(total.sent_most)),
+        Column("sent, all", [size(c.sent_all) for c in costs], size(total.sent_all)),
         Column("parameters", [f"{c.parameters:,}" for c in costs], f"{total.parameters:,}"),
         *([kept] if any(max(p.held) < p.parameters for p in plans) else []),
-        Column("memory", [_size(c.memory) for c in costs], _size(total.memory)),
+        Column("memory", [size(c.memory) for c in costs], size(total.memory)),
     ]
 
 
 def _parts(given: Mapping[str, int]) -> str:
     """Return all bytes of a step, and those of each layer, the largest first."""
-    parts = [f"{name} {_size(count)}" for name, count in sorted(given.items(), key=lambda pair: -pair[1])]
-    return f"{_size(sum(given.values()))} a step: {', '.join(parts)}"
+    parts = [f"{name} {size(count)}" for name, count in sorted(given.items(), key=lambda pair: -pair[1])]
+    return f"{size(sum(given.values()))} a step: {', '.join(parts)}"
 
 
 def by(shape: Iterable[object]) -> str:
@@ -165,11 +194,21 @@ def _extents(boxes: Sequence[Box], channels: int) -> str:
     return by([*(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in ranges), channels])
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """Return '12.3 kB'."""
+    return _in_units(count, ("B", "kB", "MB", "GB"), "TB")
+
+
+def number(count: float) -> str:
+    """Return '12.3 M'."""
+    return _in_units(count, ("", "k", "M", "G"), "T").rstrip()
+
+
+def _in_units(count: float, units: Sequence[str], last: str) -> str:
     if not count:
         return "-"
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in units:
         if count < 1000:
             return f"{count:.4g} {unit}"
         count /= 1000
-    return f"{count:,.4g} TB"
+    return f"{count:,.4g} {last}"

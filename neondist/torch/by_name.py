@@ -13,6 +13,7 @@ from ..errors import ConfigError, UserError
 from ..optim import Schedule, Scheduled
 from ..registry import Registered, suggest
 from ..registry.functions import Function
+from .registry import TRACING
 
 REFUSED = "Optimizer", "LBFGS", "SparseAdam"
 """No optimiser; and those that want to run the model themselves, or gradients that are not dense."""
@@ -83,6 +84,17 @@ class TorchOptimizer(Scheduled, Registered):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"name: made a {type(optimizer).__name__}, and not a torch.optim.Optimizer")
         return optimizer
+
+    @property
+    def kept(self) -> int:
+        """How many numbers it keeps of each trained one, in arrays of the parameters' own shape."""
+        parameter = torch.nn.Parameter(torch.zeros(2, 2))
+        parameter.grad = torch.zeros(2, 2)
+        optimizer = self.made([parameter])
+        with TRACING:
+            optimizer.step()
+        found = [value for state in optimizer.state.values() for value in state.values()]
+        return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in found)
 
 
 def called(field: str, function: Any, *given: Any, **arguments: Any) -> Any:

@@ -156,7 +156,9 @@ class TorchModel(Whole):
             if not any(isinstance(out, int) for out in steps.outputs):
                 raise ConfigError("factory: the module returns no tensor")
             weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-            self._plans[input_shape, grid, batch] = ModulePlan(grid, input_shape, batch, steps, weights, blocks=told)
+            trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
+            about = grid, input_shape, batch, steps, weights, trained, self.optimizer.kept
+            self._plans[input_shape, grid, batch] = ModulePlan(*about, blocks=told)
         return self._plans[input_shape, grid, batch]
 
     def within(self, plan: ModulePlan) -> ModulePlan:
@@ -176,7 +178,7 @@ class TorchModel(Whole):
         module, shape = self._module().train(), (plan.batch_size, *self._sample_shape(plan.input_shape))
         execution = self._execution(module, share_of(self.memory, plan.grid.size))
         steps, told = self._planned(execution, shape, Mesh.of(plan.grid, len(plan.input_shape) - 1))
-        return replace(plan, steps=steps, memory=self.memory, blocks=told)
+        return replace(plan, steps=steps, limit=self.memory, blocks=told)
 
     def resize(self, input_shape: Sequence[int]) -> None:
         """Take images of another extent than `shape` says."""
@@ -353,7 +355,7 @@ class TorchModel(Whole):
         """Return the plan of the rank whose tiles are the largest, and what of it goes together, in words."""
         program, module = self._program(shape, True), self._module()
         steps, _, lowering = execution.lowered(program, mesh, 0, [cut(shape, mesh)], module)
-        return steps, f"\n{lowering.told}" if lowering is not None else ""
+        return steps, lowering.told if lowering is not None else ""
 
     def _sample_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = tuple(self.shape or (input_shape[-1], *input_shape[:-1]))
@@ -371,7 +373,7 @@ class TorchModel(Whole):
             made = distribute(
                 self._module(), shape, self.grid,
                 gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme, strips=self.strips,
-                memory=self.compiled.memory,
+                memory=self.compiled.limit,
             )  # fmt: skip
             self._models[batch] = made
         model = self._models[batch].train(training)
@@ -409,9 +411,10 @@ class TorchModel(Whole):
         return features, labels
 
     def _set_rates(self) -> None:
-        if self.optimizer.schedule is not None:
+        if self.optimizer.schedule is not None or self.learning_rate_scale != 1:
             for group, rate in zip(self.torch_optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * self.learning_rate_scale
+                if rate is not None:
+                    group["lr"] = rate * self.learning_rate_scale
                 if self.momentum is not None and "betas" in group:
                     group["betas"] = (self.momentum, *group["betas"][1:])
                 elif self.momentum is not None and "momentum" in group:

@@ -57,9 +57,9 @@ class FusedLowering(OfProgram):
     def told(self) -> str:  # type: ignore[override]
         """How many operators go together."""
         windows = sum(noted.windows for segment in self._segments for noted in segment.noted.values())
-        found = f"segments: {windows} windows and what follows them in {len(self._segments)}"
+        found = f"segments: {windows} windows and what follows them"
         rows = [segment.rows for segment in self._segments]
-        return f"{found}, in strips of {min(rows)} to {max(rows)} rows" if self.in_parts else f"{found} exchanges"
+        return f"{found}, in strips of {_range(rows)} rows" if self.in_parts else f"{found} in {len(rows)} of them"
 
     def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
         """Return what an argument stands for, what segments have given included."""
@@ -110,7 +110,7 @@ class FusedLowering(OfProgram):
         """Let each strip of a tile go through the segment, and once more on the way back."""
         blocks = Blocks(segment.traced, here, [1] * len(self.mesh.parts), first)
         blocks.parts = tuple(-(-n // segment.rows) if axis == 1 else 1 for axis, n in enumerate(blocks.extents()))
-        self.where = Where("strips", "", "")
+        self.where = Where("strips", self.where.module, self.where.source)
         dtypes = [out.dtype for out in segment.traced.outputs]
         tiles = self._locals(blocks, inputs, layouts, dtypes, self.mesh.axes, several=True)
         self.steps[-1].key = None  # blocks of no index are none
@@ -189,6 +189,11 @@ class FusedLowering(OfProgram):
         y = pytree.tree_leaves(made)[0]
         y.layout_or_none = None  # it, too, has more than its tile
         return made
+
+
+def _range(numbers: Sequence[int]) -> str:
+    lo, hi = min(numbers), max(numbers)
+    return str(lo) if lo == hi else f"{lo} to {hi}"
 
 
 def _run(

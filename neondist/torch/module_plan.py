@@ -1,29 +1,62 @@
-"""The plan of a module in an experiment, as runs and `neondist check` ask of plans."""
+"""The plan of a module in an experiment, as runs, `neondist check` and benchmarks ask of plans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..geometry import GridShape
+from ..plan import report
 from ..plan.blocks import COPIES
-from .plan import TorchPlan, Value
+from .costs import PlanCosts, StepCosts, paths, shape_given
+from .graph import Value
+from .plan import TorchPlan
+
+ROWS = 40
+"""of the table at most: modules in modules are told together where there are more"""
+LEGEND = """\
+module: those inside of one another together where there are many; output: of the
+last of its steps, whole; sent: bytes of messages in a training step, both ways, by
+the busiest rank and by all; summed: bytes that the busiest rank gives into sums;
+flops: multiplications and additions of products of a rank, both ways; memory: what
+its steps make on the fullest rank, parameters, gradients, optimiser. The loss, and
+what ranks tell each other before a pass, are not counted: some sums of a few bytes"""
 
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """What a run, and `neondist check`, asks of a plan; it has no layers of neondist."""
+    """What a run, `neondist check` and benchmarks ask of a plan; it has no layers of neondist.
+
+    Attributes
+    ----------
+    steps : TorchPlan
+        Those of rank 0, whose tile is the largest.
+    weights : int
+        Bytes of parameters and buffers.
+    trained : tuple of str
+        The parameters that require gradients.
+    kept : int
+        Numbers that the optimiser keeps of each.
+    limit : int or None
+        What ranks on a machine may take, where somebody has said so.
+    blocks : str
+        What goes block by block for that, in words.
+    """
 
     grid: GridShape
     input_shape: tuple[int, ...]
     batch_size: int
     steps: TorchPlan
     weights: int
-    memory: int | None = None
+    trained: tuple[str, ...] = ()
+    kept: int = 0
+    limit: int | None = None
     blocks: str = ""
     streams = False
     wide_tiles = None
+    layers, segments, label_cells = (), (), ()
 
     @property
     def needed(self) -> int:
@@ -42,15 +75,85 @@ class ModulePlan:
         """The first output that is a tensor."""
         return self.steps.values[next(out for out in self.steps.outputs if isinstance(out, int))]
 
+    @property
+    def thinnest(self) -> int:
+        """The fewest cells along an axis of what is cut into tiles; 1 if nothing is."""
+        atoms = [atom for value in self.steps.values for dim in value.layout_or_none or () for atom in dim]
+        return min((atom.extent for atom in atoms if atom.axis), default=1)
+
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    def costs(self) -> list[Any]:
-        """Return nothing: of each layer."""
-        return []
+    @property
+    def units(self) -> dict[str, list[Any]]:
+        """Layers of neondist, of which there are none."""
+        return {}
 
-    def table(self) -> str:
-        """Return the steps that communicate."""
-        return f"{self.steps.describe()}{self.blocks}"
+    def each_needs(self) -> Iterator[tuple[str, int]]:
+        """Yield nothing: what a pass takes is known of the whole alone, `needed`."""
+        yield from ()
 
-    describe = table
+    def row_of(self, name: str) -> str:
+        """Return under which name a step is told in tables; that of what is no step is its own."""
+        return self._rows.get(name, name)
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """The rows of tables, and of what kind each is: of modules that are told together none."""
+        return dict.fromkeys(self._rows.values(), "")
+
+    def costs(self) -> dict[str, StepCosts]:
+        """Return the costs of a training step, by row."""
+        names: dict[str, list[str]] = {}
+        for name in self.all_costs.names:
+            names.setdefault(self.row_of(name), []).append(name)
+        return {row: self.all_costs.of(inside) for row, inside in names.items()}
+
+    @cached_property
+    def all_costs(self) -> PlanCosts:
+        """The costs of all steps."""
+        return PlanCosts(self.steps, self.trained, self.kept)
+
+    def memory(self, rank: int = 0) -> int:
+        """Return the bytes of what a rank's steps make, parameters, their gradients and the optimiser's arrays."""
+        parameters = [self.steps.values[self.steps.parameters[name]] for name in self.trained_here]
+        return self.steps.memory(rank) + (2 + self.kept) * sum(value.nbytes for value in parameters)
+
+    @property
+    def trained_here(self) -> list[str]:
+        """Those of `trained` that the module's steps read."""
+        return [name for name in self.trained if name in self.steps.parameters]
+
+    def moved(self, rank: int = 0) -> int:
+        """Return the bytes that a training step reads and writes, at least; the same for all ranks."""
+        parameters = sum(self.steps.values[self.steps.parameters[name]].nbytes for name in self.trained_here)
+        return self.all_costs.moved() + (3 + 2 * self.kept) * parameters
+
+    def table(self) -> Any:
+        """Return a table of modules for a rich console to print, what ranks do together, and a legend."""
+        costs = self.costs()
+        total, sums = self.all_costs.total, self.all_costs.gradients
+        notes = [f"{len(self.steps.steps)} steps; memory is that of rank {self.all_costs.fullest}, which needs most"]
+        if sums:
+            notes.append(f"sum of gradients: a rank gives {report.size(sums)} a step")
+        if self.all_costs.uncounted:
+            names = ", ".join(dict.fromkeys(self.all_costs.uncounted))
+            notes.append(f"flops without those of {names}, which could not be counted")
+        rows = [(name, cost, self._shape(name)) for name, cost in costs.items()]
+        return report.costs_table(rows, total, [*notes, *self.blocks.splitlines()], LEGEND)
+
+    def describe(self) -> str:
+        """Return the same as plain text, with the grid above."""
+        shape = report.by(self.input_shape)
+        return report.as_text(
+            f"{report.grid_text(self.grid)}, inputs {shape}, batches of {self.batch_size}", self.table()
+        )
+
+    @cached_property
+    def _rows(self) -> dict[str, str]:
+        return paths(list(dict.fromkeys(step.name for step in self.steps.steps)), ROWS)
+
+    def _shape(self, row: str) -> str:
+        names = {name for name, told in self._rows.items() if told == row}
+        found = shape_given(self.steps, names)
+        return "-" if found is None else report.by(found) or "1"

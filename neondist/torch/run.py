@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .functions import Again, Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
 from .graph import Segment, Step, Value, autocast, has_gradients
-from .plan import TorchPlan, kind_of
+from .plan import TorchPlan
 from .ring import Around, RingChannel
 from .schemes import SchemeChannel
+from .traffic import kind_of
 from .wires import Channel, Wires
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import NamedTuple
+
+import numpy as np
 
 from .layout import Atom, Mesh, Shape
 
@@ -62,13 +65,45 @@ class Want(NamedTuple):
 
     def pieces(self, place: Sequence[int]) -> Iterator[tuple[int, Range, Range]]:
         """Yield (owner's part, range in the owner's tensor, range in the view) of what the rank at a place wants."""
-        at = 0
+        at, bounds = 0, self.source.bounds or (0, self.source.extent)
         for lo, hi in self.of(place):
-            for part, (first, last) in enumerate(self.source.ranges):
+            for part in range(bisect_right(bounds, lo) - 1, bisect_left(bounds, hi)) if lo < hi else ():
+                first, last = bounds[part : part + 2]
                 a, b = max(lo, first), min(hi, last)
                 if a < b:
                     yield part, (a - first, b - first), (at + a - lo, at + b - lo)
             at += hi - lo
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """The axes that it depends on: that which cuts the dimension, and that whose parts want."""
+        return frozenset({self.axis, self.source.axis} - {None})  # type: ignore[arg-type]
+
+    def counts(self, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return how many indices each of `parts` shows to all of them, sees of all, and sees of its own.
+
+        That is of the parts of the only axis that it depends on; nothing here takes their number squared.
+        """
+        ranges = self.ranges if self.axis is not None else self.ranges * parts
+        seen = np.array([sum(hi - lo for lo, hi in one) for one in ranges])
+        if self.source.bounds is None:
+            return seen, seen, seen
+        bounds = np.array(self.source.bounds)
+        ends = np.array([end for one in ranges for end in one], int).reshape(-1, 2)
+        shown = np.diff(_above(ends[:, 0], bounds) - _above(ends[:, 1], bounds))
+        own = [
+            sum(max(0, min(hi, last) - max(lo, first)) for lo, hi in one)
+            for one, (first, last) in zip(ranges, self.source.ranges, strict=True)
+        ]
+        return shown, seen, np.array(own)
+
+
+def _above(points: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Return for each bound by how much it is above the points, summed over those that are below it."""
+    points = np.sort(points)
+    below = np.searchsorted(points, bounds)
+    found: np.ndarray = below * bounds - np.concatenate([[0], np.cumsum(points)])[below]
+    return found
 
 
 class Piece(NamedTuple):
@@ -113,21 +148,70 @@ class Transfer:
 
     def sends(self, rank: int) -> list[Piece]:
         """Return what others want of a rank."""
-        return self._sends.get(rank, [])
+        if not self.separable:
+            return self._sends.get(rank, [])
+        place, found = self.mesh.place(rank), []
+        for pieces in product(*(shown.get(self._part(want, place), []) for want, shown in self._shown)):
+            needer = list(place)
+            for (want, _), (part, _, _) in zip(self._shown, pieces, strict=True):
+                if want.source.axis is not None:
+                    needer[want.source.axis] = part
+            if tuple(needer) != place:
+                source, target = tuple(p[1] for p in pieces), tuple(p[2] for p in pieces)
+                found.append(Piece(self.mesh.rank(needer), source, target))
+        return sorted(found, key=lambda piece: piece.peer)
+
+    @cached_property
+    def separable(self) -> bool:
+        """Whether each dimension depends on one axis at most, and no two on the same: what travels is a product."""
+        axes = [axis for want in self.wants for axis in want.axes]
+        return all(len(want.axes) < 2 for want in self.wants) and len(axes) == len(set(axes))
+
+    @property
+    def silent(self) -> bool:
+        """Whether no rank needs anything of another."""
+        return not (self.cells[0].any() if self.separable else self._sends)
+
+    @cached_property
+    def cells(self) -> tuple[np.ndarray, np.ndarray]:
+        """How many indices each rank of the mesh shows to others, and sees of others, as (size,); if separable."""
+        shown, seen, own = (np.ones(self.mesh.parts, int) for _ in range(3))
+        for want in self.wants:
+            (axis,) = want.axes or {0}  # what depends on none is alike along any
+            counts = want.counts(self.mesh.parts[axis] if want.axes else 1)
+            shape = [-1 if at == axis else 1 for at in range(len(self.mesh.parts))]
+            for found, count in zip((shown, seen, own), counts, strict=True):
+                found *= count.reshape(shape)
+        return (shown - own).reshape(-1), (seen - own).reshape(-1)
+
+    def _part(self, want: Want, place: Sequence[int]) -> int:
+        return place[next(iter(want.axes))] if want.axes else 0
+
+    @cached_property
+    def _shown(self) -> list[tuple[Want, dict[int, list[tuple[int, Range, Range]]]]]:
+        """For each want, what each part shows to which others."""
+        found = []
+        for want in self.wants:
+            shown: dict[int, list[tuple[int, Range, Range]]] = {}
+            place = [0] * len(self.mesh.parts)
+            for part in range(self.mesh.parts[next(iter(want.axes))]) if want.axes else (0,):
+                for axis in want.axes:
+                    place[axis] = part
+                for owner, source, target in want.pieces(place):
+                    # where the dimension is not cut, each has all of it itself
+                    shown.setdefault(owner if want.source.axis is not None else part, []).append((part, source, target))
+            found.append((want, shown))
+        return found
 
     @cached_property
     def _sends(self) -> dict[int, list[Piece]]:
+        """The same for all ranks, where it takes a look at what each of them wants."""
         found: dict[int, list[Piece]] = {}
         for needer in range(self.mesh.size):
             for piece in self.receives(needer):
                 if piece.peer != needer:
                     found.setdefault(piece.peer, []).append(piece._replace(peer=needer))
         return found
-
-    @property
-    def silent(self) -> bool:
-        """Whether no rank needs anything of another."""
-        return not self._sends
 
     def shape(self, local: Shape, rank: int) -> Shape:
         """Return the shape of a rank's view, given that of its part of the tensor."""

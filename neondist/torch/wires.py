@@ -67,9 +67,12 @@ class Wires:
         if axes == {0}:
             return "replicas", grid.replica_comm
         (axis,) = axes
-        key = [at for other, at in enumerate(self.place) if other != axis]
         others = Mesh(tuple(parts for other, parts in enumerate(self.mesh.parts) if other != axis))
-        made = grid.world.split(others.rank(key), self.place[axis])
+
+        def color(rank: int) -> int:
+            return others.rank([at for other, at in enumerate(self.mesh.place(rank)) if other != axis])
+
+        made = grid.world.split_by(color)
         grid.on_close(made.close)
         return f"axis {axis}", made
 

@@ -101,8 +101,8 @@ def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int,
 
 def _check_room_for_layers(plan: Plan) -> None:
     """Refuse a layer whose view, or whose parameters, no rank could hold alone on a machine like this one."""
-    for layer, costs in zip(plan, plan.costs(), strict=True):
-        require_room(costs.memory, f"layer '{layer.name}'", "use more ranks, smaller batches, or fewer outputs")
+    for name, needed in plan.each_needs():
+        require_room(needed, f"layer '{name}'", "use more ranks, smaller batches, or fewer outputs")
 
 
 @contextmanager

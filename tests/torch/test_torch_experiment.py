@@ -255,26 +255,30 @@ def test_check_plans_for_ranks_that_are_not_there(folder, capsys):
     assert main(["check", "classifier.yaml", "--import", "nets.py", "-n", "6"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("TorchModel (float64) on 6 ranks (1 replicas, 3 rows, 2 cols), Synthetic 13×11×1, batches")
-    assert re.search(r"^0:aten\.conv2d\.default +\w+ ", said, re.M)
-    assert "in a training step rank 0 sends" in said
+    assert re.search(r"^0 +halo +8×5×13×11 +", said, re.M)
+    assert re.search(r"^total +[\d.]+ kB +", said, re.M)
+    assert "sum of gradients: a rank gives" in said
 
 
-def test_recompute_and_schemes_are_fields(folder, capsys):
+def test_recompute_schemes_and_strips_are_fields(folder, capsys):
     expected = run("classifier", "one", "--set", "epochs=1")
     again = run("classifier", "again", "--virtual", 2, "--set", "epochs=1", "recompute=true", "model.scheme=tower")
     assert again[0]["train_loss"] != pytest.approx(expected[0]["train_loss"], rel=1e-9)
-    check_same(run("classifier", "same", "--virtual", 2, "--set", "epochs=1", "recompute=true"), expected)
+    for how in ("recompute=true", "strips=3", "model.scheme=deep_halo(layers=3)"):
+        check_same(run("classifier", f"same {how[0]}", "--virtual", 2, "--set", "epochs=1", how), expected)
     capsys.readouterr()
     words = ["classifier.yaml", "--import", "nets.py", "-n", "2", "--set"]
     halos = []
     for scheme in ("halo", "tower", "{'': halo, '0': tower}"):
         assert main(["check", *words, f"model.scheme={scheme}"]) == 0
         halos.append(re.findall(r"^(\S+) +halo ", capsys.readouterr().out, re.M))
-    assert halos[0][0].startswith("0:")
+    assert halos[0][0] == "0"
     assert main(["check", *words, "recompute=true", "model.scheme=stale"]) == 2
     assert "recompute: 'stale' remembers earlier steps, and cannot run one twice" in capsys.readouterr().err
+    assert main(["check", *words, "model.scheme=deep_halo(layers=3)"]) == 0
+    assert "segments: 3 windows and what follows them in 1 of them" in capsys.readouterr().out
     assert halos[1] == []
-    assert halos[2] == [name for name in halos[0] if not name.startswith("0:")]
+    assert halos[2] == [name for name in halos[0] if name != "0"]
 
 
 BAD = {
@@ -318,9 +322,21 @@ def test_mistakes_in_a_file_have_one_message_with_its_place(folder, capsys, name
     )
 
 
-def test_bench_and_debug_halo_are_for_layers(folder, capsys):
-    assert main(["bench", "step", "classifier.yaml", "--import", "nets.py"]) == 2
-    assert "bench: measures layers of neondist, and TorchModel classifier has none" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "what", "remedy"),
+    [
+        (["step", "--against", "torch"], "--against torch", "leave it out"),
+        (["step", "--roofline"], "--roofline", "leave it out"),
+        (["schemes"], "bench", "use bench step, scaling or model"),
+    ],
+)
+def test_what_benchmarks_ask_of_layers_alone(folder, capsys, words, what, remedy):
+    assert main(["bench", *words, "classifier.yaml", "--import", "nets.py"]) == 2
+    said = capsys.readouterr().err
+    assert f"{what}: is for layers of neondist, and TorchModel classifier has none; {remedy}\n" in said
+
+
+def test_debug_halo_is_for_layers(folder, capsys):
     assert main(["run", "classifier.yaml", "--import", "nets.py", "--output", "out", "--debug-halo"]) == 2
     assert "--debug-halo: watches layers of neondist, and TorchModel classifier has none" in capsys.readouterr().err
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,11 @@ class DryRunTransport(Transport):
     def split(self, color: int, key: int) -> Transport:
         """Return a group of the same size; `dry_run_grid` knows better ones."""
         return DryRunTransport(key, self.size, self.notes)
+
+    def split_by(self, color: Callable[[int], int]) -> Transport:
+        """Return this rank among those of its colour."""
+        group = [rank for rank in range(self.size) if color(rank) == color(self.rank)]
+        return DryRunTransport(group.index(self.rank), len(group), self.notes)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange that only notes its messages."""

@@ -56,8 +56,8 @@ def grids(count: int, experiment: Any) -> list[GridShape]:
     default = grid_shape(count, **given)
     if {"rows", "cols"} & given.keys():
         return [default]
-    shapes, images = [default], [plan.input_shape for plan in experiment.model.plan(experiment.dataset.sample_shape)]
-    thinnest = min(n for shape in images if len(shape) > 2 for n in shape[-3:-1]) if len(images[0]) > 2 else 1
+    plan = experiment.model.plan(experiment.dataset.sample_shape, default, experiment.batch_size)
+    shapes, thinnest = [default], plan.thinnest
     for rows, cols in factorisations(default.rows * default.cols, 2):
         if 1 in (rows, cols) and max(rows, cols) <= thinnest:  # tiles without a cell help nobody
             shapes.append(GridShape(default.replicas, rows, cols, default.planes))
@@ -70,8 +70,10 @@ def grids(count: int, experiment: Any) -> list[GridShape]:
 def _schemes(
     experiment: Callable[[], Any], machine: Machine, shape: GridShape, found: RankProfile, row: Row, profile: Measure
 ) -> Row:
-    """Return the best exact schemes of the layers, and the step's prediction with them."""
+    """Return the best exact schemes of the layers, where there are any, and the step's prediction with them."""
     made = experiment()
+    if not made.model.leaves:  # a module's windows have the scheme that its file says
+        return {"schemes": [], "seconds_with_schemes": row["seconds_per_step"], "bytes_with_schemes": row["bytes_sent"]}
     figures = replace(
         machine.figures(shape.tiles),
         samples=max(1, split(made.batch_size, shape.replicas, 0)[1]),

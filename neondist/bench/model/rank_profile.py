@@ -9,12 +9,10 @@ from math import prod
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from ...geometry import GridShape
-from ...models import Model
+from ...models import Whole
 from ...runtime.observers.clock import Clock
-from ..roofline import products, units
+from ..roofline import products
 from .dry_run import Notes, dry_run_grid
 
 TURNS = 5
@@ -54,7 +52,7 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
     least : float
         Seconds to compute, in a few turns, of which the fastest counts.
     """
-    model: Model = experiment.model
+    model: Whole = experiment.model
     step, notes, samples = _prepared(experiment, shape)
     step()
     turns = [_timed(step, least / TURNS), _timed(step, least / TURNS)]
@@ -65,7 +63,7 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
         for _ in range(count):
             step()
     spent = {}
-    for name, plans in units(model).items():
+    for name, plans in model.compiled.units.items():
         taken = (clock.seconds[name, "forward"] + clock.seconds[name, "backward"]) / (count * max(1, samples))
         works = [products(plan) / max(1, prod(plan.output_shape[:-1])) for plan in plans]
         share = taken / max(1, sum(work * plan.layer.tile.size for work, plan in zip(works, plans, strict=True)))
@@ -74,10 +72,11 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
             if cells := plan.layer.tile.size:
                 spent[plan.name] = taken / cells if alone else work * share
     noise = median(turns) / min(turns) - 1
-    return RankProfile(min(turns), notes, _held(model), _moved(model, samples), spent, noise, recomputed(model))
+    held, moved = (what(model.grid.rank) for what in (model.compiled.memory, model.compiled.moved))
+    return RankProfile(min(turns), notes, held, moved, spent, noise, recomputed(model))
 
 
-def recomputed(model: Model) -> float:
+def recomputed(model: Whole) -> float:
     """Return the products of rows that two strips of a segment compute, over those of all layers once, forward."""
     plan, tile = model.compiled, model.grid.tile
     whole = sum(products(one) * one.layer.tile.size / max(1, prod(one.output_shape[:-1])) for one in plan)
@@ -109,13 +108,8 @@ def _prepared(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], No
     notes = Notes()
     factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
     grid = dry_run_grid(fullest(shape, sample_shape[:-1]), factors, shape.size, notes)
-    model.build(sample_shape, whole, grid)
-    rng = np.random.default_rng(0)
-    lo, hi = grid.sample_range(whole)
-    # the tile that the model reads, which a scheme may have made wider
-    x = rng.random((hi - lo, *model.input.own.shape, sample_shape[-1])).astype(model.dtype)
-    cells = grid.tile_box(model.output_shape[:-1]).shape
-    targets = rng.integers(model.output_shape[-1], size=(hi - lo, *cells))
+    model.build(sample_shape, whole, grid, model.within(model.plan(sample_shape, shape, whole)))
+    x, targets = model.trial_batch(experiment.dataset)
     model.learning_rate_scale = 0.0  # its gradients are not those of the whole
 
     def step() -> None:
@@ -124,7 +118,7 @@ def _prepared(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], No
         model.train_batch(x, targets, batch_size=whole)
 
     step()
-    return step, notes, hi - lo
+    return step, notes, len(x)
 
 
 def _timed(step: Callable[[], None], least: float) -> float:
@@ -136,22 +130,3 @@ def _timed(step: Callable[[], None], least: float) -> float:
         taken = time.perf_counter() - begin
         if taken > least:
             return taken / count
-
-
-def _held(model: Model) -> int:
-    """Return the bytes of parameters, gradients and slots, and of the block of all views and their gradients."""
-    assert model.parameters is not None
-    flat = [model.parameters.values, model.parameters.grads, *model.slots.values()]
-    block = model.executor.blocks.length * model.input.local_shape[0] * model.dtype.itemsize
-    return sum(array.nbytes for array in flat) + block
-
-
-def _moved(model: Model, samples: int) -> float:
-    """Return the bytes of views, outputs and their gradients, each read or written once, and of the update."""
-    assert model.parameters is not None
-    numbers = 0
-    for at, plans in enumerate(units(model).values()):  # what is between the layers of a segment stays in the cache
-        last = plans[-1].layer
-        outputs = last.tile.size * last.output_shape[-1]
-        numbers += samples * ((2 + (at > 0)) * plans[0].layer.input.held + 2 * outputs)
-    return model.dtype.itemsize * (numbers + (3 + 2 * len(model.slots)) * model.parameters.values.size)

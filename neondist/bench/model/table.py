@@ -77,7 +77,8 @@ def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path
     """Write model.jsonl, model.md and, if matplotlib is there, model.png; return the files."""
     lines, page, picture = (folder / f"model.{kind}" for kind in ("jsonl", "md", "png"))
     write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))
-    parts = [title, prediction_table(rows), schemes_table(rows), *words(rows)]
+    schemes = [schemes_table(rows)] if any(row["schemes"] for row in rows) else []
+    parts = [title, prediction_table(rows), *schemes, *words(rows)]
     write_text(page, "\n\n".join(parts) + "\n")
     return [lines, page, *draw(picture, rows, title)]
 

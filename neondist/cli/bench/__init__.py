@@ -25,7 +25,7 @@ from . import scaling, schemes, suite
 def add(commands: Any) -> None:
     """Add the command and everything below it."""
     group = commands.add_parser("bench", help="measure steps, halo exchanges, scaling and schemes; predict steps")
-    group.set_defaults(of_layers=True)
+    group.set_defaults(of_layers=("bench", "use bench step, scaling or model"))
     benches = group.add_subparsers(required=True, metavar="WHAT")
 
     one = benches.add_parser("step", help="training steps, by layer", allow_abbrev=False)
@@ -68,6 +68,8 @@ def step(arguments: argparse.Namespace) -> int:
 def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     if arguments.against == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError("--against torch: PyTorch is not installed; pip install 'neondist[torch]'")
+    asked = "--against torch" if arguments.against else "--roofline" if arguments.roofline else ""
+    arguments.of_layers = asked, "leave it out"
     return validated(arguments, world, ranks)
 
 

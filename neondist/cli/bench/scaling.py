@@ -31,7 +31,7 @@ def add(benches: Any) -> None:
     one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps of each turn (default 10)")
     one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each (default 3)")
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-scaling)")
-    one.set_defaults(command=scaling)
+    one.set_defaults(command=scaling, of_layers=None)
 
     two = benches.add_parser("model", help="predict steps on other machines and rank counts")
     parts = two.add_subparsers(required=True, metavar="WHAT")
@@ -54,7 +54,7 @@ def add(benches: Any) -> None:
         help="seconds of steps on the machine, by ranks: calibrate its compute_factor and jitter, for the other counts",
     )  # fmt: skip
     one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-model)")
-    one.set_defaults(command=predict)
+    one.set_defaults(command=predict, of_layers=None)
 
 
 def scaling(arguments: argparse.Namespace) -> int:

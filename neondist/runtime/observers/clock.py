@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from typing import Any
 
 from ...observer import Observer
 
+GRADIENT = "gradient of the output"
+"""is shown before a step of a PyTorch module goes back"""
 KINDS = ("forward", "backward", "exchange", "wait")
 REST = "cost and rest"
 _ROWS = {"step": REST, "cost": REST, "sync": "sum of gradients", "update": "update"}
@@ -38,6 +41,12 @@ class Clock(Observer):
         """Go on with what was at work before."""
         self._charge()
         self._stack.pop()
+
+    def value(self, layer: Any, name: str, array: object) -> None:
+        """The gradient of a module's step has come: from here on autograd is at its way back, of which nobody tells."""
+        if name == GRADIENT and self._stack:
+            self._charge()
+            self._stack[-1] = str(layer.name), "backward"
 
     def _charge(self) -> None:
         now = time.perf_counter()

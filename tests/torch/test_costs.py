@@ -1,0 +1,193 @@
+"""What steps of modules cost on all ranks at once is what each rank's plan says, and what `check` prints."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_runs import captured_once  # noqa: E402
+
+import neondist.torch as ndt  # noqa: E402
+from neondist.geometry import GridShape  # noqa: E402
+from neondist.plan import report  # noqa: E402
+from neondist.torch.costs import paths  # noqa: E402
+from neondist.torch.layout import Atom, Mesh  # noqa: E402
+from neondist.torch.rules import product  # noqa: E402
+from neondist.torch.traffic import sent_around, traffic_of  # noqa: E402
+from neondist.torch.transfer import Transfer, Want  # noqa: E402
+
+GRIDS = GridShape(1, 2, 3), GridShape(2, 3, 1), GridShape(1, 1, 1), GridShape(1, 1, 5)
+
+
+def drawn_want(rng, mesh, dim, axis, wanted):
+    """Return what parts of an axis (or all) want of a dimension that another one, or none, cuts: any ranges."""
+    extent = int(rng.integers(1, 12))
+    source = Atom(extent)
+    if axis is not None:
+        bounds = np.sort(rng.integers(0, extent + 1, mesh.parts[axis] - 1)).tolist()
+        source = Atom(extent, axis, (0, *bounds, extent))
+    ranges = [
+        tuple(tuple(np.sort(rng.integers(0, extent + 1, 2)).tolist()) for _ in range(rng.integers(0, 3)))
+        for _ in range(1 if wanted is None else mesh.parts[wanted])
+    ]
+    return Want(dim, source, wanted, tuple(ranges))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_all_ranks_send_is_what_each_would_receive(seed):
+    rng, mesh = np.random.default_rng(seed), Mesh((2, 3, 4))
+    axes = rng.permutation(3)[: rng.integers(1, 4)].tolist()
+    odd = seed % 5 == 0  # one axis cuts, and the parts of another want
+
+    def ends(axis):
+        return (axis, (axis + 1) % 3) if odd else [(axis, axis), (axis, None), (None, axis)][rng.integers(3)]
+
+    transfer = Transfer(mesh, tuple(drawn_want(rng, mesh, dim, *ends(axis)) for dim, axis in enumerate(axes)))
+    assert transfer.separable is not odd
+    expected = {rank: Counter() for rank in range(mesh.size)}
+    for needer in range(mesh.size):
+        for piece in transfer.receives(needer):
+            if piece.peer != needer:
+                expected[piece.peer][piece._replace(peer=needer)] += 1
+    for rank in range(mesh.size):
+        assert Counter(transfer.sends(rank)) == expected[rank]
+        if transfer.separable:
+            shown, seen = (found[rank] for found in transfer.cells)
+            assert shown == sum(piece.cells for piece in transfer.sends(rank))
+            assert seen == sum(piece.cells for piece in transfer.receives(rank) if piece.peer != rank)
+    assert transfer.silent == (not any(expected.values()))
+
+
+class Net(nn.Module):
+    """Windows, norms, attention, a sum along one axis alone, and a layer that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(4, 6, 3, stride=2), nn.GroupNorm(2, 6))
+        self.frozen = nn.Conv2d(6, 6, 1).requires_grad_(False)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.frozen(self.second(self.first(x)))
+        tokens = y.flatten(2).mT
+        y = y + F.scaled_dot_product_attention(tokens, tokens, tokens).mT.reshape(y.shape)
+        return self.last((y - y.mean(2, keepdim=True)).square().mean((2, 3)))
+
+
+def planned(shape, build=Net, image=(17, 14, 2), **more):
+    model = ndt.TorchModel(build, **more)
+    with captured_once():
+        return model.plan(image, shape, 4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", GRIDS)
+def test_costs_add_up_to_the_traffic_of_all_ranks(shape, recompute):
+    plan = planned(shape, recompute=recompute)
+    steps, costs, total = plan.steps, plan.costs(), plan.all_costs.total
+    each = [steps.traffic(rank, plan.trained) for rank in range(shape.size)]
+    sent = [sum(n for (kind, _, _), n in one.items() if kind != "sum") for one in each]
+    assert total.sent_all == sum(cost.sent_all for cost in costs.values()) == sum(sent)
+    assert total.sent_most == max(sent) <= sum(cost.sent_most for cost in costs.values())
+    summed = [sum(n for (kind, name, _), n in one.items() if kind == "sum" and name != "gradients") for one in each]
+    assert total.summed == max(summed)
+    assert plan.all_costs.gradients == max(one.get(("sum", "gradients", "backward"), 0) for one in each)
+    mine = {(kind, name): n for (kind, name, direction), n in each[0].items() if direction == "forward"}
+    assert all(kind in costs[plan.row_of(name)].crosses for kind, name in mine)
+    assert total.memory == sum(cost.memory for cost in costs.values()) == plan.memory(plan.all_costs.fullest)
+    assert plan.memory(plan.all_costs.fullest) == max(plan.memory(rank) for rank in range(shape.size))
+    assert total.parameters == sum(p.numel() for p in Net().parameters() if p.requires_grad)
+    assert costs["frozen"].parameters == 0
+
+
+@pytest.mark.parametrize("more", [{"scheme": "quantised"}, {}])
+def test_some_ranks_are_counted_as_all_are(more):
+    plan = planned(GridShape(2, 3, 2), **more).steps
+    every = traffic_of(plan, range(12))
+    for rank in (0, 5, 11):
+        assert plan.traffic(rank) == {account: n[rank] for account, n in every.items() if n[rank]}
+
+
+def test_products_of_ranks_add_up_to_those_of_one():
+    def flops(shape):
+        return {name: cost.flops for name, cost in planned(shape, image=(16, 12, 2)).costs().items()}
+
+    whole = flops(GridShape())
+    convolution = 2 * 4 * 16 * 12 * 4 * 2 * 9
+    assert whole["first.0"] == 2 * convolution  # nobody asks for the gradient of the images
+    assert whole["last"] == 3 * 2 * 4 * 6 * 3
+    cut = flops(GridShape(1, 2, 3))  # of the largest tile
+    assert cut["first.0"] * 6 == whole["first.0"]
+    assert cut["second.0"] == 3 * 2 * 4 * (4 * 2) * 6 * 4 * 9
+    assert flops(GridShape(4, 1, 1))["last"] * 4 == whole["last"]
+
+
+def test_a_ring_computes_the_scores_once_more(monkeypatch):
+    def products(shape):
+        costs = planned(shape, image=(13, 11, 2)).all_costs
+        kinds = {step.kind for step in costs.plan.steps if "attention" in step.name}
+        return kinds, sum(costs.flops[id(step)] for step in costs.plan.steps if "attention" in step.name)
+
+    monkeypatch.setattr(product, "RING_BYTES", 0)
+    one, two = products(GridShape()), products(GridShape(1, 2, 1))
+    assert (one[0], two[0] >= {"ring"}) == ({"local"}, True)
+    # of 6 x 5 cells each has 3 x 5; going back, the ring computes scores anew: one product more than six
+    assert two[1] * 6 == one[1] / 2 * 7
+    ring = next(step.key for step in planned(GridShape(2, 2, 3)).steps.steps if step.kind == "ring")
+    for direction in ("forward", "backward"):
+        assert sent_around(ring, direction).tolist() == [ring.sent(rank, direction) for rank in range(12)]
+
+
+def test_the_table_has_the_totals():
+    plan = planned(GridShape(1, 2, 3))
+    lines, total = plan.describe().splitlines(), plan.all_costs.total
+    assert lines[0] == "6 ranks (1 replicas, 2 rows, 3 cols), inputs 17×14×2, batches of 4"
+    foot = next(line for line in lines if line.startswith("total"))
+    sizes = [report.size(n) for n in (total.sent_most, total.sent_all, total.summed)]
+    expected = [*sizes, report.number(total.flops), f"{total.parameters:,}", report.size(total.memory)]
+    assert foot.split() == ["total", *" ".join(expected).split()]
+    rows = {line.split()[0]: line for line in lines if line}
+    assert "4×4×17×14" in rows["first.0"]
+    assert "halo" in rows["first.0"]
+    assert f"sum of gradients: a rank gives {report.size(plan.all_costs.gradients)} a step" in lines
+
+
+def test_thousands_of_ranks_are_planned_at_once():
+    plan = planned(GridShape(1, 64, 64), lambda: nn.Sequential(*[nn.Conv2d(2, 2, 3, padding=1)] * 3), (640, 640, 2))
+    total = plan.all_costs.total
+    inner = 4 * 2 * (2 * (4 * 10 + 4)) * 4  # bytes: samples, channels, cells around a tile, each seen by another
+    assert plan.all_costs.traffic["halo", "0:aten.conv2d.default", "forward"].max() * 2 == inner
+    assert total.sent_most == 5 * inner // 2  # the images have no gradient
+    assert plan.thinnest == 640
+
+
+def test_modules_inside_of_one_another_are_told_together():
+    names = ["a.b.c:op", "a.b.d:op", "a.e:op", "f:op", "aten.add.Tensor"]
+    assert list(paths(names, 5).values()) == ["a.b.c", "a.b.d", "a.e", "f", "aten.add.Tensor"]
+    assert list(paths(names, 4).values()) == ["a.b", "a.b", "a.e", "f", "aten.add.Tensor"]
+    assert set(paths(names, 1).values()) == {"a", "f", "aten.add.Tensor"}
+    assert paths([], 3) == {}
+
+
+def test_what_an_optimizer_keeps():
+    kept = {"SGD": 0, "Adam": 2, "Adagrad": 1, "RMSprop": 1}
+    assert {name: ndt.TorchOptimizer(name).kept for name in kept} == kept
+    assert ndt.TorchOptimizer("SGD", {"lr": 0.1, "momentum": 0.9}).kept == 1
+
+
+def test_what_cannot_be_counted_is_named():
+    plan = planned(GridShape(1, 1, 5))
+    counted = plan.all_costs.total.flops
+
+    def run(*tensors):
+        raise RuntimeError("looks at values")
+
+    plan = planned(GridShape(1, 1, 5))
+    next(step for step in plan.steps.steps if step.kind == "local" and step.name[:5] == "last:").run = run
+    assert "flops without those of last:aten.linear.default, which could not be counted" in plan.describe()
+    assert 0 < plan.all_costs.total.flops < counted
