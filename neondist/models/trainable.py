@@ -19,6 +19,8 @@ from ..layers import Layer
 from ..optim import Optimizer
 from ..parallel import GradientSync, Parameters, ParameterShard
 from ..registry import Registered
+from ..runtime import Executor
+from ..runtime.debug import guarded
 from ..runtime.observers.ledger import Ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from .summary import Summary
@@ -113,12 +115,18 @@ class Whole(Registered, Trainable, ABC):
     layers: Sequence[Any]
     leaves: Sequence[Layer]
     parameters: Parameters | None
+    executor: Executor
+    last_pass: Any
     slots: dict[str, Any]
     nonfinite: str
     nonfinite_monitor: NonFiniteMonitor
     num_pretrain_epochs: int
     pretrain_optimizer: Optimizer
     distributed: bool
+
+    def guard(self, seed: int) -> None:
+        """Look for mistakes of a user's layers and border schemes in all steps of a built model; see DebugHalo."""
+        self.executor, self.last_pass = guarded(self.executor, self.leaves, seed), None
 
     @abstractmethod
     def execute(

@@ -112,6 +112,7 @@ class TorchModel(Whole):
         self.step, self.uncounted, self.learning_rate_scale = 0, 0, 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.slots: dict[str, Any] = {}
+        self._guard: int | None = None
         self._plans: dict[Any, ModulePlan] = {}
         self._programs: dict[Any, Any] = {}
         self._feed = unwrapped(self._arguments["feed"] or channels_first)
@@ -279,6 +280,12 @@ class TorchModel(Whole):
             raise ConfigError("feed: makes labels of whole images; evaluate without --block, and with memory for them")
         return LossOfCells(self.cost)
 
+    def guard(self, seed: int) -> None:
+        """Look for mistakes of rules and border schemes of the user's own in the steps from now on."""
+        self._guard = seed
+        for model in self._models.values():
+            model.guard(seed)
+
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the first output, channels last."""
         batch = batch_size or self.batch_size
@@ -375,6 +382,8 @@ class TorchModel(Whole):
                 gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme, strips=self.strips,
                 memory=self.compiled.limit,
             )  # fmt: skip
+            if self._guard is not None:
+                made.guard(self._guard)
             self._models[batch] = made
         model = self._models[batch].train(training)
         if (batch, training) not in self._captured:  # before `_seeded`: tracing touches the state of random numbers

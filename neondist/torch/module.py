@@ -134,6 +134,17 @@ class DistributedModule(nn.Module):
                 self.tiling.note(tensor, layout)
         return outputs
 
+    def guard(self, seed: int = 0) -> None:
+        """Look for mistakes of rules and border schemes of your own in passes from now on: slow, and the same numbers.
+
+        A step that writes into what it is given, or gives another part of its results than its rule has said, and a
+        scheme that leaves cells of other tiles unfilled, end the pass with a HaloError that names them. Messages come
+        late.
+        """
+        self.wires.guard(seed)
+        self._runners.clear()
+        self._losses.clear()
+
     def train(self, mode: bool = True) -> DistributedModule:
         """Set the module's mode."""
         self.module.train(mode)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .functions import Again, Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
 from .graph import Segment, Step, Value, autocast, has_gradients
+from .guard import guarded
 from .plan import TorchPlan
 from .ring import Around, RingChannel
 from .schemes import SchemeChannel
@@ -67,6 +68,8 @@ class Runner:
     def _run_steps(self, steps: Sequence[Step], env: dict[int, torch.Tensor]) -> None:
         """Run steps, and replace what is read no more by what they give."""
         run = self._watched if self.wires.grid.observers else self._run
+        if self.wires.guarded:
+            run = partial(guarded, self.plan.rank, run, self.plan.values)
         for step in steps:
             found = run(step, [env[value] for value in step.inputs])
             for value, tensor in zip(step.outputs, found, strict=True):

@@ -11,12 +11,13 @@ import torch
 
 from ..backends import Backend, get_backend
 from ..comm import Exchange, ProcessGrid
-from ..errors import ConfigError
+from ..errors import ConfigError, HaloError
 from ..geometry import Box, HaloPlan, Piece, Window
 from ..halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
 from ..halo.buffer import HaloBuffer
 from ..observer import During
 from ..registry import suggest
+from ..runtime.debug import mark_buffer, marked
 from .graph import Step
 from .transfer import Piece as Indices
 from .transfer import Range
@@ -56,7 +57,14 @@ class SchemeChannel:
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
         """Return what this rank sees, given its part; `pads` are (dimension, before, after)."""
         owner, buffer = self._buffer(tensor, fill)
+        if self.wires.guarded:
+            mark_buffer(buffer)
         seen = buffer.forward(_channels_last(tensor), self.wires.phase)
+        if self.wires.guarded and (missing := marked(seen)).any():
+            raise HaloError(
+                f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} numbers of its view were never"
+                f" filled; scheme {type(self.policy).__name__} has to fill every cell of other tiles"
+            )
         self._record(owner)
         found = torch.from_numpy(seen).movedim(-1, 1)  # of the host: schemes cross it
         shape, inside = list(found.shape), [slice(None)] * tensor.dim()

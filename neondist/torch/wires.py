@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from math import prod
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..comm import Message, ProcessGrid, Transport
+from ..comm import DebugTransport, Message, ProcessGrid, Transport
 from ..halo.exchange import WHOLE
 from ..observer import During
 from ..runtime.observers.ledger import Account, Ledger
@@ -35,6 +36,8 @@ class Wires:
         The bytes of all that.
     phase : Phase
         Of the pass at work: what border schemes ask for.
+    guarded : bool
+        Whether steps are looked at for mistakes.
     """
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
@@ -44,7 +47,14 @@ class Wires:
         self.ledger: Ledger = Counter()
         self.phase = WHOLE
         self.sent = 0
+        self.guarded = False
         self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
+
+    def guard(self, seed: int) -> None:
+        """Look for mistakes of steps and schemes, and let messages come late; for what is planned from now on."""
+        self.grid, self.guarded = copy.copy(self.grid), True
+        self.grid.world = DebugTransport(self.grid.world, seed)
+        self.grid.tile_comm = DebugTransport(self.grid.tile_comm, seed)
 
     def record(self, kind: str, step: str, direction: str, peer: int | str, nbytes: int) -> None:
         """Take note of a message to a rank, or of a sum in a group."""

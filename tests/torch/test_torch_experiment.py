@@ -336,9 +336,9 @@ def test_what_benchmarks_ask_of_layers_alone(folder, capsys, words, what, remedy
     assert f"{what}: is for layers of neondist, and TorchModel classifier has none; {remedy}\n" in said
 
 
-def test_debug_halo_is_for_layers(folder, capsys):
-    assert main(["run", "classifier.yaml", "--import", "nets.py", "--output", "out", "--debug-halo"]) == 2
-    assert "--debug-halo: watches layers of neondist, and TorchModel classifier has none" in capsys.readouterr().err
+def test_debug_halo_changes_no_numbers(folder):
+    watched = ("--virtual", 2, "--debug-halo", "--set", "epochs=1")
+    check_same(run("classifier", "watched", *watched), run("classifier", "plain", "--set", "epochs=1"))
 
 
 @needs_mpirun

@@ -4,6 +4,7 @@ mark: a NaN that tells where it came from. shadow: what a layer is given instead
 looks for mistakes. Messages are watched by comm.DebugTransport.
 """
 
-from .guard import guarded
+from .guard import guarded, mark_buffer
+from .mark import marked
 
-__all__ = ["guarded"]
+__all__ = ["guarded", "mark_buffer", "marked"]

@@ -75,7 +75,7 @@ class GuardedContext(StepContext):
             self._check_cells(direction, array, given[-1], what)
             return self.named(direction, move, *given)
         if buffer is not None:
-            _mark_buffer(buffer)
+            mark_buffer(buffer)
         view = self.named(direction, move, *given)
         remedy = f"; scheme {type(array.policy).__name__} has to fill every cell of other tiles"
         self._check_cells(direction, array, view, "numbers of its view were never filled", remedy)
@@ -163,7 +163,7 @@ class GuardedTask(LayerTask):
         return ctx.shadow.array
 
 
-def _mark_buffer(buffer: Any) -> None:
+def mark_buffer(buffer: Any) -> None:
     """Mark what has to be filled: all cells but the own ones, which may lie there already, and constant padding."""
     tile = buffer.tile.copy()
     mark(buffer.cells)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from ...errors import ConfigError
-from ...models import Model
+from ...models import Whole
 from ...registry.arguments import checked
-from ...runtime.debug import guarded
 from ..state import TrainState
 from .hook import Hook
 
@@ -15,7 +13,8 @@ class DebugHalo(Hook):
 
     Cells of a view that have to be filled begin as NaN of a kind of its own. Layers get copies of their views, and of
     the gradients of their outputs, with such NaN around. Messages leave and arrive with random delays, and must not
-    change on their way. A mistake ends the run with a HaloError that names layer, direction and step.
+    change on their way. A mistake ends the run with a HaloError that names layer, direction and step. Of a PyTorch
+    module what rules of your own give is compared with what they have said, and their arguments must not change.
 
     Parameters
     ----------
@@ -33,15 +32,10 @@ class DebugHalo(Hook):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def guard(self, model: Model) -> None:
+    def guard(self, model: Whole) -> None:
         """Guard all layers of a built model, before its first step."""
-        model.executor, model.last_pass = guarded(model.executor, model.leaves, self.seed), None
+        model.guard(self.seed)
 
     def before_run(self, run: TrainState) -> None:
         """Guard all layers."""
-        model = run.model.whole
-        if not isinstance(model, Model):
-            raise ConfigError(
-                f"--debug-halo: watches layers of neondist, and {model} has none; leave it out"
-            ).on_all_ranks()
-        self.guard(model)
+        self.guard(run.model.whole)

@@ -1,0 +1,53 @@
+"""What `--debug-halo` looks for in a module: mistakes of rules and border schemes of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..errors import HaloError
+from .graph import IN_PLACE, Step, Value, autocast
+
+
+def guarded(
+    rank: int,
+    run: Callable[[Step, list[torch.Tensor]], Sequence[torch.Tensor]],
+    values: Sequence[Value],
+    step: Step,
+    tensors: list[torch.Tensor],
+) -> Sequence[torch.Tensor]:
+    """Run a step; raise HaloError if it writes into what it is given, or gives another part than its rule has said.
+
+    Parameters
+    ----------
+    run : callable
+        What runs it.
+    values : sequence of Value
+        Those of the plan.
+    """
+    before = [tensor.detach().clone() for tensor in tensors]
+    found = run(step, tensors)
+    if step.run not in IN_PLACE.values():  # those write where nobody else reads
+        for at, (tensor, copy) in enumerate(zip(tensors, before, strict=True)):
+            if not torch.equal(_bits(tensor.detach()), _bits(copy)):
+                raise _problem(rank, step, f"wrote into its argument {at}, which others may read; work on a copy")
+    for at, (tensor, value) in enumerate(zip(found, (values[out] for out in step.outputs), strict=True)):
+        dtype = tensor.dtype if any(autocast()) else value.dtype
+        if (tuple(tensor.shape), tensor.dtype) != (value.local, dtype):
+            raise _problem(
+                rank,
+                step,
+                f"gave {tensor.dtype} of shape {tuple(tensor.shape)} as result {at}, but its rule says {value.dtype} of"
+                f" shape {value.local} on this rank",
+            )
+    return found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return numbers that compare as equal where NaN stands for NaN."""
+    return torch.nan_to_num(tensor) if tensor.is_floating_point() else tensor
+
+
+def _problem(rank: int, step: Step, what: str) -> HaloError:
+    return HaloError(f"rank {rank}: step '{step.name}', forward: {what}")
