@@ -1,15 +1,92 @@
-"""Criteria, as modules that are captured like others."""
+"""Criteria of a distributed module, which are captured as modules are."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
+from .alike import Watch, digest_of
+from .capture import captured, lowered
+from .layout import Layout, shape_of
 from .plan import TorchPlan
+from .run import Runner
+from .wires import Wires
+
+REMEMBERED = 16
+"""So many criteria are remembered."""
+
+
+class _Known(NamedTuple):
+    """A criterion, what runs for each of its states and inputs, and for which it may be called as it is."""
+
+    criterion: Any
+    watch: Watch
+    runners: dict[Any, tuple[Runner, str]]
+    plain: dict[Any, Any]
+
+
+class Criteria:
+    """The criteria that a module was given, captured for the shapes of their arguments."""
+
+    def __init__(self, wires: Wires) -> None:
+        self.wires = wires
+        self._known: dict[Hashable, _Known] = {}
+
+    def is_plain(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> bool:
+        """Tell whether a criterion that was noted as plain for such tensors still is."""
+        known = self._known.get(identity(criterion))
+        return known is not None and known.plain.get(_of(output, target)) == known.watch.key()
+
+    def note_plain(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> None:
+        """Take note of a criterion that may be called as it is: it gives one number, and draws none at random."""
+        known = self._known[identity(criterion)]
+        known.plain[_of(output, target)] = known.watch.key()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
+
+    def runner(
+        self, criterion: Any, leaves: Sequence[Any], at: Sequence[int], spec: Any, layouts: Sequence[Layout]
+    ) -> tuple[Runner, str]:
+        """Return what runs for a criterion, and a hash of it.
+
+        Parameters
+        ----------
+        leaves, spec : of its arguments
+        at : sequence of int
+            Which of the leaves are tensors.
+        layouts : of these
+        """
+        which = identity(criterion)
+        if which not in self._known:
+            if len(self._known) >= REMEMBERED:
+                del self._known[next(iter(self._known))]
+            owner = criterion if isinstance(criterion, nn.Module) else nn.Module()
+            self._known[which] = _Known(criterion, Watch(owner), {}, {})
+        criterion, watch, runners, _ = self._known[which]
+        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in at)
+        dtypes = [leaves[i].dtype for i in at]
+        device = leaves[at[0]].device if at else None
+        inputs = spec, others, tuple(layouts), tuple(dtypes), device
+        before = watch.key()
+        if (before, inputs) not in runners:
+            shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+            program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
+            plan, tree = lowered(program, self.wires.mesh, self.wires.grid.rank, layouts)
+            check_number(plan, tree)
+            before = watch.settled(before)
+            runners[before, inputs] = Runner(self.wires, plan), digest_of(plan, program)
+        return runners[before, inputs]
+
+
+def _of(output: torch.Tensor, target: torch.Tensor) -> tuple[Any, ...]:
+    return output.shape, target.shape, output.dtype, target.dtype
 
 
 def check_number(plan: TorchPlan, tree: Any) -> None:

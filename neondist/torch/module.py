@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +18,9 @@ from ..errors import ConfigError, ShapeError, UserError
 from ..halo import Phase
 from ..memory import as_bytes, share_of
 from .alike import Watch, check_alike, digest_of, versions
-from .capture import captured, device_of, lowered
+from .capture import captured, device_of
 from .checks import check_module, check_parameters, check_tensor, gradients_of
-from .criteria import CriterionModule, check_number, identity
+from .criteria import Criteria
 from .execution import Execution
 from .graph import autocast
 from .layout import Layout, local_shape, shape_of
@@ -31,13 +32,18 @@ from .tiling import Tiling
 from .transport import world
 from .wires import Wires
 
-_, _TWO = pytree.tree_flatten((0, 0))
-CRITERIA = 16
-"""So many criteria of `loss` are remembered."""
 
+@dataclass(eq=False)
+class _Prepared:
+    """What runs for one state of a module.
 
-class _Prepared(NamedTuple):
-    """What runs for one state of a module."""
+    Attributes
+    ----------
+    changes : bool
+        Whether a forward of the module may change attributes of its own.
+    targets : dict of shape to Layout
+        How targets of these shapes are cut.
+    """
 
     runner: Runner
     tree: Any
@@ -45,6 +51,8 @@ class _Prepared(NamedTuple):
     digest: str
     in_parts: bool
     dtypes: list[torch.dtype]
+    changes: bool = True
+    targets: dict[tuple[int, ...], Layout] = field(default_factory=dict)
 
 
 class DistributedModule(nn.Module):
@@ -72,7 +80,7 @@ class DistributedModule(nn.Module):
         self.grid, self._compiler = grid, compiler
         self._shapes, self._dtypes = list(shapes), list(dtypes)
         self._runners: dict[Any, _Prepared] = {}
-        self._losses: dict[Hashable, tuple[Any, Watch, dict[Any, tuple[Runner, str]]]] = {}
+        self._current: tuple[Any, _Prepared] | None = None
         self.step = 0
         self._versions: tuple[int, ...] = ()
         with all_or_none(grid.world):
@@ -80,7 +88,7 @@ class DistributedModule(nn.Module):
             self._watch = Watch(module)
             self.execution = Execution.of(module, **how)
             self.wires = Wires(grid, len(shapes[0]) - 2)
-            self.tiling = Tiling(self.wires, self._shapes)
+            self.tiling, self._criteria = Tiling(self.wires, self._shapes), Criteria(self.wires)
             self._tile_shapes = [local_shape(layout, self.wires.place) for layout in self.tiling.inputs]
             self._runner()
         self.wires.connect(device_of(module))
@@ -123,13 +131,16 @@ class DistributedModule(nn.Module):
     def _alone(self, tiles: Sequence[torch.Tensor], state: Any, prepared: _Prepared) -> Any:
         """Return what the module itself gives; what it changes of its own in a forward is no change of its steps."""
         outputs = self.module(*tiles)
-        if self._watch.key() != state:
-            self._runners[self._watch.settled(state)] = prepared
+        if prepared.changes:
+            if self._watch.key() != state:
+                self._runners[self._watch.settled(state)] = prepared
+            prepared.changes = self._watch.key() != state
         return self._noted(outputs, prepared.layouts)
 
     def _noted(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
         """Return the outputs, and take note of how they are cut."""
-        for tensor, layout in zip(pytree.tree_leaves(outputs), layouts, strict=True):
+        leaves = [outputs] if isinstance(outputs, torch.Tensor) else pytree.tree_leaves(outputs)
+        for tensor, layout in zip(leaves, layouts, strict=True):
             if layout is not None:
                 self.tiling.note(tensor, layout)
         return outputs
@@ -143,7 +154,8 @@ class DistributedModule(nn.Module):
         """
         self.wires.guard(seed)
         self._runners.clear()
-        self._losses.clear()
+        self._current = None
+        self._criteria.clear()
 
     def train(self, mode: bool = True) -> DistributedModule:
         """Set the module's mode."""
@@ -197,12 +209,17 @@ class DistributedModule(nn.Module):
         A target that has the spatial extents of an output, (N, *spatial) or (N, C, *spatial), is cut as that is; of
         others, (N,) or (N, C), only the batch is cut, over replicas.
         """
+        targets = self._runner().targets
+
+        def part(each: Any) -> torch.Tensor:
+            shape = tuple(each.shape)
+            if shape not in targets:
+                targets[shape] = self.tiling.target(shape, self._outputs())
+            return self.tiling.part(each, targets[shape])
+
         for tensor in pytree.tree_leaves(target):
             check_tensor("target", tensor)
-        outputs = self._outputs()
-        return pytree.tree_map(
-            lambda each: self.tiling.part(each, self.tiling.target(tuple(each.shape), outputs)), target
-        )
+        return part(target) if isinstance(target, torch.Tensor) else pytree.tree_map(part, target)
 
     def gather(self, tile: Any) -> Any:
         """Return the whole of this rank's tile of an output, or of an input or its gradient; collective."""
@@ -223,23 +240,25 @@ class DistributedModule(nn.Module):
         output, target
             This rank's tiles, as the model and `scatter_target` give them; or lists or dictionaries of them.
         """
-        if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):  # spares a small step a tenth
-            leaves, spec, outputs = [output, target], _TWO, 1
-        else:
-            leaves, spec = pytree.tree_flatten((output, target))
-            outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
+        two = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+        if two and self.grid.size == 1 and self._criteria.is_plain(criterion, output, target):
+            return criterion(output, target)
+        leaves, spec = pytree.tree_flatten((output, target))
+        outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in at]
         layouts = self.tiling.layouts_of(tensors, self._outputs, outputs)
         error, digest = None, ""
         try:
-            inner, digest = self._loss_runner(criterion, leaves, at, spec, layouts)
+            inner, digest = self._criteria.runner(criterion, leaves, at, spec, layouts)
         except UserError as problem:
             error = problem
         if self.grid.size > 1 or error:
             facts = {"the call": "loss", "the criterion": digest, "torch.is_grad_enabled()": torch.is_grad_enabled()}
             check_alike(self.grid.world, facts | gradients_of("tensor", tensors), error)
         if self.grid.size == 1 and inner.plan.key is None:
+            if two:
+                self._criteria.note_plain(criterion, output, target)
             return criterion(output, target)
         # not before: virtual ranks share the criterion, whose tensors are others while PyTorch traces it
         owner = criterion if isinstance(criterion, nn.Module) else nn.Module()
@@ -249,36 +268,14 @@ class DistributedModule(nn.Module):
 
     # Inner.
 
-    def _loss_runner(
-        self, criterion: Any, leaves: Sequence[Any], at: Sequence[int], spec: Any, layouts: Sequence[Layout]
-    ) -> tuple[Runner, str]:
-        which = identity(criterion)
-        if which not in self._losses:
-            if len(self._losses) >= CRITERIA:
-                del self._losses[next(iter(self._losses))]
-            owner = criterion if isinstance(criterion, nn.Module) else nn.Module()
-            self._losses[which] = criterion, Watch(owner), {}
-        criterion, watch, runners = self._losses[which]
-        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in at)
-        dtypes = [leaves[i].dtype for i in at]
-        device = leaves[at[0]].device if at else None
-        inputs = spec, others, tuple(layouts), tuple(dtypes), device
-        before = watch.key()
-        if (before, inputs) not in runners:
-            shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-            program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
-            plan, tree = lowered(program, self.wires.mesh, self.grid.rank, layouts)
-            check_number(plan, tree)
-            before = watch.settled(before)
-            runners[before, inputs] = Runner(self.wires, plan), digest_of(plan, program)
-        return runners[before, inputs]
-
     def _runner(self) -> _Prepared:
         return self._prepared()[1]
 
     def _prepared(self) -> tuple[Any, _Prepared]:
         """Return the state that the module is in, and what runs in it."""
         before = self._watch.key()
+        if self._current is not None and before == self._current[0]:  # spares a small step its hash
+            return self._current
         if before not in self._runners:
             dtypes = self._input_dtypes()
             program = captured(self.module, list(zip(self._shapes, dtypes, strict=True)))
@@ -292,7 +289,8 @@ class DistributedModule(nn.Module):
             prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest, in_parts, dtypes)
             before = self._watch.settled(before)
             self._runners[before] = prepared
-        return before, self._runners[before]
+        self._current = before, self._runners[before]
+        return self._current
 
     def _outputs(self) -> list[Layout]:
         return [layout for layout in self._runner().layouts if layout is not None]

@@ -135,13 +135,13 @@ class _Building(BlockLowering):
 
     def add(self, at: int, noted: Noted) -> bool:
         """Add an operator, if it can go with the others."""
-        before, number = (len(self.given), len(self.calls), dict(self.known)), self._number
+        given, calls, known, key, number = len(self.given), len(self.calls), dict(self.known), self.key, self._number
         try:
             found = self._added(noted)
         except UnsupportedOperator:
             self.statistics = {call: norm for call, norm in self.statistics.items() if call <= number}
-            self.known = before[2]
-            del self.given[before[0] :], self.calls[before[1] :]
+            self.known, self.key = known, key
+            del self.given[given:], self.calls[calls:]
             return False
         depth = self.depth_with(noted)
         self.known.update(paired(noted.found, found))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ShapeError
 from .building import Builder
@@ -33,11 +33,17 @@ class Tiling:
     def __init__(self, wires: Wires, shapes: Iterable[Sequence[int]]) -> None:
         self.wires = wires
         self.inputs = [cut(shape, wires.mesh) for shape in shapes]
-        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # how tensors that went out of here are cut
+        # how tensors that went out of here are cut, by their id as long as they live
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
 
     def note(self, tensor: torch.Tensor, layout: Layout) -> None:
         """Remember how a tensor is cut, as long as it lives."""
-        self._known[tensor] = layout
+        key, known = id(tensor), self._known
+        known[key] = weakref.ref(tensor, lambda _: known.pop(key, None)), layout
+
+    def _noted(self, tensor: torch.Tensor) -> Layout | None:
+        reference, layout = self._known.get(id(tensor), (None, None))
+        return layout if reference is not None and reference() is tensor else None
 
     def part(self, image: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return this rank's part of a whole tensor, which every rank has."""
@@ -46,15 +52,18 @@ class Tiling:
                 f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got"
                 f" {tuple(image.shape)}; a model takes images of its example_shape alone"
             )
-        shape = local_shape(layout, self.wires.place)
-        atoms = [atom for dim in layout for atom in dim]
-        if len(atoms) != len(layout):
-            image = image.reshape([atom.extent for atom in atoms])
-        for dim, atom in enumerate(atoms):
-            lo, hi = atom.range(self.wires.place)
-            image = image.narrow(dim, lo, hi - lo)
-        found = image.clone(memory_format=torch.preserve_format).reshape(shape)
-        self._known[found] = layout
+        if not axes_of(layout):
+            found = image.clone(memory_format=torch.preserve_format)
+        else:
+            atoms = [atom for dim in layout for atom in dim]
+            if len(atoms) != len(layout):
+                image = image.reshape([atom.extent for atom in atoms])
+            for dim, atom in enumerate(atoms):
+                lo, hi = atom.range(self.wires.place)
+                image = image.narrow(dim, lo, hi - lo)
+            shape = local_shape(layout, self.wires.place)
+            found = image.clone(memory_format=torch.preserve_format).reshape(shape)
+        self.note(found, layout)
         return found
 
     def target(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
@@ -94,7 +103,7 @@ class Tiling:
         outputs : callable
             Returns those of the module.
         """
-        found = [self._known.get(tensor) for tensor in tensors]
+        found = [self._noted(tensor) for tensor in tensors]
         place, world = self.wires.place, self.wires.grid.world
         asked = [at for at, layout in enumerate(found) if layout is None]
         known = self._known_layouts(outputs()) if asked else []

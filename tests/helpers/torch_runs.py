@@ -11,7 +11,7 @@ from torch import nn
 
 from neondist import ProcessGrid
 from neondist.comm import loopback
-from neondist.torch import experiment
+from neondist.torch import criteria, experiment
 from neondist.torch import module as capturing
 from neondist.torch.blocks import TracedImage
 
@@ -164,8 +164,8 @@ def captured_once(programs=None):
 
     lock = threading.Lock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capturing, "captured", captured)
-        patch.setattr(experiment, "captured", captured)
+        for place in (capturing, criteria, experiment):
+            patch.setattr(place, "captured", captured)
         yield
 
 

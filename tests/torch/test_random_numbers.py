@@ -81,6 +81,34 @@ def test_numbers_are_those_of_one_rank_on_every_grid(name, monkeypatch):
             torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
 
 
+class Noisy(nn.Module):
+    """A criterion that may begin to draw random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = 0.0
+
+    def forward(self, output, target):
+        return (F.dropout(output, self.p) - target).square().mean()
+
+
+def test_a_criterion_that_begins_to_draw(monkeypatch):
+    monkeypatch.setattr(Runner, "_drawn", lambda self, inputs: torch.tensor(5))
+    images = torch.randn(IMAGES, generator=torch.Generator().manual_seed(1))
+
+    def body(world):
+        with ProcessGrid(world) as grid:
+            model, criterion, found = ndt.distribute(nn.Tanh(), IMAGES, grid), Noisy(), []
+            for criterion.p in (0.0, 0.0, 0.5, 0.5):
+                x = model.scatter(images)
+                found.append(model.loss(criterion, model(x), x).item())
+            return found
+
+    alone = loopback.run(1, body)[0]
+    assert alone[0] == alone[1] != alone[2] == alone[3]
+    assert loopback.run(3, body)[0] == pytest.approx(alone, rel=1e-6)
+
+
 def test_numbers_are_spread_as_pytorchs(monkeypatch):
     monkeypatch.setattr(Runner, "_drawn", lambda self, inputs: torch.tensor(12345))
     torch.manual_seed(0)
