@@ -25,7 +25,7 @@ def starts_of(search: Search) -> set[int]:
     found: set[int] = set()
     for segment in search.segments():
         first = next(iter(segment.noted.values()))
-        policy = policy_of(first.where.module, search.schemes)
+        policy = policy_of(first.call.where.module, search.schemes)
         figures = policy.figures(search.mesh.size) if isinstance(policy, Fusion) else None
         if figures is not None:
             found |= _Choice(search, segment, figures).starts
@@ -74,7 +74,7 @@ class _Choice:
             if value in search.values
         )
         twice = sum(
-            self.products[number] * self._more(segment, search.values[ids_of(noted.found)[0]], wanted)
+            self.products[number] * self._more(segment, search.values[ids_of(noted.call.found)[0]], wanted)
             for number, noted in segment.noted.items()
         )
         return sending, PASSES * twice / self.figures.speed
@@ -115,10 +115,12 @@ def _products(noted: Noted, values: dict[int, Value]) -> float:
         value = values[leaf.id]
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    least = prod(values[ids_of(noted.found)[0]].shape)
+    least = prod(values[ids_of(noted.call.found)[0]].shape)
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            noted.target(*pytree.tree_map(empty, list(noted.args)), **pytree.tree_map(empty, dict(noted.kwargs)))
+            noted.call.target(
+                *pytree.tree_map(empty, list(noted.call.args)), **pytree.tree_map(empty, dict(noted.call.kwargs))
+            )
     except Exception:  # it looks at numbers, which are not there: no product then
         return least
     return max(least, counter.get_total_flops())

@@ -75,11 +75,11 @@ class FusedLowering(OfProgram):
         if segment is None:
             return self.ruled(target, args, kwargs)
         noted = segment.noted[number]
-        given = paired((noted.args, noted.kwargs), (args, kwargs))
+        given = paired((noted.call.args, noted.call.kwargs), (args, kwargs))
         self._program.update((old, new) for old, new in given if isinstance(new, Value))
         if number == max(segment.noted):
             self._run(segment)
-        return pytree.tree_map(lambda leaf: _Later(leaf.id) if isinstance(leaf, Value) else leaf, noted.found)
+        return pytree.tree_map(lambda leaf: _Later(leaf.id) if isinstance(leaf, Value) else leaf, noted.call.found)
 
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
@@ -88,7 +88,7 @@ class FusedLowering(OfProgram):
         return super().normalise(x, weight, bias, moments._replace(own=self._own.get(x.id)), groups)
 
     def _run(self, segment: OperatorSegment) -> None:
-        traced, self.where = segment.traced, segment.noted[min(segment.noted)].where
+        traced, self.where = segment.traced, segment.noted[min(segment.noted)].call.where
         if KEY in segment.inputs:
             self._program[KEY], _ = self.random_key()
         layouts = [laid(out, self.mesh) for out in traced.outputs]

@@ -15,12 +15,11 @@ from .capture import lowered
 from .errors import UnsupportedOperator
 from .functions import Moments
 from .graph import Step, Value
-from .in_blocks import BlockLowering, Statistics, Traced, ids_of, paired
+from .in_blocks import BlockLowering, Call, Statistics, Traced, ids_of, paired
 from .layout import Layout, Mesh, cut, shape_of, whole
 from .of_program import OfProgram, is_box
 from .plan import TorchPlan
 from .schemes import policy_of
-from .steps import Where
 
 Strips: TypeAlias = int | Literal["auto"] | None
 CACHE = 1 << 20
@@ -33,20 +32,14 @@ _KINDS = ("local", "view", "norm", "spread", "counted")
 class Noted(NamedTuple):
     """An operator of the program, what its rule gave, and whether windows see other tiles."""
 
-    target: Any
-    args: Any
-    kwargs: Any
-    where: Where
-    out: Any
-    draws: int
-    found: Any
+    call: Call
     windows: bool
     local: bool
 
     @property
     def read(self) -> list[int]:
         """The values that it reads."""
-        return ids_of((self.args, self.kwargs))
+        return ids_of((self.call.args, self.call.kwargs))
 
 
 class _Probe(OfProgram):
@@ -69,7 +62,7 @@ class _Probe(OfProgram):
         views = [step for step in self.steps[start:] if step.kind == "view"]
         windows = any(step.transfer is not None and not step.transfer.silent for step in views)
         local = all(map(_is_window, views)) and all(step.kind in _KINDS for step in self.steps[start:])
-        self.noted.append(Noted(*about, found, windows, local))
+        self.noted.append(Noted(Call(len(self.noted), *about, found), windows, local))
         return found
 
     def enter(self, value: Value, context: Any) -> Value:
@@ -144,21 +137,23 @@ class _Building(BlockLowering):
             del self.given[given:], self.calls[calls:]
             return False
         depth = self.depth_with(noted)
-        self.known.update(paired(noted.found, found))
-        self.depth.update((value, depth) for value in ids_of(noted.found))
+        self.known.update(paired(noted.call.found, found))
+        self.depth.update((value, depth) for value in ids_of(noted.call.found))
         self.numbers.append(at)
         return True
 
     def _added(self, noted: Noted) -> Any:
-        self.where, self.out, self.draws = noted.where, noted.out, noted.draws
-        structure = noted.target is operator.getitem or isinstance(noted.target, type)  # of what operators gave
-        boxes = [is_box(self.program[value].layout, self.mesh.axes) for value in ids_of(noted.found)]
+        self.where, self.out, self.draws = noted.call.where, noted.call.out, noted.call.draws
+        structure = noted.call.target is operator.getitem or isinstance(
+            noted.call.target, type
+        )  # of what operators gave
+        boxes = [is_box(self.program[value].layout, self.mesh.axes) for value in ids_of(noted.call.found)]
         if not (structure or (noted.local and boxes and boxes[0])):
             self.refuse()
         args, kwargs = pytree.tree_map(
-            lambda leaf: self._here(leaf) if isinstance(leaf, Value) else leaf, (noted.args, noted.kwargs)
+            lambda leaf: self._here(leaf) if isinstance(leaf, Value) else leaf, (noted.call.args, noted.call.kwargs)
         )
-        found = self.call(noted.target, args, kwargs)
+        found = self.call(noted.call.target, args, kwargs)
         norm = self.statistics.get(self._number)
         if norm is not None and norm.x.id != ids_of(args)[0]:
             self.refuse()
@@ -275,7 +270,7 @@ class Search:
         """Return the segments; at `starts`, numbers of operators, one ends."""
         found, building, policy = list[_Building](), None, None
         for number, noted in enumerate(self.probe.noted):
-            mine = policy_of(noted.where.module, self.schemes)
+            mine = policy_of(noted.call.where.module, self.schemes)
             longest = self._longest(mine) if noted.windows else inf
             if building is not None and (noted.windows or building.reads(noted)):
                 alike = not noted.windows or _alike(mine, policy)
@@ -297,7 +292,7 @@ class Search:
 
     def segment_of(self, numbers: Sequence[int]) -> OperatorSegment:
         """Return the segment of some operators, which could all be in one."""
-        policy = policy_of(self.probe.noted[numbers[0]].where.module, self.schemes)
+        policy = policy_of(self.probe.noted[numbers[0]].call.where.module, self.schemes)
         building = _Building(self.probe, self.functions, self._sums(policy))
         for number in numbers:
             noted = self.probe.noted[number]
