@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from module_steps import STEPS
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch_runs import captured_once, difference, distributed, serial
 
 from neondist.errors import UserError
@@ -138,6 +139,17 @@ class Pen:
         return self.rng.choice(names) if names else None
 
 
+class RightNorms(TorchFunctionMode):
+    """PyTorch's gradients of norms of one sample, which are wrong if those of their results lie otherwise in memory."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Let gradients that come to a norm be contiguous."""
+        found = func(*args, **kwargs or {})
+        if func in (F.batch_norm, F.instance_norm) and found.requires_grad:
+            found.register_hook(torch.Tensor.contiguous)
+        return found
+
+
 class Useless(Exception):
     """A module that says nothing: it fails, or its numbers hang by a hair."""
 
@@ -224,12 +236,14 @@ def reference(drawn: Drawn) -> dict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = serial(module, inputs)
+            with RightNorms():
+                found = serial(module, inputs)
             torch.manual_seed(13)
             with torch.no_grad():
                 for parameter in near.parameters():
                     parameter.mul_(1 + 1e-13 * torch.randn_like(parameter))
-            again = serial(near, [x * (1 + 1e-13 * torch.randn_like(x)) for x in inputs], found["gradients"])
+            with RightNorms():
+                again = serial(near, [x * (1 + 1e-13 * torch.randn_like(x)) for x in inputs], found["gradients"])
         except Exception as error:
             raise Useless(str(error)) from error
     numbers = [*found["outputs"], *found["inputs"], *found["parameters"].values()]
