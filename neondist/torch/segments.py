@@ -205,7 +205,7 @@ class OperatorSegment(NamedTuple):
     known : dict of int to Value
         What values of the program are in `traced`.
     traced : Traced
-        Its outputs are those that are cut, and then what norms take their statistics of.
+        Its outputs are those that are cut, and then what norms take their statistics of and what they give.
     rows : int
         Of a strip; 0: the whole tile at once.
     """
@@ -321,7 +321,9 @@ class Search:
         ]
         cut = [value for value in outputs if is_box(self.values[value].layout, self.probe.mesh.axes)]
         ends = [building.known[value] for value in cut]
-        ends += [norm.x for norm in building.statistics.values()]
+        for call in building.calls:  # of a norm whose results nobody reads, its statistics may be read
+            if call.number in building.statistics:
+                ends += [building.statistics[call.number].x, building.values[ids_of(call.found)[0]]]
         inputs = [value.id for _, value in building.given]
         outs = [value.id for value in ends]
         plan = TorchPlan(building.mesh, 0, building.steps, building.values, {}, {}, inputs, outs, {})

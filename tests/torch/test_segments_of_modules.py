@@ -83,6 +83,19 @@ def test_the_numbers_of_one_process(name, way):
     check(make(), shape, grids=grids, **how)
 
 
+def test_a_norm_of_which_the_statistics_alone_are_read():
+    class Unread(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
+
+        def forward(self, x):
+            self.net(x)
+            return x * 2
+
+    check(Unread(), (2, 2, 9, 11), grids=((1, 2, 2),), scheme="deep_halo")
+
+
 def planned(module, shape, ranks=4, **how):
     """Return the plan of the first of some ranks, and of all what they send in a training step."""
 
