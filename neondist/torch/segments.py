@@ -153,7 +153,10 @@ class _Building(BlockLowering):
         args, kwargs = pytree.tree_map(
             lambda leaf: self._here(leaf) if isinstance(leaf, Value) else leaf, (noted.call.args, noted.call.kwargs)
         )
+        start = len(self.steps)
         found = self.call(noted.call.target, args, kwargs)
+        if not self.recorded.issuperset(value for step in self.steps[start:] if step.inputs for value in step.outputs):
+            self.refuse()  # some of it in no call that could be repeated
         norm = self.statistics.get(self._number)
         if norm is not None and norm.x.id != ids_of(args)[0]:
             self.refuse()

@@ -264,8 +264,8 @@ def test_recompute_schemes_and_strips_are_fields(folder, capsys):
     expected = run("classifier", "one", "--set", "epochs=1")
     again = run("classifier", "again", "--virtual", 2, "--set", "epochs=1", "recompute=true", "model.scheme=tower")
     assert again[0]["train_loss"] != pytest.approx(expected[0]["train_loss"], rel=1e-9)
-    for how in ("recompute=true", "strips=3", "model.scheme=deep_halo(layers=3)"):
-        check_same(run("classifier", f"same {how[0]}", "--virtual", 2, "--set", "epochs=1", how), expected)
+    for how in (["recompute=true"], ["strips=3", "model.scheme=deep_halo(layers=3)"]):
+        check_same(run("classifier", f"same {len(how)}", "--virtual", 2, "--set", "epochs=1", *how), expected)
     capsys.readouterr()
     words = ["classifier.yaml", "--import", "nets.py", "-n", "2", "--set"]
     halos = []
