@@ -3,11 +3,12 @@
 layout: how a tensor lies on the ranks. transfer: which indices travel. capture: from a module to a graph of operators.
 lower: from the graph to a plan, by the rules of rules/, which are written with building and steps. plan, run: the plan,
 and what runs it; traffic, costs: what that takes. wires, functions: tensors over a transport, and autograd through it.
-module: what users have; alike, checks, criteria: its parts. in_blocks: the rules run backwards, for a block. blocks: a
-module block by block of its output, without messages; trunk, blocked: a training step so, up to what sees the whole
-image. segments, choosing, fused: windows that go together. execution: which of these a module has. weights: files of
-them. by_hand: views and sums for code of one's own. transport: torch.distributed. convert: modules as models of our
-layers, and back. by_name, judging, module_plan, experiment: a module in an experiment.
+distributing: what users call; module: what they get; alike, checks, criteria: its parts. in_blocks: the rules run
+backwards, for a block. blocks: a module block by block of its output, without messages; trunk, blocked: a training step
+so, up to what sees the whole image. segments, choosing, fused: windows that go together. execution: which of these a
+module has. weights: files of them. by_hand: views and sums for code of one's own. transport: torch.distributed.
+convert: modules as models of our layers, and back. by_name, judging, module_plan, experiment: a module in an
+experiment.
 """
 
 from ..errors import MissingPackageError
@@ -23,9 +24,10 @@ from . import rules
 from .by_hand import halo, reduce
 from .by_name import TorchLoss, TorchOptimizer
 from .convert import from_torch, to_torch
+from .distributing import distribute
 from .errors import UnsupportedOperator
 from .experiment import TorchModel
-from .module import DistributedModule, distribute
+from .module import DistributedModule
 from .registry import rule
 from .transport import TorchTransport, world
 from .weights import load_weights, save_weights

@@ -1,4 +1,4 @@
-"""What a rank computes of a trunk, block after block, and once more on the way back."""
+"""What a rank computes of a trunk, or in strips, block after block, and once more on the way back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Block(NamedTuple):
 
 
 class Blocks:
-    """What a rank computes of the trunk.
+    """What a rank computes of what goes together.
 
     Parameters
     ----------
@@ -41,10 +41,10 @@ class Blocks:
     first : for each input, the first index along each dimension that is given
     """
 
-    def __init__(self, trunk: Traced, here: Ranged, parts: Sequence[int], first: Sequence[Sequence[int]]) -> None:
-        self.trunk, self.here, self.parts, self.first = trunk, here, parts, first
-        self.names = *trunk.parameters, *trunk.buffers
-        self.wires = Wires(ProcessGrid.serial(), len(trunk.shape) - 2)
+    def __init__(self, traced: Traced, here: Ranged, parts: Sequence[int], first: Sequence[Sequence[int]]) -> None:
+        self.traced, self.here, self.parts, self.first = traced, here, parts, first
+        self.names = *traced.parameters, *traced.buffers
+        self.wires = Wires(ProcessGrid.serial(), len(traced.shape) - 2)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return this rank's tiles of the outputs, given what they need of the inputs, parameters and buffers."""
@@ -54,7 +54,7 @@ class Blocks:
     def extents(self) -> list[int]:
         """Return how many indices this rank has at most along each axis of the mesh."""
         found = [1] * len(self.parts)
-        for here, out in zip(self.here, self.trunk.outputs, strict=True):
+        for here, out in zip(self.here, self.traced.outputs, strict=True):
             for (lo, hi), (atom,) in zip(here, out.layout, strict=True):
                 if atom.axis is not None:
                     found[atom.axis] = max(found[atom.axis], hi - lo)
@@ -67,9 +67,9 @@ class Blocks:
                 _part_of(lo, hi, self.parts, place, atom.axis)
                 for (lo, hi), (atom,) in zip(here, out.layout, strict=True)
             )
-            for here, out in zip(self.here, self.trunk.outputs, strict=True)
+            for here, out in zip(self.here, self.traced.outputs, strict=True)
         )
-        return self.trunk.plan(at_least_one(own, self.here)), own
+        return self.traced.plan(at_least_one(own, self.here)), own
 
     @cached_property
     def blocks(self) -> list[_Block]:
@@ -78,7 +78,7 @@ class Blocks:
         for place in product(*map(range, self.parts)):
             plan, own = self.plan(place)
             if any(all(lo < hi for lo, hi in ranges) for ranges in own):
-                sources = self.trunk.sources(at_least_one(own, self.here))
+                sources = self.traced.sources(at_least_one(own, self.here))
                 found.append(_Block(len(found), Runner(self.wires, plan), sources, own))
         return found
 
@@ -94,7 +94,7 @@ class Blocks:
 
     def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Return memory for what all blocks give."""
-        outputs = zip(self.here, self.trunk.outputs, strict=True)
+        outputs = zip(self.here, self.traced.outputs, strict=True)
         return [like.new_empty([hi - lo for lo, hi in here], dtype=out.dtype) for here, out in outputs]
 
     def views(self, block: _Block, given: Sequence[Any]) -> list[Any]:
@@ -152,12 +152,12 @@ class Sums(Blocks):
 
     def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Return memory for those of all blocks."""
-        return [like.new_zeros(self.shape, dtype=self.trunk.outputs[0].dtype)]
+        return [like.new_zeros(self.shape, dtype=self.traced.outputs[0].dtype)]
 
     @property
     def shape(self) -> Shape:
         """That of all blocks' together."""
-        samples, channels, *_ = self.trunk.outputs[0].shape
+        samples, channels, *_ = self.traced.outputs[0].shape
         return prod(self.parts), 2, *((1, channels) if self.groups is None else (samples, self.groups))
 
     def own(self, block: _Block, tiles: Sequence[Any]) -> list[Any]:
@@ -167,7 +167,7 @@ class Sums(Blocks):
 
 
 class _Blocked(torch.autograd.Function):
-    """Tiles of the trunk's outputs; each block is computed again on the way back."""
+    """Tiles of the outputs; each block is computed again on the way back."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Blocks, *given: torch.Tensor) -> Any:

@@ -20,16 +20,16 @@ from .segments import Noted, OperatorSegment, Search
 from .transfer import Range, Transfer, Want
 
 
-def starts_of(search: Search) -> set[int]:
-    """Return the operators at which segments begin, where a scheme has a planner, as `Search.segments` wants them."""
-    found: set[int] = set()
-    for segment in search.segments():
+def segments_of(search: Search) -> list[OperatorSegment]:
+    """Return the segments; those of a scheme that has a planner are cut where it is cheapest."""
+    found, starts = search.segments(), set[int]()
+    for segment in found:
         first = next(iter(segment.noted.values()))
         policy = policy_of(first.call.where.module, search.schemes)
         figures = policy.figures(search.mesh.size) if isinstance(policy, Fusion) else None
         if figures is not None:
-            found |= _Choice(search, segment, figures).starts
-    return found
+            starts |= _Choice(search, segment, figures).starts
+    return search.segments(starts) if starts else found
 
 
 class _Choice:

@@ -67,8 +67,7 @@ class Criteria:
         if which not in self._known:
             if len(self._known) >= REMEMBERED:
                 del self._known[next(iter(self._known))]
-            owner = criterion if isinstance(criterion, nn.Module) else nn.Module()
-            self._known[which] = _Known(criterion, Watch(owner), {}, {})
+            self._known[which] = _Known(criterion, Watch(owner_of(criterion)), {}, {})
         criterion, watch, runners, _ = self._known[which]
         others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in at)
         dtypes = [leaves[i].dtype for i in at]
@@ -87,6 +86,11 @@ class Criteria:
 
 def _of(output: torch.Tensor, target: torch.Tensor) -> tuple[Any, ...]:
     return output.shape, target.shape, output.dtype, target.dtype
+
+
+def owner_of(criterion: Any) -> nn.Module:
+    """Return the module whose parameters a criterion has: itself; of a function one without any."""
+    return criterion if isinstance(criterion, nn.Module) else nn.Module()
 
 
 def check_number(plan: TorchPlan, tree: Any) -> None:

@@ -30,10 +30,11 @@ from ..runtime.observers.nonfinite import NonFiniteMonitor, first
 from .blocks import ModuleBlocks, TracedImage
 from .by_name import TorchLoss, TorchOptimizer, called, unwrapped
 from .capture import captured
+from .distributing import distribute
 from .execution import Execution
 from .judging import LossOfCells, Owned, channels_first, channels_last, metric_targets
 from .layout import Mesh, axes_of, cut
-from .module import DistributedModule, distribute
+from .module import DistributedModule
 from .module_plan import ModulePlan
 from .plan import TorchPlan
 from .registry import TRACING
@@ -158,8 +159,8 @@ class TorchModel(Whole):
                 raise ConfigError("factory: the module returns no tensor")
             weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
             trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
-            about = grid, input_shape, batch, steps, weights, trained, self.optimizer.kept
-            self._plans[input_shape, grid, batch] = ModulePlan(*about, blocks=told)
+            about = grid, input_shape, batch, steps, weights, trained, self.optimizer
+            self._plans[input_shape, grid, batch] = ModulePlan(*about, told=told)
         return self._plans[input_shape, grid, batch]
 
     def within(self, plan: ModulePlan) -> ModulePlan:
@@ -179,7 +180,7 @@ class TorchModel(Whole):
         module, shape = self._module().train(), (plan.batch_size, *self._sample_shape(plan.input_shape))
         execution = self._execution(module, share_of(self.memory, plan.grid.size))
         steps, told = self._planned(execution, shape, Mesh.of(plan.grid, len(plan.input_shape) - 1))
-        return replace(plan, steps=steps, limit=self.memory, blocks=told)
+        return replace(plan, steps=steps, limit=self.memory, told=told)
 
     def resize(self, input_shape: Sequence[int]) -> None:
         """Take images of another extent than `shape` says."""

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..halo import ExchangePolicy, Fusion
 from .blocked import Blocks, at_least_one
-from .choosing import starts_of
+from .choosing import segments_of
 from .errors import UnsupportedOperator
 from .functions import Moments
 from .graph import IN_PLACE, Step, Value
@@ -47,7 +47,6 @@ class FusedLowering(OfProgram):
     def __init__(self, mesh: Mesh, rank: int, segments: Sequence[OperatorSegment]) -> None:
         super().__init__(mesh, rank)
         self._by_number = {number: segment for segment in segments for number in segment.noted}
-        self._next = 0
         self._program: dict[int, Value] = {}  # values of the program that segments read or give
         self.in_parts = any(segment.rows for segment in segments)
         self._segments = segments
@@ -70,14 +69,13 @@ class FusedLowering(OfProgram):
 
     def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives, or what stands for it until the last one of its segment is there."""
-        number, self._next = self._next, self._next + 1
-        segment = self._by_number.get(number)
+        segment = self._by_number.get(self.number)
         if segment is None:
             return self.ruled(target, args, kwargs)
-        noted = segment.noted[number]
+        noted = segment.noted[self.number]
         given = paired((noted.call.args, noted.call.kwargs), (args, kwargs))
         self._program.update((old, new) for old, new in given if isinstance(new, Value))
-        if number == max(segment.noted):
+        if self.number == max(segment.noted):
             self._run(segment)
         return pytree.tree_map(lambda leaf: _Later(leaf.id) if isinstance(leaf, Value) else leaf, noted.call.found)
 
@@ -224,8 +222,7 @@ def fused(
     if not fusing and strips is None:
         return None
     try:
-        search = Search(program, mesh, layouts, gather_at, schemes, strips)
-        segments = search.segments(starts_of(search))
+        segments = segments_of(Search(program, mesh, layouts, gather_at, schemes, strips))
     except UnsupportedOperator:  # it is refused without segments too, or has rows that cannot be cut
         return None
     return FusedLowering(mesh, rank, segments) if segments else None

@@ -21,7 +21,7 @@ from .building import Ranges
 from .errors import UnsupportedOperator
 from .functions import Moments
 from .graph import Value
-from .layout import Atom, Layout, Mesh, axes_of
+from .layout import Atom, Layout, Mesh, axes_of, is_box, shape_of, whole
 from .lower import Lowering
 from .plan import TorchPlan
 from .steps import Where
@@ -64,11 +64,11 @@ class Cuts:
         self._next = this[0], this[1] + 1
         return Atom(extent, axis, (0, extent) if self.ranges is None else self.ranges.get(this, (0, 0)), (this, 1))
 
-    def again(self, layout: Layout) -> Layout:
+    def current(self, layout: Layout) -> Layout:
         """Return a layout of single cuts for the ranges that are known now."""
-        return tuple((self._again(atom),) for (atom,) in layout)
+        return tuple((self._current(atom),) for (atom,) in layout)
 
-    def _again(self, atom: Atom) -> Atom:
+    def _current(self, atom: Atom) -> Atom:
         if self.ranges is None or atom.origin is None:
             return atom
         return atom._replace(bounds=self.ranges.get(atom.origin[0], (0, 0)))
@@ -143,12 +143,17 @@ class BlockLowering(Lowering):
         values: Sequence[Value] = (),
         axes: frozenset[int] | None = None,
     ) -> None:
-        self.cuts, self.remedy, self.spatial, self.of_one_pass = Cuts(ranges), remedy, spatial, axes
+        self.cuts, self.remedy, self.spatial, self.asked = Cuts(ranges), remedy, spatial, axes
         blocked = frozenset(range(1, spatial + 1)) if axes is None else axes
         super().__init__(BlockMesh((1,) * (spatial + 1), self.cuts, blocked), 0)
         self.values, self.calls = list(values), list[Call]()
         self.recorded, self._number = set[int](), 0  # the values that calls have made
         self.statistics: dict[int, Statistics] = {}  # by the number of the call that normalises by them
+
+    @property
+    def takes_norms(self) -> bool:
+        """Whether one more norm may have statistics that blocks are given."""
+        return False
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a rule for the first time."""
@@ -226,7 +231,11 @@ class BlockLowering(Lowering):
     ) -> tuple[Value, Value, Value]:
         """Return x scaled by statistics that blocks are given, and those."""
         if self._number not in self.statistics:
-            self.refuse(_WHY["norm"])
+            if not (self.takes_norms and is_box(x.layout, self.mesh.axes)):
+                self.refuse(_WHY["norm"])
+            shape = shape_of(groups)
+            mean, variance = (self._value(shape, frozenset(), x.dtype, "value", whole(shape)) for _ in range(2))
+            self.statistics[self._number] = Statistics(x, mean, variance, moments)
         _, mean, variance, _ = self.statistics[self._number]
         samples = None if moments.groups is None else slice(*self.atom(x, 0).range(self.place))
 
@@ -244,7 +253,7 @@ class BlockLowering(Lowering):
 
     def random_key(self) -> Any:
         """Refuse random numbers where blocks are of several passes."""
-        return self.refuse("it draws random numbers") if self.of_one_pass is None else super().random_key()
+        return self.refuse("it draws random numbers") if self.asked is None else super().random_key()
 
     def refuse(self, why: str = "") -> Any:
         """Raise UnsupportedOperator for the operator at hand."""
@@ -272,7 +281,7 @@ class Traced:
     """
 
     def __init__(self, lowering: BlockLowering, plan: TorchPlan, shape: Sequence[int], outputs: list[Value]) -> None:
-        self.shape, self.remedy, self.axes = tuple(shape), lowering.remedy, lowering.of_one_pass
+        self.shape, self.remedy, self.axes = tuple(shape), lowering.remedy, lowering.asked
         self.values, self.outputs, self.key = lowering.values, outputs, lowering.key
         self.statistics, self.functions = lowering.statistics, lowering.functions
         self.inputs = [self.values[value] for value in plan.inputs]
@@ -284,11 +293,12 @@ class Traced:
         self.constants = [step for step in steps if not step.inputs]
         if any(step.inputs and not lowering.recorded.issuperset(step.outputs) for step in steps):
             lowering.refuse("it is lowered in no call of a rule")
-        self.calls, needed = list[Call](), {output.id for output in outputs}
+        calls, needed = list[Call](), {output.id for output in outputs}
         for call in reversed(lowering.calls):
             if not needed.isdisjoint(ids_of(call.found)):
-                self.calls.insert(0, call)
+                calls.append(call)
                 needed.update(ids_of((call.args, call.kwargs)))  # read or not: a rule looks at their layouts
+        self.calls = calls[::-1]
         self.needs = lru_cache(8)(self._needs)
 
     def sources(self, wanted: Ranged) -> Ranged:
@@ -316,7 +326,7 @@ class Traced:
         """Return what can repeat calls for ranges of the outputs, and the inputs of that by what they are here."""
         lowering, env = self._lowering(self.needs(wanted), self.values), dict[int, Value]()
         for value in self.inputs:
-            env[value.id] = lowering.input(lowering.cuts.again(value.layout), value.dtype, value.kind)
+            env[value.id] = lowering.input(lowering.cuts.current(value.layout), value.dtype, value.kind)
         if lowering.key is not None:
             lowering.key = env.get(lowering.key.id, lowering.key)
         return lowering, env

@@ -144,6 +144,11 @@ def axes_of(layout: Iterable[Dim]) -> frozenset[int]:
     return frozenset(atom.axis for dim in layout for atom in dim if atom.axis is not None)
 
 
+def is_box(layout: Layout, axes: frozenset[int]) -> bool:
+    """Tell whether tiles are boxes, cut along these axes."""
+    return all(len(dim) == 1 for dim in layout) and axes_of(layout) == axes
+
+
 def shape_of(layout: Layout) -> Shape:
     """Return the global shape."""
     return tuple(prod(atom.extent for atom in dim) for dim in layout)

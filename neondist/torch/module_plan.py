@@ -10,6 +10,7 @@ from typing import Any
 from ..geometry import GridShape
 from ..plan import report
 from ..plan.blocks import COPIES
+from .by_name import TorchOptimizer
 from .costs import PlanCosts, StepCosts, paths, shape_given
 from .graph import Value
 from .plan import TorchPlan
@@ -37,12 +38,12 @@ class ModulePlan:
         Bytes of parameters and buffers.
     trained : tuple of str
         The parameters that require gradients.
-    kept : int
-        Numbers that the optimiser keeps of each.
+    optimizer : TorchOptimizer or None
+        What they are trained by.
     limit : int or None
         What ranks on a machine may take, where somebody has said so.
-    blocks : str
-        What goes block by block for that, in words.
+    told : str
+        What goes together, or block by block, in words.
     """
 
     grid: GridShape
@@ -51,9 +52,9 @@ class ModulePlan:
     steps: TorchPlan
     weights: int
     trained: tuple[str, ...] = ()
-    kept: int = 0
+    optimizer: TorchOptimizer | None = None
     limit: int | None = None
-    blocks: str = ""
+    told: str = ""
     streams = False
     wide_tiles = None
     layers, segments, label_cells = (), (), ()
@@ -110,6 +111,11 @@ class ModulePlan:
         return {row: self.all_costs.of(inside) for row, inside in names.items()}
 
     @cached_property
+    def kept(self) -> int:
+        """How many numbers the optimiser keeps of each trained one."""
+        return 0 if self.optimizer is None else self.optimizer.kept
+
+    @cached_property
     def all_costs(self) -> PlanCosts:
         """The costs of all steps."""
         return PlanCosts(self.steps, self.trained, self.kept)
@@ -140,7 +146,7 @@ class ModulePlan:
             names = ", ".join(dict.fromkeys(self.all_costs.uncounted))
             notes.append(f"flops without those of {names}, which could not be counted")
         rows = [(name, cost, self._shape(name)) for name, cost in costs.items()]
-        return report.costs_table(rows, total, [*notes, *self.blocks.splitlines()], LEGEND)
+        return report.costs_table(rows, total, [*notes, *filter(None, [self.told])], LEGEND)
 
     def describe(self) -> str:
         """Return the same as plain text, with the grid above."""

@@ -11,7 +11,7 @@ import torch
 from .blocked import at_least_one
 from .graph import Value
 from .in_blocks import Ranged, Traced
-from .layout import Layout, Mesh, axes_of
+from .layout import Layout, Mesh
 from .lower import Lowering
 from .transfer import Range, hull
 
@@ -25,11 +25,13 @@ class OfProgram(Lowering):
         What is given from outside.
     ruling : bool
         Whether a rule is being called.
+    number : int
+        Of the operator of the program that is being called.
     """
 
     def __init__(self, *about: Any, **more: Any) -> None:
         super().__init__(*about, **more)
-        self.given, self.ruling = list[Value](), False
+        self.given, self.ruling, self.number = list[Value](), False, -1
 
     def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
         """Return a new value that is given from outside."""
@@ -38,7 +40,10 @@ class OfProgram(Lowering):
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives."""
-        return (self.ruled if self.ruling else self.of_program)(target, args, kwargs)
+        if self.ruling:
+            return self.ruled(target, args, kwargs)
+        self.number += 1
+        return self.of_program(target, args, kwargs)
 
     def ruled(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives by its rule."""
@@ -104,8 +109,3 @@ def ranges_at(layouts: Sequence[Layout], place: Mapping[int, int]) -> Ranged:
         )
         for layout in layouts
     )
-
-
-def is_box(layout: Layout, axes: frozenset[int]) -> bool:
-    """Tell whether tiles are boxes, cut along these axes."""
-    return all(len(dim) == 1 for dim in layout) and axes_of(layout) == axes

@@ -94,10 +94,10 @@ class Runner:
         env = dict(zip(segment.inputs, tensors, strict=True))
         self._run_steps(segment.steps, env)
         found = [env[value] for value in segment.outputs]
-        trained = [at for at, tensor in enumerate(found) if tensor.requires_grad]
-        for at, tensor in zip(trained, Again.apply(*(found[at] for at in trained)) if trained else (), strict=True):
-            found[at] = tensor
-        return found
+        trained = {at: tensor for at, tensor in enumerate(found) if tensor.requires_grad}
+        if trained:
+            trained = dict(zip(trained, Again.apply(*trained.values()), strict=True))
+        return [trained.get(at, tensor) for at, tensor in enumerate(found)]
 
     def _drawn(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a number of PyTorch's generator on rank 0, which a checkpoint that runs again finds again."""

@@ -13,11 +13,10 @@ from ..halo import ExchangePolicy
 from ..halo.fusion import Fusion
 from .capture import lowered
 from .errors import UnsupportedOperator
-from .functions import Moments
 from .graph import Step, Value
-from .in_blocks import BlockLowering, Call, Statistics, Traced, ids_of, paired
-from .layout import Layout, Mesh, cut, shape_of, whole
-from .of_program import OfProgram, is_box
+from .in_blocks import BlockLowering, Call, Traced, ids_of, paired
+from .layout import Layout, Mesh, cut, is_box, shape_of
+from .of_program import OfProgram
 from .plan import TorchPlan
 from .schemes import policy_of
 
@@ -62,7 +61,7 @@ class _Probe(OfProgram):
         views = [step for step in self.steps[start:] if step.kind == "view"]
         windows = any(step.transfer is not None and not step.transfer.silent for step in views)
         local = all(map(_is_window, views)) and all(step.kind in _KINDS for step in self.steps[start:])
-        self.noted.append(Noted(Call(len(self.noted), *about, found), windows, local))
+        self.noted.append(Noted(Call(self.number, *about, found), windows, local))
         return found
 
     def enter(self, value: Value, context: Any) -> Value:
@@ -177,15 +176,10 @@ class _Building(BlockLowering):
             self.given.append((value.id, self.known[value.id]))
         return self.known[value.id]
 
-    def normalise(
-        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
-    ) -> tuple[Value, Value, Value]:
-        """Return x scaled by statistics that ranks will have added up."""
-        if self.live and is_box(x.layout, self.mesh.axes):
-            shape = shape_of(groups)
-            mean, variance = (self._value(shape, frozenset(), x.dtype, "value", whole(shape)) for _ in range(2))
-            self.statistics[self._number] = Statistics(x, mean, variance, moments)
-        return super().normalise(x, weight, bias, moments, groups)
+    @property
+    def takes_norms(self) -> bool:
+        """Whether norms may have statistics that ranks will have added up."""
+        return self.live
 
     def random_key(self) -> tuple[Value, int]:
         """Return what random numbers are keyed by, an input."""
@@ -309,7 +303,7 @@ class Search:
             return policy.layers
         if policy is not None or self.strips is None:
             return 0
-        return 1 if any(self.mesh.axes) else inf
+        return 1 if self.mesh.axes - {0} else inf  # windows exchange nothing where but samples are apart
 
     def _sums(self, policy: ExchangePolicy | None) -> bool:
         """Tell whether norms with statistics of the image may be in a segment."""

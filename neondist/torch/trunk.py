@@ -25,8 +25,8 @@ from .errors import UnsupportedOperator
 from .functions import Moments
 from .graph import IN_PLACE, Value
 from .in_blocks import BlockLowering, Statistics, Traced, ids_of
-from .layout import Layout, Mesh, axes_of, shape_of, whole
-from .of_program import OfProgram, is_box, laid, ranges_at
+from .layout import Layout, Mesh, axes_of, is_box, shape_of, whole
+from .of_program import OfProgram, laid, ranges_at
 from .plan import TorchPlan
 from .steps import Where
 
@@ -75,15 +75,10 @@ class _Search(OfProgram, BlockLowering):
         self.noted.append(_Noted(read, found, why, live))
         return found
 
-    def normalise(
-        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
-    ) -> tuple[Value, Value, Value]:
-        """Return x scaled by statistics, those of so many norms as there may be."""
-        if len(self.statistics) < self.live and is_box(x.layout, self.mesh.axes):
-            shape = shape_of(groups)
-            mean, variance = (self._value(shape, frozenset(), x.dtype, "value", whole(shape)) for _ in range(2))
-            self.statistics[self._number] = Statistics(x, mean, variance, moments)
-        return super().normalise(x, weight, bias, moments, groups)
+    @property
+    def takes_norms(self) -> bool:
+        """Whether one more norm may have statistics that blocks are given."""
+        return len(self.statistics) < self.live
 
     def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Any:
         """Return a value for what is computed whole, which is beyond the trunk."""
@@ -170,7 +165,6 @@ class HeadLowering(OfProgram):
         self.tiles: list[Value] = []
         self._known: dict[int, Value] = {}
         self._statistics: dict[int, tuple[Value, Value]] = {}  # by the value that stands for what they are of
-        self._next = 0
 
     @property
     def told(self) -> str:  # type: ignore[override]
@@ -186,8 +180,7 @@ class HeadLowering(OfProgram):
         """Return what an operator gives, or what the trunk gives instead of it."""
         if not self._known:
             self._run_trunk()
-        number, found = self._next, self.trunk.found[self._next]
-        self._next += 1
+        number, found = self.number, self.trunk.found[self.number]
         if found is None:
             return self.ruled(target, args, kwargs)
         if number in self.trunk.norms and isinstance(found, tuple):  # what it remembers of its statistics
@@ -220,7 +213,7 @@ class HeadLowering(OfProgram):
         axes, here = axes_of(image.layout), [ranges_at(each, dict(enumerate(self.place))) for each in layouts]
 
         def of_blocks(blocks: Blocks, outs: Sequence[Layout], partial: bool = False) -> list[Value]:
-            of = blocks.trunk
+            of = blocks.traced
             given = [by_id[value] for value in (*of.parameters.values(), *of.buffers.values())]
             dtypes = [out.dtype for out in of.outputs]
             found = self._locals(blocks, [wide, *given], outs, dtypes, axes, several=True, partial=partial)

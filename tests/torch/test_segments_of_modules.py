@@ -179,6 +179,7 @@ def test_strips_keep_nothing_between_windows():
         ({"scheme": "overlap_tile"}, r"scheme: 'overlap_tile' .* 'deep_halo\(layers=N\)' exchanges that once"),
         ({"strips": 0}, "strips: 0; expected a number of rows > 0, or 'auto'"),
         ({"strips": "all"}, "strips: 'all'; expected"),
+        ({"strips": True}, "strips: True; expected"),
         ({"strips": 4, "memory": "1GiB"}, "strips: cannot be had together with memory"),
         ({"strips": 4, "compile": True}, "strips: cannot be had together .* compile"),
         ({"scheme": "deep_halo", "memory": "1GiB"}, "memory: is for a module of one input, with exact halos"),

@@ -1,0 +1,127 @@
+"""From a user's module, and how it is to be executed, to a distributed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import ProcessGrid
+from ..errors import ConfigError
+from ..memory import as_bytes, share_of
+from .module import DistributedModule
+from .schemes import Schemes
+from .segments import Strips
+from .transport import world
+
+
+def distribute(
+    module: nn.Module,
+    example_shape: Sequence[int] | Sequence[Sequence[int]],
+    grid: ProcessGrid | None = None,
+    *,
+    gather_at: Sequence[str] = (),
+    dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+    transport: str = "mpi",
+    recompute: bool = False,
+    compile: bool | Callable[..., Any] = False,
+    scheme: Schemes = "halo",
+    memory: int | str | None = None,
+    strips: Strips = None,
+) -> DistributedModule:
+    """Return a PyTorch module whose images are cut into tiles, one per rank, with the numbers of one process.
+
+    The module is captured with torch.export at the global shape, without memory for it; each operator becomes local
+    work, a view of neighbours' cells, or a sum over ranks. Gradients of parameters arrive summed over all ranks, when
+    `backward` has returned. Collective.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The same on every rank; it is neither copied nor changed.
+    example_shape : sequence of int
+        (N, C, *spatial), of the whole batch and the whole image. For a module of several inputs, a sequence of shapes;
+        those of other rank than the first are cut along the batch alone.
+    grid : ProcessGrid, optional
+        Default: all ranks.
+    gather_at : sequence of str
+        Paths of modules that every rank computes whole, since an operator in them cannot be distributed.
+    dtype : torch.dtype, or one for each input, optional
+        Of the inputs; default: that of the module's first floating-point parameter.
+    transport : 'mpi' or 'torch'
+        Without a grid: what carries messages, mpi4py or torch.distributed (for `torchrun`).
+    recompute : bool
+        Keep for `backward` but a few tensors of about as many segments as each has operators, and run these again on
+        the way back, messages included: less memory, for the time of another forward (Chen et al. 2016, "Training deep
+        nets with sublinear memory cost").
+    compile : bool or callable
+        Let torch.compile, or this function, which returns a faster one, have what a rank computes between messages.
+        On one rank the module itself runs: compile that.
+    scheme : ExchangePolicy or str, or a dict of module path to those
+        How windows come by cells of other tiles; default: exactly, each in an exchange of its own. In
+        'deep_halo(layers=3)' three windows that follow one another share one, and compute cells of other tiles, too;
+        'auto' chooses how many. Others, as 'tower' or 'stale(2)', are approximate (docs/schemes.md). A module not
+        named has the scheme of the one that it is in. All but windows stays exact.
+    memory : int or str, optional
+        What all ranks on a machine may take, such as '8GiB'. A pass that needs more goes block by block up to the first
+        operator that sees the whole image, twice in training. Default: as much as it takes.
+    strips : int or 'auto', optional
+        Rows of the results that go at once through windows and what follows, up to the next exchange or sum over the
+        image; in training once more on the way back, instead of keeping what is in between. 'auto': as many as a cache
+        holds.
+
+    Returns
+    -------
+    DistributedModule
+        Call it with `model.scatter(image)`.
+
+    Raises
+    ------
+    UnsupportedOperator
+        If an operator has no rule; names the operator, the module's path and the user's file and line.
+    ConfigError
+        If the module cannot be captured, or ranks have different ones.
+    """
+    if memory is not None and (scheme != "halo" or compile or len(_shapes(example_shape)) > 1):
+        raise ConfigError("memory: is for a module of one input, with exact halos, that is not compiled")
+    if strips not in (None, "auto") and (isinstance(strips, bool) or not isinstance(strips, int) or strips < 1):
+        raise ConfigError(f"strips: {strips!r}; expected a number of rows > 0, or 'auto'")
+    if strips is not None and (memory is not None or compile):
+        raise ConfigError("strips: cannot be had together with memory, which cuts blocks itself, or with compile")
+    if recompute and compile:
+        raise ConfigError("recompute: cannot be had together with compile, which chooses itself what to keep")
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    if transport not in ("mpi", "torch"):
+        raise ConfigError(f"transport: {transport!r}; choose 'mpi' or 'torch'")
+    shapes = _shapes(example_shape)
+    dtypes: list[Any] = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(shapes)
+    if len(dtypes) != len(shapes) or not all(each is None or isinstance(each, torch.dtype) for each in dtypes):
+        raise ConfigError(f"dtype: expected a torch.dtype, or one for each of {len(shapes)} inputs, got {dtype!r}")
+    if not (grid is None or isinstance(grid, ProcessGrid)):
+        raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
+    compiler = partial(torch.compile, dynamic=False) if compile is True else compile or None
+    if grid is None:
+        grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
+    limit = None if memory is None else share_of(as_bytes("memory", memory), grid.size)
+    return DistributedModule(
+        module, shapes, dtypes, grid, compiler,
+        gather_at=gather_at, recompute=recompute, scheme=scheme, strips=strips, memory=limit,
+    )  # fmt: skip
+
+
+def _shapes(example_shape: Any) -> list[tuple[int, ...]]:
+    """Return the shape of each input."""
+    try:
+        shapes = [example_shape] if all(isinstance(n, int) for n in example_shape) else list(example_shape)
+        found = [tuple(int(n) for n in shape) for shape in shapes]
+    except (TypeError, ValueError):
+        found = []
+    if not found or len(found[0]) not in (3, 4, 5) or any(n < 1 for n in found[0]):
+        raise ConfigError(
+            f"example_shape: {example_shape!r}; expected (N, C, *spatial), of one to three spatial axes and all > 0"
+        )
+    return found
