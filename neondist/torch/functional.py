@@ -68,11 +68,12 @@ def _twin(node: Any) -> Any:
     """Return the operator that gives what one in place writes into its first argument; None: there is none."""
     schema = node.target._schema
     packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
-    found = getattr(packet, node.target._overloadname, None)
-    names = [arg.name for arg in schema.arguments]
-    if found is None or found._schema.is_mutable or written(node) != list(node.args[:1]):
+    if packet is None or written(node) != list(node.args[:1]):
         return None
-    if [arg.name for arg in found._schema.arguments] != names:
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    # the first is called otherwise in some, such as dropout
+    found = next((f for f in overloads if not f._schema.is_mutable and _takes(f) == _takes(node.target)), None)
+    if found is None:
         return None
     args, kwargs = pytree.tree_map(
         lambda arg: arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
@@ -80,6 +81,12 @@ def _twin(node: Any) -> Any:
     with torch.no_grad():
         made, old = found(*args, **kwargs), node.meta["val"]
     return found if (made.shape, made.dtype) == (old.shape, old.dtype) else None
+
+
+def _takes(operator: Any) -> tuple[list[str], list[str]]:
+    """Return the types of an operator's arguments, and the names of all but the first."""
+    arguments = operator._schema.arguments
+    return [str(arg.type) for arg in arguments], [arg.name for arg in arguments[1:]]
 
 
 def memory_of(tensor: torch.Tensor) -> int:

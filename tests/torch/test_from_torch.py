@@ -62,6 +62,7 @@ CHAINS = {
     "functions": (nn.Sequential(nn.Sigmoid(), nn.Tanh(), nn.Softmax(1), nn.ReLU()), IMAGES),
     "softmax of vectors": (nn.Sequential(nn.Linear(7, 5), nn.Softmax(-1)), (6, 7)),
     "no dropout": (nn.Sequential(nn.Dropout(0.0), nn.Identity(), nn.Conv2d(3, 2, 1)), IMAGES),
+    "no dropout, in place": (nn.Sequential(nn.Conv2d(3, 2, 1), nn.Dropout(0.0, inplace=True), nn.ReLU(True)), IMAGES),
     "flattened": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.ReLU(), nn.Linear(4 * 11 * 8, 5)), IMAGES),
     "flattened volumes": (nn.Sequential(nn.MaxPool3d(2), nn.Flatten(), nn.Linear(36, 3, bias=False)), (2, 3, 4, 6, 5)),
     "one cell flattened": (nn.Sequential(nn.Conv2d(3, 4, (13, 10)), nn.Flatten(), nn.Linear(4, 2)), IMAGES),
@@ -184,6 +185,22 @@ def test_on_several_ranks():
         close(dx, last(x.grad))
         for name, array in state.items():
             close(array, expected[name], name)
+
+
+def read_by_the_old_name(x, f, g):
+    y = f(x)
+    F.relu_(y)
+    z = g(y)
+    z += y
+    return z
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.Identity()], ids=["norm", "none"])
+def test_what_is_written_in_place_is_read_by_its_old_name(norm):
+    convs = nn.Conv2d(3, 4, 3, padding=1), nn.Sequential(norm, nn.Conv2d(4, 4, 3, padding=1))
+    model, _ = converted(Function(read_by_the_old_name, *convs), IMAGES)
+    kinds = [type(layer).__name__ for layer in model.leaves]
+    assert kinds.count("ActivationLayer") == 1
 
 
 class Function(nn.Module):

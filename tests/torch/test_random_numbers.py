@@ -57,6 +57,7 @@ def test_dropout_is_that_of_one_rank_on_every_grid(monkeypatch):
 DRAWN = {
     "alpha dropout": lambda x: F.alpha_dropout(x, 0.4, True),
     "alpha dropout of channels": lambda x: F.feature_alpha_dropout(x, 0.4, True),
+    "in place": lambda x: F.dropout2d(F.dropout(x * 1, 0.4, True, True), 0.3, True, True),
     "slopes": lambda x: F.rrelu(x, training=True),
     "truth": lambda x: x * torch.bernoulli(x.sigmoid()),
     "paths": lambda x: x * x.new_empty((2, 1, 1, 1)).bernoulli_(0.7),

@@ -19,6 +19,9 @@ from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
 from ..alike import check_alike
 from ..capture import captured, where
+from ..errors import UnsupportedOperator
+from ..functional import written
+from ..steps import Where
 from .network import Network, Tensor, Value
 from .operators import OPERATORS
 
@@ -101,14 +104,25 @@ def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[
     numbers: dict[Any, int] = {}
     networks = {}
     for training in (True, False):
-        program = captured(twin.train(training), [(shape, dtype)], in_place=False)
-        networks[training] = _network(program, Network(shape, dtype, training, numbers))
+        networks[training] = _converted(twin.train(training), shape, dtype, numbers)
     if networks[True][1].number != networks[False][1].number:
         raise ConfigError(
             f"{type(module).__name__} computes other things in evaluation than in training, beside dropout and batch"
             " normalisation; layers do not; neondist.torch.distribute takes modules as they are"
         )
     return networks[True]
+
+
+def _converted(
+    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[Any, int]
+) -> tuple[Network, Value]:
+    """Return the network of a module in the mode that it is in, and its output."""
+    try:
+        program = captured(module, [(shape, dtype)])
+        return _network(program, Network(shape, dtype, module.training, numbers))
+    except UnsupportedOperator:  # it may be made of others that have layers, which takes PyTorch longer
+        program = captured(module, [(shape, dtype)], in_place=False)
+        return _network(program, Network(shape, dtype, module.training, numbers))
 
 
 def _network(program: Any, net: Network) -> tuple[Network, Value]:
@@ -124,14 +138,18 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
     given = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
     if len(results) != 1 or len(given) != 1 or not isinstance(results[0], torch.fx.Node):
         raise ConfigError(f"the module has {len(given)} inputs and {len(results)} outputs; a model has one of each")
-    changed = {
+    changed = {  # what outlives the program, and the buffers that are to be that
         result: spec.target
         for spec, result in zip(signature.output_specs, output.args[0], strict=True)
-        if spec.kind == OutputKind.BUFFER_MUTATION and not spec.target.endswith("num_batches_tracked")
+        if spec.kind == OutputKind.BUFFER_MUTATION
     }
-    needed = {results[0], *changed}
+    for node in program.graph.nodes:
+        changed |= {old: specs[old.name].target for old in written(node) if old.op == "placeholder"}
+    changed = {result: name for result, name in changed.items() if not name.endswith("num_batches_tracked")}
+    needed, steps = {results[0], *changed}, set()
     for node in reversed(program.graph.nodes):
-        if node in needed:
+        if node in needed or not needed.isdisjoint(written(node)):
+            steps.add(node)
             needed.update(node.all_input_nodes)
     env: dict[Any, Any] = {}
     for node in program.graph.nodes:
@@ -140,11 +158,14 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
             tensor = program.state_dict.get(spec.target)  # None: a constant, or a buffer that no file has
             trained = spec.kind == InputKind.PARAMETER and tensor is not None and tensor.requires_grad
             env[node] = net.input if spec.kind == InputKind.USER_INPUT else Tensor(str(spec.target), tensor, trained)
-        elif node in needed:
+        elif node in steps:
             args, kwargs = pytree.tree_map(
                 lambda arg: env[arg] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
             )
-            env[node] = args[0][args[1]] if node.target is operator.getitem else _converted(net, node, args, kwargs)
+            env[node] = found = args[0][args[1]] if node.target is operator.getitem else _made(net, node, args, kwargs)
+            if olds := written(node):  # what is read of them from here on is what was written
+                env[node], *news = found if type(found) is tuple else [found] * (1 + len(olds))
+                env.update(zip(olds, news, strict=True))
     for result, name in changed.items():
         if not isinstance(env[result], Tensor) or env[result].name != name:
             net.refuse(f"it changes the buffer '{name}'", where(result))
@@ -156,14 +177,16 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
     return net, last
 
 
-def _converted(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _made(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what an operator gives."""
-    net.where = where(node)
-    found = OPERATORS.get(str(node.target))
+    target = node.meta.get("twin", node.target)
+    place = where(node)
+    net.where = Where(str(target), place.module, place.source)
+    found = OPERATORS.get(str(target))
     if found is None:
         return net.refuse()
     net.out = pytree.tree_leaves(node.meta["val"])[0]
-    declared = node.target._schema.arguments
+    declared = target._schema.arguments
     names = ["x" if argument.name in ("self", "input") else argument.name for argument in declared]
     defaults = {name: a.default_value for name, a in zip(names, declared, strict=True) if a.has_default_value()}
     bound = defaults | dict(zip(names, args, strict=False)) | kwargs

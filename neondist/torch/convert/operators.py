@@ -132,6 +132,16 @@ def batch_norm(
     return y, None, None, running_mean, running_var
 
 
+@becomes("BatchNormLayer", "batch_norm.default")
+def whole_batch_norm(
+    net: Network, x: Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
+    momentum: float, eps: float, **_: Any,
+) -> Any:  # fmt: skip
+    """With weight, bias and running statistics, which training uses up to date and evaluation as they are."""
+    y, *_, mean, var = batch_norm(net, x, weight, bias, running_mean, running_var, momentum, eps, training)
+    return (y, mean, var) if training else y
+
+
 @becomes("GroupNormLayer", "group_norm.default")
 def group_norm(net: Network, x: Value, num_groups: int, weight: Any, bias: Any, eps: float, **_: Any) -> Value:
     """With weight and bias, or without both."""
@@ -260,6 +270,12 @@ def dropout(net: Network, x: Value, p: float, train: bool | None) -> tuple[Any, 
     if not net.training:
         net.refuse("it drops in evaluation too")
     return net.add(layers.DropoutLayer(p), x, only_training=True) if p else x, None
+
+
+@becomes("DropoutLayer", "dropout.default")
+def whole_dropout(net: Network, x: Value, p: float, train: bool) -> Value:
+    """In training alone; it draws other numbers than PyTorch, the same on every grid."""
+    return dropout(net, x, p, train)[0] if train else x
 
 
 @becomes(
