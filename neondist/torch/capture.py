@@ -296,14 +296,16 @@ def _given(
     if not isinstance(fake, torch.Tensor):
         return fake
     layout = waiting.pop() if spec.kind == InputKind.USER_INPUT else whole(fake.shape)
+    if spec.kind == InputKind.USER_INPUT:
+        given, value = lowering.image(layout, fake.dtype)
+        inputs.append(given.id)
+        return value
     kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "constant"}
     value = lowering.input(layout, fake.dtype, kinds.get(spec.kind, "value"))
     if spec.kind == InputKind.PARAMETER:
         parameters[spec.target] = value.id
     elif spec.kind == InputKind.BUFFER:
         buffers[spec.target] = value.id
-    elif spec.kind == InputKind.USER_INPUT:
-        inputs.append(value.id)
     else:
         raise ConfigError(f"an input of kind {spec.kind} cannot be distributed")
     return value

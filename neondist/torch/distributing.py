@@ -63,8 +63,9 @@ def distribute(
     scheme : ExchangePolicy or str, or a dict of module path to those
         How windows come by cells of other tiles; default: exactly, each in an exchange of its own. In
         'deep_halo(layers=3)' three windows that follow one another share one, and compute cells of other tiles, too;
-        'auto' chooses how many. Others, as 'tower' or 'stale(2)', are approximate (docs/schemes.md). A module not
-        named has the scheme of the one that it is in. All but windows stays exact.
+        'auto' chooses how many. With 'overlap_tile' tiles come from `scatter` with all that they need. Others, as
+        'tower' or 'stale(2)', are approximate (docs/schemes.md). A module not named has the scheme of the one that it
+        is in. All but windows stays exact.
     memory : int or str, optional
         What all ranks on a machine may take, such as '8GiB'. A pass that needs more goes block by block up to the first
         operator that sees the whole image, twice in training. Default: as much as it takes.

@@ -34,8 +34,9 @@ from .distributing import distribute
 from .execution import Execution
 from .judging import LossOfCells, Owned, channels_first, channels_last, metric_targets
 from .layout import Mesh, axes_of, cut
+from .lower import Lowering
 from .module import DistributedModule
-from .module_plan import ModulePlan
+from .module_plan import ModulePlan, wide_tiles
 from .plan import TorchPlan
 from .registry import TRACING
 from .schemes import Schemes
@@ -62,7 +63,8 @@ class TorchModel(Whole):
     feed : callable, optional
         From this rank's tiles, (n, *tile, C), and its labels, as the data set has them (None where there are none), to
         tensors for the module, (n, C, *tile), and for the loss. It sees one tile at a time, and so has to treat each
-        cell alike. Default: channels go first, and whole numbers become int64.
+        cell alike; with `overlap_tile` that has cells around it, of whose labels the loss sees none. Default: channels
+        go first, and whole numbers become int64.
     weights : path, optional
         A safetensors file with a state_dict, where training begins.
     gather_at : sequence of str
@@ -154,13 +156,15 @@ class TorchModel(Whole):
         if (input_shape, grid, batch) not in self._plans:
             module, shape = self._module(), (batch, *self._sample_shape(input_shape))
             mesh = Mesh.of(grid, len(input_shape) - 1)
-            steps, told = self._planned(self._execution(module, None), shape, mesh)
+            steps, lowering = self._planned(self._execution(module, None), shape, mesh)
             if not any(isinstance(out, int) for out in steps.outputs):
                 raise ConfigError("factory: the module returns no tensor")
             weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
             trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
             about = grid, input_shape, batch, steps, weights, trained, self.optimizer
-            self._plans[input_shape, grid, batch] = ModulePlan(*about, told=told)
+            told, overlaps = (lowering.told, lowering.overlaps) if lowering else ("", ())
+            wide = wide_tiles(overlaps, input_shape[:-1], mesh)
+            self._plans[input_shape, grid, batch] = ModulePlan(*about, told=told, wide_tiles=wide)
         return self._plans[input_shape, grid, batch]
 
     def within(self, plan: ModulePlan) -> ModulePlan:
@@ -179,8 +183,8 @@ class TorchModel(Whole):
             )
         module, shape = self._module().train(), (plan.batch_size, *self._sample_shape(plan.input_shape))
         execution = self._execution(module, share_of(self.memory, plan.grid.size))
-        steps, told = self._planned(execution, shape, Mesh.of(plan.grid, len(plan.input_shape) - 1))
-        return replace(plan, steps=steps, limit=self.memory, told=told)
+        steps, lowering = self._planned(execution, shape, Mesh.of(plan.grid, len(plan.input_shape) - 1))
+        return replace(plan, steps=steps, limit=self.memory, told=lowering.told if lowering else "")
 
     def resize(self, input_shape: Sequence[int]) -> None:
         """Take images of another extent than `shape` says."""
@@ -221,6 +225,8 @@ class TorchModel(Whole):
         self.compiled = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         self.output_shape = self.compiled.output_shape
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
+        if self.compiled.wide_tiles is not None:
+            self.input.cut(self.compiled.wide_tiles, self.compiled.wide_tiles)
         self.sync = AllReduce(self.grid, np.zeros(HEADER), [], 0)
         self._models: dict[int, DistributedModule] = {}
         self._captured: set[tuple[int, bool]] = set()
@@ -359,11 +365,11 @@ class TorchModel(Whole):
     def _execution(self, module: nn.Module, memory: int | None) -> Execution:
         return Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
 
-    def _planned(self, execution: Execution, shape: tuple[int, ...], mesh: Mesh) -> tuple[TorchPlan, str]:
-        """Return the plan of the rank whose tiles are the largest, and what of it goes together, in words."""
+    def _planned(self, execution: Execution, shape: tuple[int, ...], mesh: Mesh) -> tuple[TorchPlan, Lowering | None]:
+        """Return the plan of the rank whose tiles are the largest, and what has lowered parts of it together."""
         program, module = self._program(shape, True), self._module()
         steps, _, lowering = execution.lowered(program, mesh, 0, [cut(shape, mesh)], module)
-        return steps, lowering.told if lowering is not None else ""
+        return steps, lowering
 
     def _sample_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = tuple(self.shape or (input_shape[-1], *input_shape[:-1]))
@@ -418,7 +424,17 @@ class TorchModel(Whole):
                     f" {DTYPES[str(self.dtype)]} of shape {expected}: samples, channels and this rank's tile; change"
                     " feed, or say shape: [channels, *spatial]"
                 )
-        return features, labels
+        return features, pytree.tree_map(self._own, labels) if self.input.tiles.overlaps else labels
+
+    def _own(self, labels: Any) -> Any:
+        """Return labels of this rank's tile, given some of all cells that it reads."""
+        images, dims = self.input, -len(self.input.extent)
+        if not isinstance(labels, torch.Tensor) or tuple(labels.shape[dims:]) != images.own.shape:
+            return labels
+        tile = self.grid.tile_box(images.extent)
+        for dim, (lo, start, n) in enumerate(zip(tile.lo, images.own.lo, tile.shape, strict=True), dims):
+            labels = labels.narrow(dim, max(0, lo - start), n)  # 0: there are none
+        return labels
 
     def _set_rates(self) -> None:
         if self.optimizer.schedule is not None or self.learning_rate_scale != 1:

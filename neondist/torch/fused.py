@@ -21,12 +21,12 @@ from .errors import UnsupportedOperator
 from .functions import Moments
 from .graph import IN_PLACE, Step, Value
 from .in_blocks import BlockLowering, Call, Ranged, ids_of, paired, part_of_block
-from .layout import Layout, Mesh
-from .of_program import OfProgram, laid, ranges_at
+from .layout import Layout, Mesh, axes_of, local_shape
+from .of_program import OfProgram, joined, laid, ranges_at
 from .run import run_local
 from .segments import KEY, OperatorSegment, Search, Strips
 from .steps import Where
-from .transfer import Range
+from .transfer import Range, Wanted
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,25 @@ class FusedLowering(OfProgram):
     Parameters
     ----------
     segments : sequence of OperatorSegment
+    images : sequence of int
+        The inputs of the program, as segments call them.
+
+    Attributes
+    ----------
+    overlaps : list of Wanted
+        What each rank is given of the inputs, where that is more than its tile.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, segments: Sequence[OperatorSegment]) -> None:
+    def __init__(self, mesh: Mesh, rank: int, segments: Sequence[OperatorSegment], images: Sequence[int]) -> None:
         super().__init__(mesh, rank)
         self._by_number = {number: segment for segment in segments for number in segment.noted}
         self._program: dict[int, Value] = {}  # values of the program that segments read or give
         self.in_parts = any(segment.rows for segment in segments)
         self._segments = segments
         self._own: dict[int, tuple[slice, ...]] = {}  # of what norms are given: the cells that count on this rank
+        self.overlaps = [self._tiles_of(image) for image in images]
+        self._entered: dict[int, tuple[Value, Wanted]] = {}  # for tiles of images: what is given, and of which cells
+        self._images = 0
 
     @property
     def told(self) -> str:  # type: ignore[override]
@@ -78,6 +88,50 @@ class FusedLowering(OfProgram):
         if self.number == max(segment.noted):
             self._run(segment)
         return pytree.tree_map(lambda leaf: _Later(leaf.id) if isinstance(leaf, Value) else leaf, noted.call.found)
+
+    def image(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
+        """Return what is given of an input of the module, with cells around the tile if segments want that."""
+        wants, axes = self.overlaps[self._images], axes_of(layout)
+        self._images += 1
+        if not wants:
+            return super().image(layout, dtype)
+        own, shape, starts = dict[int, Range](), list(local_shape(layout, self.place)), {}
+        for dim, (axis, ranges) in wants.items():
+            lo, hi = ranges[self.place[axis]]
+            own[dim], shape[dim], starts[dim] = layout[dim][0].range(self.place), hi - lo, lo
+        self.where = Where("tile", "", "")
+        given = self._value(tuple(shape), axes, dtype, "value")
+        (tile,) = self._locals(partial(_narrowed, ranges=own, starts=starts), [given], [layout], [dtype], axes)
+        self.steps[-1].key = None  # the same step on a rank without cells
+        self._entered[tile.id] = given, wants
+        return given, tile
+
+    def view_of(self, value: Value, wants: Wanted) -> Value:
+        """Return what this rank needs of a value: of an image that is given with it, without messages."""
+        given, there = self._entered.get(value.id, (value, {}))
+        if not (there and all(_inside(ranges, there[dim][1]) for dim, (_, ranges) in wants.items())):
+            return super().view_of(value, wants)
+        here = {dim: ranges[self.place[axis]] for dim, (axis, ranges) in wants.items()}
+        starts = {dim: ranges[self.place[axis]][0] for dim, (axis, ranges) in there.items()}
+        shape = tuple(max(0, here[dim][1] - here[dim][0]) if dim in here else n for dim, n in enumerate(given.local))
+        source = self.enter(given, self.mesh.axes)
+        found = self._value(shape, self.mesh.axes, value.dtype, value.kind)
+        run = partial(_narrowed, ranges=here, starts=starts)
+        self._step("local", [source], [found], run=lambda x: (run(x),))
+        return found
+
+    def _tiles_of(self, image: int) -> Wanted:
+        """Return what ranks are given of an image: hulls of all that segments read of it without messages."""
+        found: Wanted = {}
+        for segment in self._segments:
+            if segment.wide and image in segment.inputs:
+                layouts = [laid(out, self.mesh) for out in segment.traced.outputs]
+                given = [laid(value, self.mesh) for value in segment.traced.inputs]
+                at = segment.inputs.index(image)
+                for dim, (axis, ranges) in self.wanted([segment.traced], [layouts], given)[at].items():
+                    before = found[dim][1] if dim in found else given[at][dim][0].ranges
+                    found[dim] = axis, [joined(pair) for pair in zip(before, ranges, strict=True)]
+        return found
 
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
@@ -189,6 +243,17 @@ class FusedLowering(OfProgram):
         return made
 
 
+def _narrowed(x: torch.Tensor, ranges: Mapping[int, Range], starts: Mapping[int, int]) -> torch.Tensor:
+    """Return ranges of some dimensions of a tensor, which begins at `starts`."""
+    for dim, (lo, hi) in ranges.items():
+        x = x.narrow(dim, max(0, lo - starts[dim]), max(0, hi - lo))
+    return x
+
+
+def _inside(wanted: Sequence[Range], given: Sequence[Range]) -> bool:
+    return all(lo >= hi or (first <= lo and hi <= last) for (lo, hi), (first, last) in zip(wanted, given, strict=True))
+
+
 def _range(numbers: Sequence[int]) -> str:
     lo, hi = min(numbers), max(numbers)
     return str(lo) if lo == hi else f"{lo} to {hi}"
@@ -222,7 +287,10 @@ def fused(
     if not fusing and strips is None:
         return None
     try:
-        segments = segments_of(Search(program, mesh, layouts, gather_at, schemes, strips))
+        search = Search(program, mesh, layouts, gather_at, schemes, strips)
+        segments = segments_of(search)
     except UnsupportedOperator:  # it is refused without segments too, or has rows that cannot be cut
+        if any(isinstance(policy, Fusion) and policy.reads_wide for policy in schemes.values()):
+            raise
         return None
-    return FusedLowering(mesh, rank, segments) if segments else None
+    return FusedLowering(mesh, rank, segments, search.images) if segments else None

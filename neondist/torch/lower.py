@@ -19,6 +19,7 @@ from .functional import is_simple, written
 from .graph import Value, axes_of_values
 from .layout import Mesh, axes_of, whole
 from .registry import POINTWISE, RULES, TRACING
+from .transfer import Wanted
 
 
 class Lowering(Builder):
@@ -36,10 +37,13 @@ class Lowering(Builder):
         Whether tiles go through some of it in parts, on one rank too.
     told : str
         What of it goes together, in words.
+    overlaps : sequence of Wanted
+        What each rank is given of the inputs, where that is more than its tiles.
     """
 
     in_parts = False
     told = ""
+    overlaps: Sequence[Wanted] = ()
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__(mesh, rank)

@@ -21,10 +21,11 @@ from .checks import check_module, check_parameters, check_tensor, gradients_of
 from .criteria import Criteria, owner_of
 from .execution import Execution
 from .graph import autocast
-from .layout import Layout, local_shape, shape_of
+from .layout import Layout, shape_of
 from .plan import TorchPlan
 from .run import Runner
 from .tiling import Tiling
+from .transfer import Wanted
 from .wires import Wires
 
 
@@ -38,6 +39,8 @@ class _Prepared:
         Whether a forward of the module may change attributes of its own.
     targets : dict of shape to Layout
         How targets of these shapes are cut.
+    overlaps : sequence of Wanted
+        What ranks are given of inputs, where that is more than their tiles.
     """
 
     runner: Runner
@@ -46,6 +49,7 @@ class _Prepared:
     digest: str
     in_parts: bool
     dtypes: list[torch.dtype]
+    overlaps: Sequence[Wanted]
     changes: bool = True
     targets: dict[tuple[int, ...], Layout] = field(default_factory=dict)
 
@@ -84,7 +88,6 @@ class DistributedModule(nn.Module):
             self.execution = Execution.of(module, **how)
             self.wires = Wires(grid, len(shapes[0]) - 2)
             self.tiling, self._criteria = Tiling(self.wires, self._shapes), Criteria(self.wires)
-            self._tile_shapes = [local_shape(layout, self.wires.place) for layout in self.tiling.inputs]
             self._runner()
         self.wires.connect(device_of(module))
         self._check_weights({"the module's steps": self._runner().digest, "example_shape": self._shapes})
@@ -95,7 +98,7 @@ class DistributedModule(nn.Module):
         """Return this rank's tiles of the outputs, given those of the inputs; collective."""
         if self.grid.size == 1:
             state, prepared = self._prepared()
-            self._check_tiles(tiles, prepared.dtypes)
+            self._check_tiles(tiles, prepared)
             # random numbers are keyed by the plan, the same for every grid
             if prepared.runner.plan.key is None and not prepared.in_parts:
                 return self._alone(tiles, state, prepared)
@@ -104,7 +107,7 @@ class DistributedModule(nn.Module):
         try:
             prepared = self._runner()
             parameters, buffers = self._watch.tensors()
-            self._check_tiles(tiles, prepared.dtypes)
+            self._check_tiles(tiles, prepared)
             check_parameters(prepared.runner.plan, parameters, buffers)
             facts |= self._facts(tiles, prepared, parameters)
             moved = versions(list(parameters.values()))
@@ -186,7 +189,7 @@ class DistributedModule(nn.Module):
     # Between images and tiles.
 
     def scatter(self, image: torch.Tensor, index: int = 0) -> torch.Tensor:
-        """Return this rank's tile of a whole input, the same on every rank.
+        """Return this rank's tile of a whole input, the same on every rank; with cells around it for `overlap_tile`.
 
         Parameters
         ----------
@@ -196,7 +199,8 @@ class DistributedModule(nn.Module):
             Which of the inputs it is.
         """
         check_tensor("image", image)
-        return self.tiling.part(image, self.tiling.inputs[index])
+        overlaps = self._runner().overlaps
+        return self.tiling.part(image, self.tiling.inputs[index], overlaps[index] if overlaps else None)
 
     def scatter_target(self, target: Any) -> Any:
         """Return this rank's part of a whole target, the same on every rank; of a dictionary or list, of each in it.
@@ -281,7 +285,8 @@ class DistributedModule(nn.Module):
             if self._compiler is not None:
                 plan.compile(self._compiler)
             in_parts = lowering is not None and lowering.in_parts
-            prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest, in_parts, dtypes)
+            overlaps = lowering.overlaps if lowering is not None else ()
+            prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest, in_parts, dtypes, overlaps)
             before = self._watch.settled(before)
             self._runners[before] = prepared
         self._current = before, self._runners[before]
@@ -295,15 +300,15 @@ class DistributedModule(nn.Module):
         default = next(floating, torch.get_default_dtype())
         return [default if dtype is None else dtype for dtype in self._dtypes]
 
-    def _check_tiles(self, tiles: Sequence[Any], dtypes: Sequence[torch.dtype]) -> None:
-        number = len(self.tiling.inputs)
+    def _check_tiles(self, tiles: Sequence[Any], prepared: _Prepared) -> None:
+        number, plan = len(self.tiling.inputs), prepared.runner.plan
         if len(tiles) != number:
             raise ShapeError(
                 f"the module takes {number} input{'s'[: number != 1]}, as example_shape says, got {len(tiles)}"
             )
-        for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.inputs, dtypes, strict=True)):
+        for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.inputs, prepared.dtypes, strict=True)):
             check_tensor(f"input {at}", tile)
-            expected = self._tile_shapes[at]
+            expected = plan.values[plan.inputs[at]].local
             if tuple(tile.shape) != expected:
                 raise ShapeError(
                     f"rank {self.grid.rank}: input {at} has shape {tuple(tile.shape)}, but this rank's tile of"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..geometry import GridShape
+from ..geometry import GridShape, Overlapping, Partition
 from ..plan import report
 from ..plan.blocks import COPIES
 from .by_name import TorchOptimizer
 from .costs import PlanCosts, StepCosts, paths, shape_given
 from .graph import Value
+from .layout import Mesh
 from .plan import TorchPlan
+from .transfer import Wanted
 
 ROWS = 40
 """of the table at most: modules in modules are told together where there are more"""
@@ -44,6 +46,8 @@ class ModulePlan:
         What ranks on a machine may take, where somebody has said so.
     told : str
         What goes together, or block by block, in words.
+    wide_tiles : Partition or None
+        The tiles of the image that ranks read, if they overlap.
     """
 
     grid: GridShape
@@ -55,8 +59,8 @@ class ModulePlan:
     optimizer: TorchOptimizer | None = None
     limit: int | None = None
     told: str = ""
+    wide_tiles: Partition | None = None
     streams = False
-    wide_tiles = None
     layers, segments, label_cells = (), (), ()
 
     @property
@@ -163,3 +167,11 @@ class ModulePlan:
         names = {name for name, told in self._rows.items() if told == row}
         found = shape_given(self.steps, names)
         return "-" if found is None else report.by(found) or "1"
+
+
+def wide_tiles(overlaps: Sequence[Wanted], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
+    """Return the tiles of images that ranks read, if that is more than their own."""
+    if not overlaps or not overlaps[0]:
+        return None
+    ranges = (overlaps[0].get(dim, (0, [(0, n)]))[1] for dim, n in enumerate(extent, 2))
+    return Overlapping(extent, mesh.parts[1:], 1, tuple(map(tuple, ranges)))

@@ -13,7 +13,7 @@ from .graph import Value
 from .in_blocks import Ranged, Traced
 from .layout import Layout, Mesh
 from .lower import Lowering
-from .transfer import Range, hull
+from .transfer import Range, Wanted, hull
 
 
 class OfProgram(Lowering):
@@ -67,19 +67,35 @@ class OfProgram(Lowering):
         traced : what goes together; all have these inputs
         layouts : of the outputs of each
         """
+        found, first = [], []
+        for value, wants in zip(inputs, self.wanted(traced, layouts, [v.layout for v in inputs]), strict=True):
+            found.append(self.view_of(value, wants))
+            here = {dim: ranges[self.place[axis]] for dim, (axis, ranges) in wants.items()}
+            first.append([here[dim][0] if dim in here else 0 for dim in range(len(value.layout))])
+        return found, first
+
+    def wanted(
+        self, traced: Sequence[Traced], layouts: Sequence[Sequence[Layout]], inputs: Sequence[Layout]
+    ) -> list[Wanted]:
+        """Return what each part of an axis needs of the inputs, along the dimensions that it cuts."""
         needs = {
             axis: [self._needed(traced, layouts, {axis: part}) for part in range(self.mesh.parts[axis])]
             for axis in self.mesh.axes
         }
-        found, first = [], []
-        for at, value in enumerate(inputs):
-            cuts = {dim: atom.axis for dim, (atom,) in enumerate(value.layout) if atom.axis is not None}
-            wants = {dim: (axis, [[sources[at][dim]] for sources in needs[axis]]) for dim, axis in cuts.items()}
-            found.append(self.view(value, wants, self.mesh.axes))
-            first.append(
-                [wants[dim][1][self.place[cuts[dim]]][0][0] if dim in cuts else 0 for dim in range(len(value.layout))]
-            )
-        return found, first
+        return [
+            {
+                dim: (atom.axis, [sources[at][dim] for sources in needs[atom.axis]])
+                for dim, (atom,) in enumerate(layout)
+                if atom.axis is not None
+            }
+            for at, layout in enumerate(inputs)
+        ]
+
+    def view_of(self, value: Value, wants: Wanted) -> Value:
+        """Return what this rank needs of a value."""
+        return self.view(
+            value, {dim: (axis, [[r] for r in ranges]) for dim, (axis, ranges) in wants.items()}, self.mesh.axes
+        )
 
     @staticmethod
     def _needed(traced: Sequence[Traced], layouts: Sequence[Sequence[Layout]], place: Mapping[int, int]) -> Ranged:
@@ -88,10 +104,11 @@ class OfProgram(Lowering):
         for each, laid in zip(traced, layouts, strict=True):
             own = ranges_at(laid, place)
             found.append(each.sources(at_least_one(own, own)))
-        return tuple(tuple(_joined(dims) for dims in zip(*inputs, strict=True)) for inputs in zip(*found, strict=True))
+        return tuple(tuple(joined(dims) for dims in zip(*inputs, strict=True)) for inputs in zip(*found, strict=True))
 
 
-def _joined(ranges: Sequence[Range]) -> Range:
+def joined(ranges: Sequence[Range]) -> Range:
+    """Return the range around several, of which some may be empty."""
     return hull([at for lo, hi in ranges if lo < hi for at in (lo, hi - 1)])
 
 

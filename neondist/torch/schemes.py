@@ -154,11 +154,6 @@ def chosen(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[st
         policy = as_scheme(scheme)
         if path not in names:
             raise ConfigError(f"scheme: the module has no part {path!r}{suggest(path, names)}")
-        if isinstance(policy, Fusion) and policy.reads_wide:
-            raise ConfigError(
-                f"scheme: '{scheme_text(policy)}' reads the image with what is around tiles, which is for layers of"
-                " neondist; 'deep_halo(layers=N)' exchanges that once for N windows"
-            )
         if policy.gradients != "scatter":
             raise ConfigError(
                 f"scheme: '{scheme_text(policy)}' is for layers of neondist: gradients of a module's windows are"

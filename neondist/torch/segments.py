@@ -9,13 +9,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch.utils import _pytree as pytree
 
-from ..halo import ExchangePolicy
+from ..errors import ConfigError
+from ..halo import ExchangePolicy, scheme_text
 from ..halo.fusion import Fusion
 from .capture import lowered
 from .errors import UnsupportedOperator
 from .graph import Step, Value
 from .in_blocks import BlockLowering, Call, Traced, ids_of, paired
-from .layout import Layout, Mesh, cut, is_box, shape_of
+from .layout import Layout, Mesh, axes_of, cut, is_box, shape_of
 from .of_program import OfProgram
 from .plan import TorchPlan
 from .schemes import policy_of
@@ -101,6 +102,8 @@ class _Building(BlockLowering):
 
     Attributes
     ----------
+    wide : bool
+        Whether it reads the image with all that it needs around a tile.
     numbers : list of int
         Of the operators.
     known : dict of int to Value
@@ -111,9 +114,9 @@ class _Building(BlockLowering):
         The inputs, by number in the program, and what they are here.
     """
 
-    def __init__(self, probe: _Probe, functions: Sequence[Any], live: bool) -> None:
+    def __init__(self, probe: _Probe, functions: Sequence[Any], live: bool, wide: bool = False) -> None:
         super().__init__(probe.mesh.spatial, axes=probe.mesh.axes)
-        self.functions, self.program, self.live = functions, probe.values, live
+        self.functions, self.program, self.live, self.wide = functions, probe.values, live, wide
         self.numbers, self.known, self.depth = list[int](), dict[int, Value](), dict[int, int]()
         self.given: list[tuple[int, Value]] = []
 
@@ -205,6 +208,8 @@ class OperatorSegment(NamedTuple):
         Its outputs are those that are cut, and then what norms take their statistics of and what they give.
     rows : int
         Of a strip; 0: the whole tile at once.
+    wide : bool
+        Whether it reads the image with all that it needs around a tile.
     """
 
     noted: dict[int, Noted]
@@ -213,6 +218,7 @@ class OperatorSegment(NamedTuple):
     known: dict[int, Value]
     traced: Traced
     rows: int
+    wide: bool
 
 
 class Search:
@@ -234,8 +240,8 @@ class Search:
         Of the ranks.
     values : dict of int to Value
         Those of the program.
-    images : set of int
-        Which of them are given from outside.
+    images : list of int
+        Those that are given from outside.
     """
 
     def __init__(
@@ -247,7 +253,7 @@ class Search:
         schemes: Mapping[str, ExchangePolicy],
         strips: Strips,
     ) -> None:
-        self.mesh, self.schemes, self.strips = mesh, schemes, strips
+        self.mesh, self.schemes, self.strips, self._apart = mesh, schemes, strips, bool(mesh.axes - {0})
         self.shape, self.functions = shape_of(layouts[0]), program.functions
         if strips is not None and mesh.parts[1] == 1:  # so that rules show what cutting rows takes
             mesh = Mesh((mesh.parts[0], 2, *mesh.parts[2:]))
@@ -255,7 +261,7 @@ class Search:
         self.probe = _Probe(mesh, 0)
         plan, _ = lowered(program, mesh, 0, layouts, gather_at, lowering=self.probe)
         self.values = {value.id: value for value in self.probe.values}
-        self.images = set(plan.inputs)
+        self.images = list(plan.inputs)
         outputs = {out for out in plan.outputs if isinstance(out, int)}
         self.kept = self.probe.kept | outputs | set(plan.mutated.values())
         self.readers: dict[int, list[int]] = {}
@@ -268,24 +274,54 @@ class Search:
         found, building, policy = list[_Building](), None, None
         for number, noted in enumerate(self.probe.noted):
             mine = policy_of(noted.call.where.module, self.schemes)
-            longest = self._longest(mine) if noted.windows else inf
-            if building is not None and (noted.windows or building.reads(noted)):
-                alike = not noted.windows or _alike(mine, policy)
+            wide = self._wide(mine)
+            begins = noted.windows or (wide and not set(self.images).isdisjoint(noted.read))
+            longest = self._longest(mine) if begins else inf
+            if building is not None and (begins or building.reads(noted)):
+                alike = not begins or _alike(mine, policy)
                 fits = alike and number not in starts and building.depth_with(noted) <= longest
                 if fits and building.add(number, noted):
                     continue
                 if not (building.reads(noted) or noted.windows):
                     continue
                 building = None
-            if noted.windows and longest:
-                building, policy = _Building(self.probe, self.functions, self._sums(mine)), mine
+            if begins and longest:
+                building, policy = _Building(self.probe, self.functions, self._sums(mine), wide), mine
                 if building.add(number, noted):
                     found.append(building)
                 else:
                     building = None
-        several = (each for each in found if self.strips is not None or max(each.depth.values()) > 1)
+        several = (each for each in found if max(each.depth.values()) > (self.strips is None and not each.wide))
         segments = map(self._segment, several)
-        return [segment for segment in segments if segment.outputs]  # others compute what nobody reads
+        made = [segment for segment in segments if segment.outputs]  # others compute what nobody reads
+        self._check_wide(made)
+        return made
+
+    def _wide(self, policy: ExchangePolicy | None) -> bool:
+        """Tell whether windows of a scheme have to be computed from the image alone."""
+        return self._apart and isinstance(policy, Fusion) and policy.reads_wide
+
+    def _check_wide(self, segments: Sequence[OperatorSegment]) -> None:
+        """Raise ConfigError for a window that would have to exchange what its scheme exchanges nowhere."""
+        alone = {
+            number for segment in segments if segment.wide and self._of_images(segment) for number in segment.noted
+        }
+        for number, noted in enumerate(self.probe.noted):
+            policy = policy_of(noted.call.where.module, self.schemes)
+            if noted.windows and number not in alone and self._wide(policy):
+                assert isinstance(policy, Fusion)
+                here = noted.call.where
+                norms = ", or let norms add up sums over tiles in it: 'overlap_tile(statistics=global)'"
+                raise ConfigError(
+                    f"{here.source or 'unknown place'}: scheme: '{scheme_text(policy)}' exchanges nothing, but"
+                    f" {here.operator} in module '{here.module}' sees cells of other tiles that cannot be computed from"
+                    " the image around a tile; give other modules another scheme, as {'': 'halo', 'encoder':"
+                    " 'overlap_tile'}" + norms * (policy.statistics is None)
+                )
+
+    def _of_images(self, segment: OperatorSegment) -> bool:
+        others = (self.values[value] for value in segment.inputs if value in self.values and value not in self.images)
+        return not any(axes_of(value.layout) - {0} for value in others)
 
     def segment_of(self, numbers: Sequence[int]) -> OperatorSegment:
         """Return the segment of some operators, which could all be in one."""
@@ -307,7 +343,7 @@ class Search:
 
     def _sums(self, policy: ExchangePolicy | None) -> bool:
         """Tell whether norms with statistics of the image may be in a segment."""
-        return self.strips is None and isinstance(policy, Fusion)
+        return self.strips is None and isinstance(policy, Fusion) and policy.statistics is not None
 
     def _segment(self, building: _Building) -> OperatorSegment:
         inside = set(building.numbers)
@@ -327,7 +363,8 @@ class Search:
         traced = Traced(building, plan, self.shape, ends)
         given = [value for value, _ in building.given]
         noted = {number: self.probe.noted[number] for number in building.numbers}
-        return OperatorSegment(noted, given, outputs, building.known, traced, self._rows(building, ends))
+        rows = self._rows(building, ends)
+        return OperatorSegment(noted, given, outputs, building.known, traced, rows, building.wide)
 
     def _rows(self, building: _Building, ends: Sequence[Value]) -> int:
         if self.strips != "auto":

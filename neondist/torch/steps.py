@@ -160,6 +160,11 @@ class StepList:
         """Return a new value that is given from outside."""
         return self._value(local_shape(layout, self.place), axes_of(layout), dtype, kind, layout)
 
+    def image(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
+        """Return what is given of an input of the module, and this rank's tile of it: the same but in some schemes."""
+        found = self.input(layout, dtype)
+        return found, found
+
     def atom(self, value: Value, dim: int) -> Atom:
         """Return how a dimension is cut, which must be one atom."""
         found = value.layout[dim]

@@ -13,6 +13,7 @@ from .layout import Layout, axes_of, cut, local_shape, shape_of, whole
 from .plan import TorchPlan
 from .run import Runner
 from .steps import Where
+from .transfer import Wanted
 from .wires import Wires
 
 
@@ -45,13 +46,18 @@ class Tiling:
         reference, layout = self._known.get(id(tensor), (None, None))
         return layout if reference is not None and reference() is tensor else None
 
-    def part(self, image: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return this rank's part of a whole tensor, which every rank has."""
+    def part(self, image: torch.Tensor, layout: Layout, around: Wanted | None = None) -> torch.Tensor:
+        """Return this rank's part of a whole tensor, which every rank has; or what each part of an axis is given."""
         if tuple(image.shape) != shape_of(layout):
             raise ShapeError(
                 f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got"
                 f" {tuple(image.shape)}; a model takes images of its example_shape alone"
             )
+        if around:
+            for dim, (axis, ranges) in around.items():
+                lo, hi = ranges[self.wires.place[axis]]
+                image = image.narrow(dim, lo, hi - lo)
+            return image.clone(memory_format=torch.preserve_format)
         if not axes_of(layout):
             found = image.clone(memory_format=torch.preserve_format)
         else:

@@ -23,6 +23,10 @@ def clipped(lo: int, hi: int, n: int) -> tuple[Range, Range]:
     return ((a, b), (a - lo, hi - b)) if a < b else ((0, 0), (0, hi - lo))
 
 
+Wanted = dict[int, tuple[int, list[Range]]]
+"""For a dimension that an axis of the mesh cuts: the axis, and the range that each of its parts needs."""
+
+
 def hull(indices: Collection[int]) -> Range:
     """Return the range from the first to the last of some indices."""
     return (min(indices), max(indices) + 1) if indices else (0, 0)

@@ -14,6 +14,7 @@ from neondist.comm import loopback
 from neondist.torch import criteria, experiment
 from neondist.torch import module as capturing
 from neondist.torch.blocks import TracedImage
+from neondist.torch.layout import shape_of
 
 GRIDS = ((1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2), (2, 1, 2), (2, 1, 1))
 """(replicas, rows, cols)"""
@@ -82,15 +83,26 @@ def distributed(module, inputs, gradients, grid, **more):
                 assert sent(model) == model.plan.traffic(ranks.rank, trained, inputs=True)
             return {
                 "outputs": [model.tiling.gathered(y, lay) for y, lay in zip(outputs, layouts, strict=True)],
-                "inputs": [
-                    None if x.grad is None else model.tiling.gathered(x.grad, lay)
-                    for x, lay in zip(tiles, model.tiling.inputs, strict=True)
-                ],
+                "inputs": [None if x.grad is None else input_gradient(model, at, x.grad) for at, x in enumerate(tiles)],
                 "parameters": {name: p.grad for name, p in mine.named_parameters()},
                 "buffers": {name: b.clone() for name, b in mine.named_buffers()},
             }
 
     return loopback.run(replicas * rows * cols * planes, body, **running)
+
+
+def input_gradient(model, at, gradient):
+    """Return the gradient of a whole input, given this rank's, which is a share of it where several have cells."""
+    layout, overlaps = model.tiling.inputs[at], model._runner().overlaps
+    if not overlaps or not overlaps[at]:
+        return model.tiling.gathered(gradient, layout)
+    whole = part = torch.zeros(shape_of(layout), dtype=gradient.dtype)
+    for dim, (axis, ranges) in overlaps[at].items():
+        lo, hi = ranges[model.wires.place[axis]]
+        part = part.narrow(dim, lo, hi - lo)
+    part += gradient
+    model.grid.world.allreduce(whole.numpy())
+    return whole
 
 
 def in_blocks(module, x, size):

@@ -115,7 +115,6 @@ def test_traffic_is_what_was_planned(scheme, dtype):
     [
         ("tover", "unknown; did you mean 'tower'"),
         ({"7": "tower"}, "scheme: the module has no part '7'"),
-        (nd.OverlapTile(), "is for layers of neondist"),
         ("halo(backward=gather)", "is for layers of neondist"),
     ],
 )

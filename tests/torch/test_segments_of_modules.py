@@ -14,7 +14,7 @@ from torch_runs import captured_once, check  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
-from neondist.errors import ConfigError  # noqa: E402
+from neondist.errors import ConfigError, ShapeError  # noqa: E402
 
 
 class Residual(nn.Module):
@@ -126,6 +126,62 @@ def test_windows_of_a_segment_share_an_exchange():
     assert views(planned(CHAIN, (1, 2, 24, 24), scheme={"": "deep_halo", "2": "tower"})[0]) == 4
 
 
+class Encoder(nn.Module):
+    """What sees the whole image comes after the windows, and the image goes into two of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Residual(), nn.Linear(3, 2)
+        self.side = nn.Conv2d(3, 3, 5)
+
+    def forward(self, x, scale):
+        x = (x - 0.5) * scale[:, None, None, None]
+        y, z = self.body(x), F.max_pool2d(self.side(x), 3, 2)
+        return self.head((y + F.adaptive_avg_pool2d(x, 1)).mean((2, 3))), z
+
+
+OVERLAPPING = {
+    "batch norm": (Residual, [(2, 3, 25, 19)]),
+    "moments alone": (lambda: Residual(lambda n: nn.BatchNorm2d(n, track_running_stats=False)), [(2, 3, 19, 17)]),
+    "volume": (volume, [(2, 2, 9, 8, 7)]),
+    "encoder": (Encoder, [(2, 3, 25, 21), (2,)]),
+}
+GRIDS = ((1, 2, 2), (2, 1, 3), (1, 5, 1))
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_tiles_that_overlap_give_the_numbers_of_one_process(name, grid):
+    make, shapes = OVERLAPPING[name]
+    if name == "volume" and grid[0] > 1:
+        pytest.skip("running statistics of instance norms of other replicas are no part of a segment")
+    torch.manual_seed(0)
+    how = [{}, {"recompute": True}] if name == "batch norm" else [{}]
+    for more in how:
+        check(make(), *shapes, grids=(grid,), scheme="overlap_tile(statistics=global)", **more)
+
+
+@pytest.mark.parametrize("more", [{}, {"strips": 5}], ids=str)
+def test_tiles_that_overlap_exchange_nothing(more):
+    check(copy.deepcopy(CHAIN), (1, 2, 24, 24), grids=GRIDS, scheme="overlap_tile", **more)
+    _, sent = planned(CHAIN, (1, 2, 24, 24), scheme="overlap_tile", **more)
+    assert sent == [0, 0, 0, 0]
+    parts = {"": "overlap_tile", "3": "halo", "4": "tower", "5": "halo"}
+    assert views(planned(CHAIN, (1, 2, 24, 24), scheme=parts, **more)[0]) == 3
+
+
+def test_a_tile_without_what_is_around_it_is_refused():
+    def body(world):
+        with ProcessGrid(world) as grid:
+            model = ndt.distribute(copy.deepcopy(CHAIN), (1, 2, 24, 24), grid, scheme="overlap_tile")
+            x = torch.zeros(1, 2, 24, 24)
+            assert model.scatter(x).shape == (1, 2, 18, 24)
+            with pytest.raises(ShapeError, match=r"\(1, 2, 12, 24\).*this rank's tile of .* is \(1, 2, 18, 24\)"):
+                model(x[:, :, :12])
+
+    loopback.run(2, body)
+
+
 def test_norms_stay_in_a_segment():
     norms = nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2)) for _ in range(3)))
     plan, _ = planned(norms, (2, 2, 24, 24), scheme="deep_halo(layers=3)")
@@ -176,7 +232,6 @@ def test_strips_keep_nothing_between_windows():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"scheme": "overlap_tile"}, r"scheme: 'overlap_tile' .* 'deep_halo\(layers=N\)' exchanges that once"),
         ({"strips": 0}, "strips: 0; expected a number of rows > 0, or 'auto'"),
         ({"strips": "all"}, "strips: 'all'; expected"),
         ({"strips": True}, "strips: True; expected"),
@@ -189,3 +244,37 @@ def test_strips_keep_nothing_between_windows():
 def test_bad_input(how, message):
     with pytest.raises(ConfigError, match=message):
         planned(CHAIN, (1, 2, 24, 24), 1, **how)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "scheme", "message"),
+    [
+        (
+            Residual,
+            (1, 3, 24, 24),
+            "overlap_tile",
+            r"conv2d\S* in module 'b' sees .*: 'overlap_tile\(statistics=global\)'",
+        ),
+        (
+            UNet,
+            (1, 3, 24, 24),
+            "overlap_tile",
+            r"test_segments_of_modules.py:\d+: scheme: .*upsample_bilinear2d.vec in module '' sees cells",
+        ),
+        (
+            lambda: CHAIN,
+            (1, 2, 24, 24),
+            {"3": "overlap_tile"},
+            r"conv2d.default in module '3' sees .*, as \{'': 'halo', 'encoder': .*",
+        ),
+        (
+            lambda: nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"),
+            (1, 3, 8, 8),
+            "overlap_tile",
+            "sees cells of other tiles",
+        ),
+    ],
+)
+def test_windows_that_cannot_do_without_messages(module, shape, scheme, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(module(), shape, 2, scheme=scheme)

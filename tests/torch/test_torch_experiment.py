@@ -265,7 +265,7 @@ def test_recompute_schemes_and_strips_are_fields(folder, capsys):
     again = run("classifier", "again", "--virtual", 2, "--set", "epochs=1", "recompute=true", "model.scheme=tower")
     assert again[0]["train_loss"] != pytest.approx(expected[0]["train_loss"], rel=1e-9)
     for how in (["recompute=true"], ["strips=3", "model.scheme=deep_halo(layers=3)"]):
-        check_same(run("classifier", f"same {len(how)}", "--virtual", 2, "--set", "epochs=1", *how), expected)
+        check_same(run("classifier", f"same {how[0]}", "--virtual", 2, "--set", "epochs=1", *how), expected)
     capsys.readouterr()
     words = ["classifier.yaml", "--import", "nets.py", "-n", "2", "--set"]
     halos = []
@@ -279,6 +279,17 @@ def test_recompute_schemes_and_strips_are_fields(folder, capsys):
     assert "segments: 3 windows and what follows them in 1 of them" in capsys.readouterr().out
     assert halos[1] == []
     assert halos[2] == [name for name in halos[0] if name != "0"]
+
+
+def test_tiles_that_overlap(folder, capsys):
+    """Images are read with what is around tiles, and labels that `feed` makes are those of tiles."""
+    for name, scheme in (("classifier", "overlap_tile(statistics=global)"), ("segmenter", "{'0': overlap_tile}")):
+        words = "--set", "epochs=1", f"model.scheme={scheme}"
+        expected = run(name, f"{name} one", "--set", "epochs=1")
+        check_same(run(name, f"{name} four", "--virtual", 4, *words), expected)
+        ledger = [json.loads(line) for line in Path(f"{name} four", "ledger.jsonl").read_text().splitlines()]
+        assert not [one for one in ledger if one["kind"] == "halo"]
+        capsys.readouterr()
 
 
 BAD = {
