@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-LONG = "test_under_mpirun.py", "test_kill.py", "test_docs_pages.py", "test_unet.py"
+LONG = (
+    "test_under_mpirun.py", "test_under_torchrun.py", "test_kill.py", "test_storage_faults.py", "test_supervise.py",
+    "test_docs_pages.py", "test_unet.py",
+)  # fmt: skip
 DRAWING = "curves", "tiles_picture", "stage_pictures"
 
 INSIDE = "NEONDIST_MPI_TEST" in os.environ

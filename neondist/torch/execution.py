@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..halo import ExchangePolicy
+from ..halo import ExchangePolicy, Fusion
 from .capture import lowered
 from .checks import check_gather_at
 from .fused import fused
@@ -53,6 +53,11 @@ class Execution:
         """Return that of a module, if its parts have these names; else raise ConfigError."""
         check_gather_at(module, gather_at)
         return cls(tuple(gather_at), recompute, chosen(scheme, dict(module.named_modules()), recompute), strips, memory)
+
+    @property
+    def reads_wide(self) -> bool:
+        """Whether tiles of images may come with cells around them."""
+        return any(isinstance(policy, Fusion) and policy.reads_wide for policy in self.schemes.values())
 
     def lowered(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module

@@ -199,7 +199,7 @@ class DistributedModule(nn.Module):
             Which of the inputs it is.
         """
         check_tensor("image", image)
-        overlaps = self._runner().overlaps
+        overlaps = self._runner().overlaps if self.execution.reads_wide else ()
         return self.tiling.part(image, self.tiling.inputs[index], overlaps[index] if overlaps else None)
 
     def scatter_target(self, target: Any) -> Any:
