@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ShapeError
+from ..geometry import Box
 from ..halo import GlobalArray
 
 
@@ -46,10 +47,14 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
     if spatial == output.extent:
         return targets[(slice(None), *output.own.slices)]
     if spatial == images.own.shape and output.extent == images.extent:
-        starts = (max(0, lo - start) for lo, start in zip(output.own.lo, images.own.lo, strict=True))  # 0: it is empty
-        own = (slice(at, at + n) for at, n in zip(starts, output.own.shape, strict=True))
-        return targets[(slice(None), *own)]
+        return targets[(slice(None), *slices_in(images, output.own))]
     raise ShapeError(
         f"targets of spatial shape {spatial}: expected the whole output's {output.extent} or this tile's"
         f" {output.own.shape}"
     )
+
+
+def slices_in(images: GlobalArray, own: Box) -> tuple[slice, ...]:
+    """Return where cells of this rank lie in the tile that it reads, which may have others around them."""
+    starts = (max(0, lo - start) for lo, start in zip(own.lo, images.own.lo, strict=True))  # 0: there are none
+    return tuple(slice(at, at + n) for at, n in zip(starts, own.shape, strict=True))

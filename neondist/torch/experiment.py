@@ -12,7 +12,6 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..comm import ProcessGrid, all_or_none
 from ..errors import ConfigError, ShapeError, UserError
@@ -32,7 +31,8 @@ from .by_name import TorchLoss, TorchOptimizer, called, unwrapped
 from .capture import captured
 from .distributing import distribute
 from .execution import Execution
-from .judging import LossOfCells, Owned, channels_first, channels_last, metric_targets
+from .feeding import channels_first, fed
+from .judging import LossOfCells, Owned, channels_last, metric_targets
 from .layout import Mesh, axes_of, cut
 from .lower import Lowering
 from .module import DistributedModule
@@ -408,33 +408,9 @@ class TorchModel(Whole):
     def _fed(self, x: Any, targets: Any, batch: int) -> tuple[torch.Tensor, Any]:
         """Return what `feed` gives; if it fails on one rank, or gives something wrong, so does this on all."""
         lo, hi = self.grid.sample_range(batch)
-        expected = hi - lo, self._sample_shape(self.input_shape)[0], *x.shape[1:-1]
+        shape = hi - lo, self._sample_shape(self.input_shape)[0], *x.shape[1:-1]
         with all_or_none(self.grid.world) if self.grid.size > 1 else nullcontext():
-            found = called("feed", self._feed, x, targets)
-            if not isinstance(found, tuple) or len(found) != 2:
-                raise ConfigError(f"feed: has to return (features, labels), got {type(found).__name__}")
-            features, labels = found
-            for what, tensors in (("features", [features]), ("labels", pytree.tree_leaves(labels))):
-                for tensor in tensors:
-                    if not (isinstance(tensor, torch.Tensor) or (targets is None and what == "labels")):
-                        raise ConfigError(f"feed: {what} are a {type(tensor).__name__}; return a torch.Tensor")
-            if tuple(features.shape) != expected or features.dtype != DTYPES[str(self.dtype)]:
-                raise ConfigError(
-                    f"feed: features are {features.dtype} of shape {tuple(features.shape)}, expected"
-                    f" {DTYPES[str(self.dtype)]} of shape {expected}: samples, channels and this rank's tile; change"
-                    " feed, or say shape: [channels, *spatial]"
-                )
-        return features, pytree.tree_map(self._own, labels) if self.input.tiles.overlaps else labels
-
-    def _own(self, labels: Any) -> Any:
-        """Return labels of this rank's tile, given some of all cells that it reads."""
-        images, dims = self.input, -len(self.input.extent)
-        if not isinstance(labels, torch.Tensor) or tuple(labels.shape[dims:]) != images.own.shape:
-            return labels
-        tile = self.grid.tile_box(images.extent)
-        for dim, (lo, start, n) in enumerate(zip(tile.lo, images.own.lo, tile.shape, strict=True), dims):
-            labels = labels.narrow(dim, max(0, lo - start), n)  # 0: there are none
-        return labels
+            return fed(self._feed, x, targets, shape, DTYPES[str(self.dtype)], self.input)
 
     def _set_rates(self) -> None:
         if self.optimizer.schedule is not None or self.learning_rate_scale != 1:

@@ -14,15 +14,7 @@ from torch.utils import _pytree as pytree
 from ..comm import ProcessGrid, Reductions
 from ..errors import ConfigError
 from .by_name import TorchLoss
-
-
-def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return images (n, *tile, C) as (n, C, *tile); whole numbers as int64, and target images as images."""
-    if labels is not None:
-        labels = np.moveaxis(labels, -1, 1) if labels.ndim == images.ndim else labels
-        labels = labels.astype(images.dtype if labels.dtype.kind == "f" else np.int64)
-    features = torch.from_numpy(np.ascontiguousarray(np.moveaxis(images, -1, 1)))
-    return features, None if labels is None else torch.from_numpy(labels)
+from .feeding import channels_first
 
 
 def channels_last(output: Any) -> np.ndarray:
