@@ -24,7 +24,7 @@ from .between_passes import observed
 from .checks import check_module
 from .custom_gradients import recorded
 from .errors import NotRecorded
-from .functional import is_simple, written
+from .functional import is_simple, note_result
 from .graph import DEVICES, Value, autocast
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
@@ -205,11 +205,9 @@ def lowered(
                 return pick(lowering.read(env, arg))
 
             args, kwargs = pytree.tree_map(value, (node.args, dict(node.kwargs)))
-            env[node] = found = lowering.call(node.meta.get("twin", node.target), args, kwargs)
-            if olds := written(node):  # what is read of them from here on is what was written
-                env[node], *news = found if isinstance(found, tuple) else [found] * (1 + len(olds))
-                env.update(zip(olds, news, strict=True))
-                changed |= {specs[old.name].target: old for old in olds if old.op == "placeholder"}
+            found = lowering.call(node.meta.get("twin", node.target), args, kwargs)
+            olds = note_result(env, node, found)
+            changed |= {specs[old.name].target: old for old in olds if old.op == "placeholder"}
             if gathering.at(node):
                 gathering.note(found)
     mutated = {name: lowering.gathered(gathering.outside(lowering.read(env, old))).id for name, old in changed.items()}

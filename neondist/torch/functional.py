@@ -64,6 +64,15 @@ def written(node: Any) -> list[Any]:
     return [given.get(arg.name) for arg in node.target._schema.arguments if arg.alias_info and arg.alias_info.is_write]
 
 
+def note_result(env: dict[Any, Any], node: Any, found: Any) -> list[Any]:
+    """Note in `env` what a node gives, also of what it writes into: that is read from there on; return the latter."""
+    env[node] = found
+    if olds := written(node):
+        env[node], *news = found if type(found) is tuple else [found] * (1 + len(olds))
+        env.update(zip(olds, news, strict=True))
+    return olds
+
+
 def _twin(node: Any) -> Any:
     """Return the operator that gives what one in place writes into its first argument; None: there is none."""
     schema = node.target._schema

@@ -26,7 +26,7 @@ from .of_program import OfProgram, joined, laid, ranges_at
 from .run import run_local
 from .segments import KEY, OperatorSegment, Search, Strips
 from .steps import Where
-from .transfer import Range, Wanted
+from .transfer import Range, Wanted, at_place
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ class FusedLowering(OfProgram):
         self.in_parts = any(segment.rows for segment in segments)
         self._segments = segments
         self._own: dict[int, tuple[slice, ...]] = {}  # of what norms are given: the cells that count on this rank
-        self.overlaps = [self._tiles_of(image) for image in images]
+        self._wanted = {min(segment.noted): self._wanted_by(segment) for segment in segments}
+        self.overlaps = [self._wanted_around(image) for image in images]
+        self._waiting = iter(self.overlaps)
         self._entered: dict[int, tuple[Value, Wanted]] = {}  # for tiles of images: what is given, and of which cells
-        self._images = 0
 
     @property
     def told(self) -> str:  # type: ignore[override]
@@ -91,45 +92,44 @@ class FusedLowering(OfProgram):
 
     def image(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
         """Return what is given of an input of the module, with cells around the tile if segments want that."""
-        wants, axes = self.overlaps[self._images], axes_of(layout)
-        self._images += 1
+        wants, axes = next(self._waiting), axes_of(layout)
         if not wants:
             return super().image(layout, dtype)
-        own, shape, starts = dict[int, Range](), list(local_shape(layout, self.place)), {}
-        for dim, (axis, ranges) in wants.items():
-            lo, hi = ranges[self.place[axis]]
-            own[dim], shape[dim], starts[dim] = layout[dim][0].range(self.place), hi - lo, lo
+        there = at_place(wants, self.place)
+        own = {dim: layout[dim][0].range(self.place) for dim in there}
         self.where = Where("tile", "", "")
-        given = self._value(tuple(shape), axes, dtype, "value")
-        (tile,) = self._locals(partial(_narrowed, ranges=own, starts=starts), [given], [layout], [dtype], axes)
+        given = self._value(_cells(local_shape(layout, self.place), there), axes, dtype, "value")
+        (tile,) = self._locals(partial(_narrowed, ranges=own, given=there), [given], [layout], [dtype], axes)
         self.steps[-1].key = None  # the same step on a rank without cells
         self._entered[tile.id] = given, wants
         return given, tile
 
     def view_of(self, value: Value, wants: Wanted) -> Value:
         """Return what this rank needs of a value: of an image that is given with it, without messages."""
-        given, there = self._entered.get(value.id, (value, {}))
-        if not (there and all(_inside(ranges, there[dim][1]) for dim, (_, ranges) in wants.items())):
+        given, around = self._entered.get(value.id, (value, {}))
+        if not (around and all(_inside(ranges, around[dim][1]) for dim, (_, ranges) in wants.items())):
             return super().view_of(value, wants)
-        here = {dim: ranges[self.place[axis]] for dim, (axis, ranges) in wants.items()}
-        starts = {dim: ranges[self.place[axis]][0] for dim, (axis, ranges) in there.items()}
-        shape = tuple(max(0, here[dim][1] - here[dim][0]) if dim in here else n for dim, n in enumerate(given.local))
+        here = at_place(wants, self.place)
         source = self.enter(given, self.mesh.axes)
-        found = self._value(shape, self.mesh.axes, value.dtype, value.kind)
-        run = partial(_narrowed, ranges=here, starts=starts)
+        found = self._value(_cells(given.local, here), self.mesh.axes, value.dtype, value.kind)
+        run = partial(_narrowed, ranges=here, given=at_place(around, self.place))
         self._step("local", [source], [found], run=lambda x: (run(x),))
         return found
 
-    def _tiles_of(self, image: int) -> Wanted:
-        """Return what ranks are given of an image: hulls of all that segments read of it without messages."""
+    def _wanted_by(self, segment: OperatorSegment) -> list[Wanted]:
+        """Return what ranks need of the inputs of a segment."""
+        outputs, inputs = ([laid(v, self.mesh) for v in of] for of in (segment.traced.outputs, segment.traced.inputs))
+        return self.wanted([segment.traced], [outputs], inputs)
+
+    def _wanted_around(self, image: int) -> Wanted:
+        """Return what ranks are given of an image: their tiles, and what segments read without messages around them."""
         found: Wanted = {}
         for segment in self._segments:
             if segment.wide and image in segment.inputs:
-                layouts = [laid(out, self.mesh) for out in segment.traced.outputs]
-                given = [laid(value, self.mesh) for value in segment.traced.inputs]
                 at = segment.inputs.index(image)
-                for dim, (axis, ranges) in self.wanted([segment.traced], [layouts], given)[at].items():
-                    before = found[dim][1] if dim in found else given[at][dim][0].ranges
+                own = laid(segment.traced.inputs[at], self.mesh)
+                for dim, (axis, ranges) in self._wanted[min(segment.noted)][at].items():
+                    _, before = found.get(dim, (axis, own[dim][0].ranges))
                     found[dim] = axis, [joined(pair) for pair in zip(before, ranges, strict=True)]
         return found
 
@@ -140,12 +140,13 @@ class FusedLowering(OfProgram):
         return super().normalise(x, weight, bias, moments._replace(own=self._own.get(x.id)), groups)
 
     def _run(self, segment: OperatorSegment) -> None:
-        traced, self.where = segment.traced, segment.noted[min(segment.noted)].call.where
+        first_number = min(segment.noted)
+        self.where = segment.noted[first_number].call.where
         if KEY in segment.inputs:
             self._program[KEY], _ = self.random_key()
-        layouts = [laid(out, self.mesh) for out in traced.outputs]
+        layouts = [laid(out, self.mesh) for out in segment.traced.outputs]
         here = ranges_at(layouts, dict(enumerate(self.place)))
-        inputs, first = self.wide([traced], [layouts], [self._program[value] for value in segment.inputs])
+        inputs, first = self.wide([self._program[value] for value in segment.inputs], self._wanted[first_number])
         if segment.rows:
             self._in_strips(segment, inputs, first, layouts, here)
         else:
@@ -243,11 +244,17 @@ class FusedLowering(OfProgram):
         return made
 
 
-def _narrowed(x: torch.Tensor, ranges: Mapping[int, Range], starts: Mapping[int, int]) -> torch.Tensor:
-    """Return ranges of some dimensions of a tensor, which begins at `starts`."""
+def _narrowed(x: torch.Tensor, ranges: Mapping[int, Range], given: Mapping[int, Range]) -> torch.Tensor:
+    """Return ranges of some dimensions of a tensor, which has those that are given; they may be empty."""
     for dim, (lo, hi) in ranges.items():
-        x = x.narrow(dim, max(0, lo - starts[dim]), max(0, hi - lo))
+        x = x.narrow(dim, max(0, lo - given[dim][0]), max(0, hi - lo))
     return x
+
+
+def _cells(shape: Sequence[int], ranges: Mapping[int, Range]) -> tuple[int, ...]:
+    """Return the shape of ranges of some dimensions."""
+    extents = {dim: max(0, hi - lo) for dim, (lo, hi) in ranges.items()}
+    return tuple(extents.get(dim, n) for dim, n in enumerate(shape))
 
 
 def _inside(wanted: Sequence[Range], given: Sequence[Range]) -> bool:

@@ -13,7 +13,7 @@ from .graph import Value
 from .in_blocks import Ranged, Traced
 from .layout import Layout, Mesh
 from .lower import Lowering
-from .transfer import Range, Wanted, hull
+from .transfer import Range, Wanted, at_place, hull
 
 
 class OfProgram(Lowering):
@@ -57,27 +57,26 @@ class OfProgram(Lowering):
     def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator of the program gives."""
 
-    def wide(
-        self, traced: Sequence[Traced], layouts: Sequence[Sequence[Layout]], inputs: Sequence[Value]
-    ) -> tuple[list[Value], list[list[int]]]:
-        """Return what each rank needs of the inputs for its tiles of outputs, and the first indices of that.
-
-        Parameters
-        ----------
-        traced : what goes together; all have these inputs
-        layouts : of the outputs of each
-        """
+    def wide(self, inputs: Sequence[Value], wanted: Sequence[Wanted]) -> tuple[list[Value], list[list[int]]]:
+        """Return what this rank needs of the inputs, as `wanted` tells it of each, and the first indices of that."""
         found, first = [], []
-        for value, wants in zip(inputs, self.wanted(traced, layouts, [v.layout for v in inputs]), strict=True):
+        for value, wants in zip(inputs, wanted, strict=True):
             found.append(self.view_of(value, wants))
-            here = {dim: ranges[self.place[axis]] for dim, (axis, ranges) in wants.items()}
+            here = at_place(wants, self.place)
             first.append([here[dim][0] if dim in here else 0 for dim in range(len(value.layout))])
         return found, first
 
     def wanted(
         self, traced: Sequence[Traced], layouts: Sequence[Sequence[Layout]], inputs: Sequence[Layout]
     ) -> list[Wanted]:
-        """Return what each part of an axis needs of the inputs, along the dimensions that it cuts."""
+        """Return what each part of an axis needs of the inputs for its tiles of outputs, along the dimensions it cuts.
+
+        Parameters
+        ----------
+        traced : what goes together; all have these inputs
+        layouts : of the outputs of each
+        inputs : their layouts
+        """
         needs = {
             axis: [self._needed(traced, layouts, {axis: part}) for part in range(self.mesh.parts[axis])]
             for axis in self.mesh.axes

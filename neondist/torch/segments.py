@@ -275,7 +275,7 @@ class Search:
         for number, noted in enumerate(self.probe.noted):
             mine = policy_of(noted.call.where.module, self.schemes)
             wide = self._wide(mine)
-            begins = noted.windows or (wide and not set(self.images).isdisjoint(noted.read))
+            begins = noted.windows or (wide and any(value in self.images for value in noted.read))
             longest = self._longest(mine) if begins else inf
             if building is not None and (begins or building.reads(noted)):
                 alike = not begins or _alike(mine, policy)

@@ -13,7 +13,7 @@ from .layout import Layout, axes_of, cut, local_shape, shape_of, whole
 from .plan import TorchPlan
 from .run import Runner
 from .steps import Where
-from .transfer import Wanted
+from .transfer import Wanted, at_place
 from .wires import Wires
 
 
@@ -54,8 +54,7 @@ class Tiling:
                 f" {tuple(image.shape)}; a model takes images of its example_shape alone"
             )
         if around:
-            for dim, (axis, ranges) in around.items():
-                lo, hi = ranges[self.wires.place[axis]]
+            for dim, (lo, hi) in at_place(around, self.wires.place).items():
                 image = image.narrow(dim, lo, hi - lo)
             return image.clone(memory_format=torch.preserve_format)
         if not axes_of(layout):

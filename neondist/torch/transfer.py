@@ -27,6 +27,11 @@ Wanted = dict[int, tuple[int, list[Range]]]
 """For a dimension that an axis of the mesh cuts: the axis, and the range that each of its parts needs."""
 
 
+def at_place(wanted: Wanted, place: Sequence[int]) -> dict[int, Range]:
+    """Return what the rank at a place needs along each of the dimensions."""
+    return {dim: ranges[place[axis]] for dim, (axis, ranges) in wanted.items()}
+
+
 def hull(indices: Collection[int]) -> Range:
     """Return the range from the first to the last of some indices."""
     return (min(indices), max(indices) + 1) if indices else (0, 0)

@@ -209,7 +209,7 @@ class HeadLowering(OfProgram):
         (image,) = (by_id[value.id] for value in trunk.inputs)
         traced = *trunk.sweeps, trunk
         layouts = [[laid(out, self.mesh) for out in each.outputs] for each in traced]
-        (wide,), first = self.wide(traced, layouts, [image])
+        (wide,), first = self.wide([image], self.wanted(traced, layouts, [image.layout]))
         axes, here = axes_of(image.layout), [ranges_at(each, dict(enumerate(self.place))) for each in layouts]
 
         def of_blocks(blocks: Blocks, outs: Sequence[Layout], partial: bool = False) -> list[Value]:

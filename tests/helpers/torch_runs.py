@@ -15,6 +15,7 @@ from neondist.torch import criteria, experiment
 from neondist.torch import module as capturing
 from neondist.torch.blocks import TracedImage
 from neondist.torch.layout import shape_of
+from neondist.torch.transfer import at_place
 
 GRIDS = ((1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2), (2, 1, 2), (2, 1, 1))
 """(replicas, rows, cols)"""
@@ -97,8 +98,7 @@ def input_gradient(model, at, gradient):
     if not overlaps or not overlaps[at]:
         return model.tiling.gathered(gradient, layout)
     whole = part = torch.zeros(shape_of(layout), dtype=gradient.dtype)
-    for dim, (axis, ranges) in overlaps[at].items():
-        lo, hi = ranges[model.wires.place[axis]]
+    for dim, (lo, hi) in at_place(overlaps[at], model.wires.place).items():
         part = part.narrow(dim, lo, hi - lo)
     part += gradient
     model.grid.world.allreduce(whole.numpy())

@@ -20,7 +20,7 @@ from ...models import ConvnetDist, MLPDist, Model
 from ..alike import check_alike
 from ..capture import captured, where
 from ..errors import UnsupportedOperator
-from ..functional import written
+from ..functional import note_result, written
 from ..steps import Where
 from .network import Network, Tensor, Value
 from .operators import OPERATORS
@@ -162,10 +162,8 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
             args, kwargs = pytree.tree_map(
                 lambda arg: env[arg] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
             )
-            env[node] = found = args[0][args[1]] if node.target is operator.getitem else _made(net, node, args, kwargs)
-            if olds := written(node):  # what is read of them from here on is what was written
-                env[node], *news = found if type(found) is tuple else [found] * (1 + len(olds))
-                env.update(zip(olds, news, strict=True))
+            made = args[0][args[1]] if node.target is operator.getitem else _made(net, node, args, kwargs)
+            note_result(env, node, made)
     for result, name in changed.items():
         if not isinstance(env[result], Tensor) or env[result].name != name:
             net.refuse(f"it changes the buffer '{name}'", where(result))
