@@ -66,3 +66,11 @@ def test_others_are_left_to_pytorch():
     with torch.autocast("cpu", torch.bfloat16):
         assert not winograd._is_faster(x, weight, *how)
         assert winograd.conv2d(x, weight, None, *how).dtype == torch.bfloat16
+
+
+def test_far_windows_with_few_outputs_are_left_to_pytorch():
+    """Tiles of cells 36 apart have 72 x 72 outputs at least: of a DeepLab's small map they would compute thousands."""
+    weight = torch.randn(128, 128, 3, 3)
+    for outputs, dilation, faster in ((3, 36, False), (49, 36, False), (72, 36, True), (46, 12, True), (49, 12, False)):
+        x = torch.randn(1, 128, outputs + 2 * dilation, outputs + 2 * dilation)
+        assert winograd._is_faster(x, weight, (1, 1), (0, 0), (dilation, dilation), 1) is faster, (outputs, dilation)
