@@ -29,7 +29,7 @@ hunt: .venv/test
 	$(BIN)/python tools/random_modules.py --jobs $(WORKERS) $(HUNT)
 	$(BIN)/python tools/operator_samples.py --jobs $(WORKERS) $(HUNT)
 
-# hours: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
+# half an hour: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test
 	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n 0 tests/torch/test_zoo.py
 

@@ -1,6 +1,7 @@
 """What editors and shells are told of experiment files: the schema, `neondist init`, and what follows --set."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -31,11 +32,16 @@ epochs: 2
 """
 
 
-def faults(text):
+@cache
+def validator():
     jsonschema = pytest.importorskip("jsonschema")
     found = json.loads(json.dumps(schema()))
     jsonschema.Draft7Validator.check_schema(found)
-    return list(jsonschema.Draft7Validator(found).iter_errors(yaml.load(text, Untagged)))
+    return jsonschema.Draft7Validator(found)
+
+
+def faults(text):
+    return list(validator().iter_errors(yaml.load(text, Untagged)))
 
 
 def test_the_schema_allows_what_the_check_allows():
