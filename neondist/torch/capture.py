@@ -45,7 +45,6 @@ def captured(
     module: nn.Module,
     shapes: Sequence[tuple[Sequence[int], torch.dtype]],
     what: str = "",
-    in_place: bool = True,
     device: torch.device | None = None,
 ) -> Any:
     """Return the exported program of a module, composite operators kept.
@@ -56,8 +55,6 @@ def captured(
     ----------
     what : str
         What errors call the module; default: its class.
-    in_place : bool
-        Whether there may be operators that write into their arguments, which is_simple of functional.py allows.
     device : torch.device, optional
         Of the inputs; default: where the module's parameters and buffers are.
 
@@ -78,11 +75,19 @@ def captured(
             stop_gradients(program, lambda node: where(node).source)
             specs = program.graph_signature.input_specs
             buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
-            program = program if in_place and is_simple(program.graph, buffers) else program.run_decompositions({})
+            program = program if is_simple(program.graph, buffers) else program.run_decompositions({})
             program.functions = functions
             return program
         except Exception as error:
             raise ConfigError(_explained(what or type(module).__name__, shapes, error)) from error
+
+
+def decomposed(program: Any) -> Any:
+    """Return what `captured` gave with no operator in place, and none that PyTorch only composes of others."""
+    with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
+        found = program.run_decompositions({})
+    found.functions = program.functions
+    return found
 
 
 def device_of(module: nn.Module) -> torch.device:

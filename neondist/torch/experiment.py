@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -27,17 +27,15 @@ from ..rng import key
 from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor, first
 from .blocks import ModuleBlocks, TracedImage
-from .by_name import TorchLoss, TorchOptimizer, called, unwrapped
-from .capture import captured
+from .by_name import TorchLoss, TorchOptimizer, unwrapped
 from .distributing import distribute
 from .execution import Execution
+from .factory import Factory
 from .feeding import channels_first, fed
 from .judging import LossOfCells, Owned, channels_last, metric_targets
-from .layout import Mesh, axes_of, cut
-from .lower import Lowering
+from .layout import axes_of
 from .module import DistributedModule
-from .module_plan import ModulePlan, wide_tiles
-from .plan import TorchPlan
+from .module_plan import ModulePlan
 from .registry import TRACING
 from .schemes import Schemes
 from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights, slots_of
@@ -87,7 +85,7 @@ class TorchModel(Whole):
     distributed = True
     accumulate, num_pretrain_epochs, num_initial_epochs = 1, 0, 0
     layers, leaves, stages = (), (), ()
-    parameters, module = None, None
+    parameters = None
 
     def __init__(
         self,
@@ -117,7 +115,6 @@ class TorchModel(Whole):
         self.slots: dict[str, Any] = {}
         self._guard: int | None = None
         self._plans: dict[Any, ModulePlan] = {}
-        self._programs: dict[Any, Any] = {}
         self._feed = unwrapped(self._arguments["feed"] or channels_first)
 
     def __str__(self) -> str:
@@ -154,17 +151,7 @@ class TorchModel(Whole):
         grid, input_shape = grid or GridShape(), tuple(input_shape)
         batch = batch_size or grid.replicas
         if (input_shape, grid, batch) not in self._plans:
-            module, shape = self._module(), (batch, *self._sample_shape(input_shape))
-            mesh = Mesh.of(grid, len(input_shape) - 1)
-            steps, lowering = self._planned(self._execution(module, None), shape, mesh)
-            if not any(isinstance(out, int) for out in steps.outputs):
-                raise ConfigError("factory: the module returns no tensor")
-            weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-            trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
-            about = grid, input_shape, batch, steps, weights, trained, self.optimizer
-            told, overlaps = (lowering.told, lowering.overlaps) if lowering else ("", ())
-            wide = wide_tiles(overlaps, input_shape[:-1], mesh)
-            self._plans[input_shape, grid, batch] = ModulePlan(*about, told=told, wide_tiles=wide)
+            self._plans[input_shape, grid, batch] = self._planned(input_shape, grid, batch)
         return self._plans[input_shape, grid, batch]
 
     def within(self, plan: ModulePlan) -> ModulePlan:
@@ -181,10 +168,7 @@ class TorchModel(Whole):
             raise ConfigError(
                 "memory: blocks exchange no halos, and so have neither a scheme nor strips; leave those out"
             )
-        module, shape = self._module().train(), (plan.batch_size, *self._sample_shape(plan.input_shape))
-        execution = self._execution(module, share_of(self.memory, plan.grid.size))
-        steps, lowering = self._planned(execution, shape, Mesh.of(plan.grid, len(plan.input_shape) - 1))
-        return replace(plan, steps=steps, limit=self.memory, told=lowering.told if lowering else "")
+        return self._planned(plan.input_shape, plan.grid, plan.batch_size, self.memory)
 
     def resize(self, input_shape: Sequence[int]) -> None:
         """Take images of another extent than `shape` says."""
@@ -200,11 +184,16 @@ class TorchModel(Whole):
             The module sees more than a bounded neighbourhood; the message ends with the remedy.
         """
         shape = (1, *self._sample_shape(tuple(input_shape)))
-        return TracedImage(self._program(shape, False), shape, self.gather_at, remedy)
+        return TracedImage(self._factory.program(shape, False), shape, self.gather_at, remedy)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which the factory makes where it is first asked for."""
+        return self._factory.module
 
     def block(self, blocks: ModuleBlocks, number: int, x: Any) -> np.ndarray:
         """Return a block of the output, given the cells of the image that it depends on, channels last."""
-        module = self._module()
+        module = self.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         with torch.no_grad(), self._about():
             features, _ = self._fed(x, None, 1)
@@ -342,34 +331,21 @@ class TorchModel(Whole):
         ledgers = (model.wires.ledger for model in self._models.values())
         return sum(n * one.nbytes for found in ledgers for one, n in found.items() if (one.kind == "halo") is halo)
 
-    def _module(self) -> nn.Module:
-        """Return the module; its weights depend on the seed alone, whatever else goes on in this process."""
-        if self.module is None:
-            with TRACING, torch.random.fork_rng(devices=[]):
-                torch.manual_seed(key(self.seed, "weights") >> 1)
-                factory = unwrapped(self._arguments["factory"])
-                module = called("arguments", factory, **(self._arguments["arguments"] or {}))
-            if not isinstance(module, nn.Module):
-                raise ConfigError(f"factory: returned a {type(module).__name__}; it has to return a torch.nn.Module")
-            self.module = module.to(DTYPES[str(self.dtype)])
-            if isinstance(self.cost.criterion, nn.Module):
-                self.cost.criterion.to(DTYPES[str(self.dtype)])
-        return self.module
+    @cached_property
+    def _factory(self) -> Factory:
+        dtype = DTYPES[str(self.dtype)]
+        if isinstance(self.cost.criterion, nn.Module):
+            self.cost.criterion.to(dtype)
+        return Factory(self._arguments["factory"], self._arguments["arguments"] or {}, self.seed, dtype)
 
-    def _program(self, shape: tuple[int, ...], training: bool) -> Any:
-        if (shape, training) not in self._programs:
-            module = self._module().train(training)
-            self._programs[shape, training] = captured(module, [(shape, DTYPES[str(self.dtype)])])
-        return self._programs[shape, training]
-
-    def _execution(self, module: nn.Module, memory: int | None) -> Execution:
-        return Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
-
-    def _planned(self, execution: Execution, shape: tuple[int, ...], mesh: Mesh) -> tuple[TorchPlan, Lowering | None]:
-        """Return the plan of the rank whose tiles are the largest, and what has lowered parts of it together."""
-        program, module = self._program(shape, True), self._module()
-        steps, _, lowering = execution.lowered(program, mesh, 0, [cut(shape, mesh)], module)
-        return steps, lowering
+    def _planned(
+        self, input_shape: tuple[int, ...], grid: GridShape, batch: int, limit: int | None = None
+    ) -> ModulePlan:
+        module, shape = self.module, (batch, *self._sample_shape(input_shape))
+        memory = None if limit is None else share_of(limit, grid.size)
+        execution = Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
+        program = self._factory.program(shape, True)
+        return ModulePlan.of(module, program, execution, shape, input_shape, grid, self.optimizer, limit)
 
     def _sample_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = tuple(self.shape or (input_shape[-1], *input_shape[:-1]))
@@ -385,7 +361,7 @@ class TorchModel(Whole):
         if batch not in self._models:
             shape, dtype = (batch, *self._sample_shape(self.input_shape)), DTYPES[str(self.dtype)]
             made = distribute(
-                self._module(), shape, self.grid,
+                self.module, shape, self.grid,
                 gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme, strips=self.strips,
                 memory=self.compiled.limit,
             )  # fmt: skip

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import nn
+
+from ..errors import ConfigError
 from ..geometry import GridShape, Overlapping, Partition
 from ..plan import report
 from ..plan.blocks import COPIES
 from .by_name import TorchOptimizer
 from .costs import PlanCosts, StepCosts, paths, shape_given
+from .execution import Execution
 from .graph import Value
-from .layout import Mesh
+from .layout import Mesh, cut
 from .plan import TorchPlan
 from .transfer import Wanted
 
@@ -55,13 +59,42 @@ class ModulePlan:
     batch_size: int
     steps: TorchPlan
     weights: int
-    trained: tuple[str, ...] = ()
-    optimizer: TorchOptimizer | None = None
-    limit: int | None = None
-    told: str = ""
-    wide_tiles: Partition | None = None
+    trained: tuple[str, ...]
+    optimizer: TorchOptimizer | None
+    limit: int | None
+    told: str
+    wide_tiles: Partition | None
     streams = False
     layers, segments, label_cells = (), (), ()
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        program: Any,
+        execution: Execution,
+        shape: tuple[int, ...],
+        input_shape: tuple[int, ...],
+        grid: GridShape,
+        optimizer: TorchOptimizer | None,
+        limit: int | None,
+    ) -> ModulePlan:
+        """Return the plan of a module that is executed so, given what torch.export found in it for inputs of a shape.
+
+        Raises
+        ------
+        UserError
+            The module cannot be distributed, or returns no tensor.
+        """
+        mesh = Mesh.of(grid, len(input_shape) - 1)
+        steps, _, lowering = execution.lowered(program, mesh, 0, [cut(shape, mesh)], module)
+        if not any(isinstance(out, int) for out in steps.outputs):
+            raise ConfigError("factory: the module returns no tensor")
+        weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+        trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
+        told, overlaps = (lowering.told, lowering.overlaps) if lowering else ("", ())
+        wide = _wide_tiles(overlaps, input_shape[:-1], mesh)
+        return cls(grid, input_shape, shape[0], steps, weights, trained, optimizer, limit, told, wide)
 
     @property
     def needed(self) -> int:
@@ -169,7 +202,7 @@ class ModulePlan:
         return "-" if found is None else report.by(found) or "1"
 
 
-def wide_tiles(overlaps: Sequence[Wanted], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
+def _wide_tiles(overlaps: Sequence[Wanted], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
     """Return the tiles of images that ranks read, if that is more than their own."""
     if not overlaps or not overlaps[0]:
         return None

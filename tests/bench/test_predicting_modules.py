@@ -83,7 +83,7 @@ def test_a_rank_alone_notes_what_a_rank_among_others_sends(shape):
 
 
 def test_weights_stay_as_they_are():
-    made, first = experiment(), torch.nn.utils.parameters_to_vector(experiment().model._module().parameters())
+    made, first = experiment(), torch.nn.utils.parameters_to_vector(experiment().model.module.parameters())
     rank_profile.profile_rank(made, GridShape(1, 2, 2), 1e-3)
     assert torch.equal(torch.nn.utils.parameters_to_vector(made.model.module.parameters()), first)
 

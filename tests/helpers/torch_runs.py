@@ -11,7 +11,7 @@ from torch import nn
 
 from neondist import ProcessGrid
 from neondist.comm import loopback
-from neondist.torch import criteria, experiment
+from neondist.torch import criteria, factory
 from neondist.torch import module as capturing
 from neondist.torch.blocks import TracedImage
 from neondist.torch.layout import shape_of
@@ -176,7 +176,7 @@ def captured_once(programs=None):
 
     lock = threading.Lock()
     with pytest.MonkeyPatch.context() as patch:
-        for place in (capturing, criteria, experiment):
+        for place in (capturing, criteria, factory):
             patch.setattr(place, "captured", captured)
         yield
 

@@ -18,7 +18,7 @@ from ...comm.agree import all_or_none
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
 from ..alike import check_alike
-from ..capture import captured, where
+from ..capture import captured, decomposed, where
 from ..errors import UnsupportedOperator
 from ..functional import note_result, written
 from ..steps import Where
@@ -117,12 +117,11 @@ def _converted(
     module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[Any, int]
 ) -> tuple[Network, Value]:
     """Return the network of a module in the mode that it is in, and its output."""
+    program = captured(module, [(shape, dtype)])
     try:
-        program = captured(module, [(shape, dtype)])
         return _network(program, Network(shape, dtype, module.training, numbers))
     except UnsupportedOperator:  # it may be made of others that have layers, which takes PyTorch longer
-        program = captured(module, [(shape, dtype)], in_place=False)
-        return _network(program, Network(shape, dtype, module.training, numbers))
+        return _network(decomposed(program), Network(shape, dtype, module.training, numbers))
 
 
 def _network(program: Any, net: Network) -> tuple[Network, Value]:

@@ -1,0 +1,60 @@
+"""What a factory makes, and what torch.export finds in it: a module before it is distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..rng import key
+from .by_name import called, unwrapped
+from .capture import captured
+from .registry import TRACING
+
+
+class Factory:
+    """A function that returns a module, which is made once, and captured once for each shape and mode.
+
+    Parameters
+    ----------
+    function : callable
+    arguments : mapping
+        Of the function.
+    seed : int
+        Of the module's own first weights, which depend on nothing else in this process.
+    dtype : torch.dtype
+        Of the module.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], seed: int, dtype: torch.dtype
+    ) -> None:
+        self.function, self.arguments, self.seed, self.dtype = unwrapped(function), arguments, seed, dtype
+        self._programs: dict[Any, Any] = {}
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The module.
+
+        Raises
+        ------
+        ConfigError
+            The function returns something else.
+        """
+        with TRACING, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(self.seed, "weights") >> 1)
+            module = called("arguments", self.function, **self.arguments)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"factory: returned a {type(module).__name__}; it has to return a torch.nn.Module")
+        return module.to(self.dtype)
+
+    def program(self, shape: tuple[int, ...], training: bool) -> Any:
+        """Return what torch.export finds for inputs of a global shape; the module is in that mode from then on."""
+        module = self.module.train(training)
+        if (shape, training) not in self._programs:
+            self._programs[shape, training] = captured(module, [(shape, self.dtype)])
+        return self._programs[shape, training]
