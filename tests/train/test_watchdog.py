@@ -63,7 +63,7 @@ def reports(where):
         made.run(ProcessGrid(transport, rows=3, cols=1), hooks=hooks)
 
     with pytest.raises((RemoteError, SystemExit)):
-        loopback.run(3, body)
+        loopback.run(3, body, at_once=3)  # one that sleeps keeps its turn
     return sorted(told)
 
 
