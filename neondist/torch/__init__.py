@@ -7,8 +7,8 @@ distributing: what users call; module: what they get; alike, checks, criteria: i
 backwards, for a block. blocks: a module block by block of its output, without messages; trunk, blocked: a training step
 so, up to what sees the whole image. segments, choosing, fused: windows that go together. execution: which of these a
 module has. weights: files of them. by_hand: views and sums for code of one's own. transport: torch.distributed.
-convert: modules as models of our layers, and back. by_name, feeding, judging, module_plan, experiment: a module in an
-experiment.
+convert: modules as models of our layers, and back. by_name, factory, feeding, judging, module_plan, experiment: a
+module in an experiment.
 """
 
 from ..errors import MissingPackageError

@@ -38,12 +38,14 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
 _PYTHON = sysconfig.get_path("stdlib")
 DRAWS = 1000
 """More than an operator has of random numbers' keys."""
+Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
+"""Of a module's inputs."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
 def captured(
     module: nn.Module,
-    shapes: Sequence[tuple[Sequence[int], torch.dtype]],
+    shapes: Shapes,
     what: str = "",
     device: torch.device | None = None,
 ) -> Any:
@@ -65,29 +67,36 @@ def captured(
         traced for another reason.
     """
     check_module(module)
-    with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast(), recorded() as functions:
+    with _tracing(what or type(module).__name__, shapes), recorded() as functions:
         with FakeTensorMode(allow_non_fake_inputs=True):
             on = device or device_of(module)
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
-        try:
-            with observed(module, inputs):
-                program: Any = torch.export.export(module, inputs, strict=False)
-            stop_gradients(program, lambda node: where(node).source)
-            specs = program.graph_signature.input_specs
-            buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
-            program = program if is_simple(program.graph, buffers) else program.run_decompositions({})
-            program.functions = functions
-            return program
-        except Exception as error:
-            raise ConfigError(_explained(what or type(module).__name__, shapes, error)) from error
+        with observed(module, inputs):
+            program: Any = torch.export.export(module, inputs, strict=False)
+        stop_gradients(program, lambda node: where(node).source)
+        specs = program.graph_signature.input_specs
+        buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
+        program = program if is_simple(program.graph, buffers) else program.run_decompositions({})
+        program.functions = functions
+        return program
 
 
-def decomposed(program: Any) -> Any:
+def decomposed(program: Any, module: nn.Module, shapes: Shapes) -> Any:
     """Return what `captured` gave with no operator in place, and none that PyTorch only composes of others."""
-    with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
+    with _tracing(type(module).__name__, shapes):
         found = program.run_decompositions({})
-    found.functions = program.functions
-    return found
+        found.functions = program.functions
+        return found
+
+
+@contextmanager
+def _tracing(what: str, shapes: Shapes) -> Iterator[None]:
+    """Let PyTorch trace, whatever the caller has set, and one at a time; its errors become ConfigError."""
+    with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
+        try:
+            yield
+        except Exception as error:
+            raise ConfigError(_explained(what, shapes, error)) from error
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -117,7 +126,7 @@ def _no_autocast() -> Iterator[None]:
         yield
 
 
-def _explained(what: str, shapes: Sequence[tuple[Sequence[int], torch.dtype]], error: Exception) -> str:
+def _explained(what: str, shapes: Shapes, error: Exception) -> str:
     given = ", ".join(str(tuple(shape)) for shape, _ in shapes)
     frames = _user_frames("".join(_traceback(error)))
     place = (isinstance(error, NotRecorded) and error.source) or next(iter(frames[::-1]), "")

@@ -58,7 +58,7 @@ class FusedLowering(OfProgram):
         self.in_parts = any(segment.rows for segment in segments)
         self._segments = segments
         self._own: dict[int, tuple[slice, ...]] = {}  # of what norms are given: the cells that count on this rank
-        self._wanted = {min(segment.noted): self._wanted_by(segment) for segment in segments}
+        self._wanted = {segment.first: self._wanted_by(segment) for segment in segments}
         self.overlaps = [self._wanted_around(image) for image in images]
         self._waiting = iter(self.overlaps)
         self._entered: dict[int, tuple[Value, Wanted]] = {}  # for tiles of images: what is given, and of which cells
@@ -128,7 +128,7 @@ class FusedLowering(OfProgram):
             if segment.wide and image in segment.inputs:
                 at = segment.inputs.index(image)
                 own = laid(segment.traced.inputs[at], self.mesh)
-                for dim, (axis, ranges) in self._wanted[min(segment.noted)][at].items():
+                for dim, (axis, ranges) in self._wanted[segment.first][at].items():
                     _, before = found.get(dim, (axis, own[dim][0].ranges))
                     found[dim] = axis, [joined(pair) for pair in zip(before, ranges, strict=True)]
         return found
@@ -140,13 +140,12 @@ class FusedLowering(OfProgram):
         return super().normalise(x, weight, bias, moments._replace(own=self._own.get(x.id)), groups)
 
     def _run(self, segment: OperatorSegment) -> None:
-        first_number = min(segment.noted)
-        self.where = segment.noted[first_number].call.where
+        self.where = segment.noted[segment.first].call.where
         if KEY in segment.inputs:
             self._program[KEY], _ = self.random_key()
         layouts = [laid(out, self.mesh) for out in segment.traced.outputs]
         here = ranges_at(layouts, dict(enumerate(self.place)))
-        inputs, first = self.wide([self._program[value] for value in segment.inputs], self._wanted[first_number])
+        inputs, first = self.wide([self._program[value] for value in segment.inputs], self._wanted[segment.first])
         if segment.rows:
             self._in_strips(segment, inputs, first, layouts, here)
         else:

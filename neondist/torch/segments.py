@@ -220,6 +220,11 @@ class OperatorSegment(NamedTuple):
     rows: int
     wide: bool
 
+    @property
+    def first(self) -> int:
+        """The number of its first operator."""
+        return min(self.noted)
+
 
 class Search:
     """Looks for segments; the same on all ranks.

@@ -102,7 +102,7 @@ def meets(left, rank, end):
 )
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_batches_of_messages_match_without_tags(how, replicas, monkeypatch):
-    if world().size == 1 or world().size % replicas:
+    if world().size % replicas:
         return
     torch.manual_seed(0)
     module, image = Net(), torch.randn(2, 2, 13, 11, requires_grad=True)
@@ -113,7 +113,7 @@ def test_batches_of_messages_match_without_tags(how, replicas, monkeypatch):
             loss = model.loss(F.cross_entropy, model(model.scatter(image)), model.scatter_target(torch.tensor([0, 2])))
             loss.backward()
         logs = world().allgather(list(log))
-    assert all(logs)
+    assert world().size == 1 or all(logs)
     run_as_nccl_does(logs)
 
 

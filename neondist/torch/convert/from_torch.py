@@ -117,11 +117,12 @@ def _converted(
     module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[Any, int]
 ) -> tuple[Network, Value]:
     """Return the network of a module in the mode that it is in, and its output."""
-    program = captured(module, [(shape, dtype)])
+    shapes = [(shape, dtype)]
+    program = captured(module, shapes)
     try:
         return _network(program, Network(shape, dtype, module.training, numbers))
     except UnsupportedOperator:  # it may be made of others that have layers, which takes PyTorch longer
-        return _network(decomposed(program), Network(shape, dtype, module.training, numbers))
+        return _network(decomposed(program, module, shapes), Network(shape, dtype, module.training, numbers))
 
 
 def _network(program: Any, net: Network) -> tuple[Network, Value]:
