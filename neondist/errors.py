@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+LONGEST = 4000
+"""characters of a message"""
 _Error = TypeVar("_Error", bound="UserError")
 
 
@@ -25,10 +27,20 @@ class UserError(NeondistError):
     subject: object = None
     agreed: bool = False
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_shortened(one) if isinstance(one, str) else one for one in args))
+
     def on_all_ranks(self: _Error) -> _Error:
         """Return this error, which every rank has."""
         self.agreed = True
         return self
+
+
+def _shortened(text: str) -> str:
+    """Return a message without its middle if it is long: names in files have any length."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: LONGEST * 3 // 4]} [...] {text[-LONGEST // 5 :]}"
 
 
 class ConfigError(UserError):

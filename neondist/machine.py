@@ -12,6 +12,7 @@ import yaml
 
 from .errors import ConfigError
 from .io.files import write_text
+from .io.regular_file import read_bytes
 
 SPEED = 2e10
 """floating point operations per second of a rank, where nobody says"""
@@ -166,7 +167,7 @@ class Machine:
 def read(path: Path) -> Machine:
     """Return the machine of a YAML file; ConfigError says what is wrong with it."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.safe_load(read_bytes(path).decode())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); {_REMEDY}") from error
     values = _checked(path, "", found, [one.name for one in fields(Machine)])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..io.regular_file import read_bytes
 from ..registry import registered
 from ..registry.fields import fields
+from .load import MAX_BYTES
 from .parse import parse
 from .tree import Node, join
 
@@ -16,7 +17,7 @@ from .tree import Node, join
 def keys_of(path: str) -> list[str]:
     """Return 'epochs=', 'model.layers.0.kernel_size=', ...: all fields of a file, given or not; [] of a wrong one."""
     try:
-        root = parse(Path(path).read_text("utf-8"), str)
+        root = parse(read_bytes(path, MAX_BYTES).decode(), str)
     except (OSError, UnicodeDecodeError, UserError):
         return []
     return [] if root is None else [f"{key}=" for key in _below(root, "")]

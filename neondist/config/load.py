@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..io.regular_file import open_regular
 from ..registry import suggest
 from ..registry.fields import fields
 from .build import Builder, find_class
@@ -68,7 +69,7 @@ def _dist(root: Node, cls: type) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         near = suggest(path.name, [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])

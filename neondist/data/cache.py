@@ -13,16 +13,18 @@ import stat
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
 from ..comm import ProcessGrid
 from ..errors import ConfigError, DataError
 from ..io import hdf5
+from ..io.regular_file import open_regular
 from .base import Dataset, Split, tile_slices
 from .datasets.idx import PIECE
 
@@ -91,7 +93,8 @@ def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
     DataError
         If the file cannot be written, is no regular file, or another user's.
     """
-    _check_owner(path)
+    with suppress(OSError):  # it is not there; or reading and writing tell what is wrong
+        _require_own(path, os.stat(path))
     arrays = read(path, stamp)
     if arrays is None:
         arrays = build()
@@ -99,12 +102,8 @@ def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
     return arrays
 
 
-def _check_owner(path: Path) -> None:
-    """Refuse a file whose content somebody else has chosen: its fingerprint is no secret."""
-    try:
-        found = os.stat(path)
-    except OSError:  # it is not there; or reading and writing tell what is wrong
-        return
+def _require_own(path: Path, found: os.stat_result) -> None:
+    """Refuse a file whose content another user has chosen: its fingerprint is no secret."""
     if stat.S_ISDIR(found.st_mode):
         return
     if not stat.S_ISREG(found.st_mode):  # a pipe would block, and a device be replaced
@@ -122,17 +121,26 @@ def _writable_by_others(file: IO[bytes]) -> bool:
 
 def read(path: Path, stamp: str) -> Arrays | None:
     """Return the arrays in `path`; None if it is missing, damaged, of another fingerprint, or open to other writers."""
+    try:
+        opened = open_regular(path)
+    except OSError:
+        return None
+    with opened:
+        _require_own(path, os.fstat(opened.fileno()))  # another file may have taken the name since it was looked at
+        with suppress(Exception):  # of a damaged file HDF5 may raise nearly anything: the cache is made again
+            return _read(opened, stamp)
+    return None
+
+
+def _read(opened: BinaryIO, stamp: str) -> Arrays | None:
     import h5py
 
-    try:
-        with open(path, "rb") as opened, h5py.File(opened, "r") as file:
-            if _writable_by_others(opened) or hdf5.get_text(file.attrs, "stamp") != stamp:
-                return None
-            sums: dict[str, str] = json.loads(hdf5.get_text(file.attrs, "checksums"))
-            arrays = {name: np.asarray(file[name][()]) for name in sums if hdf5.plain(file[name])}
-    # a damaged HDF5 file may raise nearly anything; whatever it is, the cache is made again
-    except Exception:
-        return None
+    with h5py.File(opened, "r") as file:
+        if _writable_by_others(opened) or hdf5.get_text(file.attrs, "stamp") != stamp:
+            return None
+        sums: dict[str, str] = json.loads(hdf5.get_text(file.attrs, "checksums"))
+        found = {name: hdf5.find(file, name) for name in sums}
+        arrays = {name: np.asarray(array[()]) for name, array in found.items() if hdf5.plain(array)}
     return arrays if checksums(arrays) == sums else None
 
 
@@ -166,12 +174,12 @@ def _foreign(path: Path) -> bool:
     import h5py
 
     try:
-        with open(path, "rb") as there:
+        with open_regular(path) as there:
             head = there.read(len(hdf5.SIGNATURE))
-        if head != hdf5.SIGNATURE:
-            return bool(head) and path.suffix not in (".h5", ".hdf5")
-        with h5py.File(path, "r") as file:
-            return "stamp" not in file.attrs
+            if head != hdf5.SIGNATURE:
+                return bool(head) and path.suffix not in (".h5", ".hdf5")
+            with h5py.File(there, "r") as file:
+                return "stamp" not in file.attrs
     except FileNotFoundError:
         return False
     # a damaged HDF5 file, or one that cannot be read: of the one in its place writing tells
@@ -182,7 +190,7 @@ def _foreign(path: Path) -> bool:
 def _source(path: Path) -> list[Any]:
     crc = 0
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             facts = os.fstat(file.fileno())
             while piece := file.read(PIECE):
                 crc = zlib.crc32(piece, crc)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from ..errors import DataError
 from ..io.files import reason
+from ..io.regular_file import read_bytes
 
 
 def read_rows(path: Path, columns: str) -> list[tuple[int, list[str]]]:
     """Return the rows of a CSV file that are not empty, each with the number of its line; DataError names `columns`."""
     try:
-        lines = csv.reader(path.read_text("utf-8-sig").splitlines())
+        lines = csv.reader(read_bytes(path).decode("utf-8-sig").splitlines())
         return [(lines.line_num, [cell.strip() for cell in row]) for row in lines if any(row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read ({reason(error)}); give a CSV file of {columns}") from error

@@ -17,6 +17,7 @@ import numpy as np
 from ..comm import ProcessGrid
 from ..errors import ConfigError, OutputError
 from ..io.files import give_name, partial, write_text
+from ..io.regular_file import read_bytes
 from ..memory import words
 from ..registry import suggest
 from .base import TileSink, TileSource, agreed_on, refused
@@ -59,7 +60,7 @@ class DraftSink(TileSink):
             if grid is None or grid.rank == 0:
                 self._begin(like, resume)
         with agreed_on(grid), refused(path):
-            note = json.loads(self._note.read_text())
+            note = json.loads(read_bytes(self._note))
             self.resumed, self.chunks = note["resumed"], note["chunks"] and tuple(note["chunks"])
             self._attach(note["facts"])
             self._open = True
@@ -95,7 +96,7 @@ class DraftSink(TileSink):
         }  # fmt: skip
         if resume and self._note.exists() and self._part.exists():
             with suppress(ValueError, KeyError):
-                note = json.loads(self._note.read_text())
+                note = json.loads(read_bytes(self._note))
                 if note["asked"] != asked:
                     raise OutputError(
                         f"{self._part}: is of another array than the one asked for; remove it, or choose another name"

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, DataError, UserError
+from ..io.regular_file import open_regular
 from ..memory import require_room
 
 SUFFIXES = (".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".gif", ".webp")
@@ -209,7 +210,7 @@ def _opened(path: Path, size: tuple[int, int] | None) -> Iterator[Any]:
         raise ConfigError("images need Pillow; install it with: pip install pillow (or neondist[images])") from None
     logging.getLogger("PIL").addHandler(_SILENT)  # adding it again does nothing
     # by its name, Pillow would map the file: a shorter one then ends the process, a turned one comes out scrambled
-    with _ONE_AT_A_TIME, _faults(path), open(path, "rb") as file, warnings.catch_warnings(), _without_limit(Image):
+    with _ONE_AT_A_TIME, _faults(path), open_regular(path) as file, warnings.catch_warnings(), _without_limit(Image):
         # a TIFF file whose tags are not right may be read as something else; a wrong date in a JPEG does not matter
         warnings.simplefilter("error" if file.read(2) in (b"II", b"MM") else "ignore", UserWarning)
         file.seek(0)

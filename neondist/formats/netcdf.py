@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..io.hdf5 import faults, find, get_text, plain
+from ..io.regular_file import open_regular
 from .axes import Cells, letters
 from .base import TileSource
 from .hdf5 import HDF5Sink, HDF5Source
@@ -30,7 +31,7 @@ class NetCDFSource(HDF5Source):
     """
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if file.read(3) == b"CDF":
                 raise DataError(f"{path}: is NetCDF-3; convert it: nccopy -k nc4 {path.name} NEW.nc")
         super().__init__(path, inside, level, axes)

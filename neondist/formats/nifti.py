@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError
 from ..io.files import replacing
+from ..io.regular_file import check_regular, open_regular
 from .axes import Cells
 from .base import TileSource, faults
 from .placed import PlacedSink, Placement
@@ -30,6 +31,7 @@ class NIfTISource(TileSource):
         import nibabel
 
         with faults(path), nibabel.imageglobals.LoggingOutputSuppressor():  # it prints what it notes about odd files
+            check_regular(path)
             found: Any = nibabel.load(path, mmap=False)  # a file that becomes shorter would end the process
             proxy = found.dataobj
             shape, stored = tuple(map(int, proxy.shape)), proxy.dtype
@@ -99,6 +101,6 @@ class NIfTISink(PlacedSink):
         if self.path.suffix.lower() != ".gz":
             return self._part
         packed = self._part.with_name(self._part.name + ".packed")
-        with open(self._part, "rb") as plain, replacing(packed) as file, gzip.GzipFile("", "wb", 6, file, 0) as into:
+        with open_regular(self._part) as plain, replacing(packed) as file, gzip.GzipFile("", "wb", 6, file, 0) as into:
             shutil.copyfileobj(plain, into, 1 << 20)
         return packed

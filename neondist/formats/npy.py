@@ -12,6 +12,7 @@ from numpy.lib import format as npy
 
 from ..errors import DataError
 from ..io.hdf5 import state
+from ..io.regular_file import open_regular
 from .axes import Cells, bare, guess
 from .base import TileSource, faults
 from .placed import PlacedSink, Placement, read_placed
@@ -25,7 +26,7 @@ class NPYSource(TileSource):
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         with faults(path):
-            self._state, self._file = state(path), open(path, "rb")  # noqa: SIM115 (close does)
+            self._state, self._file = state(path), open_regular(path)
             try:
                 self._place = _placement(path, self._file, axes)
                 super().__init__(path, self._place.axes, self._place.shape, self._place.dtype, named=axes is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -109,14 +110,14 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     ...     tile = source.read([(0, 512), (512, 1024), (0, 3)])
     """
     text = str(path)
-    if level is None and not Path(text).exists() and (found := re.fullmatch(r"(.+)#(\d+)", text)):
+    if level is None and not os.path.exists(text) and (found := re.fullmatch(r"(.+)#(\d+)", text)):
         text, level = found[1], int(found[2])
     file, inside = _parts(text)
     kind = _find(file) or _by_content(file)
     if kind is None:
         known = _choices("source")
-        raise DataError(f"{text}: " + (f"is of no known kind; there are {known}" if file.exists() else "no such file"))
-    if not file.exists():
+        raise DataError(f"{text}: " + (f"is of no known kind; there are {known}" if os.path.exists(file) else "no such file"))
+    if not os.path.exists(file):  # and not Path.exists, which raises where a name is too long
         raise DataError(f"{text}: no such file; check the path")
     source: TileSource = kind.load("source", file)(file, inside, level or 0, axes)
     if not 0 <= (level or 0) < source.levels:
@@ -241,16 +242,16 @@ def _find(path: Path) -> Format | None:
 
 def _by_content(path: Path) -> Format | None:
     """Return the format of a folder, whose name tells nothing: inside of a Zarr folder, or with images."""
-    inside_zarr = any((path / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
+    inside_zarr = any(os.path.isfile(path / name) for name in ("zarr.json", ".zarray", ".zgroup"))
     if inside_zarr:
         return next(kind for kind in FORMATS if kind.name == "Zarr")
-    return _FOLDER if path.is_dir() else None
+    return _FOLDER if os.path.isdir(path) else None
 
 
 def _parts(text: str) -> tuple[Path, str]:
     """Return the file and the name of the array in it, of 'FILE:NAME'."""
     file, colon, inside = text.rpartition(":")
-    if colon and not Path(text).exists() and _find(Path(file)) is not None:
+    if colon and not os.path.exists(text) and _find(Path(file)) is not None:
         return Path(file).expanduser(), inside
     return Path(text).expanduser(), ""
 

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from ..errors import ConfigError, DataError
+from ..io.regular_file import open_regular
 from .axes import Cells
 from .base import LARGEST_CHUNK, TileSource, faults
 from .pictures import PictureSource
@@ -50,11 +51,13 @@ class TIFFSource(TileSource):
 
         logging.getLogger("tifffile").addHandler(_SILENT)  # adding it again does nothing
         with faults(path):
-            self._file = tifffile.TiffFile(path)
+            self._opened = open_regular(path)
             try:
+                self._file = tifffile.TiffFile(self._opened, _multifile=False)
+                require_one_file(path, self._file.ome_metadata)
                 self._open(path, inside, level, axes)
             except BaseException:
-                self._file.close()
+                self._opened.close()
                 raise
 
     def _open(self, path: Path, inside: str, level: int, axes: str | None) -> None:
@@ -106,6 +109,7 @@ class TIFFSource(TileSource):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        self._opened.close()
 
     def _placement(self, axes: str, shape: tuple[int, ...], series: Any) -> Placement | None:
         """Return where the cells lie, if they lie there as they are."""
@@ -238,3 +242,12 @@ def _chunk(key: Any) -> tuple[int, ...]:
     if key.is_tiled:
         depth, length, width = key.tiledepth, key.tilelength, key.tilewidth
     return (1, depth, min(length, key.shaped[2]), width, key.shaped[4])
+
+
+def require_one_file(path: Path, ome: str | None) -> None:
+    """Refuse an OME-TIFF whose pages lie in several files: what it names may lie anywhere."""
+    with suppress(ElementTree.ParseError):
+        root = ElementTree.fromstring(ome or "<none/>")
+        parts = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}
+        if len({uuid for uuid, _ in parts} | ({root.attrib["UUID"]} if parts and "UUID" in root.attrib else set())) > 1:
+            raise DataError(f"{path}: is one of several files of an OME-TIFF; write the image into one file")

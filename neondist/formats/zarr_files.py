@@ -29,11 +29,13 @@ class ZarrSource(TileSource):
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         import zarr
 
+        from .zarr_store import FolderStore
+
         name = f"{path}:{inside}" if inside else str(path)
         if ".." in inside.split("/"):
             raise DataError(f"{name}: leads out of the folder; name an array in it")
         with faults(name):
-            found: Any = zarr.open(str(path / inside.strip("/")), mode="r")
+            found: Any = zarr.open(FolderStore(path, read_only=True), path=inside.strip("/"), mode="r")
             names: Any = None
             facts, paths = None, [""]
             if isinstance(found, zarr.Group):

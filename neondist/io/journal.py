@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import OutputError
 from .files import append, told, write_text
+from .regular_file import read_bytes
 
 _TITLE = "neondist journal 1"
 
@@ -34,7 +35,8 @@ class Journal:
         self.job: dict[str, Any] | None = None
         self._done: set[int] = set()
         with told(path, "cannot be read"):
-            lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+            text = read_bytes(path).decode(errors="replace") if path.exists() else ""
+            lines = text.split("\n") if text else []
         try:
             found = json.loads(lines[0]) if lines else None
         except ValueError:

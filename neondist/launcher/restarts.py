@@ -82,6 +82,7 @@ def make_whole(folder: Path) -> Path:
     from ..io.checkpoint.checksum import check
     from ..io.files import replacing
     from ..io.output import CHECKPOINT
+    from ..io.regular_file import open_regular
 
     stages = sorted((path for path in folder.glob("pretrain_*.h5") if path.stem[9:].isdecimal()), key=_number)
     path = folder / CHECKPOINT if (folder / CHECKPOINT).exists() or not stages else stages[-1]
@@ -89,7 +90,7 @@ def make_whole(folder: Path) -> Path:
         with suppress(DataError):
             check(candidate)
             if candidate != path:
-                with candidate.open("rb") as old, replacing(path) as new:
+                with open_regular(candidate) as old, replacing(path) as new:
                     shutil.copyfileobj(old, new)
             return candidate
     return path  # the ranks will say what is wrong with it

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ..comm import SingleTransport, agree, all_or_none
-from ..errors import ConfigError, DataError, MissingPackageError
+from ..errors import ConfigError, DataError, MissingPackageError, UserError
 from ..geometry import Box
 from ..io.checkpoint import Piece, Taken, scatter
 from ..io.files import replacing
+from ..io.regular_file import check_regular
 from .module import DistributedModule
 
 OPTIMIZER = "optimizer/"
@@ -194,9 +195,12 @@ def _safetensors() -> Any:
 def _opened(path: Path) -> Iterator[Any]:
     package = _safetensors()
     try:
+        check_regular(path)
         file = package.safe_open(path, framework="pt")
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; check the path") from None
+    except UserError:
+        raise
     except Exception as error:  # the library's own, and those of the file system
         raise DataError(f"{path}: is no safetensors file ({error}); name a file that save_weights wrote") from error
     with file:

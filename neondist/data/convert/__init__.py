@@ -13,6 +13,7 @@ from ...errors import ConfigError, DataError, OutputError
 from ...formats.image_loader import Loader
 from ...io import hdf5
 from ...io.hdf5 import ChecksumTable
+from ...io.regular_file import open_regular
 from ...memory import require_room
 from ..chunks import chunk_shape
 from ..split_source import SplitSource
@@ -203,7 +204,7 @@ def _is_hdf5(path: Path) -> bool:
     try:
         if not path.is_file():  # a pipe would block
             return False
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read(len(hdf5.SIGNATURE)) in (hdf5.SIGNATURE, b"")
     except OSError:
         return False

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...errors import DataError, UserError
 from ...formats.npy import read_header
+from ...io.regular_file import open_regular
 from ..split_source import Block, SplitSource, per_block, with_channels
 
 _PACKED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
@@ -49,9 +50,9 @@ class ArrayFile:
         """Give shape, dtype and a stream of the cells, the last axis fastest."""
         with _faults(self.title), ExitStack() as stack:
             if self.member is None:
-                stream: Any = stack.enter_context(open(self.path, "rb"))
+                stream: Any = stack.enter_context(open_regular(self.path))
             else:
-                stream = stack.enter_context(stack.enter_context(zipfile.ZipFile(self.path)).open(self.member))
+                stream = stack.enter_context(stack.enter_context(_archive(self.path)).open(self.member))
             shape, fortran, dtype = read_header(stream)
             if dtype.kind not in "biuf" or dtype.itemsize > 8:
                 raise DataError(f"{self.title}: has cells of type {dtype}; give real numbers of at most 64 bits")
@@ -68,7 +69,7 @@ class ArrayFile:
         """Return the bytes that follow in an open file, or those that the archive says a member has."""
         if self.member is None:
             return os.fstat(stream.fileno()).st_size - stream.tell()
-        with zipfile.ZipFile(self.path) as archive:
+        with _archive(self.path) as archive:
             return archive.getinfo(self.member).file_size
 
     def facts(self) -> tuple[tuple[int, ...], np.dtype]:
@@ -90,7 +91,7 @@ class ArrayFile:
 
 def npz_parts(path: Path) -> dict[str, SplitSource]:
     """Return the parts of a .npz file, by the usual names of its arrays."""
-    with _faults(str(path)), zipfile.ZipFile(path) as archive:
+    with _faults(str(path)), _archive(path) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist()}
     found = {}
     for part, names in _IMAGES.items():
@@ -140,6 +141,12 @@ def array_part(images: ArrayFile, labels: ArrayFile) -> SplitSource:
             )
 
     return SplitSource(shape[0], sample, dtype, target, label_dtype, blocks)
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        yield archive
 
 
 @contextmanager

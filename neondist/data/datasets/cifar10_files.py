@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from ...errors import DataError
+from ...io.regular_file import open_regular, read_bytes
 
 RECORD = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue plane
 _CHUNK = 1000
@@ -52,7 +53,7 @@ class Source:
             files = {file.name: file for file in self.files()}
             for name in names:
                 with _readable(files[name]):
-                    batch = files[name].read_bytes()
+                    batch = read_bytes(files[name], _LARGEST)
                 yield batch
             return
         with self._archive() as archive:
@@ -72,7 +73,7 @@ class Source:
         if not os.path.exists(self.path):
             raise DataError(f"CIFAR10 path: no folder or file {self.path}; correct the path")
         try:
-            with tarfile.open(self.path) as archive:
+            with open_regular(self.path) as file, tarfile.open(fileobj=file) as archive:
                 yield archive
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
             reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # tarfile tells one line per method

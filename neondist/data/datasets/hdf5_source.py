@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
-from ...io.hdf5 import faults, find, open_file, plain, probe, read_whole, state
+from ...io.hdf5 import array_names, faults, find, open_file, plain, probe, read_whole, state
 from ...memory import require_room
 
 LARGEST_CHUNK = 1 << 30  # bytes that one read may ask for beside its own; files in use have chunks of a few MiB
@@ -108,7 +108,7 @@ def _array(path: Path, file: Any, group: str, name: str) -> ArrayFacts:
     full = f"{group.strip('/')}/{name}".lstrip("/")
     array = find(file, full)
     if array is None:
-        raise DataError(f"{path}: has no array '{full}'; it has {', '.join(_names(file)) or 'none'}: name yours")
+        raise DataError(f"{path}: has no array '{full}'; it has {', '.join(array_names(file)) or 'none'}: name yours")
     if not isinstance(array, h5py.Dataset) or not plain(array):
         raise DataError(f"{path}: '{full}' is no array of numbers")
     if 0 in array.shape or not array.shape:
@@ -119,18 +119,3 @@ def _array(path: Path, file: Any, group: str, name: str) -> ArrayFacts:
     ids = {key: array.attrs.get_id(key) for key in ("mean", "std", "scale", "classes") if key in array.attrs}
     beside = {key: np.asarray(array.attrs[key]) for key, found in ids.items() if plain(found) and len(found.shape) < 2}
     return ArrayFacts(full, array.shape, array.dtype, beside)
-
-
-def _names(file: Any, most: int = 10) -> list[str]:
-    """Return the names of a few arrays of a file."""
-    import h5py
-
-    found: list[str] = []
-
-    def note(name: str, item: Any) -> bool | None:
-        if isinstance(item, h5py.Dataset):
-            found.append(name)
-        return len(found) >= most or None
-
-    file.visititems(note)
-    return found

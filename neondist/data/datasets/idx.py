@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from ...errors import DataError
+from ...io.regular_file import open_regular
 
 PIECE = 1 << 20
 REMEDY = "replace it by a good copy, for instance with: neondist data mnist --to DIR"
@@ -43,7 +44,7 @@ class Unpacked:
     def __init__(self, path: Path) -> None:
         self.path = path
         with _faults(path):
-            self._plain = open(path, "rb")  # noqa: SIM115 (closed by __exit__)
+            self._plain = open_regular(path)
             self.packed = self._plain.read(2) == b"\x1f\x8b"
             self._plain.seek(0)
             self.size_on_disk = os.fstat(self._plain.fileno()).st_size

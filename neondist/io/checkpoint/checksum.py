@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import DataError
+from ..regular_file import open_regular
 
 BLOCK = 512  # bytes; the smallest block that HDF5 allows
 PIECE = 1 << 20
@@ -33,7 +34,7 @@ def check(path: Path) -> None:
         It is missing, is no checkpoint, or a bit of it is not as it was written.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = file.read(BLOCK)
             title = found.split(b"\n", 1)[0].decode("ascii", "replace")
             if not title.startswith(TITLE):

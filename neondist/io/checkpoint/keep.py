@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from ..files import partial, replacing, told
+from ..regular_file import open_regular
 
 
 def keep_copies(path: Path, keep: int, step: int) -> None:
@@ -22,7 +23,7 @@ def keep_copies(path: Path, keep: int, step: int) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             fresh.unlink()
-        with replacing(name) as copy, path.open("rb") as file:
+        with replacing(name) as copy, open_regular(path) as file:
             shutil.copyfileobj(file, copy)
     for old in kept_files(path)[keep:]:
         with contextlib.suppress(OSError):

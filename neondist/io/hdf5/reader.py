@@ -7,12 +7,15 @@ array, the array itself, until the process dies. So no link is followed out of a
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ...errors import DataError, UserError
+from ..regular_file import open_regular
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MOST_LINKS = 16
@@ -28,11 +31,8 @@ def open_file(path: Path) -> Any:
     """
     import h5py
 
-    if not os.path.isfile(path):  # and not Path.is_file, which raises where a permission is missing
-        what = "is a folder; name the HDF5 file in it" if os.path.isdir(path) else "no such file; check the path"
-        raise DataError(f"{path}: {what}")
     with faults(path):
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if file.read(len(SIGNATURE)) != SIGNATURE and not h5py.is_hdf5(path):
                 raise DataError(f"{path}: not an HDF5 file; make one with: neondist data convert SOURCE --to {path}")
         try:
@@ -59,6 +59,10 @@ def faults(path: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; check the path") from error
+    except IsADirectoryError as error:
+        raise DataError(f"{path}: is a folder; name the HDF5 file in it") from error
     except PermissionError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (OSError, KeyError, ValueError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
@@ -96,6 +100,27 @@ def find(file: Any, name: str) -> Any:
             f"{file.filename}: '{name}' has its cells in other files; copy them here, for instance by h5copy"
         )
     return at
+
+
+def array_names(file: Any, most: int = 10, groups: int = 100) -> list[str]:
+    """Return the names of a few arrays, the outer ones first; of so many groups, and nothing behind a link."""
+    import h5py
+
+    found, waiting, seen = list[str](), deque([("", file["/"])]), 1
+    while waiting:
+        prefix, group = waiting.popleft()
+        for key in islice(group, 10 * groups):
+            if not isinstance(group.get(key, getlink=True), h5py.HardLink):
+                continue
+            item = group.get(key, getclass=True)
+            if item is h5py.Dataset:
+                found.append(prefix + key)
+                if len(found) >= most:
+                    return found
+            elif item is h5py.Group and seen < groups:
+                seen += 1
+                waiting.append((f"{prefix}{key}/", group[key]))
+    return found
 
 
 def _parts(name: str) -> list[str]:

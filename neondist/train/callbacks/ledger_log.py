@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from ...comm import all_or_none
 from ...errors import DataError
 from ...io.files import append, reason, write_text
+from ...io.regular_file import open_regular
 from ...runtime.observers.ledger import Ledger
 from ..state import TrainState
 from .hook import Hook
@@ -78,7 +79,8 @@ def _entries(during: str, ledger: Ledger) -> list[dict[str, Any]]:
 def _lines(path: Path) -> list[str]:
     """Return the lines of the earlier run; DataError if the file is there and cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with open_regular(path) as file:
+            return file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -15,6 +15,7 @@ from ...geometry import GridShape
 from ...io.checkpoint import opened
 from ...io.checkpoint.checksum import BLOCK
 from ...io.checkpoint.texts import of_kind, plain_json, whole
+from ...io.regular_file import open_regular
 from ...registry import Registered
 from ..experiment import FitExperiment
 from ..validate import grid_shape_of
@@ -97,7 +98,7 @@ def _numbers(name: str, numbers: list[Any]) -> list[float]:
 
 def _identity(path: Path) -> str:
     """Return the first block of a checkpoint, which has its checksum."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.sha256(file.read(BLOCK)).hexdigest()[:16]
 
 

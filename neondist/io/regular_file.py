@@ -1,0 +1,72 @@
+"""The one way in which files are opened to be read: regular files, and none that a link leads to out of its folder.
+
+A named pipe or a socket blocks its reader for ever, a device may have no end, and reading a terminal stops a job.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import DataError
+
+LARGEST = 1 << 30
+"""bytes of a file that is read whole"""
+_OTHERS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> BinaryIO:
+    """Open a regular file for reading; what was opened is checked, not only the name.
+
+    Parameters
+    ----------
+    path : path
+    root : path, optional
+        The folder that the file belongs to, such as a run or a Zarr store: links out of it are refused.
+
+    Raises
+    ------
+    OSError
+        As `open`: it is missing, a folder, or without permission.
+    DataError
+        It is a pipe, a socket or a device, or lies outside of `root`.
+    """
+    place = os.fspath(path)
+    if root is not None:
+        place, folder = os.path.realpath(path), os.path.realpath(root)
+        if not Path(place).is_relative_to(folder):
+            raise DataError(f"{path}: is a link that leads out of {root}; put the file itself there")
+    _require_regular(path, os.stat(place))  # before it is opened, which rewinds a tape
+    file = open(place, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS))  # noqa: SIM115
+    try:
+        _require_regular(path, os.fstat(file.fileno()))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def check_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> None:
+    """Raise what `open_regular` does, for libraries that open a file by its name."""
+    open_regular(path, root).close()
+
+
+def read_bytes(path: str | os.PathLike[str], most: int = LARGEST, root: str | os.PathLike[str] | None = None) -> bytes:
+    """Return the content of a file of at most `most` bytes; raise as `open_regular`, and DataError if it has more."""
+    with open_regular(path, root) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise DataError(f"{path}: is larger than {most:,} bytes, the most that is read of such a file; name another")
+    return content
+
+
+def _require_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(found.st_mode):
+        what = _OTHERS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise DataError(f"{path}: is {what}, which is not read; give a regular file")
