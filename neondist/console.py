@@ -8,11 +8,22 @@ from contextlib import suppress
 from typing import IO
 
 
-def say(text: str, file: IO[str] | None = None, end: str = "\n") -> None:
+def visible(text: str, keep: str = "\n") -> str:
+    """Return a text with each character that cannot be seen, as names in files may have, shown by its number."""
+    return "".join(one if one.isprintable() or one in keep else repr(one)[1:-1] for one in text)
+
+
+def emit(*texts: object) -> None:
+    """Print what a command was asked for to stdout, line by line; unlike `say`, OSError if that fails."""
+    for text in texts:
+        print(visible(str(text)), flush=True)
+
+
+def say(text: str, file: IO[str] | None = None, end: str = "\n", start: str = "") -> None:
     """Print to `file`, default stdout; where nobody reads on, or the disk is full, a run goes on in silence."""
     stream = sys.stdout if file is None else file
     try:
-        print(text, file=stream, end=end, flush=True)
+        print(start + visible(text), file=stream, end=end, flush=True)
     except OSError:
         with suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..comm import Transport
 from ..config import dump
+from ..console import emit
 from ..errors import ConfigError
 from ..halo import as_scheme
 from ..io.files import append, can_draw, make_folder, write_figure, write_text
@@ -44,7 +45,7 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
                 append(folder / RESULTS, json.dumps(row) + "\n")
         if world.rank == 0:
             error = f"{row.selection} error {100 * row.selected('error'):.2f} %"
-            print(f"{row['scheme']}, {tiles_of(row)} tiles, seed {row['seed']}: {error}", flush=True)
+            emit(f"{row['scheme']}, {tiles_of(row)} tiles, seed {row['seed']}: {error}")
         rows.append(row)
     return rows
 

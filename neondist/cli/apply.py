@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import ProcessGrid, Transport, all_or_none
+from ..console import emit
 from ..errors import ConfigError
 from ..io.files import write_text
 from ..launcher.ranks import on_ranks
@@ -65,7 +66,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             found = evaluate_files(experiment, arguments.checkpoint, *files, grid, arguments.block)
         with all_or_none(grid.world):
             if grid.rank == 0:
-                print(json.dumps(found))
+                emit(json.dumps(found))
                 if arguments.report is not None:
                     of = {"checkpoint": arguments.checkpoint, "images": arguments.input or found["split"]}
                     write_text(Path(arguments.report), page_of_numbers(Path(arguments.file).stem, of, found))
@@ -84,7 +85,7 @@ def predict(arguments: argparse.Namespace) -> int:
         names = "classes", "probabilities", "raw", "block", "overwrite"
         shape = predict(experiment, *files, grid, **{name: getattr(arguments, name) for name in names})
         if grid.rank == 0:
-            print(f"written: {arguments.output}, {' x '.join(map(str, shape))}")
+            emit(f"written: {arguments.output}, {' x '.join(map(str, shape))}")
 
     return _on_ranks(arguments, lambda world, ranks: loaded(arguments, world), work)
 

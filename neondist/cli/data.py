@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..console import emit
+
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
@@ -47,8 +49,8 @@ def download(arguments: argparse.Namespace) -> int:
     with bars(DownloadColumn(), TransferSpeedColumn()) as progress:
         files = download_mnist(arguments.to, progress=progress, **mirror)
     for file in files:
-        print(file)
-    print(f"use them with dataset: !MNIST {{path: {arguments.to}}}")
+        emit(file)
+    emit(f"use them with dataset: !MNIST {{path: {arguments.to}}}")
     return 0
 
 
@@ -70,10 +72,10 @@ def convert(arguments: argparse.Namespace) -> int:
         shapes = convert(parts, target, arguments.compress, progress)
     for part in parts.values():
         for note in part.notes:
-            print(note)
+            emit(note)
     for name, shape in shapes.items():
-        print(f"{name}: {shape[0]} samples of {' x '.join(map(str, shape[1:]))}")
-    print(f"use it with dataset: !HDF5Dataset {{path: {arguments.to}}}")
+        emit(f"{name}: {shape[0]} samples of {' x '.join(map(str, shape[1:]))}")
+    emit(f"use it with dataset: !HDF5Dataset {{path: {arguments.to}}}")
     return 0
 
 
@@ -82,8 +84,10 @@ def bars(*columns: ProgressColumn) -> Iterator[Callable[[str, int, int | None], 
     """Show a bar for each name on the console while open, and columns beside it; yields a call that moves them on."""
     from rich.progress import BarColumn, Progress, TextColumn
 
+    from ..rich_console import Console
+
     tasks: dict[str, Any] = {}
-    with Progress(TextColumn("{task.description}"), BarColumn(), *columns) as shown:
+    with Progress(TextColumn("{task.description}", markup=False), BarColumn(), *columns, console=Console()) as shown:
 
         def show(name: str, done: int, total: int | None) -> None:
             if name not in tasks:

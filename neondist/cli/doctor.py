@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import safe_path, threads
+from ..console import emit
 from ..errors import LaunchError, UserError
 from ..launcher import pinning
 from ..launcher.launch import ready
@@ -41,9 +42,9 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _section(title: str, lines: Iterable[tuple[str, str]]) -> None:
-    print(f"{title}")
+    emit(f"{title}")
     for name, text in lines:
-        print(f"  {name:<2}{text}" if len(name) == 1 else f"  {name:<22}{text}".rstrip())
+        emit(f"  {name:<2}{text}" if len(name) == 1 else f"  {name:<22}{text}".rstrip())
 
 
 def _mpi(warnings: list[str]) -> list[tuple[str, str]]:

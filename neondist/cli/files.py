@@ -8,6 +8,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from ..console import emit
 from ..errors import DataError, OutputError
 from ..io.files import write_text
 
@@ -41,7 +42,7 @@ def report(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.run)
     target = Path(arguments.to or folder / "report.html")
     write_text(target, page(folder))
-    print(target)
+    emit(target)
     return 0
 
 
@@ -54,7 +55,7 @@ def print_schema(arguments: argparse.Namespace) -> int:
 
     for module in arguments.modules:
         import_module(module)
-    print(json.dumps(tags() if arguments.tags else schema(), indent=1))
+    emit(json.dumps(tags() if arguments.tags else schema(), indent=1))
     return 0
 
 
@@ -68,7 +69,7 @@ def init(arguments: argparse.Namespace) -> int:
         raise OutputError(f"{target}: exists already; choose another name with --to")
     masks = next((name for name in _MASKS if (folder / name).is_dir() and (folder / "images").is_dir()), None)
     write_text(target, _segmentation(folder, masks) if masks else _classification(folder))
-    print(f"{target}: try `neondist check {target}`, then `neondist run {target}`")
+    emit(f"{target}: try `neondist check {target}`, then `neondist run {target}`")
     return 0
 
 

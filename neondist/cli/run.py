@@ -81,8 +81,7 @@ def check(arguments: argparse.Namespace) -> int:
     experiment = load(arguments)
     experiment.validate(ranks)
     if job is None or job.first:
-        from rich.console import Console
-
+        from ..rich_console import Console
         from ..train import describe
 
         Console(soft_wrap=True).print(describe(experiment, ranks))

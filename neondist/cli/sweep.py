@@ -323,8 +323,9 @@ def _result(trial: FrozenTrial, folder: Path) -> str:
 
 def _conclude(study: Study, folder: Path) -> int:
     """Print the trials, the best first, and write them and the best experiment; ConfigError if none has a result."""
-    from rich.console import Console
     from rich.table import Table
+
+    from ..rich_console import Console
 
     sign = -1 if study.direction.name == "MAXIMIZE" else 1
     trials = sorted(study.trials, key=lambda t: (_ORDER.get(t.state.name, 2), sign * (t.value or 0), t.number))

@@ -115,8 +115,8 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     file, inside = _parts(text)
     kind = _find(file) or _by_content(file)
     if kind is None:
-        known = _choices("source")
-        raise DataError(f"{text}: " + (f"is of no known kind; there are {known}" if os.path.exists(file) else "no such file"))
+        what = f"is of no known kind; there are {_choices('source')}" if os.path.exists(file) else "no such file"
+        raise DataError(f"{text}: {what}")
     if not os.path.exists(file):  # and not Path.exists, which raises where a name is too long
         raise DataError(f"{text}: no such file; check the path")
     source: TileSource = kind.load("source", file)(file, inside, level or 0, axes)

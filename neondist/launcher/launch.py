@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from .. import memory, safe_path, threads
+from ..console import say
 from ..errors import LaunchError
 from ..job import LAUNCHED
 from . import pinning
@@ -46,15 +47,15 @@ def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> int:
             return marked is None or len(marked) == ranks
 
         if arguments.stops and heard:
-            print(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
+            say(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
         code = supervise(command, {**env, **job.environment}, job.held, arguments.stops, listen, heard)
         job.orderly = code < 128
         done = job.marked("done")
     if code == 0 and done is not None and len(done) < ranks:
         gone = ", ".join(str(rank) for rank in range(ranks) if rank not in done)
-        print(
+        say(
             f"error: rank {gone} ended before the command did, without a word: os._exit in code of your own?",
-            file=sys.stderr,
+            sys.stderr,
         )
         return 1
     return code

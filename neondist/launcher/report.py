@@ -13,9 +13,8 @@ from ..job import detect
 
 
 def show(error: UserError) -> None:
-    """Print the message to stderr; a character that cannot be seen, as a file may have, is shown by its number."""
-    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(place(error)))
-    say(f"error: {text}\n", sys.stderr, end="")  # in one piece: another rank may end this one at any time
+    """Print the message to stderr."""
+    say(f"error: {place(error)}\n", sys.stderr, end="")  # in one piece: another rank may end this one at any time
 
 
 def report(error: UserError) -> None:

@@ -132,7 +132,7 @@ def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequenc
 
 def as_text(head: str, shown: Any) -> str:
     """Return what a rich console prints as plain text, with a head above."""
-    from rich.console import Console
+    from ..rich_console import Console
 
     console = Console(file=StringIO(), soft_wrap=True, color_system=None)
     console.print(f"{head}\n")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import DataError
+from ..formats.base import faults
 from ..io.files import reason
-from .page import is_number, page, picture, plot, png, table, text, told
+from ..io.regular_file import open_regular, read_bytes
+from .page import is_number, page, picture, plot, png, safe, table, text, told
 from .state import Record
 
 _PICTURES = ("curves.png", "tiles.png")
+_ROWS, _COLUMNS, _DEPTH = 5000, 100, 5
+"""the most of a table that is shown, and how deep lists of a record are nested"""
+_LARGEST = 1 << 27  # bytes of a picture, or of arrays
 _SPLITS = ("train", "validation", "test")
 _COSTS = {"seconds": "s of training", "samples_per_second": "samples/s", "bytes_sent": "bytes of halos, all ranks",
           "bytes_summed": "bytes given into sums, all ranks"}  # fmt: skip
@@ -34,19 +37,20 @@ def report(folder: Path) -> str:
     records = read_records(folder / "metrics.jsonl")
     last = records[-1]
     numbers = {name for record in records for name, value in record.items() if is_number(value)}
-    metrics = sorted(numbers - {"epoch", "step", *_COSTS})
+    metrics = sorted(numbers - {"epoch", "step", *_COSTS})[:_COLUMNS]
+    shown = records[-_ROWS:]
     pictures = [folder / name for name in _PICTURES if (folder / name).is_file()]
     return page(folder.resolve().name, [
-        f"<p>{last['epoch']} epochs, {last.get('step', '?')} steps; from records of metrics.jsonl.</p>",
+        f"<p>{last['epoch']} epochs, {told(last.get('step', '?'))} steps; from records of metrics.jsonl.</p>",
         "<h2>Curves</h2>",
         *(plot(base, _lines(base, metrics, records)) for base in dict.fromkeys(map(_base, metrics))),
         "<h2>Epochs</h2>",
-        table(["epoch", *metrics], [[told(record.get(name)) for name in ("epoch", *metrics)] for record in records]),
+        table(["epoch", *metrics], [[told(record.get(name)) for name in ("epoch", *metrics)] for record in shown]),
         *_of_classes(last),
         *_worst(folder / "worst.npz"),
         "<h2>Time and bytes</h2>",
-        table(["epoch", *_COSTS.values()], [[told(r.get(name)) for name in ("epoch", *_COSTS)] for r in records]),
-        *(f"<h2>{path.name}</h2>{picture(path.name, path.read_bytes())}" for path in pictures),
+        table(["epoch", *_COSTS.values()], [[told(r.get(name)) for name in ("epoch", *_COSTS)] for r in shown]),
+        *(f"<h2>{path.name}</h2>{picture(path.name, read_bytes(path, _LARGEST, folder))}" for path in pictures),
         *(text(folder / name) for name in ("experiment.yaml", "environment.json") if (folder / name).is_file()),
     ])  # fmt: skip
 
@@ -54,28 +58,38 @@ def report(folder: Path) -> str:
 def page_of_numbers(name: str, of: Mapping[str, str], found: Mapping[str, Any]) -> str:
     """Return a page of what `neondist evaluate` has found; `of`: what it is about, by name."""
     numbers = {**of, **{name: value for name, value in found.items() if not isinstance(value, list)}}
-    rows = [[escape(name), told(value)] for name, value in numbers.items()]
+    rows = [[safe(name), told(value)] for name, value in numbers.items()]
     return page(name, [table(["", ""], rows), *_of_classes(found, "")])
 
 
 def read_records(path: Path) -> list[Record]:
     """Return the records of a metrics.jsonl; DataError if there are none, or one cannot be read."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = read_bytes(path, root=path.parent).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({reason(error)}); name the folder of a run") from None
     found = []
     for at, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
-        if not isinstance(values, dict) or type(values.get("epoch")) is not int:
+        if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_flat(values, _DEPTH):
             raise DataError(f"{path}:{at}: is no record of an epoch; remove the line, or go on by --resume")
         found.append(Record.of(values))
     if not found:
         raise DataError(f"{path}: has no epoch yet; wait for the first")
     return found
+
+
+def _is_epoch(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _is_flat(value: Any, depth: int) -> bool:
+    """Tell whether nothing is nested deeper than a record's lists are."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(_is_flat(one, depth - 1) for one in inside)
 
 
 def _base(name: str) -> str:
@@ -92,11 +106,12 @@ def _lines(base: str, metrics: Sequence[str], records: Sequence[Record]) -> dict
 
 def _of_classes(record: Mapping[str, Any], when: str = ", last epoch") -> list[str]:
     """Return tables of what a record has of each class."""
-    lists = {name: value for name, value in record.items() if isinstance(value, list)}
+    lists = {name: record[name] for name in [n for n in record if isinstance(record[n], list)][:_COLUMNS]}
     parts = []
-    columns = {name: value for name, value in lists.items() if not any(isinstance(one, list) for one in value)}
+    matrices = {name for name, value in lists.items() if value and all(isinstance(one, list) for one in value)}
+    columns = {name: value for name, value in lists.items() if name not in matrices}
     if columns:
-        count = max(map(len, columns.values()))
+        count = min(_ROWS, max(map(len, columns.values())))
         rows = [
             [str(at), *(told(value[at]) if at < len(value) else "" for value in columns.values())]
             for at in range(count)
@@ -105,8 +120,8 @@ def _of_classes(record: Mapping[str, Any], when: str = ", last epoch") -> list[s
     for name, value in lists.items():
         if name not in columns:
             parts += [
-                f"<h2>{escape(name)}{when}</h2><p>Rows: what is; columns: what was said.</p>",
-                _matrix(value),
+                f"<h2>{safe(name)}{when}</h2><p>Rows: what is; columns: what was said.</p>",
+                _matrix([row[:_COLUMNS] for row in value[:_COLUMNS]]),
             ]
     return parts
 
@@ -115,11 +130,7 @@ def _worst(path: Path) -> list[str]:
     """Return pictures of the samples with the largest loss, if the run has come to its end."""
     if not path.is_file():
         return []
-    try:
-        with np.load(path) as file:
-            found = {name: file[name] for name in ("sample", "loss", "image", "label", "said")}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)}); remove it") from None
+    found = _arrays(path)
     dense = found["label"].ndim == 3
     parts = ["<h2>Largest losses</h2>"]
     if dense:
@@ -128,8 +139,37 @@ def _worst(path: Path) -> list[str]:
         words = "" if dense else f": {_few(shown[1])}, said {_few(shown[2])}"
         maps: Iterable[np.ndarray] = _coloured(np.stack(shown[1:])) if dense else ()
         pictures = (picture("", png(each), width=128) for each in (shown[0], *maps))
-        parts.append(f"<figure>{''.join(pictures)}<figcaption>{sample}{words}; loss {loss:.4g}</figcaption></figure>")
+        caption = f"{int(sample)}{words}; loss {float(loss):.4g}"
+        parts.append(f"<figure>{''.join(pictures)}<figcaption>{caption}</figcaption></figure>")
     return parts
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a worst.npz; DataError if they are not what a run writes."""
+    with faults(path), open_regular(path, path.parent) as file:
+        with zipfile.ZipFile(file) as archive:
+            size = sum(one.file_size for one in archive.infolist())
+        if size > _LARGEST:
+            raise DataError(f"{path}: unpacks to {size:,} bytes, more than any run writes; remove it")
+        file.seek(0)
+        with np.load(file) as arrays:
+            found = {name: arrays[name] for name in ("sample", "loss", "image", "label", "said")}
+    sample, loss, image, label, said = found.values()
+    if (
+        sample.ndim != 1
+        or loss.ndim != 1
+        or len({len(one) if one.ndim else 0 for one in found.values()}) != 1
+        or image.ndim not in (3, 4)
+        or image.shape[3:] not in ((), (1,), (3,))
+        or image.dtype != np.uint8
+        or sample.dtype.kind not in "iu"
+        or loss.dtype.kind not in "iuf"
+        or not {label.dtype.kind, said.dtype.kind} <= {*"iuf"}
+        or (label.ndim == 3 and (label.shape != said.shape or not label.size))
+        or sample.size > _COLUMNS
+    ):
+        raise DataError(f"{path}: its arrays are not those of a run's worst samples; remove it")
+    return found
 
 
 def _few(value: np.ndarray) -> str:
@@ -141,15 +181,17 @@ def _coloured(maps: np.ndarray) -> np.ndarray:
     """Return colours (n, h, w, 3) of classes; numbers are grey."""
     if maps.dtype.kind in "iu":
         return (maps[..., None] * np.array([97, 57, 151]) % 256).astype(np.uint8)  # neighbours are far apart
+    maps = np.nan_to_num(maps.astype(np.float64))
     low, high = maps.min(), maps.max()
-    return np.repeat((255 * (maps - low) / (high - low or 1)).astype(np.uint8)[..., None], 3, axis=-1)
+    with np.errstate(all="ignore"):
+        return np.repeat((255 * (maps - low) / (high - low or 1)).astype(np.uint8)[..., None], 3, axis=-1)
 
 
 def _matrix(counts: Sequence[Sequence[Any]]) -> str:
     rows = []
     for at, row in enumerate(counts):
-        total = sum(n for n in row if is_number(n)) or 1
-        shades = (0.6 * n / total if is_number(n) else 0 for n in row)
+        total = sum(abs(float(n)) for n in row if is_number(n)) or 1
+        shades = (0.6 * abs(float(n)) / total if is_number(n) else 0 for n in row)
         cells = (
             f"<td style='background:rgba(31,119,180,{shade:.3f})'>{told(n)}</td>"
             for n, shade in zip(row, shades, strict=True)

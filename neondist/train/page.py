@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -13,6 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ..console import visible
+from ..io.regular_file import read_bytes
+
+_LARGEST = sys.float_info.max / 4  # so that differences are finite
+_MOST_TEXT = 1 << 22  # bytes
 _WIDTH, _HEIGHT = 420, 220
 _COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
 _STYLE = """body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
@@ -24,25 +30,31 @@ img{max-width:100%}"""
 
 def page(title: str, parts: Iterable[str]) -> str:
     """Return the page."""
-    head = f"<!doctype html><meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style>"
-    return head + "\n".join([f"<h1>{escape(title)}</h1>", *parts]) + "\n"
+    head = f"<!doctype html><meta charset='utf-8'><title>{safe(title)}</title><style>{_STYLE}</style>"
+    return head + "\n".join([f"<h1>{safe(title)}</h1>", *parts]) + "\n"
 
 
 def is_number(value: Any) -> bool:
     """Tell whether something can be drawn."""
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= _LARGEST
 
 
 def told(value: Any) -> str:
     """Return a value as tables show it."""
     if is_number(value):
         return f"{value:,}" if type(value) is int else f"{value:.5g}"
-    return "" if value is None else escape(str(value))
+    return "" if value is None else safe(str(value))
+
+
+def safe(text: str, most: int = 200) -> str:
+    """Return foreign text as HTML shows it: escaped, characters that cannot be seen by their numbers, and not long."""
+    shown = visible(text[:most], keep="\n\t")
+    return escape(shown + " [...]" * (len(text) > most))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a table of what `told` gives."""
-    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
+    lines = ["<tr>" + "".join(f"<th>{safe(name)}</th>" for name in head) + "</tr>"]
     lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
     return f"<table>{''.join(lines)}</table>"
 
@@ -69,11 +81,11 @@ def plot(
             drawn.append(f"<polyline points='{joined}' fill='none' stroke='{colour}' stroke-width='2'/>")
         if dots or len(spots) <= 40:
             drawn += [f"<circle cx='{x}' cy='{y}' r='3' fill='{colour}'/>" for x, y in spots]
-        drawn.append(f"<text x='{60 + 110 * at}' y='14' fill='{colour}' font-size='12'>{escape(name)}</text>")
+        drawn.append(f"<text x='{60 + 110 * at}' y='14' fill='{colour}' font-size='12'>{safe(name)}</text>")
     ends = [(4, _HEIGHT - 26, low), (4, 28, high), (52, _HEIGHT - 8, first), (_WIDTH - 30, _HEIGHT - 8, last)]
     drawn += [f"<text x='{x}' y='{y}' font-size='11'>{told(value)}</text>" for x, y, value in ends]
     return (
-        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f"<figure><figcaption>{safe(title)}</figcaption>"
         f"<svg width='{_WIDTH}' height='{_HEIGHT}' role='img'>{''.join(drawn)}</svg></figure>"
     )
 
@@ -81,7 +93,7 @@ def plot(
 def picture(title: str, png: bytes, **attributes: object) -> str:
     """Return an image."""
     more = "".join(f" {name}='{escape(str(value))}'" for name, value in attributes.items())
-    return f"<img alt='{escape(title)}'{more} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
+    return f"<img alt='{safe(title)}'{more} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
 
 
 def png(pixels: np.ndarray) -> bytes:
@@ -98,5 +110,6 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def text(path: Path) -> str:
-    """Return what a file says."""
-    return f"<h2>{escape(path.name)}</h2><pre>{escape(path.read_text('utf-8', errors='replace'))}</pre>"
+    """Return the text of a file of a run."""
+    content = read_bytes(path, _MOST_TEXT, path.parent).decode("utf-8", errors="replace")
+    return f"<h2>{safe(path.name)}</h2><pre>{safe(content, _MOST_TEXT)}</pre>"

@@ -94,7 +94,7 @@ def _tell(world: Transport, made: dict[str, Any], table: Callable[[dict[str, Any
     """Print the table on rank 0; write the JSON file if asked."""
     if world.rank:
         return
-    from rich.console import Console
+    from ...rich_console import Console
 
     Console(soft_wrap=True).print(table(made))
     if file is not None:

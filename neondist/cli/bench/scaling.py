@@ -14,6 +14,7 @@ from typing import Any
 
 from ... import safe_path, threads
 from ...comm import Transport
+from ...console import emit
 from ...errors import ConfigError, LaunchError
 from ...launcher.ranks import job_of, on_ranks
 from .. import options
@@ -76,7 +77,7 @@ def scaling(arguments: argparse.Namespace) -> int:
 
     rows = bench_scaling(measure, arguments.counts, arguments.rounds)
     kind = "weak" if arguments.weak else "strong"
-    print(scaling_table(rows))
+    emit(scaling_table(rows))
     options.print_written(write(folder, rows, f"{Path(arguments.file).name}, {kind} scaling"))
     return 0
 
@@ -121,7 +122,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
         machine, noise = measure(world, max(2, threads.cores(os.getppid())))
         if world.rank == 0:
             write(Path(arguments.output), machine, f"measured by neondist bench model calibrate on {world.size} ranks")
-            print(Path(arguments.output).read_text(encoding="utf-8"), *disturbed(noise), sep="\n")
+            emit(Path(arguments.output).read_text(encoding="utf-8"), *disturbed(noise))
         return 0
 
     return on_ranks(arguments, check, work)
@@ -155,16 +156,16 @@ def predict(arguments: argparse.Namespace) -> int:
     if given:
         better = model.calibrated(machine, rows, given)
         rows = [model.on(better, row, machine) | {"measured_seconds": given.get(row["ranks"])} for row in rows]
-        print(f"calibrated by --measured: compute_factor {better.compute_factor:.4g}, jitter {better.jitter:.3g}\n")
+        emit(f"calibrated by --measured: compute_factor {better.compute_factor:.4g}, jitter {better.jitter:.3g}\n")
     for row in rows:
         if row["ranks"] in measured:
             row["measured_seconds"] = _measure(arguments, row)
             with threadpool_limits(1):
                 row["noise"] = max(row["noise"], model.drift(row, _looked_at(arguments)))
-    print(table.prediction_table(rows))
+    emit(table.prediction_table(rows))
     if any(row["schemes"] for row in rows):
-        print(f"\n{table.schemes_table(rows)}")
-    print("\n" + "\n".join(table.words(rows)))
+        emit(f"\n{table.schemes_table(rows)}")
+    emit("\n" + "\n".join(table.words(rows)))
     options.print_written(table.write(folder, rows, f"{Path(arguments.file).name} on {Path(arguments.machine).name}"))
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...comm import SingleTransport, Transport
+from ...console import emit
 from ...errors import ConfigError
 from ...launcher.ranks import on_ranks
 from .. import options
@@ -67,7 +68,7 @@ def _measure(
         rows += measured
         table = report(rows, folder)
         if last:
-            print("", table, sep="\n")
+            emit("", table)
             options.print_written(sorted(folder.glob("*")))
     return 0
 
@@ -100,7 +101,7 @@ def seams(arguments: argparse.Namespace) -> int:
             found[text] = seam_error(pair[0].model, pair[1].model, images)
         if world.rank == 0:
             files = write(folder, found)
-            print(table(found))
+            emit(table(found))
             options.print_written(files)
         return 0
 

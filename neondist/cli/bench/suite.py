@@ -43,11 +43,10 @@ def add(benches: Any) -> None:
 
 def suite(arguments: argparse.Namespace) -> int:
     """Measure every network; 1 if one of ours could not be."""
-    from rich.console import Console
-
     from ...bench.networks import GROUPS
     from ...bench.suite import OURS, THEIRS, bench_suite, means
     from ...bench.suite_report import draw, suite_markdown, suite_table
+    from ...rich_console import Console
 
     cores = threads.cores()
     ranks = cores if arguments.ranks is None else arguments.ranks

@@ -101,7 +101,7 @@ class ProgressBar(Hook):
 
     def _print(self, run: TrainState, text: str) -> None:
         if self.bar is not None:
-            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.bar.console.print(text, highlight=False, soft_wrap=True)
         else:
             say(text, self.file)
 
@@ -112,7 +112,7 @@ def terminal(file: IO[str] | None = None) -> Any:
         return None
     if "OMPI_COMM_WORLD_SIZE" in os.environ and "NEONDIST_LAUNCHED" not in os.environ:
         return None  # Open MPI gives every rank a terminal, wherever its own output goes; only our launcher tells where
-    from rich.console import Console
+    from ...rich_console import Console
 
     console = Console(file=file)
     return console if console.is_terminal and not console.is_dumb_terminal else None

@@ -32,7 +32,8 @@ class Progress:
         self.done, self.cells, now = min(self.parts, self.done + parts), self.cells + cells, time.monotonic()
         if now - self.told >= (0.2 if self.terminal else 30):
             self.told = now
-            say(("\r" if self.terminal else "") + self.line(now), self.file, end="" if self.terminal else "\n")
+            end, start = ("", "\r") if self.terminal else ("\n", "")
+            say(self.line(now), self.file, end, start)
 
     def line(self, now: float) -> str:
         """Return what is said."""
