@@ -27,9 +27,13 @@ def add(commands: Any) -> None:
         "--split", choices=["train", "validation", "test"],
         help="which samples (default test, or validation where there is no test split)",
     )  # fmt: skip
-    one.add_argument("--input", metavar="X", help="images of any size in a file, instead of the data set's")
-    one.add_argument("--labels", metavar="T", help="their classes, or targets, in a file")
-    one.add_argument("--report", metavar="FILE.html", help="also write a page: numbers, classes, confusion matrix")
+    one.add_argument(
+        "--input", type=options.path, metavar="X", help="images of any size in a file, instead of the data set's"
+    )
+    one.add_argument("--labels", type=options.path, metavar="T", help="their classes, or targets, in a file")
+    one.add_argument(
+        "--report", type=options.path, metavar="FILE.html", help="also write a page: numbers, classes, confusion matrix"
+    )
     _block(one)
     one.set_defaults(command=evaluate, watched=True)
 
@@ -37,10 +41,12 @@ def add(commands: Any) -> None:
     options.experiment(one)
     _checkpoint(one)
     one.add_argument(
-        "--input", metavar="X", required=True,
+        "--input", type=options.path, metavar="X", required=True,
         help="images of any size: a file of a known kind, such as .npy, .h5 (or FILE.h5:NAME) or .tif",
     )  # fmt: skip
-    one.add_argument("--output", metavar="Y", required=True, help="where to write, a file of such a kind")
+    one.add_argument(
+        "--output", type=options.path, metavar="Y", required=True, help="where to write, a file of such a kind"
+    )
     one.add_argument("--classes", action="store_true", help="write the number of each cell's largest output")
     one.add_argument("--probabilities", action="store_true", help="write the softmax of each cell's outputs")
     one.add_argument("--raw", action="store_true", help="write the outputs as they are: what is done by default")
@@ -99,7 +105,11 @@ def _block(one: argparse.ArgumentParser) -> None:
 
 def _checkpoint(one: argparse.ArgumentParser) -> None:
     one.add_argument(
-        "--checkpoint", metavar="FILE", required=True, help="checkpoint.h5 of a run, on any number of ranks"
+        "--checkpoint",
+        type=options.path,
+        metavar="FILE",
+        required=True,
+        help="checkpoint.h5 of a run, on any number of ranks",
     )
 
 

@@ -22,6 +22,11 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Keep the words beside what they mean: ranks are started with the same ones."""
         words = list(sys.argv[1:] if args is None else args)
+        if odd := next((word for word in words if re.fullmatch(r"--[\w-]+=--", word)), None):
+            self.error(f"{odd}: -- ends the options and is no value; write {odd[:-2]}./-- for a file of that name")
+        if "--" in words:  # whoever passes the words on may add options at their end
+            at = words.index("--")
+            words = [*words[:at], *map(options.word, words[at + 1 :])]
         found = super().parse_args(plain(words), namespace)
         found.words = words
         found.folder = options.folder(found) if found.stops else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..console import emit
+from . import options
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
@@ -20,19 +21,23 @@ def add(commands: Any) -> None:
     parts = top.add_subparsers(required=True, metavar="WHAT")
 
     one = parts.add_parser("mnist", help="download the MNIST files")
-    one.add_argument("--to", metavar="DIR", required=True, help="where the files go")
+    one.add_argument("--to", type=options.path, metavar="DIR", required=True, help="where the files go")
     one.add_argument("--mirror", metavar="URL", help="a folder that holds the files (default: the public mirror)")
     one.set_defaults(command=download)
 
     one = parts.add_parser("convert", help="make an HDF5 file that every rank reads its tile of", allow_abbrev=False)
     one.add_argument(
-        "source", nargs="+", metavar="SOURCE",
+        "source", type=options.path, nargs="+", metavar="SOURCE",
         help="a folder of images (a subfolder for each class), IMAGES.npy LABELS.npy, a .npz, IDX files or their"
         " folder, CIFAR-10 in binary form",
     )  # fmt: skip
-    one.add_argument("--to", metavar="FILE.h5", required=True, help="the file to write")
-    one.add_argument("--labels", metavar="FILE.csv", help="rows of FILE,LABEL for a folder of images")
-    one.add_argument("--maps", metavar="DIR", help="a map of classes for each image of a folder, of the same name")
+    one.add_argument("--to", type=options.path, metavar="FILE.h5", required=True, help="the file to write")
+    one.add_argument(
+        "--labels", type=options.path, metavar="FILE.csv", help="rows of FILE,LABEL for a folder of images"
+    )
+    one.add_argument(
+        "--maps", type=options.path, metavar="DIR", help="a map of classes for each image of a folder, of the same name"
+    )
     one.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="scale images to this size")
     one.add_argument("--mode", choices=["L", "RGB", "RGBA"], help="channels of images (default: as the first has)")
     one.add_argument("--compress", action="store_true", help="pack with gzip: smaller, slower to read")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from glob import escape
 from pathlib import Path
 from typing import Any
 
-from ..console import emit
+import yaml
+
+from ..console import emit, visible
 from ..errors import DataError, OutputError
 from ..io.files import write_text
+from . import options
 
 _MASKS = ("masks", "labels")
 
@@ -24,14 +28,17 @@ def add(commands: Any) -> None:
 
     one = commands.add_parser("init", help="write an experiment for a folder of images")
     one.add_argument(
-        "images", metavar="DIR", help="subfolders are classes; or images/ and masks/ of the same names, or a labels.csv"
+        "images",
+        type=options.path,
+        metavar="DIR",
+        help="subfolders are classes; or images/ and masks/ of the same names, or a labels.csv",
     )
-    one.add_argument("--to", metavar="FILE.yaml", help="default: the folder's name, here")
+    one.add_argument("--to", type=options.path, metavar="FILE.yaml", help="default: the folder's name, here")
     one.set_defaults(command=init)
 
     one = commands.add_parser("report", help="write report.html about a run: one page that needs no other file")
-    one.add_argument("run", metavar="DIR", help="the folder of the run")
-    one.add_argument("--to", metavar="FILE.html", help="default: report.html in the folder")
+    one.add_argument("run", type=options.path, metavar="DIR", help="the folder of the run")
+    one.add_argument("--to", type=options.path, metavar="FILE.html", help="default: report.html in the folder")
     one.set_defaults(command=report)
 
 
@@ -103,7 +110,8 @@ def _classification(folder: Path) -> str:
         what, cost = f"Which of {count} classes is an image of?{names}", "!CrossEntropy {}"
         metrics = "!Accuracy {}, !F1 {}, !ConfusionMatrix {}"
     return _FILE.format(
-        what=what, crop=crop, images=_quoted(pattern), labels=_quoted(labels), layers=_CLASSIFIER.format(outputs),
+        what=visible(what, keep=""), crop=crop, images=_quoted(pattern), labels=_quoted(labels),
+        layers=_CLASSIFIER.format(outputs),
         cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
     )  # fmt: skip
 
@@ -140,7 +148,7 @@ def _segmentation(folder: Path, masks: str) -> str:
             what += f", and {none} where there is no class"
             labels, cost = f"{labels}\n  ignore_index: {none}", f"!DiceCE {{ignore_index: {none}}}"
     return _FILE.format(
-        what=what, crop=_crop(images), images=_quoted(_pattern(folder / "images")), labels=labels,
+        what=visible(what, keep=""), crop=_crop(images), images=_quoted(_pattern(folder / "images")), labels=labels,
         layers=_SEGMENTER.format(outputs), cost=cost, metrics=metrics, number="validation_loss",
     )  # fmt: skip
 
@@ -159,8 +167,8 @@ def _pattern(folder: Path, below: str = "") -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a text for YAML, which takes JSON's but for characters in two escapes, as of an emoji."""
-    return json.dumps(text, ensure_ascii=False)
+    """Return a text in quotes for YAML, on one line whatever it has in it."""
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
 
 
 def _crop(paths: list[Path]) -> list[int]:

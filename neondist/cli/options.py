@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..console import say
+from ..console import say, visible
 
 RANKS = "ranks to start with mpirun (default 1); inside an MPI job the job's size is used"
 
 
 def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS) -> None:
     """Add FILE.yaml, -n, --set, --memory and --import."""
-    one.add_argument("file", metavar="FILE.yaml", help="the experiment")
+    one.add_argument("file", type=path, metavar="FILE.yaml", help="the experiment")
     ranks(one, ranks_help)
     one.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY.PATH=VALUE",
@@ -48,6 +49,23 @@ def folder(arguments: argparse.Namespace, kind: str = "") -> Path:
     return Path(arguments.output or Path("runs", Path(arguments.file).stem + (kind and f"-{kind}")))
 
 
+def path(text: str) -> str:
+    """Read a path; '~' is the home folder."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no path; give one, such as ./name")
+    return os.path.expanduser(text)
+
+
+def file(text: str) -> Path:
+    """Read a path, as `path`."""
+    return Path(path(text))
+
+
+def word(text: str) -> str:
+    """Return a path as a word of a command, which does not begin like an option."""
+    return os.path.join(os.curdir, text) if text.startswith("-") else text
+
+
 def positive(text: str) -> int:
     """Read a number of 1 or more."""
     number = int(text) if text.isdecimal() else 0
@@ -63,4 +81,4 @@ def counts(text: str) -> list[int]:
 
 def print_written(files: Iterable[Path]) -> None:
     """Name the files that a command has written."""
-    say("\n  ".join(["written:", *map(str, files)]))
+    say("\n  ".join(["written:", *(visible(str(file), keep="") for file in files)]))

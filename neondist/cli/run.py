@@ -25,7 +25,9 @@ def add(commands: Any) -> None:
     """Say what can be typed."""
     one = commands.add_parser("run", help="train what a YAML file describes", allow_abbrev=False)
     options.experiment(one)
-    one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE)")
+    one.add_argument(
+        "--output", type=options.path, metavar="DIR", help="where to write (default runs/NAME OF THE FILE)"
+    )
     options.virtual(one)
     one.add_argument(
         "--resume", nargs="?", default=False, const=True, type=_resume, metavar="auto",

@@ -19,11 +19,12 @@ import yaml
 from .. import safe_path, threads
 from ..comm import SingleTransport
 from ..config import dump
-from ..console import say
+from ..console import say, visible
 from ..errors import ConfigError, DataError, LaunchError, MissingPackageError, OutputError
 from ..io.files import told as file_errors
 from ..io.files import write_text
 from ..io.output import held
+from ..io.regular_file import read_bytes
 from ..job import detect
 from ..launcher.parent_watch import end_child_with_us
 from ..launcher.pinning import SWITCH
@@ -31,7 +32,7 @@ from ..launcher.ranks import must_launch
 from ..signals import INTERRUPTED, STOPPED
 from ..train import Best
 from ..train.html_report import read_records
-from ..train.page import is_number, page, plot, table, told
+from ..train.page import is_number, page, plot, safe, table, told
 from . import options
 from .experiment import load, validated
 
@@ -68,7 +69,9 @@ def add(commands: Any) -> None:
     one.add_argument(
         "--prune", choices=PRUNERS, help="end runs early whose epochs are worse than those of others (optuna's pruners)"
     )
-    one.add_argument("--output", metavar="DIR", help="where to write, and to go on (default runs/NAME-sweep)")
+    one.add_argument(
+        "--output", type=options.path, metavar="DIR", help="where to write, and to go on (default runs/NAME-sweep)"
+    )
     one.set_defaults(command=sweep, stops=True)
 
 
@@ -186,7 +189,7 @@ class _Run:
             name = best.name(records)
             for record in records[self._reported :]:
                 value = record.get(name)
-                self.trial.report(float("nan") if value is None else value, record["epoch"])
+                self.trial.report(value if value is not None and is_number(value) else float("nan"), record["epoch"])
                 self._reported += 1
                 if self.trial.should_prune():
                     self.pruned = True
@@ -269,10 +272,10 @@ def _run(folder: Path, number: int) -> Path:
 
 
 def _words(arguments: argparse.Namespace, run: Path) -> list[str]:
-    words = ["run", arguments.file, "--output", str(run), "--resume", "auto"]
+    words = ["run", options.word(arguments.file), f"--output={run}", "--resume", "auto"]
     words += ["--force"] * arguments.force + ([] if arguments.ranks is None else ["-n", str(arguments.ranks)])
-    words += [word for module in arguments.modules for word in ("--import", module)]
-    return words + [word for setting in arguments.settings for word in ("--set", setting)]
+    words += [f"--import={module}" for module in arguments.modules]
+    return words + [f"--set={setting}" for setting in arguments.settings]
 
 
 def _environment(arguments: argparse.Namespace) -> dict[str, str]:
@@ -299,7 +302,8 @@ def _value(run: Path, best: Best, metrics: Any) -> float | None:
     """Return the number of a run's best epoch; None if it is finite in none."""
     records = read_records(run / "metrics.jsonl")
     epoch = best.epoch(records, metrics)
-    return next((float(record[best.name(records)]) for record in records if record["epoch"] == epoch), None)
+    values = [record.get(best.name(records)) for record in records if record["epoch"] == epoch]
+    return next((float(value) for value in values if value is not None and is_number(value)), None)
 
 
 def _log(run: Path) -> Path:
@@ -308,7 +312,8 @@ def _log(run: Path) -> Path:
 
 def _last_words(run: Path) -> str:
     """Return the last line of what a trial has said."""
-    lines = _log(run).read_text("utf-8", "replace").split("\n") if _log(run).exists() else []
+    path = _log(run)
+    lines = read_bytes(path, root=path.parent).decode(errors="replace").split("\n") if path.exists() else []
     return next((line.removeprefix("error: ") for line in reversed(lines) if line.strip()), "without a word")
 
 
@@ -348,13 +353,14 @@ def _conclude(study: Study, folder: Path) -> int:
     done = [t for t in trials if t.state.name == "COMPLETE"]
     good = [(t.number, float(t.value or 0), t.params) for t in sorted(done, key=lambda t: t.number)]
     points = {key: [(of[key], value) for _, value, of in good if is_number(of[key])] for key in keys}
-    text = (_run(folder, trials[0].number) / "experiment.yaml").read_text("utf-8")
-    write_text(folder / "best.yaml", f"# trial {trials[0].number} of {folder}: {trials[0].value:.6g}\n{text}")
+    text = read_bytes(_run(folder, trials[0].number) / "experiment.yaml", root=folder).decode()
+    head = f"# trial {trials[0].number} of {visible(str(folder), keep='')}: {trials[0].value:.6g}"
+    write_text(folder / "best.yaml", f"{head}\n{text}")
     write_text(folder / "sweep.html", page(folder.resolve().name, [
         "<h2>Results</h2>", plot("trials", {"result": [(number, value) for number, value, _ in good]}, dots=True),
         *(plot(key, {"result": of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False))
           for key, of in points.items() if of),
-        table(head, rows), f"<h2>The best</h2><pre>{told(text)}</pre>",
+        table(head, rows), f"<h2>The best</h2><pre>{safe(text, len(text))}</pre>",
     ]))  # fmt: skip
     options.print_written([folder / "best.yaml", folder / "sweep.html"])
     return 0

@@ -33,14 +33,14 @@ def add(commands: Any) -> None:
     one.add_argument("--against", choices=["torch"], help="train the same network there too, in turn")
     one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps to time (default 10)")
     one.add_argument("--roofline", action="store_true", help="tell what limits each layer: matrix products or memory")
-    one.add_argument("--trace", metavar="FILE", type=Path, help="write what each rank does when, for Perfetto")
+    one.add_argument("--trace", metavar="FILE", type=options.file, help="write what each rank does when, for Perfetto")
     one.add_argument("--reading", action="store_true", help="time steps too whose batches are read, as in training")
-    one.add_argument("--json", metavar="FILE", help="write the results there as well")
+    one.add_argument("--json", type=options.path, metavar="FILE", help="write the results there as well")
     one.set_defaults(command=step)
 
     one = benches.add_parser("halo", help="halo exchanges over sizes, against plain mpi4py and memcpy")
     options.ranks(one)
-    one.add_argument("--json", metavar="FILE", help="write the results there as well")
+    one.add_argument("--json", type=options.path, metavar="FILE", help="write the results there as well")
     one.set_defaults(command=halo)
 
     suite.add(benches)

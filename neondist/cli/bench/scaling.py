@@ -31,7 +31,9 @@ def add(benches: Any) -> None:
     one.add_argument("--weak", action="store_true", help="the batch grows with the ranks")
     one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps of each turn (default 10)")
     one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each (default 3)")
-    one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-scaling)")
+    one.add_argument(
+        "--output", type=options.path, metavar="DIR", help="where to write (default runs/NAME OF THE FILE-scaling)"
+    )
     one.set_defaults(command=scaling, of_layers=None)
 
     two = benches.add_parser("model", help="predict steps on other machines and rank counts")
@@ -39,12 +41,24 @@ def add(benches: Any) -> None:
 
     one = parts.add_parser("calibrate", help="measure this machine", allow_abbrev=False)
     options.ranks(one, "ranks to start with mpirun; default two for each core")
-    one.add_argument("--output", default="machine.yaml", metavar="FILE", help="where to write (default machine.yaml)")
+    one.add_argument(
+        "--output",
+        type=options.path,
+        default="machine.yaml",
+        metavar="FILE",
+        help="where to write (default machine.yaml)",
+    )
     one.set_defaults(command=calibrate)
 
     one = parts.add_parser("predict", help="predict training steps", allow_abbrev=False)
     options.experiment(one, "use --ranks")
-    one.add_argument("--machine", default="machine.yaml", metavar="FILE", help="the machine (default machine.yaml)")
+    one.add_argument(
+        "--machine",
+        type=options.path,
+        default="machine.yaml",
+        metavar="FILE",
+        help="the machine (default machine.yaml)",
+    )
     one.add_argument("--ranks", dest="counts", type=span, default=[1, 2, 4], metavar="1..4096", help="or 1,2,4")
     one.add_argument(
         "--measure", type=_none_or, metavar="1,2",
@@ -54,7 +68,9 @@ def add(benches: Any) -> None:
         "--measured", type=_times, default={}, metavar="8=0.24,16=0.25",
         help="seconds of steps on the machine, by ranks: calibrate its compute_factor and jitter, for the other counts",
     )  # fmt: skip
-    one.add_argument("--output", metavar="DIR", help="where to write (default runs/NAME OF THE FILE-model)")
+    one.add_argument(
+        "--output", type=options.path, metavar="DIR", help="where to write (default runs/NAME OF THE FILE-model)"
+    )
     one.set_defaults(command=predict, of_layers=None)
 
 
@@ -94,10 +110,10 @@ def step_of(
     words = ["-n", str(count), "--steps", str(steps), *more]
     words += ["--set", *arguments.settings, *settings] if arguments.settings or settings else []
     env = dict(os.environ) | ({} if each is None else dict.fromkeys(threads.VARIABLES, str(each)))
-    words += [word for module in arguments.modules for word in ("--import", module)]
+    words += [f"--import={module}" for module in arguments.modules]
     with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
         file = Path(folder, "made.json")
-        command = safe_path.command("neondist", "bench", "step", arguments.file, *words, "--json", file)
+        command = safe_path.command("neondist", "bench", "step", options.word(arguments.file), *words, "--json", file)
         done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, env=env)
         if done.returncode:
             raise LaunchError(f"{count} ranks ended with exit code {done.returncode}; what they said is above")

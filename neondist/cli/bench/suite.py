@@ -37,7 +37,7 @@ def add(benches: Any) -> None:
     one.add_argument("--steps", type=options.positive, default=5, metavar="K", help="steps of each turn (default 5)")
     one.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="as in run")
     for kind in "json", "markdown", "plot":
-        one.add_argument(f"--{kind}", metavar="FILE", type=Path, help="write the results there as well")
+        one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="write the results there as well")
     one.set_defaults(command=suite)
 
 
