@@ -354,8 +354,8 @@ def _conclude(study: Study, folder: Path) -> int:
     good = [(t.number, float(t.value or 0), t.params) for t in sorted(done, key=lambda t: t.number)]
     points = {key: [(of[key], value) for _, value, of in good if is_number(of[key])] for key in keys}
     text = read_bytes(_run(folder, trials[0].number) / "experiment.yaml", root=folder).decode()
-    head = f"# trial {trials[0].number} of {visible(str(folder), keep='')}: {trials[0].value:.6g}"
-    write_text(folder / "best.yaml", f"{head}\n{text}")
+    origin = f"# trial {trials[0].number} of {visible(str(folder), keep='')}: {trials[0].value:.6g}"
+    write_text(folder / "best.yaml", f"{origin}\n{text}")
     write_text(folder / "sweep.html", page(folder.resolve().name, [
         "<h2>Results</h2>", plot("trials", {"result": [(number, value) for number, value, _ in good]}, dots=True),
         *(plot(key, {"result": of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False))

@@ -31,7 +31,7 @@ class NetCDFSource(HDF5Source):
     """
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        with open_regular(path) as file:
+        with faults(path), open_regular(path) as file:
             if file.read(3) == b"CDF":
                 raise DataError(f"{path}: is NetCDF-3; convert it: nccopy -k nc4 {path.name} NEW.nc")
         super().__init__(path, inside, level, axes)

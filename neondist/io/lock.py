@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import OutputError
 from .files import told
+from .regular_file import read_bytes
 
 try:
     import fcntl
@@ -119,7 +120,7 @@ class FolderLock(Lock):
 def _read(path: Path) -> dict[str, Any]:
     """Return what a lock's file says; nothing, if it is empty or no such file."""
     try:
-        found = json.loads(path.read_bytes()[:1000])
+        found = json.loads(read_bytes(path)[:1000])
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -16,6 +16,7 @@ from ... import safe_path, threads
 from ...comm import Transport
 from ...console import emit
 from ...errors import ConfigError, LaunchError
+from ...io.regular_file import read_bytes
 from ...launcher.ranks import job_of, on_ranks
 from .. import options
 from ..experiment import load, validated
@@ -117,7 +118,7 @@ def step_of(
         done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, env=env)
         if done.returncode:
             raise LaunchError(f"{count} ranks ended with exit code {done.returncode}; what they said is above")
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(read_bytes(file))
         return found
 
 
@@ -138,7 +139,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
         machine, noise = measure(world, max(2, threads.cores(os.getppid())))
         if world.rank == 0:
             write(Path(arguments.output), machine, f"measured by neondist bench model calibrate on {world.size} ranks")
-            emit(Path(arguments.output).read_text(encoding="utf-8"), *disturbed(noise))
+            emit(read_bytes(arguments.output).decode(), *disturbed(noise))
         return 0
 
     return on_ranks(arguments, check, work)

@@ -1,0 +1,75 @@
+"""Names with control characters and markup on the terminal, and paths that look like something else."""
+
+import io
+import os
+
+import pytest
+from cli_runs import EXPERIMENT
+
+from neondist.cli import main
+from neondist.console import emit, say
+from neondist.rich_console import Console
+
+NASTY = "[red]x\x1b[31m\x07\u202e[/]\r\udcff:smile:\x00"
+SHOWN = r"[red]x\x1b[31m\x07\u202e[/]\r\udcff:smile:\x00"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_is_printed_can_be_seen(terminal, capsys):
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(NASTY, title=NASTY)
+    table.add_row(Text(NASTY))
+    table.add_row(NASTY)
+    for shown in (NASTY, Text(NASTY, style="bold"), table):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=200, color_system=None)
+        console.print(shown)
+        text = console.file.getvalue()
+        assert SHOWN in text or r"\x1b[31m" in text
+        assert all(one.isprintable() or one == "\n" for one in text.replace("\x1b[1m", "").replace("\x1b[0m", ""))
+    emit(NASTY)
+    say(NASTY, start="\r")
+    assert capsys.readouterr().out == f"{SHOWN}\n\r{SHOWN}\n"
+
+
+def test_names_of_layers(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name = r'"[red]x\e[31m\a\u202e"'
+    text = EXPERIMENT.replace("out_channels: 2", f"name: {name}, out_channels: 2")
+    (tmp_path / "a.yaml").write_text(text)
+    assert main(["check", "a.yaml"]) == 0
+    assert r"[red]x\x1b[31m\x07\u202e " in capsys.readouterr().out
+    (tmp_path / "a.yaml").write_text(text.replace("out_channels: 2", "out_channels: 2, kernel_sise: 1"))
+    assert main(["check", "a.yaml"]) == 2
+    told = capsys.readouterr()
+    assert all(one.isprintable() or one == "\n" for one in told.out + told.err)
+
+
+FOLDERS = {"-x": "-x", "./--": "--", "~/x": "home/x", "./~": "~", "a b": "a b", "a\nb": "a\nb", "[x]": "[x]"}
+
+
+@pytest.mark.parametrize("given", FOLDERS)
+def test_a_run_goes_where_it_is_sent(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "-a.yaml").write_text(EXPERIMENT.replace("epochs: 2", "epochs: 1"))
+    assert main(["run", f"--output={given}", "--", "-a.yaml"]) == 0
+    assert (tmp_path / FOLDERS[given] / "metrics.jsonl").exists()
+    assert len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("words", [
+    "run a.yaml --output=--", "run a.yaml --output=",
+    "sweep a.yaml --vary epochs=1..2 --output=--", "report run --to=--",
+    "report run --to=", "predict a.yaml --checkpoint c --input i --output=--",
+    "evaluate a.yaml --checkpoint c --report=",
+    "init images --to=--", "data convert images --to=", "bench step a.yaml --json=--", "bench scaling a.yaml --output=",
+])  # fmt: skip
+def test_no_place_at_all(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    assert caught.value.code == 2
+    assert "name" in capsys.readouterr().err.splitlines()[-1]
+    assert os.listdir(tmp_path) == []

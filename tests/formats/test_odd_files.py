@@ -1,0 +1,182 @@
+"""Readers and what is no file to read: pipes, sockets, devices, folders, links, nothing. One short message each."""
+
+import contextlib
+import os
+import signal
+import socket
+import tarfile
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.config import load_experiment
+from neondist.config.keys import keys_of
+from neondist.data.convert import parts_of
+from neondist.data.csv_table import read_rows
+from neondist.data.datasets.cifar10_files import Source
+from neondist.data.datasets.hdf5 import HDF5Dataset
+from neondist.data.datasets.idx import LABELS, read_header
+from neondist.errors import LONGEST, UserError
+from neondist.formats.image_loader import Loader
+from neondist.io.checkpoint.checksum import check
+from neondist.io.hdf5 import array_names, open_file
+from neondist.io.journal import Journal
+from neondist.io.regular_file import open_regular, read_bytes
+from neondist.machine import read as read_machine
+from neondist.train.html_report import read_records
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+
+SUFFIXES = [".h5", ".nc", ".nii", ".nii.gz", ".npy", ".tif", ".svs", ".png", ".jpg", ".zarr"]
+READERS = {f"open_source {suffix}": (suffix, nd.open_source) for suffix in SUFFIXES} | {
+    "experiment": (".yaml", load_experiment),
+    "machine": (".yaml", read_machine),
+    "table": (".csv", lambda path: read_rows(path, "FILE,CLASS")),
+    "IDX": ("", lambda path: read_header(path, LABELS)),
+    "CIFAR-10": (".tar.gz", lambda path: Source(path).sizes()),
+    "checkpoint": (".h5", check),
+    "HDF5Dataset": (".h5", lambda path: HDF5Dataset(str(path)).check()),
+    "picture": (".png", lambda path: Loader().load(path)),
+    "convert .npy": (".npy", lambda path: parts_of([path, path], Loader())),
+    "convert .npz": (".npz", lambda path: parts_of([path], Loader())),
+    "records": (".jsonl", read_records),
+    "journal": (".journal", Journal),
+}
+OWN_RULES = {"journal": {"missing", "empty", "loop", "folder"}, "table": {"empty"}}
+"""what is not wrong, or told of later"""
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as one, contextlib.chdir(path.parent):  # names of sockets are short
+        one.bind(path.name)
+
+
+KINDS = {
+    "pipe": (os.mkfifo, "is a named pipe, which is not read; give a regular file"),
+    "socket": (make_socket, "is a socket, which is not read"),
+    "device": (lambda path: path.symlink_to("/dev/null"), "is a device, which is not read"),
+    "folder": (Path.mkdir, ""),
+    "missing": (lambda path: None, ""),
+    "empty": (Path.touch, ""),
+    "loop": (lambda path: path.symlink_to(path), ""),
+}
+
+
+@pytest.fixture(autouse=True)
+def alarm():
+    """A reader that blocks ends the test."""
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_file(tmp_path, reader, kind):
+    suffix, read = READERS[reader]
+    make, message = KINDS[kind]
+    path = tmp_path / f"odd{suffix}"
+    if suffix == ".zarr" and kind in ("pipe", "socket", "device"):
+        path.mkdir()
+        make(path / "zarr.json")
+    else:
+        make(path)
+    if kind in OWN_RULES.get(reader, ()):
+        return
+    with pytest.raises(UserError) as caught:
+        read(path)
+    assert message in str(caught.value) or (kind == "device" and "leads out of" in str(caught.value))
+    assert "odd" in str(caught.value)
+    assert len(str(caught.value)) <= LONGEST
+    assert keys_of(str(path)) == []
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "out", "folder out", "inside"])
+def test_chunks_are_regular_files_of_the_store(tmp_path, version, kind):
+    zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
+    array = zarr.create_array(tmp_path / "a.zarr", shape=(8, 8), chunks=(4, 4), dtype="u1", zarr_format=version)
+    array[:] = 7
+    chunk = tmp_path / "a.zarr" / ("c/1/1" if version == 3 else "1.1")
+    secret = tmp_path / "secret"
+    chunk.rename(secret if kind != "inside" else chunk.with_name("kept"))
+    if kind in KINDS:
+        KINDS[kind][0](chunk)
+    elif kind == "folder out" and version == 3:
+        chunk.parent.rename(tmp_path / "elsewhere")
+        secret.rename(tmp_path / "elsewhere" / "1")
+        chunk.parent.symlink_to(tmp_path / "elsewhere")
+    else:
+        chunk.symlink_to(secret if kind != "inside" else chunk.with_name("kept"))
+    with nd.open_source(tmp_path / "a.zarr") as source:
+        if kind == "inside":
+            assert (source.read([(0, 8), (0, 8), (0, 1)]) == 7).all()
+            return
+        with pytest.raises(nd.DataError, match=r"leads out of|which is not read"):
+            source.read([(0, 8), (0, 8), (0, 1)])
+
+
+def test_no_pages_of_other_files(tmp_path):
+    """An OME-TIFF in several files names them, anywhere."""
+    tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
+    names = "<TiffData IFD='0'><UUID FileName='{}'>urn:uuid:{}</UUID></TiffData>"
+    ome = (
+        "<?xml version='1.0'?><OME xmlns='http://www.openmicroscopy.org/Schemas/OME/2016-06' UUID='urn:uuid:0'>"
+        "<Image ID='Image:0'><Pixels ID='Pixels:0' DimensionOrder='XYZCT' Type='uint8' SizeX='4' SizeY='4' SizeZ='2'"
+        " SizeC='1' SizeT='1'>" + names.format("a.ome.tif", 0) + names.format("../secret.tif", 1)
+    ) + "</Pixels></Image></OME>"
+    tifffile.imwrite(tmp_path / "a.ome.tif", np.zeros((4, 4), "u1"), description=ome, metadata=None)
+    with pytest.raises(nd.DataError, match="one of several files of an OME-TIFF"):
+        nd.open_source(tmp_path / "a.ome.tif")
+
+
+def test_names_in_hdf5_files_are_few_and_short(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_group("/".join("a" * 1500))["x"] = np.zeros(3)
+        file["loop/again"] = file["/"]
+        for number in range(300):
+            file[f"{number:03d}{'n' * 1000}"] = np.zeros((2, 2))
+    with open_file(tmp_path / "a.h5") as file:
+        assert len(array_names(file)) == 10
+    for read in (nd.open_source, lambda path: nd.open_source(f"{path}:none"), lambda p: HDF5Dataset(str(p)).check()):
+        with pytest.raises(nd.DataError) as caught:
+            read(tmp_path / "a.h5")
+        assert len(str(caught.value)) <= LONGEST
+    with pytest.raises(nd.DataError, match="no such file"):
+        nd.open_source("a/" * 5000 + "b.h5")
+
+
+def test_what_was_opened_is_checked(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "file").write_bytes(b"12345")
+    (tmp_path / "secret").write_bytes(b"x")
+    (tmp_path / "in" / "link").symlink_to("file")
+    (tmp_path / "in" / "out").symlink_to("../secret")
+    with open_regular(tmp_path / "in" / "link", tmp_path / "in") as file:
+        assert file.read() == b"12345"
+    with pytest.raises(nd.DataError, match="leads out of"):
+        open_regular(tmp_path / "in" / "out", tmp_path / "in")
+    with pytest.raises(nd.DataError, match="leads out of"):
+        open_regular(tmp_path / "in" / ".." / "secret", tmp_path / "in")
+    assert read_bytes(tmp_path / "in" / "file", 5) == b"12345"
+    with pytest.raises(nd.DataError, match="larger than 4 bytes"):
+        read_bytes(tmp_path / "in" / "file", 4)
+
+
+def test_an_archive_with_a_linked_batch(tmp_path):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        link = tarfile.TarInfo("test_batch.bin")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
+        archive.addfile(link)
+    with pytest.raises(nd.DataError, match="has no data_batch_1"):
+        Source(tmp_path / "a.tar.gz").sizes()
+
+
+def test_long_messages_lose_their_middle():
+    error = nd.DataError("file: " + "x" * 10**6 + "; rename it")
+    assert str(error).startswith("file: x")
+    assert str(error).endswith("x; rename it")
+    assert len(str(error)) <= LONGEST
