@@ -202,8 +202,8 @@ READS = {"read_text", "read_bytes", "fromfile", "memmap", "genfromtxt", "loadtxt
 OPENS = {"np.load", "h5py.File", "Image.open", "tifffile.TiffFile", "tarfile.open", "gzip.open", "zipfile.ZipFile",
          "nibabel.load", "zarr.open", "package.safe_open", "torch.load", "netCDF4.Dataset"}  # fmt: skip
 AFTER_A_LOOK = {  # by name, once `open_regular` or `check_regular` has had the file; or files of this process's own
-    "data/datasets/download.py", "formats/nifti.py", "formats/pictures.py", "io/checkpoint/read.py", "io/environment.py",
-    "io/hdf5/reader.py", "io/hdf5/writer.py", "io/regular_file.py", "torch/weights.py",
+    "data/datasets/download.py", "formats/nifti.py", "formats/pictures.py", "io/checkpoint/read.py",
+    "io/environment.py", "io/hdf5/reader.py", "io/hdf5/writer.py", "io/regular_file.py", "torch/weights.py",
 }  # fmt: skip
 PRINTERS = ("console.py", "rich_console.py", "launcher/tell_mpi.py", "plan/report.py")
 READERS = ("cli/", "config/", "data/", "formats/", "io/", "machine.py", "torch/", "train/")

@@ -162,7 +162,8 @@ def test_no_link_is_followed_out_of_a_run(tmp_path, name, capsys):
 
 
 ODD_NAMES = ["a\nmodel: x", 'q"uote', "co: lon", "# hash", "!tag {}", "\ttab", "\x85next\u2028line",
-             "bell\x07\x1b[31m", "\u202eright", "[red]x", "\udcff", "{brace}", "'", "\\", "*", "-", "null", "n" * 200, "\U0001f600"]  # fmt: skip
+             "bell\x07\x1b[31m", "\u202eright", "[red]x", "\udcff", "{brace}",
+             "'", "\\", "*", "-", "null", "n" * 200, "\U0001f600"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
