@@ -175,6 +175,28 @@ def test_an_archive_with_a_linked_batch(tmp_path):
         Source(tmp_path / "a.tar.gz").sizes()
 
 
+def test_an_archive_that_unpacks_to_too_much(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        bomb = tarfile.TarInfo("zeros")
+        bomb.size = 1 << 40
+        archive.addfile(bomb)
+    with pytest.raises(nd.DataError, match="unpacks to more than"):
+        Source(tmp_path / "a.tar").sizes()
+
+
+def test_no_file_is_taken_from_outside_of_a_folder_of_images(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
+    for name in "ab":
+        (tmp_path / "in" / name).mkdir(parents=True)
+        image.new("L", (4, 4)).save(tmp_path / "in" / name / "x.png")
+    (tmp_path / "in" / "a" / "y.png").symlink_to("../b/x.png")
+    assert parts_of([tmp_path / "in"], Loader())["train"].count == 3
+    image.new("L", (4, 4)).save(tmp_path / "secret.png")
+    (tmp_path / "in" / "a" / "z.png").symlink_to(tmp_path / "secret.png")
+    with pytest.raises(nd.DataError, match=r"z\.png: is a link to a file, and links out of .* are not followed"):
+        parts_of([tmp_path / "in"], Loader())
+
+
 def test_long_messages_lose_their_middle():
     error = nd.DataError("file: " + "x" * 10**6 + "; rename it")
     assert str(error).startswith("file: x")

@@ -70,6 +70,7 @@ def _mapped(folder: Path, maps: Path) -> list[tuple[Path, Any]]:
         raise DataError(f"{maps}: no such folder; it shall hold a map for each image of {folder}")
     there: dict[Path, Path] = {}
     for path in images(maps):
+        _require_inside(maps, path)
         name = path.relative_to(maps).with_suffix("")
         if name in there:
             raise DataError(f"{path}: and {there[name].name} are maps of one name; keep the right one")
@@ -117,6 +118,7 @@ def _left_out(folder: Path, found: dict[str, list[tuple[Path, Any]]], *beside: P
     taken = {path for pairs in found.values() for path, _ in pairs}
     skipped: Counter[str] = Counter()
     for path in files(folder):
+        _require_inside(folder, path)
         if path in taken or path.name.startswith(".") or any(path.is_relative_to(other) for other in beside):
             continue
         inside = path.relative_to(folder).parts
@@ -205,8 +207,13 @@ def subfolders(folder: Path) -> list[Path]:
     return found
 
 
-def _check_link(root: Path, path: Path) -> None:
-    raise DataError(f"{path}: is a link to a folder, and links out of {root} are not followed; put the folder there")
+def _require_inside(root: Path, path: Path) -> None:
+    if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
+        _check_link(root, path, "file")
+
+
+def _check_link(root: Path, path: Path, what: str = "folder") -> None:
+    raise DataError(f"{path}: is a link to a {what}, and links out of {root} are not followed; put the {what} there")
 
 
 def sets_of(folder: Path) -> tuple[dict[str, Path], list[Path]]:

@@ -20,6 +20,7 @@ _CHUNK = 1000
 BATCHES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
 _NAMES = [name for names in BATCHES.values() for name in names]
 _LARGEST = 10_000 * RECORD  # an official batch; nothing larger is read from an archive
+_LARGEST_ARCHIVE = 30 * _LARGEST
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,13 @@ class Source:
                 yield _read(archive, members[name])
 
     def _members(self, archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-        found = {PurePosixPath(m.name).name: m for m in archive if m.isfile()}
+        found, size = dict[str, tarfile.TarInfo](), 0
+        for member in archive:
+            size += member.size + tarfile.BLOCKSIZE
+            if size > _LARGEST_ARCHIVE:
+                raise DataError(f"{self.path}: unpacks to more than {_LARGEST_ARCHIVE:,} bytes; CIFAR-10 has a fifth")
+            if member.isfile():
+                found[PurePosixPath(member.name).name] = member
         missing = [name for name in _NAMES if name not in found]
         if missing:
             raise DataError(f"{self.path}: has no {missing[0]}; it is not the binary version of CIFAR-10")
