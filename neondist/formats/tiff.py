@@ -85,13 +85,16 @@ class TIFFSource(TileSource):
         else:
             _check_packing(path, key)
         lying, turned = outer + inner, key.tags[_ORIENTATION].value if _ORIENTATION in key.tags else 1
-        told = axes or (lying.translate(str.maketrans("XY", "YX")) if turned in _ON_ITS_SIDE else lying)
+        told = list(axes or lying)
+        if turned in _ON_ITS_SIDE and len(told) == len(lying):
+            y, x = lying.index("Y"), lying.index("X")
+            told[y], told[x] = told[x], told[y]
         ways = (("Y", _FROM_BELOW), ("X", _FROM_THE_RIGHT))
         self._flipped = [lying.index(axis) for axis, of in ways if turned in of]
         masks, facts = _masks(images, number), facts_of(self._file, path, number, level)
-        facts = facts_as_told(facts, lying, told, turned) | ({"mask": None} if masks else {})
+        facts = facts_as_told(facts, lying, "".join(told), turned) | ({"mask": None} if masks else {})
         name = f"{path}:{inside}" if inside else str(path)
-        super().__init__(name, told, shape, series.dtype, chunks, len(levels), facts, named=axes is not None)
+        super().__init__(name, "".join(told), shape, series.dtype, chunks, len(levels), facts, named=axes is not None)
         if series.dtype.kind == "f":
             check_side_file(path)
             self._open_mask(path, masks[:1] or number, level, axes, upright=turned == 1)
@@ -283,10 +286,9 @@ def _fill(missing: float | None, dtype: np.dtype) -> Any:
         return 0 if missing is None else np.nan
     if dtype.kind == "b" or missing is None or np.isnan(missing):
         return 0
-    limits = np.iinfo(dtype)
-    return limits.max if missing >= limits.max else limits.min if missing <= limits.min else (
-        int(abs(missing) + 0.5) * (1 if missing > 0 else -1)
-    )  # fmt: skip
+    whole = np.floor(abs(missing) + 0.5) * np.sign(missing)
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return most if whole >= most else least if whole <= least else int(whole)
 
 
 def _near(cells: np.ndarray, missing: float) -> np.ndarray:

@@ -72,15 +72,16 @@ def facts_of(file: Any, path: Path, number: int, level: int) -> dict[str, Any]:
 
 def nodata_of(path: Path, key: Any) -> float | None:
     """Return the number that stands for cells without a value, by GDAL's tag; DataError if it cannot be read."""
-    text = str(key.tags[_NODATA].value).strip("\0 \t\r\n").replace(",", ".") if _NODATA in key.tags else ""
+    text = str(key.tags[_NODATA].value).partition("\0")[0].strip().replace(",", ".") if _NODATA in key.tags else ""
     if not text:
         return None
     if text.lower() in ("nan", "1.#qnan"):
         return float("nan")
     if text.lower() in ("inf", "+inf", "-inf") or _NUMBER.fullmatch(text):
         return float(text)
+    text = "".join(letter if letter.isprintable() else "?" for letter in text[:40])
     raise DataError(
-        f"{path}: its cells without a value are '{text[:40]}' (GDAL_NODATA), which is no number; correct it:"
+        f"{path}: its cells without a value are '{text}' (GDAL_NODATA), which is no number; correct it:"
         f" gdal_edit.py -a_nodata NUMBER {path.name}"
     )
 

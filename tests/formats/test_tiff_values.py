@@ -1,4 +1,4 @@
-"""Cells of TIFF files as GDAL, tifffile and OpenSlide read them, or a clear refusal: masks, nodata, colours, packing."""
+"""Cells of TIFF files as GDAL, tifffile and OpenSlide read them, or a refusal: masks, nodata, colours, packing."""
 
 import numpy as np
 import pytest
@@ -143,7 +143,7 @@ KINDS = {
     "float16": (cells(2, "float32") // 1, {"nbits": 16}), "int8": (cells(2, "int16").astype("int8") - 50, {}),
     "int64": (cells(2, "int64"), {}), "predictor": (cells(3, "int32"), TALL), "of floats": (cells(3, "float32"), TALL),
     "predictor 3": (cells(3, "float64"), TILED | {"predictor": 3, "compress": "deflate", "interleave": "band"}),
-    "alpha": (cells(4, "uint8"), {"alpha": "yes", "photometric": "RGB"}), 
+    "alpha": (cells(4, "uint8"), {"alpha": "yes", "photometric": "RGB"}),
     "lerc": (cells(2, "float32"), {"compress": "lerc"}),
     "JPEG planes": (SMOOTH, {"compress": "jpeg", "interleave": "band"}), "JPEG": (SMOOTH, {"compress": "jpeg"}),
     "JPEG planes of colours": (SMOOTH, TILED | {"compress": "jpeg", "interleave": "band", "photometric": "RGB",
