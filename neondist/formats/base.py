@@ -21,6 +21,8 @@ from .axes import Axes, BoxLike, Cells, cells_of, relative
 from .cache import ChunkCache
 
 LARGEST_CHUNK = 1 << 30  # bytes that have to be decoded at once; files in use have chunks of a few MiB
+BY_AXIS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "units": (None,)}
+"""metadata by axis, and the values that say nothing"""
 
 
 class TileSource(ABC):
@@ -39,7 +41,9 @@ class TileSource(ABC):
     levels : int
         How many resolutions the file has of it.
     metadata : dict, optional
-        What a sink of the same format needs to give its file the same place in the world: georeference, affine, scale.
+        What is known of the image beside its cells, by the names that messages have for it. 'scale', 'translation' and
+        'units' are by axis: {'X': 0.5}; units have the names of OME-Zarr. What a sink does not keep, `lost`
+        names.
     named : bool
         Whether the file, or who opened it, says what its axes are; else they are guessed.
 
@@ -156,6 +160,10 @@ class TileSource(ABC):
     def _read(self, cells: Cells) -> np.ndarray:
         """Return cells in the order of the file."""
 
+    def known(self) -> list[str]:
+        """Return the names of what is known of the image beside its cells."""
+        return list(self.metadata)
+
     def close(self) -> None:  # noqa: B027 - some have nothing to let go of
         """Let go of the file."""
 
@@ -186,7 +194,8 @@ class TileSink(ABC):
     resumed : bool
         Whether cells that an earlier process has written are there.
     lost : list of str
-        What is known of the image that it is like, and cannot be kept; on the rank that makes the file, as it does.
+        What is known of the image that it is like (place, time, calibration, and what describes its cells), and is not
+        in the file.
     """
 
     resumed: bool = False

@@ -20,7 +20,10 @@ from ..io.files import give_name, partial, write_text
 from ..io.regular_file import read_bytes
 from ..memory import words
 from ..registry import suggest
-from .base import TileSink, TileSource, agreed_on, refused
+from .base import BY_AXIS, TileSink, TileSource, agreed_on, refused
+
+_LONGEST, _MOST = 80, 40
+"""letters of a name that a file gives, and such names, in a message"""
 
 
 class DraftSink(TileSink):
@@ -53,7 +56,8 @@ class DraftSink(TileSink):
         if unknown:
             raise ConfigError(f"{path}: has no option '{unknown[0]}'{suggest(unknown[0], self.choices)}")
         self._options = {**self.choices, **options}
-        self._overwrite, self._keep, self._open = overwrite, resume, False
+        self._overwrite, self._stays, self._open = overwrite, resume, False
+        self._kept = dict[str, set[str]]()
         self._part = partial(path)
         self._note = self._part.with_name(self._part.name + ".json")
         with agreed_on(grid), refused(path):
@@ -62,6 +66,7 @@ class DraftSink(TileSink):
         with agreed_on(grid), refused(path):
             note = json.loads(read_bytes(self._note))
             self.resumed, self.chunks = note["resumed"], note["chunks"] and tuple(note["chunks"])
+            self.lost = note.get("lost", [])
             self._attach(note["facts"])
             self._open = True
 
@@ -85,7 +90,7 @@ class DraftSink(TileSink):
         if self._open:
             self._open = False
             self._detach()
-            if not self._keep and (self.grid is None or self.grid.rank == 0):
+            if not self._stays and (self.grid is None or self.grid.rank == 0):
                 self._forget()
 
     def _begin(self, like: TileSource | None, resume: bool) -> None:
@@ -107,11 +112,35 @@ class DraftSink(TileSink):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             facts = self._make(like)
-            note = {"asked": asked, "resumed": False, "chunks": self.chunks, "facts": facts}
+            if like is not None:
+                self._name_losses(like)
+            note = {"asked": asked, "resumed": False, "chunks": self.chunks, "facts": facts, "lost": self.lost}
             write_text(self._note, json.dumps(note))
         except BaseException:
             self._forget()
             raise
+
+    def _keep(self, like: TileSource | None, name: str, axes: str = "") -> Any:
+        """Return what is known of the image that the file is like, and note that the file keeps it.
+
+        Of what is known by axis, only these axes; where nothing is known, None, or by axis {}.
+        """
+        found = None if like is None else like.metadata.get(name)
+        self._kept.setdefault(name, set()).update(axes)
+        return {axis: value for axis, value in (found or {}).items() if axis in axes} if name in BY_AXIS else found
+
+    def _name_losses(self, like: TileSource) -> None:
+        """Note in `lost` what is known of the image that the file is like, and what the file does not keep."""
+        for name in like.known():
+            kept, by_axis = self._kept.get(name), BY_AXIS.get(name, ())
+            rest = [axis for axis, value in like.metadata[name].items() if value not in by_axis] if by_axis else []
+            gone = [axis for axis in rest if axis not in (kept or ())]
+            if by_axis and gone:
+                self.lost.append(name if gone == rest else f"{name} of {' '.join(gone)}")
+            elif not by_axis and kept is None:
+                self.lost.append(name)
+        names = ["".join(one if one.isprintable() else "?" for one in name[:_LONGEST]) for name in self.lost]
+        self.lost = names[:_MOST] + ([f"{len(names) - _MOST} more"] if len(names) > _MOST else [])
 
     def _require_room(self) -> None:
         """Raise OutputError if the disk cannot take all cells as they are."""
@@ -132,7 +161,7 @@ class DraftSink(TileSink):
             _remove(old)
             os.rename(self.path, old)
         give_name(part, self.path, os.stat(part))
-        self._keep = True
+        self._stays = True
         for path in (self._note, self._part, old):
             _remove(path)
 

@@ -16,6 +16,17 @@ from .tiles import default_chunks
 
 _USUAL = ("images", "predictions")
 _AXES = "axes"
+_OWN = {
+    _AXES,
+    "CLASS",
+    "NAME",
+    "DIMENSION_LIST",
+    "DIMENSION_LABELS",
+    "REFERENCE_LIST",
+    "_Netcdf4Coordinates",
+    "_Netcdf4Dimid",
+}
+"""attributes that say what the axes are, or belong to HDF5"""
 
 
 class HDF5Source(TileSource):
@@ -64,7 +75,8 @@ class HDF5Source(TileSource):
         """Return the axes, if the file names them, the dtype of what is read, and what a sink wants to know."""
         # HDF5's own labels of dimensions are no choice: libhdf5 dies of those in a damaged file
         named = get_text(array.attrs, _AXES) if _AXES in array.attrs else ""
-        return named if len(named) == len({*named}) == array.ndim else None, array.dtype, {}
+        known = {name: None for name in array.attrs if name not in _OWN}
+        return named if len(named) == len({*named}) == array.ndim else None, array.dtype, known
 
     def _read(self, cells: Cells) -> np.ndarray:
         path, (first, *tile) = Path(self._file.filename), cells

@@ -29,6 +29,10 @@ _KEPT = ("L", "LA", "RGB", "RGBA", *_WIDE_MODES)
 _WITH_ALPHA = {"L": "LA", "P": "RGBA", "PA": "RGBA", "RGB": "RGBA"}
 _ORIENTATION, _SAMPLE_FORMAT, _BITS = 274, 339, 258  # tags of EXIF and TIFF
 _ON_ITS_SIDE = (5, 6, 7, 8)
+_LAYOUT = (*range(254, 270), *range(273, 282), 284, 317, 322, 323, 324, 325, 338, _SAMPLE_FORMAT)
+"""tags of TIFF files, which Pillow counts as EXIF, that say how pixels lie"""
+_INCH = 2  # as TIFF counts units of resolution
+_FACTS = {"icc_profile": "colour profile", "comment": "comment", "gamma": "gamma"}
 _UNSIGNED, _SIGNED = 1, 2
 _ONE_AT_A_TIME = threading.Lock()  # Pillow's limit and Python's warnings are the process's; ranks may be threads
 _SILENT = logging.NullHandler()  # without one, Python prints what Pillow notes before it raises
@@ -112,6 +116,18 @@ class Loader:
                 return (height, width, 1 if wanted in _WIDE_MODES else len(wanted)), np.dtype(kind)
         cells = self.load(path)
         return cells.shape, cells.dtype
+
+    def facts(self, path: Path) -> dict[str, Any]:
+        """Return what the file tells beside its pixels: resolution, EXIF, colour profile, texts."""
+        with _opened(path, None) as image:
+            info = image.info
+            found = {name: info[key] for key, name in _FACTS.items() if info.get(key)}
+            dpi = info.get("dpi", ())
+            if len(dpi) == 2 and min(dpi) > 0:
+                found["resolution"] = (float(dpi[0]), float(dpi[1]), _INCH)
+            found |= {f"text '{name}'": value for name, value in info.items() if isinstance(value, str)}
+            exif = {tag: value for tag, value in image.getexif().items() if tag not in (_ORIENTATION, *_LAYOUT)}
+            return found | ({"EXIF": exif} if exif else {})
 
     def _mode_of(self, path: Path, image: Any) -> str:
         """Return what an image is kept as, where nobody asks for another mode."""

@@ -99,6 +99,12 @@ class NetCDFSource(HDF5Source):
                     found.append(self._of(name, one, tuple(of for of, _ in self._dimensions(one)), lost))
         return found, lost
 
+    def known(self) -> list[str]:
+        """Return the names of what is known of the variable beside its cells."""
+        found, lost = self.beside()
+        of_file = [name for one in found if one.name in ("", "/") for name in one.attributes]
+        return [*(one.name for one in found if one.values is not None), *of_file, *lost]
+
     def _of(self, name: str, found: Any, dimensions: tuple[str, ...], lost: list[str]) -> Beside:
         if "NAME" in found.attrs and _is_text(found, "NAME") and get_text(found.attrs, "NAME").startswith(_BARE):
             return Beside(name, dimensions, None, {})
@@ -149,6 +155,7 @@ class NetCDFSink(HDF5Sink):
         file, names, given = array.file, dict[str, str](), list[Beside]()
         if isinstance(like, NetCDFSource):
             given, self.lost = like.beside()
+            self._kept = {name: set() for name in like.known()}  # what is not is in `lost`
             names = dict(zip(like.stored.stored, like.metadata["dimensions"], strict=False))
         usual = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
         sizes = {names.get(one, usual.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}

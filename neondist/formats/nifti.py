@@ -15,9 +15,30 @@ from ..io.files import replacing
 from ..io.regular_file import check_regular, open_regular
 from .axes import Cells
 from .base import TileSource, faults
+from .ome import base_unit
 from .placed import PlacedSink, Placement
 
 _AXES = "XYZTC"  # as nibabel has them, the first fastest
+_UNITS = {
+    "meter": 1, "millimeter": 2, "micrometer": 3, "second": 8, "millisecond": 16, "microsecond": 24, "hertz": 32,
+    "ppm": 40, "radian": 48,
+}  # fmt: skip
+_TIME = 8  # the code of the first unit of time
+_FACTORS = {"micrometer": 1e-6, "second": 1.0}
+_AFFINE = (
+    "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z",
+    "srow_x", "srow_y", "srow_z", "xyzt_units",
+)  # fmt: skip
+_TIMES = {
+    "time offset": ("toffset",),
+    "slice timing": ("dim_info", "slice_start", "slice_end", "slice_code", "slice_duration"),
+}
+_OTHERS = {
+    "intent": ("intent_code", "intent_name", "intent_p1", "intent_p2", "intent_p3"),
+    "display range": ("cal_min", "cal_max"),
+    "description": ("descrip", "aux_file"),
+}
+"""names of what a header tells, and its fields"""
 _MOST_PACKED = 1032  # deflate cannot pack more bytes into one
 
 
@@ -46,13 +67,9 @@ class NIfTISource(TileSource):
             self._proxy, self._kept = proxy, kept
             scaled = (proxy.slope, proxy.inter) != (1, 0)
             self._as = np.dtype(np.float64) if scaled else stored
-            super().__init__(
-                path,
-                axes or "".join(_AXES[axis] for axis in kept),
-                [shape[axis] for axis in kept],
-                self._as,
-                metadata={"affine": found.affine, "header": found.header},
-            )
+            usual = "".join(_AXES[axis] for axis in kept)
+            facts = _facts(found.header, kept, axes or usual, usual)
+            super().__init__(path, axes or usual, [shape[axis] for axis in kept], self._as, metadata=facts)
 
     def _read(self, cells: Cells) -> np.ndarray:
         index: list[Any] = [0] * len(self._proxy.shape)
@@ -81,11 +98,7 @@ class NIfTISink(PlacedSink):
         except nibabel.spatialimages.HeaderDataError:
             raise ConfigError(f"{self.path}: NIfTI files cannot hold {self.dtype}; choose another dtype") from None
         header.set_data_shape(full)
-        given = {} if like is None else like.metadata
-        if "affine" in given:
-            header.set_xyzt_units(*given["header"].get_xyzt_units())
-            header.set_qform(given["affine"], int(given["header"]["qform_code"]))
-            header.set_sform(given["affine"], int(given["header"]["sform_code"]))
+        self._calibrate(header, like, [name for name in _AXES if name in extents and name in self.axes])
         start = -(-(int(header["sizeof_hdr"]) + 4) // 16) * 16
         header.set_data_offset(start)
         header.set_slope_inter(1, 0)
@@ -97,6 +110,31 @@ class NIfTISink(PlacedSink):
         axes = names.replace("T", "N") if "N" in self.axes else names
         return Placement(axes, self.dtype.str, shape, shape, (start,))
 
+    def _calibrate(self, header: Any, like: TileSource | None, axes: list[str]) -> None:
+        """Write what is known of the image into a header: extents of cells, units, the affine, times."""
+        units = {} if like is None else like.metadata.get("units", {})
+        for among, base, standard in (("XYZ", "m", "micrometer"), ("T", "s", "second")):
+            of = "".join(axis for axis in among if axis in axes)
+            scale, named = self._keep(like, "scale", of), {units.get(axis, "") for axis in of}
+            measures = {axis: base_unit(units.get(axis, "")) or ("", 1.0) for axis in of}
+            unit = named.pop() if len(named) == 1 else ""
+            if unit not in _UNITS or (_UNITS[unit] < _TIME) != (base == "m"):
+                unit = ""
+                if of and len(scale) == len(of) and {kind for kind, _ in measures.values()} == {base}:
+                    unit = standard  # of several units, or one that NIfTI has not
+                    scale = {axis: n * measures[axis][1] / _FACTORS[unit] for axis, n in scale.items()}
+            if unit:
+                self._keep(like, "units", of)
+                header["xyzt_units"] += _UNITS[unit]
+            for axis, n in scale.items():
+                header["pixdim"][1 + _AXES.index(axis)] = n
+        source = self._keep(like, "affine")
+        if source is not None:
+            header["pixdim"][:4] = source["pixdim"][:4]
+        for names, given in ((_AFFINE, source), *((_TIMES[name], self._keep(like, name)) for name in _TIMES)):
+            for name in names if given is not None else ():
+                header[name] = given[name]
+
     def _finished(self) -> Path:
         if self.path.suffix.lower() != ".gz":
             return self._part
@@ -104,3 +142,21 @@ class NIfTISink(PlacedSink):
         with open_regular(self._part) as plain, replacing(packed) as file, gzip.GzipFile("", "wb", 6, file, 0) as into:
             shutil.copyfileobj(plain, into, 1 << 20)
         return packed
+
+
+def _facts(header: Any, kept: list[int], axes: str, usual: str) -> dict[str, Any]:
+    """Return the metadata of a volume: extents of cells and units by axis, and the header for what else it tells."""
+    zooms, code = header.get_zooms(), int(header["xyzt_units"])
+    names = {number: unit for unit, number in _UNITS.items()}
+    space, time = names.get(code % _TIME), names.get(code - code % _TIME)
+    units = {axis: time if name == "T" else space for axis, name in zip(axes, usual, strict=False) if name in "XYZT"}
+    facts: dict[str, Any] = {
+        "scale": {axis: float(zooms[at]) for axis, at in zip(axes, kept, strict=False) if at < len(zooms)},
+        "units": {axis: unit for axis, unit in units.items() if unit},
+    }
+    if header["qform_code"] or header["sform_code"]:
+        facts["affine" if axes == usual else f"affine of {usual}"] = header  # of axes called otherwise, another one
+    for name, fields in (_TIMES | _OTHERS).items():
+        if any(header[one].tobytes().strip(b"\0") for one in fields):
+            facts[name] = header
+    return facts | ({"extensions": header} if len(header.extensions) else {})

@@ -27,7 +27,7 @@ class PictureSource(TileSource):
         shape, dtype = Loader().look(path)
         self._cells: np.ndarray | None = None
         self._file = path
-        super().__init__(path, axes or "ZYXC"[-len(shape) :], shape, dtype, shape)
+        super().__init__(path, axes or "ZYXC"[-len(shape) :], shape, dtype, shape, metadata=Loader().facts(path))
 
     def _read(self, cells: Cells) -> np.ndarray:
         if self._cells is None:
@@ -63,9 +63,9 @@ class FolderSource(TileSource):
         self._files = pictures_in(path)
         with open_source(self._files[0], level=level) as first:
             shape, chunks = first.shape, first.chunks
-            super().__init__(
-                path, "N" + first.axes, (len(self._files), *shape), first.dtype, chunks and (1, *chunks), first.levels
-            )
+            facts = {f"{name} of each image": None for name in first.known()}
+            many = (len(self._files), *shape)
+            super().__init__(path, "N" + first.axes, many, first.dtype, chunks and (1, *chunks), first.levels, facts)
         self._level = level
         for file in self._files[1:]:
             self._open(file).close()

@@ -70,13 +70,7 @@ FORMATS = (
     _built_in("NetCDF-4", ".nc .nc4", "netcdf", "NetCDF"),
     _built_in("NIfTI", ".nii .nii.gz", "nifti", "NIfTI", package="nibabel"),
     _built_in("NPY", ".npy", "npy", "NPY"),
-    Format(
-        "TIFF",
-        (".tif", ".tiff", ".svs", ".ndpi", ".scn", ".btf"),
-        f"{__package__}.tiff:open_tiff",
-        f"{__package__}.tiff:TIFFSink",
-        "tifffile",
-    ),
+    _built_in("TIFF", ".tif .tiff .svs .ndpi .scn .btf", "tiff", "TIFF", package="tifffile"),
     _built_in(
         "PNG, JPEG", ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff", "pictures", "Picture", package="PIL"
     ),

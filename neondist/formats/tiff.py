@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
-from xml.etree import ElementTree
 
 import numpy as np
 
@@ -17,39 +15,31 @@ from ..errors import ConfigError, DataError
 from ..io.regular_file import open_regular
 from .axes import Cells
 from .base import LARGEST_CHUNK, TileSource, faults
-from .pictures import PictureSource
+from .ome import axes_in, sizes_for_xml
 from .placed import PlacedSink, Placement, read_placed
+from .tiff_tags import GEOREFERENCE, check_colours, check_side_file, facts_as_told, facts_of, nodata_of
 from .tiles import default_chunks
 
-_GEO = {33550: "d", 33922: "d", 34264: "d", 34735: "H", 34736: "d", 34737: "s"}
-"""tags that say where on Earth the image lies, and their types"""
-_RESOLUTION = (282, 283, 296)
-_NODATA = 42113  # GDAL's: what cells hold that nobody has measured
 _JPEG = (6, 7, 34892, 33007)
 _NAMES = {"I": "Z", "Q": "Z", "R": "N"}
 """tifffile's letters for pages whose meaning the file does not tell, which `neondist data convert` takes for depth"""
+_ORIENTATION, _FROM_BELOW, _FROM_THE_RIGHT, _ON_ITS_SIDE = 274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
+_MASK = 4  # a bit of the kind of a page
 _SILENT = logging.NullHandler()  # without one, Python prints what tifffile notes about odd files
-
-
-def open_tiff(path: Path, inside: str, level: int, axes: str | None) -> TileSource:
-    """Return an image of a TIFF file; one that is to be turned upright is read by Pillow, whole."""
-    found = TIFFSource(path, inside, level, axes)
-    if not found.turned:
-        return found
-    found.close()
-    return PictureSource(path, inside, level, axes)
 
 
 class TIFFSource(TileSource):
     """One image of a TIFF file: its first, or that of the number after the colon; levels are those of its pyramid.
 
-    Cells of floats that GDAL's tag calls nodata are NaN, as they are in NetCDF; whole numbers stay as they are.
+    Cells of floats that GDAL's tag calls nodata, or a mask beside the image (in the file, or FILE.msk) leaves out, are
+    NaN, as they are in NetCDF; whole numbers stay as they are. An image is upright, as its tag of orientation says.
     """
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         import tifffile
 
         logging.getLogger("tifffile").addHandler(_SILENT)  # adding it again does nothing
+        self._mask: TIFFSource | None = None
         with faults(path):
             self._opened = open_regular(path)
             try:
@@ -57,18 +47,20 @@ class TIFFSource(TileSource):
                 require_one_file(path, self._file.ome_metadata)
                 self._open(path, inside, level, axes)
             except BaseException:
-                self._opened.close()
+                self._release()
                 raise
 
     def _open(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         images = self._file.series
         if not (inside or "0").isdecimal() or int(inside or 0) >= len(images):
             raise DataError(f"{path}: has no image '{inside}'; give a number below {len(images)}")
-        levels = images[int(inside or 0)].levels
-        series = levels[min(level, len(levels) - 1)]
+        number = int(inside or 0)
+        levels = images[number].levels
+        level = min(level, len(levels) - 1)
+        series = levels[level]
         key = series.keyframe
         self._key: Any = key
-        self.turned = 274 in key.tags and key.tags[274].value != 1
+        check_colours(path, key)
         self._pages: list[Any] = list(series)
         leading: list[int] = []
         names = ["C" if key.shaped[0] > 1 else "", "Z" if key.shaped[1] > 1 else "", "Y", "X"]
@@ -87,29 +79,60 @@ class TIFFSource(TileSource):
         self._leading = leading
         shape = (*leading, *(key.shaped[axis] for axis in self._within))
         chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(_chunk(key)[axis] for axis in self._within))
-        self._missing: Any = None
-        if series.dtype.kind == "f" and _NODATA in key.tags:  # tifffile's own `nodata` lacks the lowest float32
-            with suppress(ValueError), np.errstate(over="ignore"):
-                self._missing = np.float64(str(key.tags[_NODATA].value).strip("\0 ")).astype(series.dtype)
+        missing = nodata_of(path, levels[0].keyframe) if series.dtype.kind in "fiu" else None
+        self._missing = missing if series.dtype.kind == "f" else None
+        self._fill = _fill(missing, series.dtype)
         self._place = self._placement(outer + inner, shape, series)
         if self._place is not None:
             chunks = None
-        tags = {code: key.tags[code].value for code in (*_GEO, *_RESOLUTION) if code in key.tags}
-        super().__init__(
-            f"{path}:{inside}" if inside else path,
-            axes or outer + inner,
-            shape,
-            series.dtype,
-            chunks,
-            len(levels),
-            {"tags": tags, "ome": {} if level else _sizes(self._file.ome_metadata, int(inside or 0))},
-            named=axes is not None,
-        )
+        else:
+            _check_packing(path, key)
+        lying, turned = outer + inner, key.tags[_ORIENTATION].value if _ORIENTATION in key.tags else 1
+        told = list(axes or lying)
+        if turned in _ON_ITS_SIDE and len(told) == len(lying):
+            y, x = lying.index("Y"), lying.index("X")
+            told[y], told[x] = told[x], told[y]
+        ways = (("Y", _FROM_BELOW), ("X", _FROM_THE_RIGHT))
+        self._flipped = [lying.index(axis) for axis, of in ways if turned in of]
+        masks, facts = _masks(images, number), facts_of(self._file, path, number, level)
+        facts = facts_as_told(facts, lying, "".join(told), turned) | ({"mask": None} if masks else {})
+        name = f"{path}:{inside}" if inside else str(path)
+        super().__init__(name, "".join(told), shape, series.dtype, chunks, len(levels), facts, named=axes is not None)
+        if series.dtype.kind == "f":
+            check_side_file(path)
+            self._open_mask(path, masks[:1] or number, level, axes, upright=turned == 1)
+
+    def _open_mask(self, path: Path, of: list[int] | int, level: int, axes: str | None, upright: bool) -> None:
+        """Open the mask of the image, a list of one number in the file, or beside the file that of its first image."""
+        axes, side = axes and axes.replace("C", ""), path.with_name(path.name + ".msk")
+        if isinstance(of, list):
+            self._mask = TIFFSource(path, str(of[0]), level, axes)
+        elif of == 0 and side.is_file():
+            self._mask = TIFFSource(side, "", level, axes)
+        if self._mask is not None:
+            fits = self._mask.shape[:-1] == self.shape[:-1] and self._mask.shape[-1] in (1, self.shape[-1])
+            if not (fits and upright):
+                raise DataError(
+                    f"{path}: its mask, of {list(self._mask.shape)} cells, does not lie as its image of"
+                    f" {list(self.shape)}; open level 0, or write the image without the mask"
+                )
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        self._release()
+
+    def _release(self) -> None:
         self._opened.close()
+        if self._mask is not None:
+            self._mask.close()
+
+    def _decoded(self, cells: Cells) -> np.ndarray:
+        found = super()._decoded(cells)
+        if self._mask is not None:
+            of = cells[-1] if self._mask.shape[-1] > 1 else slice(0, 1)
+            found[np.broadcast_to(self._mask.read((*cells[:-1], of)) == 0, found.shape)] = np.nan
+        return found
 
     def _placement(self, axes: str, shape: tuple[int, ...], series: Any) -> Placement | None:
         """Return where the cells lie, if they lie there as they are."""
@@ -122,9 +145,13 @@ class TIFFSource(TileSource):
         return None
 
     def _read(self, cells: Cells) -> np.ndarray:
-        found = self._raw(cells)
+        lying = list(cells)
+        for axis in self._flipped:
+            n = self.stored.to_stored(self.shape)[axis]
+            lying[axis] = slice(n - cells[axis].stop, n - cells[axis].start)
+        found = np.flip(self._raw(tuple(lying)), tuple(self._flipped))
         if self._missing is not None:
-            found[found == self._missing] = np.nan
+            found[_near(found, self._missing)] = np.nan
         return found
 
     def _raw(self, cells: Cells) -> np.ndarray:
@@ -142,9 +169,7 @@ class TIFFSource(TileSource):
         """Return cells of one page, on the five axes that tifffile gives every page."""
         number = int(np.ravel_multi_index(place, self._leading)) if place else 0
         page, key, file = self._pages[number], self._key, self._file.filehandle
-        out = np.full(
-            [cut.stop - cut.start for cut in box], key.nodata if self._missing is None else np.nan, self.dtype
-        )
+        out = np.full([cut.stop - cut.start for cut in box], self._fill, self.dtype)
         if page is None:
             return out
         chunk = _chunk(key)
@@ -161,7 +186,7 @@ class TIFFSource(TileSource):
             data = file.read(size)
             if len(data) != size:
                 raise DataError(f"{self.path}: ends early; put back a good copy")
-            tile, corner, extents = key.decode(data, index, **of_jpeg)
+            tile, corner, extents = self._decode(data, index, of_jpeg)
             if tile is None:
                 continue
             there, here = [], []
@@ -171,6 +196,20 @@ class TIFFSource(TileSource):
                 here.append(slice(start - lo, stop - lo))
             out[tuple(there)] = tile[None][tuple(here)]
         return out
+
+    def _decode(self, data: bytes, index: int, of_jpeg: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """Return the cells of a tile, where they begin, and how many of them belong to the image."""
+        key = self._key
+        if not of_jpeg or key.planarconfig == 1:
+            found: tuple[Any, Any, Any] = key.decode(data, index, **of_jpeg)
+            return found
+        import imagecodecs  # tifffile takes each plane of colours for one with three channels
+
+        _, corner, extents = key.decode(None, index)
+        tile = imagecodecs.jpeg_decode(
+            data, bitspersample=key.bitspersample, tables=of_jpeg["jpegtables"], header=of_jpeg["jpegheader"]
+        )
+        return tile[None, ..., None], corner, extents
 
 
 class TIFFSink(PlacedSink):
@@ -186,16 +225,19 @@ class TIFFSink(PlacedSink):
         tile = tuple(ceil(asked[name] / 16) * 16 for name in "YX")
         channels = extents["C"] > 1
         axes, shape = self.axes[: None if channels else -1], self.shape[: None if channels else -1]
-        tags = {} if like is None else like.metadata.get("tags", {})
         rgb = extents["C"] in (3, 4) and self.dtype in (np.uint8, np.uint16)
         ome = self.path.name.lower().endswith((".ome.tif", ".ome.tiff"))
         if ome and "N" in axes:
             raise ConfigError(f"{self.path}: OME-TIFF has no axis for samples; name it T, or Z")
-        more: dict[str, Any] = (
-            {"resolution": tuple(tags[code] for code in _RESOLUTION[:2])} if {282, 283} <= set(tags) else {}
-        )
-        if more and 296 in tags:
-            more["resolutionunit"] = tags[296]
+        place, more, known = self._keep(like, "georeference") or {}, dict[str, Any](), dict[str, Any]()
+        if resolution := self._keep(like, "resolution"):
+            more = {"resolution": resolution[:2], "resolutionunit": resolution[2]}
+        if ome and like is not None:
+            known = sizes_for_xml(like.metadata.get("scale", {}), like.metadata.get("units", {}))
+            for name in ("scale", "units"):
+                self._keep(like, name, axes_in(known))
+            if date := self._keep(like, "AcquisitionDate"):
+                known["AcquisitionDate"] = date
         tifffile.imwrite(
             part,
             shape=shape,
@@ -207,14 +249,14 @@ class TIFFSink(PlacedSink):
             planarconfig="contig" if channels else None,
             metadata={
                 "axes": axes.replace("C", "S").replace("N", "R"),
-                **(like.metadata.get("ome", {}) if ome and like is not None else {}),
+                **known,
                 # tifffile would draw one: the same cells make the same file
                 **({"UUID": str(uuid5(NAMESPACE_OID, f"{self.path.name} {shape} {self.dtype}"))} if ome else {}),
             },
             extratags=[
-                (code, kind, 0 if kind == "s" else np.size(tags[code]), tags[code], True)
-                for code, kind in _GEO.items()
-                if code in tags
+                (code, kind, 0 if kind == "s" else np.size(place[code]), place[code], True)
+                for code, kind in GEOREFERENCE.items()
+                if code in place
             ],
             **more,
         )
@@ -226,14 +268,43 @@ class TIFFSink(PlacedSink):
         return Placement(axes, dtype, shape, block, offsets)
 
 
-def _sizes(ome: str | None, number: int) -> dict[str, str]:
-    """Return how large a cell of an image is, and in which units, as its OME metadata say."""
+def _masks(images: Any, number: int) -> list[int]:
+    """Return the numbers of the masks of an image: pages of its size after it, before another such image."""
+    of, found = images[number].keyframe, list[int]()
+    for at, image in enumerate(images[number + 1 :], number + 1):
+        if (image.keyframe.imagelength, image.keyframe.imagewidth) == (of.imagelength, of.imagewidth):
+            if not image.keyframe.subfiletype & _MASK:
+                break
+            found.append(at)
+    return [] if of.subfiletype & _MASK else found
+
+
+def _check_packing(path: Path, key: Any) -> None:
+    """Refuse cells that tifffile cannot unpack; DataError."""
     try:
-        pixels = [one for one in ElementTree.fromstring(ome or "<none/>").iter() if one.tag.endswith("}Pixels")]
-    except ElementTree.ParseError:
-        return {}
-    known = pixels[number].attrib if number < len(pixels) else {}
-    return {name: value for name, value in known.items() if name.startswith("PhysicalSize")}
+        key.decode(None, 0)
+    except ValueError as error:
+        raise DataError(f"{path}: is packed as cannot be read here ({error}); write it packed by deflate") from error
+
+
+def _fill(missing: float | None, dtype: np.dtype) -> Any:
+    """Return what GDAL reads where nothing was written: nodata, rounded to whole numbers in range."""
+    if dtype.kind == "f":
+        return 0 if missing is None else np.nan
+    if dtype.kind == "b" or missing is None or np.isnan(missing):
+        return 0
+    whole = np.floor(abs(missing) + 0.5) * np.sign(missing)
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return most if whole >= most else least if whole <= least else int(whole)
+
+
+def _near(cells: np.ndarray, missing: float) -> np.ndarray:
+    """Return which cells GDAL takes for nodata: what differs less than text with 7 digits, in the image's precision."""
+    kind = np.result_type(cells.dtype, np.float32).type
+    with np.errstate(over="ignore", invalid="ignore"):
+        number, values = kind(missing), cells.astype(kind, copy=False)
+        tolerance = 2 * kind(np.finfo(np.float32).eps) * np.abs(values + number)
+        return np.asarray((values == number) | (np.abs(values - number) < tolerance))
 
 
 def _chunk(key: Any) -> tuple[int, ...]:

@@ -16,11 +16,11 @@ from ..errors import ConfigError, DataError, OutputError
 from .axes import Axes, Cells, guess, letters, relative
 from .base import TileSource, agreed_on, faults, refused
 from .draft import DraftSink
+from .ome import Multiscale, multiscale, read_multiscale
 from .tiles import default_chunks
 
 METADATA = ("zarr.json", ".zarray", ".zgroup")
 _SMALL = 512  # cells along the longest axis of the last level of a pyramid
-_OLD_AXES = "tczyx"  # of versions that do not name them
 
 
 class ZarrSource(TileSource):
@@ -36,11 +36,11 @@ class ZarrSource(TileSource):
             raise DataError(f"{name}: leads out of the folder; name an array in it")
         with faults(name):
             found: Any = zarr.open(FolderStore(path, read_only=True), path=inside.strip("/"), mode="r")
-            names: Any = None
-            facts, paths = None, [""]
+            image = Multiscale([""])
             if isinstance(found, zarr.Group):
-                found, image = _image(name, found)
-                names, facts, paths = _described(image, level)
+                found, image = _image(name, found, level)
+            paths = image.levels
+            names: Any = image.names
             at = paths[min(level, len(paths) - 1)]
             if ".." in at.split("/"):
                 raise DataError(f"{name}: level {level} leads out of the folder; put back a good copy")
@@ -52,16 +52,10 @@ class ZarrSource(TileSource):
             names = names or getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
             told = axes or (letters([str(one) for one in names]) if names else None)
             self._array = array
-            super().__init__(
-                name,
-                told or guess(array.shape),
-                array.shape,
-                array.dtype,
-                array.chunks,
-                len(paths),
-                facts,
-                named=told is not None,
-            )
+            image.others |= {key: value for key, value in array.attrs.items() if key != "_ARRAY_DIMENSIONS"}
+            axes = told or guess(array.shape)
+            facts, shape, named = image.facts(axes), array.shape, told is not None
+            super().__init__(name, axes, shape, array.dtype, array.chunks, len(paths), facts, named)
 
     def _read(self, cells: Cells) -> np.ndarray:
         return np.asarray(self._array[cells])
@@ -108,8 +102,8 @@ class ZarrSink(DraftSink):
             if max(shape[axis] for axis in halved) <= _SMALL:
                 break
             shape = [ceil(n / 2) if axis in halved else n for axis, n in enumerate(shape)]
-        facts = like.metadata if like is not None else {}
-        image = _multiscales(axes, len(levels), {self.axes[axis] for axis in halved}, facts, self.path.name)
+        known = [self._keep(like, name, axes) for name in ("scale", "translation", "units")]
+        image = multiscale(self.path.name, axes, len(levels), {self.axes[axis] for axis in halved}, nearest, *known)
         if ome == "0.4":
             group.attrs["multiscales"] = [{"version": ome, **image}]
         else:
@@ -193,49 +187,31 @@ class ZarrSink(DraftSink):
                         coarser[box] = _half(finer, box, coarser.shape, self._nearest)
 
 
-def _image(name: str, group: Any) -> tuple[Any, dict[str, Any]]:
+def _image(name: str, group: Any, level: int) -> tuple[Any, Multiscale]:
     """Return the group that has an image, and what describes that; or, of a group with one array, the array as such."""
     for found in (group, *([group["0"]] if "0" in group else [])):
         attributes = dict(found.attrs)
-        image = attributes.get("ome", attributes).get("multiscales")
-        if image:
-            return found, image[0]
+        ome = attributes.pop("ome", attributes)
+        several = _several(ome)
+        if several:
+            raise DataError(f"{name}: is {several[0]}, not one image; name one of them, such as {name}/{several[1]}")
+        if images := ome.get("multiscales"):
+            rest = {key: value for key, value in {**attributes, **ome}.items() if key not in ("multiscales", "version")}
+            return found, read_multiscale(images[0], level, rest)
     arrays = [key for key, _ in group.arrays()]
     if len(arrays) != 1:
         choices = ", ".join(f"{name}:{key}" for key in arrays) or "it has none"
         raise DataError(f"{name}: which data set? {choices}")
-    return group, {"datasets": [{"path": arrays[0]}], "axes": []}
+    return group, Multiscale(arrays, others=dict(group.attrs))
 
 
-def _described(image: dict[str, Any], level: int) -> tuple[list[str] | None, dict[str, Any], list[str]]:
-    """Return the names of the axes, extent and unit of a level's cell by letter, and the paths of the levels."""
-    levels = [str(level["path"]) for level in image["datasets"]]
-    axes = image.get("axes", list(_OLD_AXES))
-    names = [str(axis["name"] if isinstance(axis, dict) else axis) for axis in axes]
-    units = {str(axis["name"]).upper(): str(axis["unit"]) for axis in axes if isinstance(axis, dict) and "unit" in axis}
-    facts: dict[str, Any] = {"units": units}
-    for step in image["datasets"][min(level, len(levels) - 1)].get("coordinateTransformations", []):
-        if step.get("type") == "scale" and len(step["scale"]) == len(names):
-            facts["scale"] = {name.upper(): float(n) for name, n in zip(names, step["scale"], strict=True)}
-    return names or None, facts, levels
-
-
-def _multiscales(axes: str, levels: int, halved: set[str], facts: dict[str, Any], name: str) -> dict[str, Any]:
-    kinds, scale, units = {"T": "time", "C": "channel"}, facts.get("scale", {}), facts.get("units", {})
-    steps = [
-        [scale.get(axis, 1.0) * (2.0**level if axis in halved else 1.0) for axis in axes] for level in range(levels)
-    ]
-    return {
-        "name": name,
-        "axes": [
-            {"name": axis.lower(), "type": kinds.get(axis, "space")} | ({"unit": units[axis]} if axis in units else {})
-            for axis in axes
-        ],
-        "datasets": [
-            {"path": str(level), "coordinateTransformations": [{"type": "scale", "scale": step}]}
-            for level, step in enumerate(steps)
-        ],
-    }
+def _several(ome: Any) -> tuple[str, str] | None:
+    """Return what a group of several images is, and the path of its first; None if it is no plate, and no such well."""
+    wells = [str(one["path"]) for one in ome.get("plate", {}).get("wells", [])]
+    if wells:
+        return f"a plate of {len(wells)} wells", f"{wells[0]}/0"
+    fields = [str(one["path"]) for one in ome.get("well", {}).get("images", [])]
+    return (f"a well of {len(fields)} images", fields[0]) if len(fields) > 1 else None
 
 
 def _by_chunks(cells: Cells, chunks: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[Cells, bool]]:

@@ -122,3 +122,30 @@ def test_what_could_run_a_program_or_lead_elsewhere_is_refused(tmp_path):
     (tmp_path / "b.zarr" / "precious").touch()
     with pytest.raises(nd.OutputError, match="is a folder, and no Zarr"):
         nd.create_sink(tmp_path / "b.zarr", (2, 2, 1), "uint8", "YXC", overwrite=True)
+
+
+@pytest.mark.parametrize("ome", ["0.4", "0.5"])
+def test_plates_and_wells(tmp_path, ome):
+    group = zarr.open_group(str(tmp_path / "plate.ome.zarr"), mode="w", zarr_format=2 if ome == "0.4" else 3)
+
+    def describe(of, facts):
+        of.attrs.update(facts if ome == "0.4" else {"ome": {"version": ome, **facts}})
+
+    wells = ["A/1", "B/12"]
+    describe(group, {"plate": {"wells": [{"path": path} for path in wells], "name": "one"}})
+    for path, count in zip(wells, (2, 1), strict=True):
+        well = group.require_group(path)
+        describe(well, {"well": {"images": [{"path": str(n)} for n in range(count)]}})
+        for n in range(count):
+            image = well.create_group(str(n))
+            describe(image, {"multiscales": [{"axes": [{"name": "y"}, {"name": "x"}], "datasets": [{"path": "0"}]}]})
+            image.create_array("0", data=cells((6, 7), seed=n), chunks=(6, 7))
+    with pytest.raises(nd.DataError, match=r"is a plate of 2 wells, .* such as \S*plate\.ome\.zarr/A/1/0$") as raised:
+        nd.open_source(tmp_path / "plate.ome.zarr")
+    with pytest.raises(nd.DataError, match=r"is a well of 2 images, .* such as \S*/A/1/0$"):
+        nd.open_source(tmp_path / "plate.ome.zarr/A/1")
+    for path, seed in ((str(raised.value).rpartition(" ")[2], 0), (f"{tmp_path}/plate.ome.zarr:A/1/1", 1)):
+        with nd.open_source(path) as source:
+            same(source, cells((6, 7), seed=seed)[..., None])
+    with nd.open_source(tmp_path / "plate.ome.zarr/B/12") as source:
+        same(source, cells((6, 7))[..., None])

@@ -1,0 +1,199 @@
+"""Calibration of images as OME writes it: extents, places and units of cells, in XML and in the attributes of Zarr."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from xml.etree import ElementTree
+
+_OLD_AXES = "tczyx"  # of versions that do not name them
+_PREFIXES = {
+    "Y": ("yotta", 24), "Z": ("zetta", 21), "E": ("exa", 18), "P": ("peta", 15), "T": ("tera", 12), "G": ("giga", 9),
+    "M": ("mega", 6), "k": ("kilo", 3), "h": ("hecto", 2), "da": ("deca", 1), "": ("", 0), "d": ("deci", -1),
+    "c": ("centi", -2), "m": ("milli", -3), "µ": ("micro", -6), "n": ("nano", -9), "p": ("pico", -12),
+    "f": ("femto", -15), "a": ("atto", -18), "z": ("zepto", -21), "y": ("yocto", -24),
+}  # fmt: skip
+_UNITS = {
+    **{short + "m": (long + "meter", "m", 10.0**power) for short, (long, power) in _PREFIXES.items()},
+    **{short + "s": (long + "second", "s", 10.0**power) for short, (long, power) in _PREFIXES.items()},
+    "Å": ("angstrom", "m", 1e-10), "in": ("inch", "m", 0.0254), "ft": ("foot", "m", 0.3048),
+    "yd": ("yard", "m", 0.9144), "mi": ("mile", "m", 1609.344), "min": ("minute", "s", 60.0),
+    "h": ("hour", "s", 3600.0), "d": ("day", "s", 86400.0),
+}  # fmt: skip
+"""symbols of OME-XML: the names of OME-Zarr, what they measure, and how many metres or seconds they are"""
+_NAMES = {symbol: name for symbol, (name, _, _) in _UNITS.items()} | {"um": "micrometer", "μm": "micrometer"}
+_SYMBOLS = {name: symbol for symbol, (name, _, _) in _UNITS.items()}
+_NO_UNIT = "reference frame"  # of OME-XML, whose sizes without one are micrometres
+_SIZES = {**{axis: f"PhysicalSize{axis}" for axis in "XYZ"}, "T": "TimeIncrement"}
+_STRUCTURE = {
+    "Image": {"ID", "Name"},
+    "Pixels": {
+        *("ID", "DimensionOrder", "Type", "SignificantBits", "Interleaved", "BigEndian"),
+        *(f"Size{axis}" for axis in "XYZCT"),
+        *(name + unit for name in _SIZES.values() for unit in ("", "Unit")),
+    },
+    "Channel": {"ID", "SamplesPerPixel"},
+    "TiffData": {"IFD", "FirstZ", "FirstC", "FirstT", "PlaneCount"},
+    "UUID": {"FileName"},
+    "Plane": {"TheZ", "TheC", "TheT"},
+}
+"""elements and attributes of OME-XML that say how cells lie in the file"""
+
+
+def unit_name(text: str) -> str:
+    """Return a unit by the name that OME-Zarr has for it, as it is if it has none."""
+    return _NAMES.get(text.strip(), text.strip())
+
+
+def base_unit(name: str) -> tuple[str, float] | None:
+    """Return 'm' or 's', and how many of these a unit is; None if it is another one."""
+    return _UNITS[_SYMBOLS[name]][1:] if name in _SYMBOLS else None
+
+
+def facts_of_xml(text: str | None, number: int) -> dict[str, Any]:
+    """Return the metadata of an image of a file: its scale and units, and by name what else its OME-XML tells."""
+    try:
+        root = ElementTree.fromstring(text or "<none/>")
+    except ElementTree.ParseError:
+        return {"OME-XML": text}
+    images = [one for one in root if _tag(one) == "Image"]
+    scale, units, facts = dict[str, float](), dict[str, str](), dict[str, Any]()
+    if number < len(images):
+        for one in images[number].iter():
+            known = _STRUCTURE.get(_tag(one), set())
+            facts |= {f"{_tag(one)} {name}": value for name, value in one.attrib.items() if name not in known}
+            if (one.text or "").strip() and _tag(one) != "UUID":
+                facts[_tag(one)] = (one.text or "").strip()
+        for pixels in (one for one in images[number] if _tag(one) == "Pixels"):
+            for axis, name in _SIZES.items():
+                if (size := _number(pixels.get(name))) is not None:
+                    scale[axis] = size
+                    unit = unit_name(pixels.get(name + "Unit", "s" if axis == "T" else "µm"))
+                    units |= {axis: unit} if unit != _NO_UNIT else {}
+                elif name in pixels.attrib:
+                    facts[f"Pixels {name}"] = pixels.get(name)
+    facts |= {_tag(one): None for one in root if _tag(one) != "Image"}
+    return {"scale": scale, "units": units, **facts}
+
+
+def sizes_for_xml(scale: Mapping[str, float], units: Mapping[str, str]) -> dict[str, Any]:
+    """Return the extents of cells that OME-XML can hold, by its names; those of axes in other units are not there."""
+    found: dict[str, Any] = {}
+    for axis, name in _SIZES.items():
+        unit = _SYMBOLS.get(units[axis]) if axis in units else None if axis == "T" else _NO_UNIT
+        measures = "m" if axis != "T" else "s"
+        if axis in scale and unit and (unit == _NO_UNIT or _UNITS[unit][1] == measures):
+            found |= {name: scale[axis], name + "Unit": unit}
+    return found
+
+
+def axes_in(sizes: Mapping[str, Any]) -> str:
+    """Return the axes of which OME-XML holds the extents of cells."""
+    return "".join(axis for axis, name in _SIZES.items() if name in sizes)
+
+
+@dataclass
+class Multiscale:
+    """An image of OME-Zarr: its levels, axes, and where the cells of one level are.
+
+    Attributes
+    ----------
+    levels : list of str
+        The paths of their arrays.
+    names : list of str
+        Of the axes, as they lie in the file.
+    units : list of str or None
+    scale, translation : list of float
+        Extent of a cell and centre of the first, by axis: the transforms of the level and then those of the image.
+    others : dict
+        What else is known of it, by name.
+    """
+
+    levels: list[str]
+    names: list[str] = field(default_factory=list)
+    units: list[str | None] = field(default_factory=list)
+    scale: list[float] = field(default_factory=list)
+    translation: list[float] = field(default_factory=list)
+    others: dict[str, Any] = field(default_factory=dict)
+
+    def facts(self, axes: str) -> dict[str, Any]:
+        """Return the metadata of an array with these axes."""
+        units = {axis: unit for axis, unit in zip(axes, self.units, strict=False) if unit}
+        if len(self.names) != len(axes):
+            return {"units": units, **self.others}
+        return {
+            "scale": dict(zip(axes, self.scale, strict=True)),
+            "translation": dict(zip(axes, self.translation, strict=True)),
+            "units": units,
+            **self.others,
+        }
+
+
+def read_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, Any]) -> Multiscale:
+    """Return the description of an image from its entry in 'multiscales', for one of its levels."""
+    levels = [str(one["path"]) for one in image["datasets"]]
+    axes = image.get("axes", list(_OLD_AXES))
+    names = [str(axis["name"] if isinstance(axis, dict) else axis) for axis in axes]
+    units = [str(axis["unit"]) if isinstance(axis, dict) and axis.get("unit") else None for axis in axes]
+    scale, translation, rest = [1.0] * len(names), [0.0] * len(names), dict(others)
+    steps = image["datasets"][min(level, len(levels) - 1)].get("coordinateTransformations", [])
+    for step in [*steps, *image.get("coordinateTransformations", [])]:
+        kind = str(step.get("type"))
+        values = [_number(value) for value in step.get(kind) or []] if kind in ("scale", "translation") else []
+        found = [value for value in values if value is not None]
+        if kind == "scale" and len(found) == len(names):
+            scale = [a * b for a, b in zip(scale, found, strict=True)]
+            translation = [a * b for a, b in zip(translation, found, strict=True)]
+        elif kind == "translation" and len(found) == len(names):
+            translation = [a + b for a, b in zip(translation, found, strict=True)]
+        elif kind != "identity":
+            rest[f"transform '{kind}'"] = step
+    known = {"version", "name", "type", "axes", "datasets", "coordinateTransformations"}
+    rest |= {name: value for name, value in image.items() if name not in known}
+    return Multiscale(levels, names, units, scale, translation, rest)
+
+
+def multiscale(
+    name: str,
+    axes: str,
+    levels: int,
+    halved: set[str],
+    nearest: bool,
+    scale: Mapping[str, float],
+    translation: Mapping[str, float],
+    units: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the entry in 'multiscales' of an image: its cells are the first of those that they stand for, or means."""
+    kinds = {"T": "time", "C": "channel"}
+    datasets = []
+    for level in range(levels):
+        more = {axis: 2**level if axis in halved else 1 for axis in axes}
+        step = [scale.get(axis, 1.0) * more[axis] for axis in axes]
+        shift = [
+            translation.get(axis, 0.0) + scale.get(axis, 1.0) * (0 if nearest else (more[axis] - 1) / 2)
+            for axis in axes
+        ]
+        transforms: list[dict[str, Any]] = [{"type": "scale", "scale": step}]
+        if any(shift):
+            transforms.append({"type": "translation", "translation": shift})
+        datasets.append({"path": str(level), "coordinateTransformations": transforms})
+    return {
+        "name": name,
+        "axes": [
+            {"name": axis.lower(), "type": kinds.get(axis, "space")} | ({"unit": units[axis]} if axis in units else {})
+            for axis in axes
+        ],
+        "datasets": datasets,
+    }
+
+
+def _tag(element: ElementTree.Element) -> str:
+    return str(element.tag).rpartition("}")[2]
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

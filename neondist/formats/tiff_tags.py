@@ -1,0 +1,164 @@
+"""Tags of TIFF files: what they tell of place, time and calibration, of cells without a value, and of colours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..io.regular_file import open_regular
+from .base import BY_AXIS
+from .ome import facts_of_xml, unit_name
+
+GEOREFERENCE = {33550: "d", 33922: "d", 34264: "d", 34735: "H", 34736: "d", 34737: "s", 50844: "d"}
+"""tags that say where on Earth the image lies, and their types"""
+RESOLUTION = (282, 283, 296)
+_SCALES, _TIE_POINTS, _MATRIX, _KEYS, _RASTER_TYPE, _POINTS = 33550, 33922, 34264, 34735, 1025, 2
+_NODATA = 42113
+_OTHERS = {
+    270: "description", 306: "date", 320: "colour map", 700: "XMP", 34665: "EXIF", 34853: "GPS",
+    34675: "colour profile", 42112: "GDAL metadata", _NODATA: "nodata",
+}  # fmt: skip
+_SIDE_FILES = (".aux.xml", ".tfw", ".tifw", ".wld", ".prj", ".msk", ".ovr")
+_OF_ROWS = ("georeference", "resolution")
+_LARGEST = 1 << 24  # bytes of a side file that are looked at
+_IMAGEJ = {
+    *("ImageJ", "images", "channels", "slices", "frames", "hyperstack", "mode", "loop", "unit", "spacing", "finterval"),
+    *("axes", "shape", "order"),
+}
+_OWN_KINDS = {"ome", "imagej", "shaped", "gdal", "geotiff", "uniform", "bigtiff", "mask"}
+_MPP = re.compile(r"\bMPP\s*=\s*([0-9.]+)")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_YCBCR, _CIELAB, _SEPARATED, _INK_SET = 6, 8, 5, 332
+_CODECS_OF_COLOURS = {6, 7, 22610, 33003, 33004, 33005, 33007, 34712, 34892, 34927, 34934, 50001, 50002, 52546}
+
+
+def facts_of(file: Any, path: Path, number: int, level: int) -> dict[str, Any]:
+    """Return the metadata of an image of an open file, at one of its resolutions."""
+    levels = file.series[number].levels
+    first, key = levels[0].keyframe, levels[level].keyframe
+    ratio = {"X": first.imagewidth / key.imagewidth, "Y": first.imagelength / key.imagelength}
+    tags = {tag.code: tag.value for tag in first.tags}
+    facts: dict[str, Any] = {}
+    if place := {code: tags[code] for code in GEOREFERENCE if code in tags}:
+        moved = _reduced(place, ratio) if level else place
+        facts["georeference" if moved else "georeference of level 0"] = moved or place
+    if {*RESOLUTION[:2]} <= {*tags} and ((tags[282], tags[283]) != ((1, 1), (1, 1)) or tags.get(296, 1) != 1):
+        x, y = (_ratio(tags[code]) / ratio[axis] for code, axis in ((282, "X"), (283, "Y")))
+        facts["resolution"] = (x, y, tags.get(296)) if level else (tags[282], tags[283], tags.get(296))
+    described = {"imagej": file.is_imagej, "ome": file.is_ome, "shaped": first.is_shaped}
+    for code, name in _OTHERS.items():
+        if code in tags and not (code == 270 and any(described.values())):
+            facts[name] = tags[code]
+    if file.is_ome:
+        facts |= facts_of_xml(file.ome_metadata, number)
+    elif file.is_imagej:
+        facts |= _of_imagej(file.imagej_metadata or {}, tags)
+    elif first.is_shaped:
+        known: dict[str, Any] = (file.shaped_metadata or ({},))[0]
+        facts |= {str(name): value for name, value in known.items() if name not in ("shape", "axes", "truncate")}
+    elif found := _MPP.search(str(tags.get(270, ""))):
+        facts |= {"scale": dict.fromkeys("XY", float(found[1])), "units": dict.fromkeys("XY", "micrometer")}
+    if "scale" in facts:
+        facts["scale"] = {axis: size * ratio.get(axis, 1.0) for axis, size in facts["scale"].items()}
+    facts |= {f"{name} metadata": None for name in sorted({*file.flags} - _OWN_KINDS)}
+    for suffix in _SIDE_FILES:
+        for side in {path.with_name(path.name + suffix), path.with_suffix(suffix)}:
+            if side.is_file():
+                facts[f"side file {side.name}"] = None
+    return facts
+
+
+def nodata_of(path: Path, key: Any) -> float | None:
+    """Return the number that stands for cells without a value, by GDAL's tag; DataError if it cannot be read."""
+    text = str(key.tags[_NODATA].value).partition("\0")[0].strip().replace(",", ".") if _NODATA in key.tags else ""
+    if not text:
+        return None
+    if text.lower() in ("nan", "1.#qnan"):
+        return float("nan")
+    if text.lower() in ("inf", "+inf", "-inf") or _NUMBER.fullmatch(text):
+        return float(text)
+    text = "".join(letter if letter.isprintable() else "?" for letter in text[:40])
+    raise DataError(
+        f"{path}: its cells without a value are '{text}' (GDAL_NODATA), which is no number; correct it:"
+        f" gdal_edit.py -a_nodata NUMBER {path.name}"
+    )
+
+
+def facts_as_told(facts: dict[str, Any], lying: str, told: str, turned: int) -> dict[str, Any]:
+    """Return the metadata of axes that lie in a file under other names, or of an image that is turned upright."""
+    if turned == 1 and lying == told:
+        return facts
+    moved = turned != 1 or [lying.find(axis) for axis in "YX"] != [told.find(axis) for axis in "YX"]
+    found = dict[str, Any]()
+    for name, value in facts.items():
+        if name in BY_AXIS:
+            found[name] = {to: value[of] for of, to in zip(lying, told, strict=False) if of in value}
+        else:
+            found[f"{name} before it is turned" if moved and name in _OF_ROWS else name] = value
+    return found
+
+
+def check_side_file(path: Path) -> None:
+    """Refuse an image whose cells without a value are told beside the file; DataError."""
+    side = path.with_name(path.name + ".aux.xml")
+    if side.is_file():
+        with open_regular(side) as file:
+            if b"<NoDataValue" in file.read(_LARGEST):
+                raise DataError(
+                    f"{path}: {side.name} says which of its cells have no value; write it into the image:"
+                    f" gdal_translate {path.name} NEW.tif"
+                )
+
+
+def check_colours(path: Path, key: Any) -> None:
+    """Refuse cells that are coordinates of colours which other readers convert; DataError."""
+    samples, ink = key.samplesperpixel, key.tags[_INK_SET].value if _INK_SET in key.tags else 1
+    of_jpeg = key.compression in _CODECS_OF_COLOURS
+    if key.photometric == _CIELAB or (key.photometric == _YCBCR and not of_jpeg) or (
+        key.photometric == _SEPARATED and samples == 4 and ink == 1
+    ):  # fmt: skip
+        raise DataError(
+            f"{path}: holds colours as {key.photometric.name}, which readers convert in several ways; write it as RGB"
+        )
+
+
+def _reduced(place: Mapping[int, Any], ratio: Mapping[str, float]) -> dict[int, Any] | None:
+    """Return the georeference of a lower resolution; None if it does not follow from that of the first."""
+    keys = list(place.get(_KEYS, ()))
+    if any(keys[at] == _RASTER_TYPE and keys[at + 3] == _POINTS for at in range(4, len(keys) - 3, 4)):
+        return None
+    if len(matrix := _numbers(place.get(_MATRIX))) == 16:
+        columns = (ratio["X"], ratio["Y"], 1.0, 1.0)
+        return {**place, _MATRIX: tuple(n * columns[at % 4] for at, n in enumerate(matrix))}
+    scales, ties = _numbers(place.get(_SCALES)), _numbers(place.get(_TIE_POINTS))
+    if len(scales) == 3 and len(ties) == 6 and not any(ties[:2]):
+        return {**place, _SCALES: (scales[0] * ratio["X"], scales[1] * ratio["Y"], scales[2])}
+    return None
+
+
+def _of_imagej(known: Mapping[str, Any], tags: Mapping[int, Any]) -> dict[str, Any]:
+    scale, units = dict[str, float](), dict[str, str]()
+    unit = unit_name(str(known.get("unit") or "").replace("\\u00B5", "µ"))
+    for axis, code in (("X", 282), ("Y", 283)):
+        if code in tags and _ratio(tags[code]):
+            scale[axis] = 1 / _ratio(tags[code])
+    if "spacing" in known:
+        scale["Z"] = float(known["spacing"])
+    if unit and unit != "pixel":
+        units = dict.fromkeys(scale, unit)
+    if known.get("finterval"):
+        scale["T"], units["T"] = float(known["finterval"]), "second"
+    return {"scale": scale, "units": units} | {
+        f"ImageJ {name}": value for name, value in known.items() if name not in _IMAGEJ
+    }
+
+
+def _numbers(value: Any) -> Sequence[float]:
+    return [float(n) for n in value] if isinstance(value, tuple) else []
+
+
+def _ratio(value: Any) -> float:
+    return value[0] / value[1] if value[1] else 0.0

@@ -1,0 +1,228 @@
+"""Cells of TIFF files as GDAL, tifffile and OpenSlide read them, or a refusal: masks, nodata, colours, packing."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+
+tifffile = pytest.importorskip("tifffile", reason="made by tifffile")
+rasterio = pytest.importorskip("rasterio", reason="made and read by rasterio")
+SHAPE = (96, 128)
+YY, XX = np.mgrid[: SHAPE[0], : SHAPE[1]]
+MASK = ~((YY >= 10) & (YY < 40) & (XX >= 20) & (XX < 90))
+
+
+def cells(count, dtype, seed=0):
+    return (np.random.default_rng(seed).random((count, *SHAPE)) * 120 + 5).astype(dtype)
+
+
+def written(path, array, mask=None, overviews=(), internal=True, **options):
+    facts = {"driver": "GTiff", "height": SHAPE[0], "width": SHAPE[1], "count": len(array), "dtype": array.dtype.name}
+    with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=internal):
+        with rasterio.open(path, "w", **(facts | options)) as file:
+            file.write(array)
+            if mask is not None:
+                file.write_mask(mask)
+        if overviews:
+            with rasterio.open(path, "r+") as file:
+                file.build_overviews(list(overviews))
+
+
+def read(path):
+    with nd.open_source(path) as source:
+        whole = source.read(nd.Box.of(source.shape))
+        box = tuple(slice(n // 3, n // 3 + max(1, n // 2)) for n in source.shape)
+        np.testing.assert_array_equal(source.read(box), whole[box])
+        return whole
+
+
+def of_gdal(path, level=None):
+    """Return the cells that GDAL reads, channels last; of floats, those without a value as NaN."""
+    with rasterio.open(path, **({} if level is None else {"overview_level": level})) as file:
+        array = file.read(masked=np.dtype(file.dtypes[0]).kind == "f")
+    return np.moveaxis(array.filled(np.nan) if isinstance(array, np.ma.MaskedArray) else array, 0, -1)
+
+
+TILED = {"tiled": True, "blockxsize": 32, "blockysize": 48}
+LAYOUTS = {
+    "strips": {}, "packed strips": {"compress": "lzw", "predictor": 3}, "tiles": TILED,
+    "packed tiles": TILED | {"compress": "deflate"}, "planes": {"interleave": "band"},
+    "packed planes": TILED | {"interleave": "band", "compress": "zstd"}, "big-endian": {"endianness": "big"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int16"])
+def test_masks(tmp_path, layout, count, dtype):
+    if "predictor" in (options := LAYOUTS[layout]) and dtype == "int16":
+        options = {"compress": "lzw", "predictor": 2}
+    path = tmp_path / "a.tif"
+    for internal in (True, False):
+        for each in tmp_path.iterdir():
+            each.unlink()
+        written(path, cells(count, dtype), MASK, (2, 4) if internal else (), internal, **options)
+        assert (tmp_path / "a.tif.msk").exists() != internal
+        expected = of_gdal(path)
+        assert np.isnan(expected).sum() == (count * (~MASK).sum() if dtype != "int16" else 0)
+        np.testing.assert_array_equal(read(path), expected)
+        with nd.open_source(path) as source:
+            assert ("mask" if internal else "side file a.tif.msk") in source.known()
+        for level in range(2 * internal):
+            np.testing.assert_array_equal(read(f"{path}#{level + 1}"), of_gdal(path, level))
+
+
+def test_masks_of_pages_and_other_masks(tmp_path):
+    array = cells(3, "float32")
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        for n in range(3):
+            file.write(array[n], photometric="minisblack", metadata=None)
+            file.write(np.roll(MASK, n, 0), photometric="mask", subfiletype=4, metadata=None)
+    expected = np.stack([np.where(np.roll(MASK, n, 0), array[n], np.nan) for n in range(3)])
+    np.testing.assert_array_equal(read(tmp_path / "a.tif")[..., 0], expected)
+    written(tmp_path / "b.tif", array, nodata=7.0)
+    (tmp_path / "b.tif.aux.xml").write_text(
+        '<PAMDataset><PAMRasterBand band="1"><NoDataValue>9</NoDataValue></PAMRasterBand></PAMDataset>'
+    )
+    with pytest.raises(nd.DataError, match=r"b\.tif\.aux\.xml says which of its cells have no value; write it"):
+        nd.open_source(tmp_path / "b.tif")
+    written(tmp_path / "c.tif", array)
+    tifffile.imwrite(tmp_path / "c.tif.msk", MASK[:50], photometric="minisblack")
+    with pytest.raises(nd.DataError, match=r"c\.tif: its mask, of \[50, 128, 1\] cells, does not lie as its image"):
+        nd.open_source(tmp_path / "c.tif")
+
+
+NUMBERS = [
+    np.nan, -9999, 0, 1e20, -3.4e38, np.finfo("f4").min, np.finfo("f4").max, np.inf, -np.inf, -1.5, 1, 1000, 5, 300
+]  # fmt: skip
+TEXTS = [
+    "nan", "NaN", "1.#QNAN", "-9999", " 0 ", "1e20", "-3.4e+38", "-3.4028234663852886e+38", "-3.40282346638529e+38",
+    "-3.4028235e+38", "1e40", "-1e400", "inf", "-inf", "-1,5", "1,000", "", "+5", "5.", ".5", "-9999.0000001", "0.1",
+    "300", "-9999\n",
+]  # fmt: skip
+UNREADABLE = ["none", "abc", "7 8", "7abc", "0x10", "1_0", "1d3", "-nan", "infinity", "-1.5e"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_texts_of_nodata(tmp_path, dtype, packed):
+    path = tmp_path / "a.tif"
+    with np.errstate(over="ignore"):
+        array = np.array([NUMBERS, NUMBERS[::-1]]).astype(dtype)
+    for text in TEXTS if dtype != "float16" else [text for text in TEXTS if "1e40" not in text]:
+        tags = {"extratags": [(42113, "s", 0, text, True)], "photometric": "minisblack"}
+        tifffile.imwrite(path, array, compression="zlib" if packed else None, **tags)
+        np.testing.assert_array_equal(read(path), of_gdal(path), err_msg=text)
+    for text in UNREADABLE:
+        tifffile.imwrite(path, array, extratags=[(42113, "s", 0, text, True)], photometric="minisblack")
+        with pytest.raises(nd.DataError, match=r"'.*' \(GDAL_NODATA\), which is no number; correct it: gdal_edit"):
+            nd.open_source(path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "texts"),
+    [("uint8", ["5", "5.", "300", "-1", "1.5", "nan", " 7 "]), ("int16", ["-9999", "-1,5", "1e4", "40000"])],
+)
+def test_what_was_never_written(tmp_path, dtype, texts):
+    facts = {"driver": "GTiff", "height": 96, "width": 128, "count": 1, "dtype": dtype, "sparse_ok": True}
+    for text in texts:
+        with rasterio.open(tmp_path / "a.tif", "w", **facts, **TILED, nodata=7) as file:
+            file.write(np.ones((1, 48, 32), dtype), window=((0, 48), (32, 64)))
+        with tifffile.TiffFile(tmp_path / "a.tif", mode="r+b") as file:
+            file.pages[0].tags[42113].overwrite(text)
+        np.testing.assert_array_equal(read(tmp_path / "a.tif"), of_gdal(tmp_path / "a.tif"), err_msg=text)
+
+
+BYTES, TALL = cells(3, "uint8"), {"predictor": 2, "compress": "lzw"}
+SMOOTH = np.stack([YY * 2, XX, YY + XX]).astype("uint8")
+KINDS = {
+    "MinIsWhite": (BYTES[:1], {"photometric": "MINISWHITE"}), "1 bit": (BYTES % 2, {"nbits": 1}),
+    "1 bit white": (BYTES[:1] % 2, {"nbits": 1, "photometric": "MINISWHITE"}), "2 bits": (BYTES % 4, {"nbits": 2}),
+    "3 bits": (BYTES % 8, {"nbits": 3}), "4 bits": (BYTES % 16, {"nbits": 4, "interleave": "band"}),
+    "12 bits": (cells(2, "uint16"), {"nbits": 12}), "fax": (BYTES[:1] % 2, {"nbits": 1, "compress": "CCITTFAX4"}),
+    "float16": (cells(2, "float32") // 1, {"nbits": 16}), "int8": (cells(2, "int16").astype("int8") - 50, {}),
+    "int64": (cells(2, "int64"), {}), "predictor": (cells(3, "int32"), TALL), "of floats": (cells(3, "float32"), TALL),
+    "predictor 3": (cells(3, "float64"), TILED | {"predictor": 3, "compress": "deflate", "interleave": "band"}),
+    "alpha": (cells(4, "uint8"), {"alpha": "yes", "photometric": "RGB"}),
+    "lerc": (cells(2, "float32"), {"compress": "lerc"}),
+    "JPEG planes": (SMOOTH, {"compress": "jpeg", "interleave": "band"}), "JPEG": (SMOOTH, {"compress": "jpeg"}),
+    "JPEG planes of colours": (SMOOTH, TILED | {"compress": "jpeg", "interleave": "band", "photometric": "RGB",
+                                                "blockysize": 32}),
+    "JPEG planes of 5": (np.concatenate([SMOOTH, SMOOTH[:2]]), {"compress": "jpeg", "interleave": "band"}),
+    "12 bits of JPEG": (SMOOTH[:1].astype("uint16") * 16, {"compress": "jpeg", "nbits": 12}),
+    "CMYK": (cells(4, "uint8"), {"photometric": "CMYK"}), "CIELab": (BYTES, {"photometric": "CIELAB"}),
+    "CMYK in JPEG": (np.concatenate([SMOOTH, SMOOTH[:1]]), {"photometric": "CMYK", "compress": "jpeg"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_cells(tmp_path, kind):
+    array, options = KINDS[kind]
+    written(tmp_path / "a.tif", array, **options)
+    if kind.startswith("C"):
+        with pytest.raises(nd.DataError, match=r"holds colours as .*, which readers convert in several ways; write it"):
+            nd.open_source(tmp_path / "a.tif")
+    else:
+        np.testing.assert_array_equal(read(tmp_path / "a.tif"), of_gdal(tmp_path / "a.tif"))
+
+
+def test_colours_of_tifffile(tmp_path):
+    path, array = tmp_path / "a.tif", np.moveaxis(SMOOTH, 0, -1)
+    colours = np.random.default_rng(0).integers(0, 65535, (3, 256)).astype("uint16")
+    tifffile.imwrite(path, SMOOTH[0], photometric="palette", colormap=colours)
+    np.testing.assert_array_equal(read(path)[..., 0], SMOOTH[0])
+    for subsampling in ((1, 1), (2, 2)):
+        tifffile.imwrite(path, array, photometric="ycbcr", compression="jpeg", subsampling=subsampling)
+        np.testing.assert_array_equal(read(path), tifffile.imread(path))
+        assert np.abs(read(path).astype(int) - of_gdal(path)).max() < 5  # decoders interpolate in two ways
+    for more in ({}, {"compression": "lzw"}):
+        tifffile.imwrite(path, array, photometric="ycbcr", subsampling=(1, 1), **more)
+        with pytest.raises(nd.DataError, match="holds colours as YCBCR"):
+            nd.open_source(path)
+    for number, packing in ((34676, "SGILOG"), (32809, "THUNDERSCAN"), (65432, "65432")):
+        tifffile.imwrite(path, array, photometric="rgb")
+        with tifffile.TiffFile(path, mode="r+b") as file:
+            file.pages[0].tags[259].overwrite(number)
+        with pytest.raises(nd.DataError, match=f"is packed as cannot be read here .*{packing}.*; write it packed by"):
+            nd.open_source(path)
+    tifffile.imwrite(path, array.astype("complex64"), photometric="rgb")
+    with pytest.raises(nd.DataError, match="holds complex64, not numbers"):
+        nd.open_source(path)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "palette", "MinIsWhite", "floats", "packed"])
+@pytest.mark.parametrize("turned", range(1, 9))
+def test_upright(tmp_path, turned, kind):
+    """Whatever is turned upright has the numbers of what is not."""
+    array = cells(1, "float32" if kind == "floats" else "uint8")[0]
+    more = {
+        "palette": {"photometric": "palette", "colormap": np.zeros((3, 256), "uint16")},
+        "MinIsWhite": {"photometric": "miniswhite"},
+        "packed": {"compression": "zlib", "tile": (32, 48)},
+    }
+    tags = {"extratags": [(274, "H", 1, turned, True), (42113, "s", 0, str(array[3, 4]), True)], "metadata": None}
+    tifffile.imwrite(tmp_path / "a.tif", array, **({"photometric": "minisblack"} | more.get(kind, {}) | tags))
+    plain = np.where(array == array[3, 4], np.nan, array) if kind == "floats" else array
+    flips = {1: plain, 2: plain[:, ::-1], 3: plain[::-1, ::-1], 4: plain[::-1], 5: plain.T, 6: plain[::-1].T,
+             7: plain[::-1, ::-1].T, 8: plain[:, ::-1].T}  # fmt: skip
+    np.testing.assert_array_equal(read(tmp_path / "a.tif")[..., 0], flips[turned])
+
+
+def test_slides_as_openslide_reads_them(tmp_path):
+    openslide = pytest.importorskip("openslide", reason="compared with OpenSlide")
+    array = np.tile(np.moveaxis(SMOOTH, 0, -1), (6, 5, 1))
+    text = "Aperio Image Library v11.2.1\n640x576 [0,0 640x576] (64x64) JPEG/RGB Q=90|AppMag = 20|MPP = 0.4990"
+    options = {"tile": (64, 64), "photometric": "rgb", "compression": "jpeg", "metadata": None}
+    with tifffile.TiffWriter(tmp_path / "a.svs") as file:
+        for n in (1, 8, 2, 4):  # the second page of a slide is a thumbnail, in strips
+            packing = options | {"tile": None} if n == 8 else options
+            file.write(np.ascontiguousarray(array[::n, ::n]), description=text, **packing)
+    slide = openslide.OpenSlide(tmp_path / "a.svs")
+    assert slide.properties["openslide.vendor"] == "aperio"
+    for level, (width, height) in enumerate(slide.level_dimensions):
+        expected = np.asarray(slide.read_region((0, 0), level, (width, height)))[..., :3]
+        with nd.open_source(f"{tmp_path}/a.svs#{level}") as source:
+            np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)), expected)
+            cell = float(slide.properties["openslide.mpp-x"]) * slide.level_downsamples[level]
+            np.testing.assert_allclose(source.metadata["scale"]["X"], cell, rtol=1e-2)
+    slide.close()
