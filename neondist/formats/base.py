@@ -19,6 +19,7 @@ from ..io.files import REMEDY, reason
 from ..memory import require_room, words
 from .axes import Axes, BoxLike, Cells, cells_of, relative
 from .cache import ChunkCache
+from .conventions import Beside
 
 LARGEST_CHUNK = 1 << 30  # bytes that have to be decoded at once; files in use have chunks of a few MiB
 
@@ -155,6 +156,10 @@ class TileSource(ABC):
     @abstractmethod
     def _read(self, cells: Cells) -> np.ndarray:
         """Return cells in the order of the file."""
+
+    def beside(self) -> tuple[list[Beside], list[str]]:
+        """Return the coordinates and other variables that belong to the array, and what of these cannot be read."""
+        return [], []
 
     def close(self) -> None:  # noqa: B027 - some have nothing to let go of
         """Let go of the file."""

@@ -13,12 +13,14 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError
-from .axes import Axes, Cells, guess, letters, relative
+from .axes import Axes, Cells, guess, relative
 from .base import TileSource, agreed_on, faults, refused
+from .conventions import Beside, Variable, letters
 from .draft import DraftSink
+from .packing import Packing
 from .tiles import default_chunks
+from .zarr_fields import METADATA, attributes, beside, choose, dimensions, require_harmless, variable
 
-METADATA = ("zarr.json", ".zarray", ".zgroup")
 _SMALL = 512  # cells along the longest axis of the last level of a pyramid
 _OLD_AXES = "tczyx"  # of versions that do not name them
 
@@ -45,16 +47,19 @@ class ZarrSource(TileSource):
             array = found[at] if at else found
             if not isinstance(array, zarr.Array):
                 raise DataError(f"{name}: level {level} is no array; put back a good copy")
-            if "pickle" in str(array.metadata.to_dict()).lower():
-                raise DataError(f"{name}: is packed by pickle, which may run any program; write it again without")
-            names = names or getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
-            told = axes or (letters([str(one) for one in names]) if names else None)
+            require_harmless(name, array)
+            told, self._packing, self._place = axes, None, path / inside.strip("/") / at
+            if names:
+                told = told or letters(name, Variable(tuple(names)), array.shape)
+            elif known := dimensions(array):
+                self._packing, facts = Packing(name, array.dtype, attributes(array)), {"dimensions": list(known)}
+                told = told or letters(name, variable(self._place, array), array.shape)
             self._array = array
             super().__init__(
                 name,
                 told or guess(array.shape),
                 array.shape,
-                array.dtype,
+                array.dtype if self._packing is None else self._packing.dtype,
                 array.chunks,
                 len(paths),
                 facts,
@@ -62,7 +67,13 @@ class ZarrSource(TileSource):
             )
 
     def _read(self, cells: Cells) -> np.ndarray:
-        return np.asarray(self._array[cells])
+        raw = np.asarray(self._array[cells])
+        return raw if self._packing is None else self._packing.decode(raw)
+
+    def beside(self) -> tuple[list[Beside], list[str]]:
+        """Return the coordinates and other variables that belong to the array, and what of these cannot be read."""
+        with faults(self.path):
+            return beside(self._place, self._array) if self._packing is not None else ([], [])
 
 
 class ZarrSink(DraftSink):
@@ -91,7 +102,7 @@ class ZarrSink(DraftSink):
         version: Literal[2, 3] = 3 if ome == "0.5" else 2
         nearest = self.dtype.kind in "iub" if nearest is None else nearest
         if not self.path.name.lower().endswith(".ome.zarr"):
-            self._create(str(self._part), self.axes, self.shape, self.chunks, version)
+            self._create(str(self._part), self._names(like), self.shape, self.chunks, version)
             return {"axes": self.axes, "levels": [""], "nearest": nearest}
         axes = "".join(name for name in "TCZYX" if name in self.axes and (name != "C" or self.shape[-1] > 1))
         if "N" in self.axes:
@@ -118,23 +129,32 @@ class ZarrSink(DraftSink):
         """Nothing is held back: what was written is the system's to put on the disk."""
 
     def _create(
-        self, path: str, axes: str, shape: Sequence[int], chunks: Sequence[int], version: Literal[2, 3]
+        self, path: str, axes: Sequence[str], shape: Sequence[int], chunks: Sequence[int], version: Literal[2, 3]
     ) -> None:
         import zarr
 
-        names: Any = {"dimension_names": list(axes.lower())}
+        names: Any = {"dimension_names": [name.lower() if len(name) == 1 else name for name in axes]}
         if version == 2:
-            names = {"attributes": {"_ARRAY_DIMENSIONS": list(axes.lower())}}
+            names = {"attributes": {"_ARRAY_DIMENSIONS": names["dimension_names"]}}
         zarr.create_array(
             path,
             shape=tuple(shape),
             chunks=tuple(chunks),
             dtype=self.dtype,
-            fill_value=0,
+            fill_value=0 if version == 3 else None,  # of Zarr 2 it is what xarray takes for missing
             zarr_format=version,
             chunk_key_encoding={"name": "v2" if version == 2 else "default", "separator": "/"},
             **names,
         )
+
+    def _names(self, like: TileSource | None) -> list[str]:
+        """Return the dimensions of the array, those of the one that it is like; coordinates have no place beside it."""
+        given, self.lost = like.beside() if like is not None else ([], [])
+        self.lost += [one.name for one in given if one.values is not None]
+        self.lost += [key for one in given if one.name in ("", "/") for key in one.attributes]
+        stored = zip(like.stored.stored, like.metadata.get("dimensions", ()), strict=False) if like is not None else ()
+        names = {letter: name for letter, name in stored if name}
+        return [names.get(axis, axis) for axis in self.axes]
 
     def _halved(self) -> list[int]:
         """Return the axes whose extent halves from level to level: Y and X, and Z where it is not much shorter."""
@@ -198,11 +218,7 @@ def _image(name: str, group: Any) -> tuple[Any, dict[str, Any]]:
         image = attributes.get("ome", attributes).get("multiscales")
         if image:
             return found, image[0]
-    arrays = [key for key, _ in group.arrays()]
-    if len(arrays) != 1:
-        choices = ", ".join(f"{name}:{key}" for key in arrays) or "it has none"
-        raise DataError(f"{name}: which data set? {choices}")
-    return group, {"datasets": [{"path": arrays[0]}], "axes": []}
+    return group, {"datasets": [{"path": choose(name, dict(group.arrays()))}], "axes": []}
 
 
 def _described(image: dict[str, Any], level: int) -> tuple[list[str] | None, dict[str, Any], list[str]]:
