@@ -19,7 +19,6 @@ _OF_VARIABLE, _OF_DIMENSION, _USERS = "_Netcdf4Coordinates", "_Netcdf4Dimid", "R
 _OWN = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _USERS}
 _BARE = "This is a netCDF dimension but not a netCDF variable."
 _NOT_COORDINATE = "_nc4_non_coord_"  # before the name of a variable that is called as a dimension, but is not along it
-_USER_DEFINED = 2  # h5py.h5d.FILL_VALUE_USER_DEFINED
 
 
 class NetCDFSource(HDF5Source):
@@ -58,8 +57,7 @@ class NetCDFSource(HDF5Source):
             raise DataError(f"{where}: is a dimension without coordinates; name a variable")
         if not plain(array):
             raise DataError(f"{where}: holds text, records or lists, not numbers; name a variable of numbers")
-        prefilled = array.id.get_create_plist().fill_value_defined() == _USER_DEFINED
-        self._packing = Packing(where, array.dtype, _texts(array), prefilled)
+        self._packing = Packing(where, array.dtype, _texts(array), prefilled=True)
         dimensions = self._dimensions(array)
         names = tuple(name for name, _ in dimensions)
         axes = self._given

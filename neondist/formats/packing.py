@@ -29,7 +29,8 @@ class Packing:
     attributes : mapping
         Numbers as arrays, text as str; None for what cannot be read.
     prefilled : bool
-        Whether cells that were never written hold the default fill value of NetCDF; bytes have none.
+        Whether cells without a fill value of their own are missing where they are NetCDF's, as netCDF4 has it. Bytes
+        have none, nor have signed numbers that are taken for unsigned.
 
     Attributes
     ----------
@@ -88,8 +89,8 @@ class Packing:
 
     def _find_missing(self, prefilled: bool, packed: bool) -> None:
         fill = self._exact(self._numbers("_FillValue"))
-        default = _DEFAULT.get(self._signed.str[1:]) if prefilled and not fill else None
-        if default is not None:
+        default = _DEFAULT.get(self._stored.str[1:])
+        if prefilled and not fill and default is not None and self._stored == self._signed:
             fill = self._exact(np.array(default))
         self._missing = np.array(fill + self._exact(self._numbers("missing_value")), self._stored)
         name = "valid_range" if "valid_range" in self._attributes else "valid_min"
