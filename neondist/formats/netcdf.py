@@ -109,7 +109,8 @@ class NetCDFSource(HDF5Source):
                 if not isinstance(found, h5py.Dataset):
                     continue
                 axes = [int(axis) for at, axis in _users(found) if at == own]
-                if len(ids) == array.ndim and _of_numbers(found, _OF_DIMENSION) and "CLASS" in array.attrs:
+                scales = "CLASS" in array.attrs and "CLASS" in found.attrs
+                if scales and len(ids) == array.ndim and _of_numbers(found, _OF_DIMENSION):
                     axes += [axis for axis, at in enumerate(ids) if at == int(np.ravel(found.attrs[_OF_DIMENSION])[0])]
                 for axis in axes:
                     known.setdefault(axis, (name, found))
