@@ -59,6 +59,15 @@ class DataError(UserError):
     """A data file is missing, damaged or not what its name promises."""
 
 
+class AxesError(DataError):
+    """A file does not name the axes of an array, and its shape leaves several choices.
+
+    `shape` is that of the array as it lies in the file.
+    """
+
+    shape: tuple[int, ...] = ()
+
+
 class NotReadyError(UserError, AttributeError):
     """Something is used before it is ready, such as a data set before it is open."""
 

@@ -105,23 +105,3 @@ def _bounds(part: Any, n: int) -> tuple[int, int]:
         return (0 if part.start is None else part.start, n if part.stop is None else part.stop)
     lo, hi = part
     return lo, hi
-
-
-_WORDS = {
-    "N": "n sample samples",
-    "T": "t time times date valid_time",
-    "C": "c channel channels band bands variable",
-    "Z": "z depth lev level plev height altitude isobaricinhpa pressure_level",
-    "Y": "y lat latitude rlat row rows nav_lat northing",
-    "X": "x lon longitude rlon col cols column columns nav_lon easting",
-}
-
-
-def letters(names: Sequence[str]) -> str | None:
-    """Return a letter for each axis of a file that calls them otherwise; None if no two of them span an image."""
-    known = {word: letter for letter, all_words in _WORDS.items() for word in all_words.split()}
-    found = ""
-    for name in names:
-        letter = known.get(name.lower(), "")
-        found += letter if letter and letter not in found else next(free for free in "NMLKJHGFE" if free not in found)
-    return found if {"Y", "X"} <= set(found) else None

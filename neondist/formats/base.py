@@ -19,6 +19,7 @@ from ..io.files import REMEDY, reason
 from ..memory import require_room, words
 from .axes import Axes, BoxLike, Cells, cells_of, relative
 from .cache import ChunkCache
+from .conventions import Beside
 
 LARGEST_CHUNK = 1 << 30  # bytes that have to be decoded at once; files in use have chunks of a few MiB
 BY_AXIS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "units": (None,)}
@@ -163,6 +164,10 @@ class TileSource(ABC):
     def known(self) -> list[str]:
         """Return the names of what is known of the image beside its cells."""
         return list(self.metadata)
+
+    def beside(self) -> tuple[list[Beside], list[str]]:
+        """Return the coordinates and other variables that belong to the array, and what of these cannot be read."""
+        return [], []
 
     def close(self) -> None:  # noqa: B027 - some have nothing to let go of
         """Let go of the file."""

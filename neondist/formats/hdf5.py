@@ -37,7 +37,7 @@ class HDF5Source(TileSource):
         self._checked: CheckedArray | None = None
         try:
             with faults(path):
-                self._name = inside.strip("/") or self._choose(path)
+                self._name = self._called(inside.strip("/")) or self._choose(path)
                 array = find(self._file, self._name)
                 if not _is_array(array):
                     raise DataError(f"{path}: has no array '{self._name}'; it has {', '.join(self._names()) or 'none'}")
@@ -55,6 +55,10 @@ class HDF5Source(TileSource):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _called(self, name: str) -> str:
+        """Return the name in the file of an array that someone names."""
+        return name
 
     def _names(self) -> list[str]:
         """Return the names of the arrays of the file itself."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,33 +10,41 @@ import numpy as np
 from ..errors import DataError
 from ..io.hdf5 import faults, find, get_text, plain
 from ..io.regular_file import open_regular
-from .axes import Cells, letters
+from .axes import Cells
 from .base import TileSource
+from .conventions import LARGEST, PLACE, Beside, Variable, collect, letters, names_of, references, words
 from .hdf5 import HDF5Sink, HDF5Source
+from .packing import Packing
 
 _OF_VARIABLE, _OF_DIMENSION, _USERS = "_Netcdf4Coordinates", "_Netcdf4Dimid", "REFERENCE_LIST"
 _OWN = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _USERS}
-_NAMING = ("coordinates", "bounds", "grid_mapping")
-_LARGEST = 1 << 28  # bytes of coordinates of cells
 _BARE = "This is a netCDF dimension but not a netCDF variable."
+_NOT_COORDINATE = "_nc4_non_coord_"  # before the name of a variable that is called as a dimension, but is not along it
 
 
 class NetCDFSource(HDF5Source):
-    """A variable: the one named, or the only one that has two dimensions or more; time comes as an axis T.
+    """A variable: the one named, or the only one that has most dimensions; time comes as an axis T.
 
-    What is read are the values, not how they are packed: scale_factor and add_offset are applied, and cells of
-    _FillValue or missing_value are NaN, in float32 for integers of up to 16 bits, else in float64. Whole numbers
-    without a scale stay as they are, and so do those among them that are missing.
+    What is read are the values, not how they are packed (`Packing`): missing ones are NaN, but whole numbers without a
+    scale stay as they are. Its axes are those that coordinates and names tell (`conventions.letters`).
     """
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         with faults(path), open_regular(path) as file:
             if file.read(3) == b"CDF":
                 raise DataError(f"{path}: is NetCDF-3; convert it: nccopy -k nc4 {path.name} NEW.nc")
+        self._given = axes
         super().__init__(path, inside, level, axes)
 
+    def _called(self, name: str) -> str:
+        group, _, last = name.rpartition("/")
+        hidden = f"{group}/{_NOT_COORDINATE}{last}".strip("/")
+        return hidden if find(self._file, hidden) is not None else name
+
     def _choose(self, path: Path) -> str:
-        found = {name: self._file[name].ndim for name in self._names() if self._file[name].ndim > 1}
+        there = {name: self._file[name] for name in self._names()}
+        of_others = {other for one in there.values() for other in references(_texts(one))}
+        found = {name: one.ndim for name, one in there.items() if one.ndim > 1 and plain(one) and name not in of_others}
         found = {name: n for name, n in found.items() if not name.endswith(("_bnds", "_bounds"))}
         most = [name for name, n in found.items() if n == max(found.values())]
         if len(most) == 1:
@@ -46,31 +53,50 @@ class NetCDFSource(HDF5Source):
         raise DataError(f"{path}: which variable? {choices}")
 
     def _describe(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
-        numbers = {name: _number(array, name) for name in ("scale_factor", "add_offset", "_FillValue", "missing_value")}
-        packed = numbers["scale_factor"] is not None or numbers["add_offset"] is not None
-        self._scale, self._offset = numbers["scale_factor"], numbers["add_offset"]
-        self._missing = [n for name in ("_FillValue", "missing_value") if (n := numbers[name]) is not None]
-        dtype = array.dtype
-        if packed and dtype.kind in "iu":
-            dtype = np.dtype(np.float32 if dtype.itemsize < 4 else np.float64)
-        self._values = dtype
-        names = [name for name, _ in self._dimensions(array)]
-        return letters(names), dtype, {"dimensions": names}
+        where = f"{self._file.filename}:{self._name}"
+        if _is_bare(array):
+            raise DataError(f"{where}: is a dimension without coordinates; name a variable")
+        if not plain(array):
+            raise DataError(f"{where}: holds text, records or lists, not numbers; name a variable of numbers")
+        self._packing = Packing(where, array.dtype, _texts(array), prefilled=True)
+        dimensions = self._dimensions(array)
+        names = tuple(name for name, _ in dimensions)
+        axes = self._given
+        if axes is None and array.ndim:
+            coordinates = {name: self._told(name, one) for name, one in dimensions if one is not None}
+            for name in words(array.attrs["coordinates"]) if "coordinates" in _attributes(array, "", []) else ():
+                other = self._in_scope(name)
+                if name not in coordinates and other is not None:
+                    coordinates[name] = self._told(name, other)
+            axes = letters(where, Variable(names, _texts(array), coordinates), array.shape)
+        return axes, self._packing.dtype, {"dimensions": list(names)}
 
     def _read(self, cells: Cells) -> np.ndarray:
-        raw = super()._read(cells)
-        if self._values.kind != "f":
-            return raw
-        gone = np.isin(raw, np.array(self._missing).astype(raw.dtype)) if self._missing else None
-        if self._scale is not None or self._offset is not None:
-            raw = raw * np.float64(1 if self._scale is None else self._scale) + np.float64(self._offset or 0)
-        values = raw.astype(self._values, copy=False)
-        if gone is not None:
-            values[gone] = np.nan
-        return values
+        return self._packing.decode(super()._read(cells))
+
+    def _told(self, name: str, found: Any) -> Variable:
+        """Return what a coordinate says of the axes."""
+        if _is_bare(found):
+            return Variable(())
+        return Variable(tuple(of for of, _ in self._dimensions(found)), _texts(found))
+
+    def _groups(self) -> list[str]:
+        """Return the groups whose dimensions and variables are the variable's, the innermost first."""
+        inner, groups = self._array.parent.name, ["/"]
+        for part in inner.strip("/").split("/") if inner != "/" else ():
+            groups.append(f"{groups[-1].rstrip('/')}/{part}")
+        return groups[::-1]
+
+    def _in_scope(self, name: str) -> Any:
+        """Return a variable by its name, of the innermost group that has it, or None."""
+        for group in self._groups() if not name.startswith("/") else [""]:
+            found = find(self._file, f"{group}/{_NOT_COORDINATE}{name}") or find(self._file, f"{group}/{name}")
+            if isinstance(found, type(self._array)):
+                return found
+        return None
 
     def _dimensions(self, array: Any) -> list[tuple[str, Any]]:
-        """Return the name and the variable of each dimension, if the file tells all of them.
+        """Return the name and the variable of each dimension; '' and None for those that have no name.
 
         Dimensions list whose they are. HDF5's references in these lists are compared as the addresses that they are,
         and never followed: of those in a damaged file libhdf5 dies.
@@ -78,11 +104,20 @@ class NetCDFSource(HDF5Source):
         import h5py
 
         own, known = h5py.h5o.get_info(array.id).addr, dict[int, tuple[str, Any]]()
-        for place in {array.parent.name, "/"}:
-            for name, found in find(self._file, place).items():
-                known |= {int(axis): (name, found) for at, axis in _users(found) if at == own}
-        every = set(known) == {*range(array.ndim)} and len({name for name, _ in known.values()}) == array.ndim
-        return [known[axis] for axis in range(array.ndim)] if every else []
+        ids = np.ravel(array.attrs[_OF_VARIABLE]).tolist() if _of_numbers(array, _OF_VARIABLE) else []
+        for group in self._groups():
+            for name, found in find(self._file, group).items():
+                if not isinstance(found, h5py.Dataset):
+                    continue
+                axes = [int(axis) for at, axis in _users(found) if at == own]
+                scales = "CLASS" in array.attrs and "CLASS" in found.attrs
+                if scales and len(ids) == array.ndim and _of_numbers(found, _OF_DIMENSION):
+                    axes += [axis for axis, at in enumerate(ids) if at == int(np.ravel(found.attrs[_OF_DIMENSION])[0])]
+                for axis in axes:
+                    known.setdefault(axis, (name, found))
+        if not known and array.ndim == 1 and "CLASS" in array.attrs:
+            known[0] = (array.name.rpartition("/")[2], array)
+        return [known.get(axis, ("", None)) for axis in range(array.ndim)]
 
     def beside(self) -> tuple[list[Beside], list[str]]:
         """Return what the variable needs, the file as '/' and itself as '' among it, and what of it cannot be read."""
@@ -90,54 +125,26 @@ class NetCDFSource(HDF5Source):
         with faults(Path(self.path)):
             found = [Beside("/", (), None, _attributes(self._file, "", lost))]
             own = _attributes(array, "", [])
-            lost += [name for name in _NAMING if name in array.attrs and name not in own]
-            found.append(Beside("", (), None, {name: own[name] for name in _NAMING if name in own}))
-            found += [self._of(name, one, (name,), lost) for name, one in self._dimensions(array)]
-            for name in sorted(set().union(*(one.names for one in found)) - {one.name for one in found}):
-                one = find(self._file, f"{array.parent.name}/{name}") or find(self._file, name)
-                if isinstance(one, type(array)):
-                    found.append(self._of(name, one, tuple(of for of, _ in self._dimensions(one)), lost))
-        return found, lost
+            lost += [name for name in PLACE if name in array.attrs and name not in own]
+            along = [self._of(name, one, lost) for name, one in self._dimensions(array) if name]
+            found += collect(own, along, lambda name: self._of(name, self._in_scope(name), lost))
+        return found, list(dict.fromkeys(lost))
 
     def known(self) -> list[str]:
         """Return the names of what is known of the variable beside its cells."""
-        found, lost = self.beside()
-        of_file = [name for one in found if one.name in ("", "/") for name in one.attributes]
-        return [*(one.name for one in found if one.values is not None), *of_file, *lost]
+        return names_of(*self.beside())
 
-    def _of(self, name: str, found: Any, dimensions: tuple[str, ...], lost: list[str]) -> Beside:
-        if "NAME" in found.attrs and _is_text(found, "NAME") and get_text(found.attrs, "NAME").startswith(_BARE):
+    def _of(self, name: str, found: Any, lost: list[str]) -> Beside:
+        if found is None:
+            lost.append(name)
+            return Beside(name, (), None, {})
+        dimensions = tuple(of for of, _ in self._dimensions(found))
+        if _is_bare(found):
             return Beside(name, dimensions, None, {})
-        if plain(found) and found.ndim == len(dimensions) and found.nbytes <= _LARGEST:
+        if plain(found) and "" not in dimensions and found.nbytes <= LARGEST:
             return Beside(name, dimensions, found[()], _attributes(found, f"{name}:", lost))
         lost.append(name)
         return Beside(name, dimensions, None, {})
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A variable that another needs: the coordinates of a dimension or of cells, their bounds, a projection.
-
-    Attributes
-    ----------
-    name : str
-    dimensions : tuple of str
-        The names of its own.
-    values : numpy.ndarray, or None
-        None: a dimension without coordinates.
-    attributes : dict
-        Numbers, and text as bytes.
-    """
-
-    name: str
-    dimensions: tuple[str, ...]
-    values: np.ndarray | None
-    attributes: dict[str, Any]
-
-    @property
-    def names(self) -> set[str]:
-        """Other variables that its attributes name."""
-        return {name for key in _NAMING if key in self.attributes for name in _words(self.attributes[key])}
 
 
 class NetCDFSink(HDF5Sink):
@@ -153,10 +160,11 @@ class NetCDFSink(HDF5Sink):
 
     def _describe(self, array: Any, like: TileSource | None) -> None:
         file, names, given = array.file, dict[str, str](), list[Beside]()
-        if isinstance(like, NetCDFSource):
+        if like is not None:
             given, self.lost = like.beside()
-            self._kept = {name: set() for name in like.known()}  # what is not is in `lost`
-            names = dict(zip(like.stored.stored, like.metadata["dimensions"], strict=False))
+            self._kept = {name: set() for name in names_of(given, self.lost)}  # what is not is in `lost`
+            known = zip(like.stored.stored, like.metadata.get("dimensions", ()), strict=False)
+            names = {letter: name for letter, name in known if name}
         usual = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
         sizes = {names.get(one, usual.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}
         own, kept = tuple(sizes), dict[str, Beside]()
@@ -179,13 +187,15 @@ class NetCDFSink(HDF5Sink):
                 file[name].dims[axis].attach_scale(file[of])
         for one in given:
             for key, value in one.attributes.items() if one.name in {"", "/", *kept} else ():
-                if key not in _NAMING or {*_words(value)} <= {*kept}:
+                there = references({key: value})
+                if key == "coordinates" and not {*there} <= {*kept}:
+                    there = [name for name in there if name in kept]
+                    value = np.bytes_(" ".join(there)) if there else None
+                if value is not None and {*there} <= {*kept}:
                     (file[one.name] if one.name else array).attrs[key] = value
-
-
-def _words(text: Any) -> list[str]:
-    """Return the names in an attribute: 'lat lon', or 'crs: x y'."""
-    return [word.strip(":") for word in text.decode(errors="replace").split()] if isinstance(text, bytes) else []
+                else:
+                    self.lost.append(f"{one.name}:{key}" if one.name else key)
+        self.lost = list(dict.fromkeys(self.lost))
 
 
 def _attributes(found: Any, of: str, lost: list[str]) -> dict[str, Any]:
@@ -194,7 +204,7 @@ def _attributes(found: Any, of: str, lost: list[str]) -> dict[str, Any]:
     for name in found.attrs:
         if name in _OWN or name.startswith("_N"):
             continue
-        if _is_text(found, name) or plain(found.attrs.get_id(name)):
+        if _is_text(found, name) or (plain(found.attrs.get_id(name)) and found.attrs.get_id(name).shape is not None):
             kept[name] = found.attrs[name]
         else:
             lost.append(f"{of}{name}")
@@ -220,12 +230,18 @@ def _users(found: Any) -> list[tuple[int, int]]:
     return [(int(one["at"]), int(one["axis"])) for one in raw.view(np.dtype(fields)).ravel()]
 
 
-def _number(found: Any, name: str) -> Any:
-    """Return an attribute that is one number, or None."""
-    if name not in getattr(found, "attrs", {}) or not plain(found.attrs.get_id(name)):
-        return None
-    values = np.ravel(found.attrs[name])
-    return values[0] if values.size == 1 else None
+def _texts(found: Any) -> dict[str, Any]:
+    """Return all attributes: text as str, numbers as arrays, None for what is neither or of variable length."""
+    known = dict.fromkeys(found.attrs) | _attributes(found, "", [])
+    return {name: one.decode(errors="replace") if isinstance(one, bytes) else one for name, one in known.items()}
+
+
+def _of_numbers(found: Any, name: str) -> bool:
+    return name in found.attrs and plain(found.attrs.get_id(name))
+
+
+def _is_bare(found: Any) -> bool:
+    return "NAME" in found.attrs and _is_text(found, "NAME") and get_text(found.attrs, "NAME").startswith(_BARE)
 
 
 def _is_text(found: Any, name: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
+from xml.etree import ElementTree
 
 import numpy as np
 

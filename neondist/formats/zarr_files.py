@@ -13,13 +13,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError
-from .axes import Axes, Cells, guess, letters, relative
+from .axes import Axes, Cells, guess, relative
 from .base import TileSource, agreed_on, faults, refused
+from .conventions import Beside, Variable, letters, names_of
 from .draft import DraftSink
 from .ome import Multiscale, multiscale, read_multiscale
+from .packing import OF_VALUES, Packing
 from .tiles import default_chunks
+from .zarr_fields import METADATA, attributes, beside, choose, dimensions, require_harmless, variable
 
-METADATA = ("zarr.json", ".zarray", ".zgroup")
 _SMALL = 512  # cells along the longest axis of the last level of a pyramid
 
 
@@ -47,18 +49,44 @@ class ZarrSource(TileSource):
             array = found[at] if at else found
             if not isinstance(array, zarr.Array):
                 raise DataError(f"{name}: level {level} is no array; put back a good copy")
-            if "pickle" in str(array.metadata.to_dict()).lower():
-                raise DataError(f"{name}: is packed by pickle, which may run any program; write it again without")
-            names = names or getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
-            told = axes or (letters([str(one) for one in names]) if names else None)
+            require_harmless(name, array)
+            told, facts = axes, dict[str, Any]()
+            self._packing, self._place = None, path / inside.strip("/") / at
+            if names:
+                told = told or letters(name, Variable(tuple(names)), array.shape)
+            elif known := dimensions(array):
+                self._packing, facts = Packing(name, array.dtype, attributes(array)), {"dimensions": list(known)}
+                told = told or letters(name, variable(self._place, array), array.shape)
             self._array = array
-            image.others |= {key: value for key, value in array.attrs.items() if key != "_ARRAY_DIMENSIONS"}
-            axes = told or guess(array.shape)
-            facts, shape, named = image.facts(axes), array.shape, told is not None
-            super().__init__(name, axes, shape, array.dtype, array.chunks, len(paths), facts, named)
+            if self._packing is None:
+                image.others |= {key: value for key, value in array.attrs.items() if key != "_ARRAY_DIMENSIONS"}
+                facts = image.facts(told or guess(array.shape))
+            super().__init__(
+                name,
+                told or guess(array.shape),
+                array.shape,
+                array.dtype if self._packing is None else self._packing.dtype,
+                array.chunks,
+                len(paths),
+                facts,
+                named=told is not None,
+            )
 
     def _read(self, cells: Cells) -> np.ndarray:
-        return np.asarray(self._array[cells])
+        raw = np.asarray(self._array[cells])
+        return raw if self._packing is None else self._packing.decode(raw)
+
+    def beside(self) -> tuple[list[Beside], list[str]]:
+        """Return the coordinates and other variables that belong to the array, and what of these cannot be read."""
+        with faults(self.path):
+            return beside(self._place, self._array) if self._packing is not None else ([], [])
+
+    def known(self) -> list[str]:
+        """Return the names of what is known of the array beside its cells."""
+        if self._packing is None:
+            return super().known()
+        own = [name for name, value in attributes(self._array).items() if not isinstance(value, str)]
+        return list(dict.fromkeys([*names_of(*self.beside()), *(name for name in own if name not in OF_VALUES)]))
 
 
 class ZarrSink(DraftSink):
@@ -87,7 +115,7 @@ class ZarrSink(DraftSink):
         version: Literal[2, 3] = 3 if ome == "0.5" else 2
         nearest = self.dtype.kind in "iub" if nearest is None else nearest
         if not self.path.name.lower().endswith(".ome.zarr"):
-            self._create(str(self._part), self.axes, self.shape, self.chunks, version)
+            self._create(str(self._part), self._names(like), self.shape, self.chunks, version)
             return {"axes": self.axes, "levels": [""], "nearest": nearest}
         axes = "".join(name for name in "TCZYX" if name in self.axes and (name != "C" or self.shape[-1] > 1))
         if "N" in self.axes:
@@ -114,23 +142,29 @@ class ZarrSink(DraftSink):
         """Nothing is held back: what was written is the system's to put on the disk."""
 
     def _create(
-        self, path: str, axes: str, shape: Sequence[int], chunks: Sequence[int], version: Literal[2, 3]
+        self, path: str, axes: Sequence[str], shape: Sequence[int], chunks: Sequence[int], version: Literal[2, 3]
     ) -> None:
         import zarr
 
-        names: Any = {"dimension_names": list(axes.lower())}
+        names: Any = {"dimension_names": [name.lower() if len(name) == 1 else name for name in axes]}
         if version == 2:
-            names = {"attributes": {"_ARRAY_DIMENSIONS": list(axes.lower())}}
+            names = {"attributes": {"_ARRAY_DIMENSIONS": names["dimension_names"]}}
         zarr.create_array(
             path,
             shape=tuple(shape),
             chunks=tuple(chunks),
             dtype=self.dtype,
-            fill_value=0,
+            fill_value=0 if version == 3 else None,  # of Zarr 2 it is what xarray takes for missing
             zarr_format=version,
             chunk_key_encoding={"name": "v2" if version == 2 else "default", "separator": "/"},
             **names,
         )
+
+    def _names(self, like: TileSource | None) -> list[str]:
+        """Return the dimensions of the array, those of the one that it is like; coordinates have no place beside it."""
+        stored = zip(like.stored.stored, like.metadata.get("dimensions", ()), strict=False) if like is not None else ()
+        names = {letter: name for letter, name in stored if name}
+        return [names.get(axis, axis) for axis in self.axes]
 
     def _halved(self) -> list[int]:
         """Return the axes whose extent halves from level to level: Y and X, and Z where it is not much shorter."""
@@ -198,11 +232,7 @@ def _image(name: str, group: Any, level: int) -> tuple[Any, Multiscale]:
         if images := ome.get("multiscales"):
             rest = {key: value for key, value in {**attributes, **ome}.items() if key not in ("multiscales", "version")}
             return found, read_multiscale(images[0], level, rest)
-    arrays = [key for key, _ in group.arrays()]
-    if len(arrays) != 1:
-        choices = ", ".join(f"{name}:{key}" for key in arrays) or "it has none"
-        raise DataError(f"{name}: which data set? {choices}")
-    return group, Multiscale(arrays, others=dict(group.attrs))
+    return group, Multiscale([choose(name, dict(group.arrays()))], others=dict(group.attrs))
 
 
 def _several(ome: Any) -> tuple[str, str] | None:

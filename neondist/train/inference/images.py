@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...data.raw import filled, normalised
-from ...errors import DataError
+from ...errors import AxesError, DataError
 from ...formats import TileSource, open_source
 from ...geometry import Box
 from ...io.hdf5 import state
@@ -50,7 +50,7 @@ class Images:
         ndim, channels = len(sample_shape) - 1, sample_shape[-1]
         first = len(source.shape) - 1 - ndim
         if first < 0 or not set(source.axes[first:-1]) <= set(SPATIAL) or source.shape[-1] != channels:
-            raise _misfit(source, sample_shape)
+            raise _misfit(source.path, sample_shape, source.shape, source.axes)
         self.lead = source.shape[:first]
         self.shape = prod(self.lead), *source.shape[first:]
 
@@ -104,16 +104,21 @@ def open_images(
     DataError
         It is missing, damaged, of an unknown kind, or of another number of axes or channels.
     """
-    source = open_source(path)
-    if not source.named:
-        shape = source.shape if "C" in source.stored.stored else source.shape[:-1]
-        source.close()
+    try:
+        source = open_source(path)
+        shape = None
+        if not source.named:
+            shape = source.shape if "C" in source.stored.stored else source.shape[:-1]
+            source.close()
+    except AxesError as error:
+        shape = error.shape
+    if shape is not None:
         axes, channels = SPATIAL[3 - (len(sample_shape) - 1) :], sample_shape[-1]
         choices = [f"N{axes}C", f"{axes}C"] if shape[-1] == channels else []
         choices += [f"N{axes}", axes] if channels == 1 else []
         fits = [choice for choice in choices if len(choice) == len(shape)]
         if not fits:
-            raise _misfit(source, sample_shape, shape)
+            raise _misfit(path, sample_shape, shape)
         source = open_source(path, axes=fits[0])
     try:
         return Images(source, sample_shape, factor, offset, fill)
@@ -122,8 +127,7 @@ def open_images(
         raise
 
 
-def _misfit(source: TileSource, sample_shape: Sequence[int], shape: Sequence[int] | None = None) -> DataError:
+def _misfit(path: str | Path, sample_shape: Sequence[int], shape: Sequence[int], axes: str = "") -> DataError:
     wanted = ", ".join(["N", *"DHW"[4 - len(sample_shape) :], str(sample_shape[-1])])
-    held = f"an array of shape {list(source.shape if shape is None else shape)}"
-    named = f" ({source.axes})" if shape is None else ""
-    return DataError(f"{source.path}: holds {held}{named}; the model takes ({wanted})")
+    held = f"an array of shape {list(shape)}" + (f" ({axes})" if axes else "")
+    return DataError(f"{path}: holds {held}; the model takes ({wanted})")
