@@ -181,8 +181,9 @@ class _Axis:
         # own cells behind the last that it sees, for that is often all of a tile; none that others would send beside it
         if window.kernel[axis] == 1 < step and self._alone(window, outputs):
             for part, (lo, hi) in enumerate(needs):
-                if lo < hi:
-                    needs[part] = lo, max(hi, min(hi + step - 1, partition.range(axis, part)[1]))
+                first, last = partition.range(axis, part)
+                if lo < hi and first < hi <= last:
+                    needs[part] = lo, min(hi + step - 1, last)
         self.needs = needs
 
     def _alone(self, window: Window, outputs: Partition) -> bool:
