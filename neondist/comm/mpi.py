@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +15,7 @@ import numpy as np
 from .. import threads
 from ..errors import LaunchError
 from ..job import detect, torchrun_ranks
+from .large_counts import MOST, box_type, chunks
 from .segments import forget_names, tidy_start
 from .transport import CLOSED, Done, Exchange, Message, ReduceOp, Request, Transport
 
@@ -23,8 +25,13 @@ WITHOUT_MPI = (
 )
 
 
-def world() -> MPITransport:
+def world(most: int = MOST) -> MPITransport:
     """Return the transport over MPI.COMM_WORLD, starting MPI if it has not been; collective.
+
+    Parameters
+    ----------
+    most : int
+        As of `MPITransport`.
 
     Raises
     ------
@@ -33,7 +40,7 @@ def world() -> MPITransport:
     """
     others = torchrun_ranks(os.environ)
     try:
-        found = MPITransport(_started().COMM_WORLD)
+        found = MPITransport(_started().COMM_WORLD, most=most)
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"distributed runs need mpi4py and an MPI library ({error}); install both with"
@@ -80,12 +87,18 @@ class _SubComm:
 
 
 class MPITransport(Transport):
-    """An mpi4py communicator, which is the caller's unless it is a part."""
+    """An mpi4py communicator, which is the caller's unless it is a part.
 
-    def __init__(self, comm: Any, part: _SubComm | None = None) -> None:
+    Parameters
+    ----------
+    most : int
+        The largest count that is given to MPI; what has more elements goes in several calls, or as larger datatypes.
+    """
+
+    def __init__(self, comm: Any, part: _SubComm | None = None, most: int = MOST) -> None:
         from mpi4py import MPI
 
-        self.mpi, self.comm, self.part = MPI, comm, part
+        self.mpi, self.comm, self.part, self.most = MPI, comm, part, most
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         if part is not None:
             part.users += 1
@@ -100,7 +113,7 @@ class MPITransport(Transport):
     def split(self, color: int, key: int) -> MPITransport:
         """Return the group of the ranks that gave the same colour, ordered by key."""
         part = _SubComm(self.comm.Split(color, key))
-        return MPITransport(part.comm, part)
+        return MPITransport(part.comm, part, self.most)
 
     def cut(self, tiles: int) -> tuple[Transport, Transport]:
         """Return the groups of tiles and of replicas, over the same communicators whenever this one is cut so.
@@ -113,7 +126,8 @@ class MPITransport(Transport):
             self.comm.Set_attr(_cuts_key(), cuts := {})
         parts = cuts.get(tiles)
         if parts and all(part.comm for part in parts):
-            return MPITransport(parts[0].comm, parts[0]), MPITransport(parts[1].comm, parts[1])
+            first, second = (MPITransport(part.comm, part, self.most) for part in parts)
+            return first, second
         made: Any = super().cut(tiles)
         cuts[tiles] = [group.part for group in made]
         return made
@@ -132,40 +146,93 @@ class MPITransport(Transport):
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Replace a contiguous array by its sum, or maximum, over all ranks."""
-        if self.size > 1 and array.size:
-            self.comm.Allreduce(self.mpi.IN_PLACE, array, op={"sum": self.mpi.SUM, "max": self.mpi.MAX}[op])
+        for part in self._parts(array):
+            self.comm.Allreduce(self.mpi.IN_PLACE, part, op={"sum": self.mpi.SUM, "max": self.mpi.MAX}[op])
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Begin to replace a contiguous array by its sum over all ranks."""
-        if self.size > 1 and array.size:
-            return _MPIRequest(self.comm.Iallreduce(self.mpi.IN_PLACE, array))
-        return Done()
+        requests = [self.comm.Iallreduce(self.mpi.IN_PLACE, part) for part in self._parts(array)]
+        return _MPIRequest(self.mpi, requests) if requests else Done()
+
+    def _parts(self, array: np.ndarray) -> list[np.ndarray]:
+        """Return views of a contiguous array that are reduced one by one; none in a group of one rank."""
+        if self.size == 1:
+            return []
+        if not array.flags.forc:
+            raise ValueError(f"array: expected a contiguous one, got strides {array.strides} of shape {array.shape}")
+        flat = array.reshape(-1, order="A")
+        return [flat[chunk] for chunk in chunks(array.size, self.most)]
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, one above the other."""
         gathered = np.empty((self.size, *array.shape), array.dtype)
-        if gathered.size:
-            self.comm.Allgather(np.ascontiguousarray(array), gathered)
+        flat, rows = np.ascontiguousarray(array).reshape(-1), gathered.reshape(self.size, -1)
+        if flat.size <= self.most:
+            if flat.size:
+                self.comm.Allgather(flat, rows)
+            return gathered
+        for chunk in chunks(flat.size, self.most):
+            part = np.empty_like(rows[:, chunk], order="C")
+            self.comm.Allgather(flat[chunk], part)
+            rows[:, chunk] = part
         return gathered
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Send an array to every rank, and return what every rank sent to this one, without pickling."""
+        from mpi4py.util.dtlib import from_numpy_dtype
+
         packed = np.concatenate([array.ravel() for array in sends])
         ends = np.cumsum([0, *map(prod, receive_shapes)])
         received = np.empty(ends[-1], packed.dtype)
-        self.comm.Alltoallv([packed, [array.size for array in sends]], [received, np.diff(ends)])
+        cell = from_numpy_dtype(packed.dtype)
+        out = self._flat_boxes(packed, [array.size for array in sends], cell)
+        back = self._flat_boxes(received, np.diff(ends).tolist(), cell)
+        # each pair of ranks alone knows how much it sends: the call is the same for all, and the datatypes differ
+        self.comm.Alltoallw(out, back)
+        for handle in (*(kind for kind in (*out[2], *back[2]) if kind is not cell), cell):
+            handle.Free()
         return [
             received[start:end].reshape(shape)
             for start, end, shape in zip(ends[:-1], ends[1:], receive_shapes, strict=True)
         ]
 
+    def _flat_boxes(self, flat: np.ndarray, sizes: Sequence[int], cell: Any) -> list[Any]:
+        """Return what Alltoallw takes for the parts of a flat array: counts, displacements in bytes, and datatypes."""
+        size = flat.itemsize
+        starts = [int(start) * size for start in np.cumsum([0, *sizes[:-1]])]
+        large = [n > self.most or start > self.most for n, start in zip(sizes, starts, strict=True)]
+        types = [
+            box_type(cell, [n], [size], start, self.most) if one and n else cell
+            for n, start, one in zip(sizes, starts, large, strict=True)
+        ]
+        counts = [min(n, 1) if one else n for n, one in zip(sizes, large, strict=True)]
+        return [flat, (counts, [0 if one else start for start, one in zip(starts, large, strict=True)]), types]
+
     def allgather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
-        return self.comm.allgather(value)
+        data = pickle.dumps(value)
+        heads = self.comm.allgather(self._head(data, self.most // self.size))
+        found = [self._data(data, head, rank) for rank, head in enumerate(heads)]
+        return [pickle.loads(each) for each in found]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return the value of rank `root`."""
-        return self.comm.bcast(value, root)
+        data = pickle.dumps(value) if self.rank == root else b""
+        return pickle.loads(self._data(data, self.comm.bcast(self._head(data, self.most), root), root))
+
+    @staticmethod
+    def _head(data: bytes, most: int) -> bytes | int:
+        """Return bytes that go in one message, or their number."""
+        return data if len(data) <= most else len(data)
+
+    def _data(self, data: bytes, head: bytes | int, root: int) -> Any:
+        """Return the bytes that `root` has, given their head; this rank's own are `data`."""
+        if isinstance(head, bytes):
+            return head
+        found = np.frombuffer(data, np.uint8) if self.rank == root else np.empty(head, np.uint8)
+        for chunk in chunks(head, self.most):
+            self.comm.Bcast(found[chunk], root)
+        return found
 
     def abort(self, code: int) -> None:
         """End the job on all ranks with this exit code."""
@@ -187,15 +254,17 @@ def _cuts_key() -> int:
 
 
 class _MPIRequest(Request):
-    def __init__(self, request: Any) -> None:
-        self.request = request
+    def __init__(self, mpi: Any, requests: Sequence[Any]) -> None:
+        self.mpi, self.requests = mpi, requests
 
     def wait(self) -> None:
-        self.request.Wait()
+        self.mpi.Request.Waitall(self.requests)
 
 
 class _MPIExchange(Exchange):
     """Persistent requests with subarray datatypes: nothing is packed (mpi-notes: 180 µs against 255 packed)."""
+
+    transport: MPITransport
 
     def __init__(self, transport: MPITransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
@@ -208,9 +277,13 @@ class _MPIExchange(Exchange):
     def _spec(self, message: Message) -> list[Any]:
         from mpi4py.util.dtlib import from_numpy_dtype
 
-        array, starts = message.array, [s.start for s in message.box]
+        array, cells, starts = message.array, message.cells, [s.start for s in message.box]
         cell = from_numpy_dtype(array.dtype)
-        self.types.append(cell.Create_subarray(array.shape, message.cells.shape, starts).Commit())
+        if max(array.shape, default=0) <= self.transport.most:
+            self.types.append(cell.Create_subarray(array.shape, cells.shape, starts).Commit())
+        else:
+            offset = sum(start * stride for start, stride in zip(starts, array.strides, strict=True))
+            self.types.append(box_type(cell, cells.shape, cells.strides, offset, self.transport.most))
         cell.Free()  # a duplicate, which the new type does not need
         return [array, 1, self.types[-1]]
 

@@ -178,11 +178,22 @@ class _Axis:
         self.partition, self.axis, self.mode = partition, axis, window.mode
         self.n, self.parts = partition.extent[axis], partition.parts[axis]
         needs, step = needs_along(outputs, window, axis), window.stride[axis]
-        if window.kernel[axis] == 1 < step:  # own cells behind the last that it sees, for that is often all of a tile
+        # own cells behind the last that it sees, for that is often all of a tile; none that others would send beside it
+        if window.kernel[axis] == 1 < step and self._alone(window, outputs):
             for part, (lo, hi) in enumerate(needs):
-                if lo < hi:
-                    needs[part] = lo, max(hi, min(hi + step - 1, partition.range(axis, part)[1]))
+                first, last = partition.range(axis, part)
+                if lo < hi and first < hi <= last:
+                    needs[part] = lo, min(hi + step - 1, last)
         self.needs = needs
+
+    def _alone(self, window: Window, outputs: Partition) -> bool:
+        """Tell whether no part sees cells that it does not own along other axes."""
+        for axis in range(len(self.partition.extent)):
+            for part, (lo, hi) in enumerate(needs_along(outputs, window, axis) if axis != self.axis else ()):
+                first, last = self.partition.range(axis, part)
+                if lo < hi and not first <= lo <= hi <= last:
+                    return False
+        return True
 
     def sources(self, part: int) -> tuple[int, int]:
         """Return the range of cells, inside the image or (wrap) modulo it, that the part needs from owners."""

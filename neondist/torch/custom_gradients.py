@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import NotRecorded, defined_at
-from .registry import POINTWISE, TRACING
+from .registry import CAPTURED_AS, POINTWISE, TRACING
 
 OPERATOR = "neondist.function.default"
 """By this name a captured graph has them: (tensors, number) -> tensors."""
@@ -154,7 +154,7 @@ class _Refusing(TorchFunctionMode):
         ours = func not in _OF_TENSORS or isinstance(args[0], FakeTensor)  # PyTorch asks for data of others
         if func in _NOT_RECORDED and ours:
             raise NotRecorded(f"{_NOT_RECORDED[func]} in a forward is not recorded{_INSTEAD.get(func, '')}")
-        return func(*args, **(kwargs or {}))
+        return CAPTURED_AS.get(func, func)(*args, **(kwargs or {}))
 
 
 _DATA: Any = torch.Tensor.data

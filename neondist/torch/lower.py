@@ -129,10 +129,10 @@ class Lowering(Builder):
             Whether by what PyTorch itself runs, where its decompositions would be made of what has no gradient.
         """
         target, args, kwargs = self._call
-        table = None if own else decomposition_table.get(target)
-        if table is None and not target._can_decompose():
-            return None
-        return self.traced(*_of_tensors(table or target.decompose, args, kwargs))
+        ways = [None if own else decomposition_table.get(target), target.decompose if target._can_decompose() else None]
+        # some entries of the table take other arguments than the operator, such as the reduction of a loss by its name
+        found = (self.traced(*_of_tensors(way, args, kwargs)) for way in ways if way is not None)
+        return next((each for each in found if each is not None), None)
 
     def traced(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
         """Return what a function of tensors gives, operator by operator; None: it cannot be traced."""

@@ -31,6 +31,8 @@ TRACING = threading.Lock()
 """Held while PyTorch traces, since it replaces functions of its modules meanwhile: virtual ranks take turns."""
 RULES: dict[str, Rule] = {}
 POINTWISE: set[str] = set()
+CAPTURED_AS: dict[Any, Callable[..., Any]] = {}
+"""Functions of PyTorch that refuse tensors by their values, and what is captured in their place."""
 
 
 def rule(

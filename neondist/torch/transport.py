@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..comm.large_counts import MOST, chunks
 from ..comm.transport import Done, Exchange, Message, ReduceOp, Request, Transport, closed_error
 from ..errors import LaunchError, RemoteError
 
@@ -35,10 +36,15 @@ Letter = tuple[int, torch.Tensor]
 """the rank at the other end, and bytes"""
 
 
-def world() -> TorchTransport:
+def world(most: int = MOST) -> TorchTransport:
     """Return the transport over torch.distributed's default process group; collective.
 
     If nobody has initialised that, it is, over gloo, from the variables that torchrun sets.
+
+    Parameters
+    ----------
+    most : int
+        As of `TorchTransport`.
 
     Raises
     ------
@@ -62,7 +68,7 @@ def world() -> TorchTransport:
                 f"torch.distributed does not start with {told}: {error}; if the machines' network has another name"
                 " than gloo thinks, set GLOO_SOCKET_IFNAME"
             ) from error
-    return TorchTransport()
+    return TorchTransport(most=most)
 
 
 @dataclass
@@ -90,6 +96,8 @@ class TorchTransport(Transport):
     ----------
     group : torch.distributed.ProcessGroup, optional
         One that sends arrays of the host with gloo. Default: the default process group.
+    most : int
+        The largest count of bytes in one message, or of numbers in one sum; larger ones go in several.
 
     Raises
     ------
@@ -102,8 +110,8 @@ class TorchTransport(Transport):
         All ranks but this one.
     """
 
-    def __init__(self, group: Any = None, part: _Part | None = None) -> None:
-        self._group = dist.group.WORLD if group is None else group
+    def __init__(self, group: Any = None, part: _Part | None = None, most: int = MOST) -> None:
+        self._group, self.most = dist.group.WORLD if group is None else group, most
         backends = dist.get_backend_config(self._group)
         if "cpu:gloo" not in backends:
             raise LaunchError(
@@ -147,7 +155,8 @@ class TorchTransport(Transport):
         return self._groups.last
 
     def _part(self, places: Sequence[int], number: int) -> TorchTransport:
-        return TorchTransport(self.group, _Part([self._ranks[place] for place in places], number, self._groups))
+        part = _Part([self._ranks[place] for place in places], number, self._groups)
+        return TorchTransport(self.group, part, self.most)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange straight from and into the arrays, or through buffers for boxes with gaps in memory."""
@@ -169,7 +178,8 @@ class TorchTransport(Transport):
             return
         if self._whole and str(tensor.dtype).removeprefix("torch.") in REDUCED:
             with self.remote_errors():
-                dist.all_reduce(tensor, REDUCE_OPS[op], self.group)
+                for part in tensor.view(-1).split(self.most):
+                    dist.all_reduce(part, REDUCE_OPS[op], self.group)
             return
         rows = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)]
         self.swap([(peer, bytes_of(tensor)) for peer in self.peers], [(p, bytes_of(rows[p])) for p in self.peers])
@@ -185,7 +195,8 @@ class TorchTransport(Transport):
         if not (self._whole and array.dtype.name in REDUCED):
             return _Reduction(self, flat, op, kind)
         with self.remote_errors():
-            return _Works(self, [dist.all_reduce(torch.from_numpy(flat), REDUCE_OPS[op], self.group, async_op=True)])
+            parts = torch.from_numpy(flat).split(self.most)
+            return _Works(self, [dist.all_reduce(part, REDUCE_OPS[op], self.group, async_op=True) for part in parts])
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return every rank's array, one above the other."""
@@ -240,10 +251,10 @@ class TorchTransport(Transport):
             # receives first, so that no message arrives unexpected
             ends = [(dist.irecv, receives), (dist.isend, sends)]
             ops = [
-                dist.P2POp(end, data, self._ranks[peer], group, tag)
+                dist.P2POp(end, data[chunk], self._ranks[peer], group, tag)
                 for end, letters in ends
                 for peer, data in letters
-                if data.numel()
+                for chunk in chunks(data.numel(), self.most)
             ]
             # together: nccl runs what is posted apart one after the other, and two ranks would wait for each other
             return _Works(self, dist.batch_isend_irecv(ops) if ops else [])

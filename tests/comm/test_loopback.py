@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from support import check_collectives, piece
+from support import check_collectives, check_messages, piece
 
 import neondist as nd
 from neondist.comm import DebugTransport, Message, agree, loopback
@@ -31,6 +31,7 @@ def test_collectives_of_arrays():
     check_collectives(DebugTransport(SingleTransport()))
     for ranks in (1, 2, 3, 5):
         loopback.run(ranks, check_collectives)
+        loopback.run(ranks, check_messages)
     loopback.run(3, lambda comm: check_collectives(DebugTransport(comm)))
 
 

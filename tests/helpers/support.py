@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 import neondist as nd
-from neondist.comm import Redistribution, Reductions
+from neondist.comm import Message, Redistribution, Reductions
 from neondist.errors import UserError
 from neondist.geometry import Box, GridShape, Partition
 
@@ -101,7 +101,18 @@ def check_collectives(comm):
         gathered = comm.allgather_array(given)
         assert gathered.dtype == given.dtype
         np.testing.assert_array_equal(gathered, expected)
-    for dtype in ("float32", "int64", "complex128"):
+    for array in (one.T.copy(), one.copy().T, np.array(2.0 + rank), one[:0].copy()):
+        given = array.copy()
+        comm.iallreduce(array).wait()
+        np.testing.assert_array_equal(
+            array, sum(given + (r - rank) * (1 if given.ndim == 0 else -10) for r in range(size))
+        )
+    for value in (None, "", {"a": [one, "text" * 20], "b": rank}, b"x" * (7 * rank)):
+        found = comm.allgather((rank, value))
+        assert [each[0] for each in found] == list(range(size))
+        assert repr(found[rank][1]) == repr(value)
+        assert repr(comm.bcast((rank, value), size - 1)) == repr(found[-1])
+    for dtype in ("float32", "int64", "complex128", "bool"):
         sends = [piece(rank, peer).astype(dtype) for peer in range(size)]
         received = comm.all_to_all(sends, [piece(peer, rank).shape for peer in range(size)])
         for mine in sends:
@@ -111,7 +122,34 @@ def check_collectives(comm):
         for peer, array in enumerate(received):
             assert array.dtype == dtype
             assert array.flags.c_contiguous
-            np.testing.assert_array_equal(array, piece(peer, rank))
+            np.testing.assert_array_equal(array, piece(peer, rank).astype(dtype))
+
+
+def check_messages(comm):
+    """Boxes of arrays of many dtypes that go around all ranks, into arrays of other shapes, twice."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.size == 1:
+        return
+    for dtype in ("float32", "float64", "uint8", "int64", "complex128", "bool"):
+
+        def made(rank, dtype=dtype):
+            return (np.arange(7 * 5 * 4).reshape(7, 5, 4) + 50 * rank).astype(dtype)
+
+        for box in (np.s_[1:6, 0:5, 1:3], np.s_[0:7, 2:3, 0:4], np.s_[2:3, 1:2, 3:4], np.s_[3:3, 0:5, 0:4]):
+            array, kept = made(comm.rank), np.zeros((9, 5, 4), dtype)
+            whole = np.zeros(array[box].shape, dtype)
+            same = tuple(slice(at.start + (axis == 0), at.stop + (axis == 0)) for axis, at in enumerate(box))
+            exchange = comm.exchange(
+                [Message(after, array, box), Message(after, array, box)],
+                [Message(before, whole, tuple(slice(0, n) for n in whole.shape)), Message(before, kept, same)],
+            )
+            for run in range(2):
+                array[...] = made(comm.rank + run)
+                exchange.run()
+                expected = made(before + run)[box]
+                np.testing.assert_array_equal(whole, expected)
+                np.testing.assert_array_equal(kept[same], expected)
+                assert np.count_nonzero(kept) == np.count_nonzero(expected)
 
 
 def piece(source, target):

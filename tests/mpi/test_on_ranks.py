@@ -6,7 +6,7 @@ from invariance import train
 from mpi4py import MPI
 from of_one import of_one
 from present import KERNELS
-from support import check_collectives, check_redistribution, check_views, grids, slides, worst
+from support import check_collectives, check_messages, check_redistribution, check_views, grids, slides, worst
 
 import neondist as nd
 from neondist.comm import DebugTransport, agree, mpi
@@ -38,6 +38,15 @@ def test_collectives_of_arrays():
     check_collectives(mpi.world())
     for part in mpi.world().cut(1 if world.size % 2 else world.size // 2):
         check_collectives(part)
+
+
+@pytest.mark.parametrize("most", [2, 3, 2**30])
+def test_collectives_larger_than_a_count_go_in_parts(most):
+    comm = mpi.world(most=most)
+    for part in (comm, *comm.cut(1 if world.size % 2 else world.size // 2)):
+        assert part.most == most
+        check_collectives(part)
+        check_messages(part)
 
 
 def test_redistribution():

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from math import prod
 
 import pytest
 
@@ -14,6 +15,7 @@ import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.observer import Observer  # noqa: E402
+from neondist.torch.traffic import WayBack  # noqa: E402
 
 
 class Everything(nn.Module):
@@ -98,6 +100,70 @@ def test_weights_of_what_has_no_gradient_have_theirs():
     for weight, bias in loopback.run(3, body):
         torch.testing.assert_close(weight, original.norm.weight.grad, rtol=0, atol=1e-12)
         torch.testing.assert_close(bias, original.norm.bias.grad, rtol=0, atol=1e-12)
+
+
+OF_SHAPES = {
+    "expand_as": lambda x, p: x.mean().expand_as(p) * 1,
+    "expand_as of cells": lambda x, p: x[:1, :1, :1, :1].expand_as(p) * 1,
+    "expand_as of ones": lambda x, p: x.mean() * torch.ones(1, dtype=x.dtype).expand_as(p * 2).sum(),
+    "view_as": lambda x, p: x.mean().view(1).view_as(p[:1, :1, :1, :1]) * 1,
+    "reshape_as": lambda x, p: x.mean().reshape_as(p[:1, :1, :1, :1]) * 1,
+    "broadcast_tensors": lambda x, p: torch.broadcast_tensors(x.sum(), p)[0] * 1,
+    "broadcast_to": lambda x, p: x.sum().broadcast_to(p.shape) * 1,
+    "type_as": lambda x, p: x.type_as(p) + x.sum().float().type_as(p),
+    "to": lambda x, p: x.to(p) + x.sum().float().to(p),
+    "like": lambda x, p: x.sum() * (torch.zeros_like(p) + torch.ones_like(p * 2) + torch.full_like(p, 3)),
+    "new": lambda x, p: x * (p.new_zeros(1) + p.new_ones(1) + p.new_full((1,), 3) + p.new_tensor([2])),
+    "numbers": lambda x, p: x / p.numel() * p.shape[2] + p.dim(),
+    "detached": lambda x, p: x * p.detach().sum(),
+    "masks": lambda x, p: torch.where(p > 0, x.sum(), 0).masked_fill(p > 1, 1),
+    "index": lambda x, p: x * p.argmax() * p.flatten().max(0)[1],
+    "stacked": lambda x, p: torch.stack([x.sum().expand_as(p), torch.zeros_like(p)]),
+    "unused": lambda x, p: x * 1,
+}
+"""functions of a tensor and a parameter, which has no gradient of them"""
+OF_VALUES = {
+    "sum": lambda x, p: x + p.sum(),
+    "sign": lambda x, p: x * p.sign().sum(),
+    "no element": lambda x, p: x + p[:0].sum(),
+    "times zero": lambda x, p: x + 0 * p.sum(),
+    "copysign": lambda x, p: torch.copysign(x.sum(), p),
+}
+
+
+class ManyUses(nn.Module):
+    """A parameter for each of some uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.uses = {**OF_SHAPES, **OF_VALUES}
+        self.used = nn.ParameterList([nn.Parameter(torch.randn(1, 2, 3, 4)) for _ in self.uses])
+        self.first = nn.Conv2d(2, 2, 1)
+
+    def forward(self, x):
+        y = self.first(x)
+        return tuple(use(y, p) for use, p in zip(self.uses.values(), self.used, strict=True))
+
+
+@pytest.mark.parametrize("grid", [{"rows": 1, "cols": 2}, {"replicas": 2, "rows": 2, "cols": 1}])
+def test_parameters_are_summed_that_have_gradients(grid):
+    original = ManyUses().double()
+
+    def body(world):
+        with ProcessGrid(world, **grid) as ranks:
+            module = copy.deepcopy(original)
+            model = ndt.distribute(module, SHAPE, ranks, dtype=torch.float64)
+            found = model(model.scatter(torch.ones(SHAPE, dtype=torch.float64)))
+            torch.autograd.backward([y.sum() for y in found])
+            trained = [name for name, _ in module.named_parameters()]
+            reached = WayBack(model.plan, trained).reached
+            planned = [use for at, use in enumerate(module.uses) if model.plan.parameters.get(f"used.{at}") in reached]
+            with_gradient = [use for use, p in zip(module.uses, module.used, strict=True) if p.grad is not None]
+            return planned, with_gradient, sent(model), model.plan.traffic(ranks.rank, trained)
+
+    for planned, with_gradient, messages, expected in loopback.run(prod(grid.values()), body):
+        assert planned == with_gradient == list(OF_VALUES)
+        assert messages == expected
 
 
 def test_every_rank_plans_the_same_for_all():

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from invariance import train
 from many_grids import use_grids
-from support import check_collectives, check_redistribution, check_views, grids, worst
+from support import check_collectives, check_messages, check_redistribution, check_views, grids, worst
 
 import neondist as nd
 from neondist.comm import DebugTransport, Message, agree, loopback
@@ -32,6 +32,18 @@ def test_collectives_of_arrays():
     for comm in parts():
         check_collectives(comm)
     check_collectives(DebugTransport(world()))
+
+
+@pytest.mark.parametrize("most", [2, 3, 2**30])
+def test_what_is_larger_than_a_count_goes_in_parts(most):
+    comm = world(most=most)
+    for part in (comm, *comm.cut(1 if SIZE % 2 else SIZE // 2)):
+        assert part.most == most
+        check_collectives(part)
+        check_messages(part)
+    tensor = torch.arange(8.0).view(2, 4) * (comm.rank + 1)
+    comm.allreduce(tensor)
+    assert torch.equal(tensor, torch.arange(8.0).view(2, 4) * (SIZE * (SIZE + 1) // 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

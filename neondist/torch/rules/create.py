@@ -10,7 +10,8 @@ from ..layout import whole
 from ..registry import rule
 
 
-@rule("aten.new_zeros.default", "aten.new_ones.default", "aten.new_empty.default", "aten.new_full.default")
+@rule("aten.new_zeros.default", "aten.new_ones.default", "aten.new_empty.default", "aten.new_full.default",
+      always=True)  # fmt: skip
 def new(lowering: Any, x: Any, size: Any, fill_value: Any = None, **_: Any) -> Any:
     """Whole on every rank."""
     out, name = lowering.out, str(lowering.target)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import log, pi, prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..layout import Atom, axes_of
-from ..registry import rule
+from ..registry import CAPTURED_AS, rule
 
 
 def _total(lowering: Any, each: Any, weights: Any, reduction: int) -> Any:
@@ -53,7 +53,7 @@ def _weights(lowering: Any, losses: Any, target: Any, weight: Any, ignored: int)
 
     def run(t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
         kept = t != ignored
-        return kept.to(dtype) if w is None else torch.where(kept, w[t.clamp(min=0)], 0).to(dtype)
+        return kept.to(dtype) if w is None else torch.where(kept, w[t.where(kept, 0)], 0).to(dtype)
 
     return lowering.local(run, [target, weight], losses.layout, dtype)
 
@@ -122,3 +122,24 @@ for _name, _function in {
     "aten.soft_margin_loss.default": F.soft_margin_loss,
 }.items():
     rule(_name)(_pairwise(_function))
+
+
+def gaussian_nll(
+    input: torch.Tensor, target: torch.Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> torch.Tensor:
+    """Return torch.nn.functional.gaussian_nll_loss, with NaN for negative variances, which that raises for."""
+    if not isinstance(var, torch.Tensor):
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    if var.shape != input.shape:
+        var = var.unsqueeze(-1) if var.shape == input.shape[:-1] else var
+        if var.dim() != input.dim() or sum(v for i, v in zip(input.shape, var.shape, strict=True) if i != v) != 1:
+            raise ValueError(f"var: shape {tuple(var.shape)} does not fit an input of shape {tuple(input.shape)}")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    clamped = var + (var.clamp(min=eps) - var).detach()  # its gradient is passed on below eps, too
+    loss = 0.5 * (clamped.log() + (input - target) ** 2 / clamped).where(var >= 0, torch.nan)
+    loss = loss + 0.5 * log(2 * pi) if full else loss
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+CAPTURED_AS[F.gaussian_nll_loss] = gaussian_nll

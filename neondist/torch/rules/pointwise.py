@@ -34,7 +34,7 @@ def prelu(lowering: Any, x: Any, weight: Any) -> Any:
     )
 
 
-@rule("aten.type_as.default", "aten.to.other")
+@rule("aten.type_as.default", "aten.to.other", always=True)
 def type_as(lowering: Any, x: Any, other: Any, **_: Any) -> Any:
     """Pointwise; of the second argument it is the dtype alone that matters."""
     dtype = lowering.out.dtype

@@ -148,3 +148,10 @@ def channel_shuffle(lowering: Any, x: Any, groups: int) -> Any:
     n, c, *cells = x.shape
     split = lowering.reshape(x, [n, groups, c // groups, *cells])
     return lowering.reshape(transpose(lowering, split, 1, 2), x.shape)
+
+
+@rule("aten.expand_as.default", "aten.view_as.default", "aten.reshape_as.default", "aten.broadcast_tensors.default",
+      always=True)  # fmt: skip
+def shaped_as(lowering: Any, **_: Any) -> Any:
+    """Taken apart into operators that are given a shape: the tensor that has it has no gradient of it."""
+    return lowering.apart()
