@@ -7,6 +7,7 @@ run as the user wrote them; what else would be forgotten is refused.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,7 +60,7 @@ class UserFunction:
         args = pytree.tree_unflatten(leaves, self._spec)
         token = _RECORDED.set(None)
         try:
-            found, spec = pytree.tree_flatten(vars(Function)["apply"].__get__(None, self._cls)(*args))
+            found, spec = pytree.tree_flatten(_declared(Function, "apply", self._cls)(*args))
         finally:
             _RECORDED.reset(token)
         if self._outputs is None:
@@ -190,9 +191,9 @@ def recorded() -> Iterator[list[UserFunction]]:
         _RECORDED.reset(token)
 
 
-def _declared(cls: Any, name: str) -> Any:
-    """Return an attribute as the class, or one that it inherits from, declares it."""
-    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base)).__get__(None, cls)
+def _declared(cls: Any, name: str, owner: Any = None) -> Any:
+    """Return a method of a class as it, or one that it inherits from, declares it; bound to `owner`, default the class."""
+    return inspect.getattr_static(cls, name).__get__(None, owner or cls)
 
 
 def _is_recorded(cls: Any) -> bool:

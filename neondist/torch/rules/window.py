@@ -135,10 +135,10 @@ def _one_cell_transposed(run: Callable[..., torch.Tensor]) -> Callable[..., torc
         y = run(a, w, None, ones, none, none, groups, ones)
         ends = [(n - 1) * s + 1 for n, s in zip(y.shape[-len(stride) :], stride, strict=True)]
         sizes = [end + extra for end, extra in zip(ends, extras, strict=True)]
-        spread = y.new_zeros((*y.shape[: -len(stride)], *sizes))
-        spread[(..., *(slice(None, end, s) for end, s in zip(ends, stride, strict=True)))] = y
-        spread = spread[(..., *(slice(p, n - p) for p, n in zip(pads, sizes, strict=True)))]
-        return spread if b is None else spread + b.view(-1, *ones)
+        found = y.new_zeros((*y.shape[: -len(stride)], *sizes))
+        found[(..., *(slice(None, end, s) for end, s in zip(ends, stride, strict=True)))] = y
+        found = found[(..., *(slice(p, n - p) for p, n in zip(pads, sizes, strict=True)))]
+        return found if b is None else found + b.view(-1, *ones)
 
     return sparse
 
