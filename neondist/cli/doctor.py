@@ -77,7 +77,8 @@ def _versions(warnings: list[str]) -> list[tuple[str, str]]:
 def failed_imports(modules: Sequence[str], timeout: float = 300) -> dict[str, str]:
     """Return why some modules cannot be imported, by name; processes of their own import them: some may end those."""
     env = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    errors, left = {}, list(modules)
+    errors: dict[str, str] = {}
+    left = list(modules)
     while left:
         lines = _output(safe_path.command("neondist.launcher.tell_import", *left), timeout, env).splitlines()
         told = dict(line.split("\t", 1) for line in lines if "\t" in line)

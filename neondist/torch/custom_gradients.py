@@ -192,7 +192,7 @@ def recorded() -> Iterator[list[UserFunction]]:
 
 
 def _declared(cls: Any, name: str, owner: Any = None) -> Any:
-    """Return a method of a class as it, or one that it inherits from, declares it; bound to `owner`, default the class."""
+    """Return a method as a class, or one that it inherits from, declares it; bound to `owner`, default the class."""
     return inspect.getattr_static(cls, name).__get__(None, owner or cls)
 
 

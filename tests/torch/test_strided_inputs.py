@@ -21,7 +21,7 @@ import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 
-CASES = 60
+CASES = 20
 MEMORY = {
     "contiguous": lambda make, shape: make(shape),
     "movedim": lambda make, shape: make((shape[0], *shape[2:], shape[1])).movedim(-1, 1),

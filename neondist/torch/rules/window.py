@@ -120,7 +120,8 @@ def _one_cell(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def sparse(a: torch.Tensor, w: torch.Tensor, b: Any, stride: Ints, pads: Ints, dilation: Ints, groups: int) -> Any:
         padded = F.pad(a, [pad for pad in reversed(pads) for _ in range(2)]) if any(pads) else a
         ones = [1] * len(stride)
-        return run(padded[(..., *(slice(None, None, s) for s in stride))], w, b, ones, [0] * len(stride), ones, groups)
+        cells: Any = (..., *(slice(None, None, s) for s in stride))
+        return run(padded[cells], w, b, ones, [0] * len(stride), ones, groups)
 
     return sparse
 
@@ -136,9 +137,10 @@ def _one_cell_transposed(run: Callable[..., torch.Tensor]) -> Callable[..., torc
         ends = [(n - 1) * s + 1 for n, s in zip(y.shape[-len(stride) :], stride, strict=True)]
         sizes = [end + extra for end, extra in zip(ends, extras, strict=True)]
         found = y.new_zeros((*y.shape[: -len(stride)], *sizes))
-        found[(..., *(slice(None, end, s) for end, s in zip(ends, stride, strict=True)))] = y
-        found = found[(..., *(slice(p, n - p) for p, n in zip(pads, sizes, strict=True)))]
-        return found if b is None else found + b.view(-1, *ones)
+        cells: Any = (..., *(slice(None, end, s) for end, s in zip(ends, stride, strict=True)))
+        inside: Any = (..., *(slice(p, n - p) for p, n in zip(pads, sizes, strict=True)))
+        found[cells] = y
+        return found[inside] if b is None else found[inside] + b.view(-1, *ones)
 
     return sparse
 
