@@ -1,7 +1,4 @@
-"""A disk that refuses any one call: one message, exit code 2, nothing half written, and the earlier run goes on.
-
-And a process that is killed before any one call: the next one comes to the same files.
-"""
+"""A disk that refuses any one call: one message, exit code 2, nothing half written, and the earlier run goes on."""
 
 import os
 import shutil
@@ -15,10 +12,9 @@ SHARE = 97  # about 20 of all faults; `python tests/helpers/storage_faults.py FO
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="compiles a library to preload")
-@pytest.mark.parametrize("words", [[], ["0", "kill"]], ids=["refused", "killed"])
-def test_faults_at_some_of_all_calls(words, tmp_path):
+def test_faults_at_some_of_all_calls(tmp_path):
     script = Path(__file__).parents[1] / "helpers" / "storage_faults.py"
-    command = [sys.executable, script, tmp_path, str(SHARE), *words]
+    command = [sys.executable, script, tmp_path, str(SHARE)]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 wrong" in done.stdout
