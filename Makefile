@@ -9,7 +9,7 @@ COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: zoo hunt demo test mutate bench study streams lint types docs clean
+.PHONY: torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
@@ -32,6 +32,11 @@ hunt: .venv/test
 # half an hour: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test
 	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n 0 tests/torch/test_zoo.py
+
+# half an hour, 6 GB of disk for a moment: the oldest PyTorch that pyproject.toml allows, the pinned one and the newest,
+# each in an environment of its own; TORCH="--versions oldest 2.12": others
+torch-versions: .venv/test
+	$(BIN)/python tools/torch_versions.py $(TORCH)
 
 # a quarter of an hour, 5 GB: images of 2048 x 2048 in strips of several heights, on 1 to 6 ranks, against whole ones
 streams: .venv/test

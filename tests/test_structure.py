@@ -249,6 +249,8 @@ def trees(rule):
         and not (rule.startswith("prints") and path in PRINTERS)
         and not (rule == "no words of the first edition" and "old_names" in path)
         # they look for what changes in users' modules
+        # while a module is captured, of PyTorch's metaclass: what applies a Function is compiled, and tells nobody
+        and not (rule == "replaces no methods" and path == "torch/custom_gradients.py")
         and not (rule == "no dictionaries of objects" and path in ("torch/alike.py", "torch/between_passes.py"))
     }
 

@@ -72,7 +72,7 @@ class TorchTable(Kernels):
         """Return the valid convolution plus bias (N, *out, C_out): 1.3 to 4, depthwise 30."""
         out = out_extent(x.shape[1:-1], weights.shape[:-2], stride, dilation)
         few = weights.size * prod(out) * len(x) < self.small
-        if few or not self._convolves(x, (len(x), *out, weights.shape[-1])):
+        if few or not self._convolves(x, (len(x), *out, weights.shape[-1]), weights.shape[:-2], stride):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
         sides = zeros or ((0, 0),) * len(stride)
         return self.torch.conv.forward(x, weights, stride, dilation, groups, bias, sides)
@@ -88,7 +88,7 @@ class TorchTable(Kernels):
         crop: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of x (N, *extent, C_in), without `crop`: 1.6 to 3.4, depthwise 37."""
-        if not self._convolves(dy, dy.shape):
+        if not self._convolves(dy, dy.shape, weights.shape[:-2], stride):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         sides = crop or ((0, 0),) * len(stride)
         return self.torch.conv.backward_input(dy, weights, extent, stride, dilation, groups, sides)
@@ -104,7 +104,8 @@ class TorchTable(Kernels):
         zeros: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of the weights: 1 to 1.5, few channels 2 to 4, depthwise 15."""
-        if prod(kernel) * x.shape[-1] // groups * dy.size < self.small or not self._convolves(x, dy.shape):
+        few = prod(kernel) * x.shape[-1] // groups * dy.size < self.small
+        if few or not self._convolves(x, dy.shape, kernel, stride):
             return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
         sides = zeros or ((0, 0),) * len(stride)
         return self.torch.conv.backward_weights(x, dy, kernel, stride, dilation, groups, sides)
@@ -145,7 +146,7 @@ class TorchTable(Kernels):
     def window_sum(self, x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
         """Return the sum over every window: 1.2 to 3."""
         out = out_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel))
-        if not (self._pools(x, out) and self._convolves(x, x.shape)):
+        if not (self._pools(x, out) and self._convolves(x, x.shape, kernel, stride)):
             return super().window_sum(x, kernel, stride)
         return self.torch.pool.window_sum(x, kernel, stride)
 
@@ -173,8 +174,13 @@ class TorchTable(Kernels):
         worth = prod(weights.shape[:-2]) > 1 and self._convolves(x, ())
         return self.torch.conv.arranged(weights) if worth else weights
 
-    def _convolves(self, x: np.ndarray, out: Ints) -> bool:
-        """Tell whether torch's convolution is faster: oneDNN takes float32; without it, single volumes are slow."""
+    def _convolves(self, x: np.ndarray, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
+        """Tell whether torch's convolution is faster: oneDNN takes float32; without it, single volumes are slow.
+
+        Kernels of one cell with a stride crash in the backward of PyTorch 2.13, channels-last, on some processors.
+        """
+        if max(stride) > 1 and prod(kernel) == 1:
+            return False
         wanted = x.dtype == np.float32 and x.ndim > 3 and 0 not in (x.size, *out) and self.torch is not None
         return wanted and (x.ndim < 5 or len(x) > 1 or self.torch.conv.takes(x))
 

@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,20 @@ from ..errors import LaunchError, UserError
 from ..launcher import pinning
 from ..launcher.launch import ready
 from ..launcher.mpirun import REMEDY, Mpirun
-from ..version import installed, versions
+from ..version import installed, torch_remedy, versions
+
+MODULES = {
+    "numpy": ["numpy"],
+    "mpi4py": ["mpi4py"],
+    "h5py": ["h5py"],
+    "PyYAML": ["yaml"],
+    "threadpoolctl": ["threadpoolctl"],
+    "psutil": ["psutil"],
+    "torch": ["torch", "neondist.torch"],
+    "cupy": ["cupy"],
+    "matplotlib": ["matplotlib.figure"],
+}
+"""What is imported of each package."""
 
 
 def add(commands: Any) -> None:
@@ -32,8 +45,7 @@ def add(commands: Any) -> None:
 def doctor(arguments: argparse.Namespace) -> int:
     """Print versions, MPI, backends, threads, and warnings with their remedies."""
     warnings: list[str] = []
-    found = [(name, version or "not installed") for name, version in versions().items()]
-    _section("versions", [("python", f"{platform.python_version()} ({sys.executable})"), *found])
+    _section("versions", [("python", f"{platform.python_version()} ({sys.executable})"), *_versions(warnings)])
     _section("MPI", _mpi(warnings))
     _section("backends", _backends(warnings))
     _section("threads", _threads(warnings))
@@ -45,6 +57,38 @@ def _section(title: str, lines: Iterable[tuple[str, str]]) -> None:
     emit(f"{title}")
     for name, text in lines:
         emit(f"  {name:<2}{text}" if len(name) == 1 else f"  {name:<22}{text}".rstrip())
+
+
+def _versions(warnings: list[str]) -> list[tuple[str, str]]:
+    """Return the versions of what is installed, and whether it can be imported."""
+    found = versions()
+    names = [name for name in found if found[name] and name in MODULES]
+    errors = failed_imports([module for name in names for module in MODULES[name]])
+    lines = []
+    for name, version in found.items():
+        broken = next((module for module in MODULES.get(name, ()) if module in errors), "")
+        lines.append((name, f"{version}, cannot be imported" if broken else version or "not installed"))
+        if broken:
+            warnings.append(f"`import {broken}` fails: {errors[broken]}; reinstall {name}, or remove it")
+    if found["torch"] and (remedy := torch_remedy(found["torch"])) and "neondist.torch" not in errors:
+        warnings.append(remedy)
+    return lines
+
+
+def failed_imports(modules: Sequence[str], timeout: float = 300) -> dict[str, str]:
+    """Return why some modules cannot be imported, by name; processes of their own import them: some may end those."""
+    env = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    errors: dict[str, str] = {}
+    left = list(modules)
+    while left:
+        lines = _output(safe_path.command("neondist.launcher.tell_import", *left), timeout, env).splitlines()
+        told = dict(line.split("\t", 1) for line in lines if "\t" in line)
+        answered = [module for module in left if module in told]
+        errors |= {module: told[module] for module in answered if told[module]}
+        left = left[len(answered) :]
+        if left:
+            errors[left.pop(0)] = f"no answer within {timeout:g} s, or it ends the process"
+    return errors
 
 
 def _mpi(warnings: list[str]) -> list[tuple[str, str]]:

@@ -16,6 +16,10 @@ CHECKPOINT = "checkpoint.h5"
 BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
 CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
+LOGS = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
+"""The logs of epochs, and how many records of each are written before anything is trained and can be resumed."""
+LONGEST = 1 << 24
+"""Bytes of a line that are read at most."""
 FILES = (
     "experiment.yaml",
     "environment.json",
@@ -78,12 +82,19 @@ def held(world: Transport, folder: Path, resume: bool | str = False, overwrite: 
 
 
 def has_run(folder: Path) -> bool:
-    """Tell whether there is anything of a run that is worth keeping."""
-    logs = (folder / name for name in ("metrics.jsonl", "pretrain.jsonl"))
+    """Tell whether there is anything of a run that is worth keeping: a checkpoint, or the record of an epoch."""
     with told(folder, "cannot be read"):
-        return any(log.is_file() and log.stat().st_size for log in logs) or any(
+        return any(_lines(folder / name) > untrained for name, untrained in LOGS.items()) or any(
             path for name in CHECKPOINTS for path in folder.glob(name)
         )
+
+
+def _lines(log: Path) -> int:
+    """Return how many lines a file has, up to two."""
+    if not log.is_file():
+        return 0
+    with log.open("rb") as file:
+        return sum(bool(file.readline(LONGEST)) for _ in range(2))
 
 
 def is_new(folder: Path) -> bool:

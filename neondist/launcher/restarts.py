@@ -56,7 +56,7 @@ def with_restarts(arguments: argparse.Namespace, experiment: Any) -> int:
         if not is_loss(code) or heard:
             return code
         source = "as it began"
-        if checkpoints(folder) != before:
+        if checkpoints(folder).items() - before.items():  # those that are gone were of the run that it replaces
             source, words = f"from {make_whole(folder).name}", resuming_words(words)
         arguments = _changed(arguments, ranks=_left(arguments, experiment))
         say(f"restart {number} of {arguments.restarts}: {_why(code)}; goes on {source}, on {arguments.ranks} ranks")

@@ -12,25 +12,34 @@ module in an experiment.
 """
 
 from ..errors import MissingPackageError
+from ..version import TORCH, numbers, torch_remedy
 
 try:
-    import torch  # noqa: F401
+    import torch
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise MissingPackageError("neondist.torch needs PyTorch: pip install 'neondist[torch]'") from error
 
-from . import rules
-from .by_hand import halo, reduce
-from .by_name import TorchLoss, TorchOptimizer
-from .convert import from_torch, to_torch
-from .distributing import distribute
-from .errors import UnsupportedOperator
-from .experiment import TorchModel
-from .module import DistributedModule
-from .registry import rule
-from .transport import TorchTransport, world
-from .weights import load_weights, save_weights
+_remedy = torch_remedy(torch.__version__)
+if _remedy and numbers(torch.__version__) < TORCH[0]:
+    raise MissingPackageError(_remedy)
+try:
+    from . import rules
+    from .by_hand import halo, reduce
+    from .by_name import TorchLoss, TorchOptimizer
+    from .convert import from_torch, to_torch
+    from .distributing import distribute
+    from .errors import UnsupportedOperator
+    from .experiment import TorchModel
+    from .module import DistributedModule
+    from .registry import rule
+    from .transport import TorchTransport, world
+    from .weights import load_weights, save_weights
+except (ImportError, AttributeError) as error:  # a newer one may work
+    if not _remedy:
+        raise
+    raise MissingPackageError(f"{_remedy} ({error})") from error
 
 __all__ = [
     "DistributedModule",

@@ -6,14 +6,16 @@ run as the user wrote them; what else would be forgotten is refused.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import Function, FunctionMeta
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -24,9 +26,6 @@ from .registry import CAPTURED_AS, POINTWISE, TRACING
 
 OPERATOR = "neondist.function.default"
 """By this name a captured graph has them: (tensors, number) -> tensors."""
-_APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-_REAL = FunctionType(_APPLY.__code__, _APPLY.__globals__, "apply", _APPLY.__defaults__, _APPLY.__closure__)
-"""What applies Functions, whatever is recorded."""
 _RECORDED: ContextVar[list[UserFunction] | None] = ContextVar("_RECORDED", default=None)
 """Those of the module that this thread is capturing."""
 
@@ -40,9 +39,9 @@ class UserFunction:
         The class, and the file and line where it is defined.
     """
 
-    def __init__(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, cls: Any, args: Sequence[Any]) -> None:
         self._cls = cls
-        leaves, self._spec = pytree.tree_flatten((tuple(args), kwargs))
+        leaves, self._spec = pytree.tree_flatten(tuple(args))
         self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._outputs: tuple[list[Any], Any] | None = None
@@ -58,8 +57,12 @@ class UserFunction:
         leaves = list(self._leaves)
         for at, tensor in zip(self._at, tensors, strict=True):
             leaves[at] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        found, spec = pytree.tree_flatten(_REAL(self._cls, *args, **kwargs))
+        args = pytree.tree_unflatten(leaves, self._spec)
+        token = _RECORDED.set(None)
+        try:
+            found, spec = pytree.tree_flatten(_declared(Function, "apply", self._cls)(*args))
+        finally:
+            _RECORDED.reset(token)
         if self._outputs is None:
             self._outputs = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in found], spec
         return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
@@ -175,36 +178,64 @@ def recorded() -> Iterator[list[UserFunction]]:
     """Give the autograd.Functions that this thread applies, which become operators; what PyTorch applies does not."""
     calls: list[UserFunction] = []
     token = _RECORDED.set(calls)
-    # the code, not the attribute: modules may have kept MyFunction.apply by a name of their own
-    _APPLY.__code__ = _Shim.apply.__code__
+    # of the metaclass: modules may have kept MyFunction.apply by a name of their own, and PyTorch's apply, which is
+    # compiled since 2.14, reads these from the class in every call
+    for name, read in _READ.items():
+        setattr(FunctionMeta, name, property(read))
     try:
         with _Refusing():
             yield calls
     finally:
-        _APPLY.__code__ = _REAL.__code__
+        for name in _READ:
+            delattr(FunctionMeta, name)
         _RECORDED.reset(token)
 
 
-class _Shim(torch.autograd.Function):
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        super  # noqa: B018  # which makes the class a free variable, as in Function.apply
-        from neondist.torch.custom_gradients import applied  # it runs as a function of PyTorch's module
-
-        return applied(cls, *args, **kwargs)
+def _declared(cls: Any, name: str, owner: Any = None) -> Any:
+    """Return a method as a class, or one that it inherits from, declares it; bound to `owner`, default the class."""
+    return inspect.getattr_static(cls, name).__get__(None, owner or cls)
 
 
-def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a Function gives; where a module is captured, what its operator gives."""
-    calls = _RECORDED.get()
-    if calls is not None and cls is CheckpointFunction:
+def _is_recorded(cls: Any) -> bool:
+    """Tell whether a Function that this thread applies becomes an operator; PyTorch's do not."""
+    ours = not (_declared(cls, "forward").__module__ or "").startswith("torch.")
+    return _RECORDED.get() is not None and (ours or cls is CheckpointFunction)
+
+
+def _forward(cls: Any) -> Any:
+    """Return a Function's forward; while a module is captured, one that calls the operator instead."""
+    forward = _declared(cls, "forward")
+    if not _is_recorded(cls):
+        return forward
+    has_context = _declared(cls, "setup_context") is _declared(Function, "setup_context")
+
+    @functools.wraps(forward)  # its signature tells the defaults
+    def recording(*args: Any) -> Any:
+        return _applied(cls, args[has_context:])
+
+    return recording
+
+
+def _setup_context(cls: Any) -> Any:
+    """Return a Function's setup_context; while a module is captured, one that does nothing."""
+    declared = _declared(cls, "setup_context")
+    is_own = declared is not _declared(Function, "setup_context")
+    return (lambda ctx, inputs, output: None) if is_own and _is_recorded(cls) else declared
+
+
+_READ = {"forward": _forward, "setup_context": _setup_context}
+
+
+def _applied(cls: Any, args: Sequence[Any]) -> Any:
+    """Return what the operator of a Function gives."""
+    if cls is CheckpointFunction:
         run, _, *given = args
         return run(*given)
-    if calls is None or (cls.forward.__module__ or "").startswith("torch."):
-        return _REAL(cls, *args, **kwargs)
-    call = UserFunction(cls, args, kwargs)
+    calls = _RECORDED.get()
+    assert calls is not None
+    call = UserFunction(cls, args)
     calls.append(call)
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     return call.outputs(torch.ops.neondist.function(tensors, len(calls) - 1))
 
 

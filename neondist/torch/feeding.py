@@ -59,6 +59,7 @@ def fed(
             f"feed: features are {features.dtype} of shape {tuple(features.shape)}, expected {dtype} of shape {shape}:"
             " samples, channels and this rank's tile; change feed, or say shape: [channels, *spatial]"
         )
+    features = features.contiguous()  # in channels-last, some strided convolutions crash PyTorch 2.13
     return features, pytree.tree_map(partial(_own, images), labels) if images.tiles.overlaps else labels
 
 

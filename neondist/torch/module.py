@@ -128,7 +128,7 @@ class DistributedModule(nn.Module):
 
     def _alone(self, tiles: Sequence[torch.Tensor], state: Any, prepared: _Prepared) -> Any:
         """Return what the module itself gives; what it changes of its own in a forward is no change of its steps."""
-        outputs = self.module(*tiles)
+        outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
         if prepared.changes:
             if self._watch.key() != state:
                 self._runners[self._watch.settled(state)] = prepared

@@ -1,6 +1,6 @@
 /* A disk that refuses: preloaded, it lets the n-th of the calls below fail whose file lies under a folder.
  *
- * faulty_disk_arm(folder, n, errno) begins to count; n = 0 counts only. faulty_disk_count() tells how many calls came, and
+ * faulty_disk_arm(folder, n, errno) begins to count; n = 0 counts only; errno = 0 kills the process before the n-th call. faulty_disk_count() tells how many calls came, and
  * faulty_disk_name() which one failed.
  */
 #define _GNU_SOURCE
@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -34,6 +35,7 @@ static int fails(const char *call, const char *path) {
     if (!folder[0] || !path || strncmp(path, folder, strlen(folder))) return 0;
     if (__sync_add_and_fetch(&count, 1) != wanted) return 0;
     snprintf(failed, sizeof failed, "%s %s", call, path);
+    if (!number) kill(getpid(), SIGKILL);
     errno = number;
     return 1;
 }

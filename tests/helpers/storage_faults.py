@@ -1,7 +1,7 @@
-"""Storage faults at every open, write, fsync, rename and unlink of several kinds of commands.
+"""Storage faults, or the end of the process, at every open, write, fsync, rename and unlink of kinds of commands.
 
-`python storage_faults.py FOLDER SHARE [FIRST]` tries one in SHARE of all faults and prints a table; exit code 1 if one
-was not taken well. The process preloads faulty_disk.c and forks for each fault, so that nothing is imported anew.
+`python storage_faults.py FOLDER SHARE [FIRST] [kill]` tries one in SHARE of all calls and prints a table; exit code
+1 if one was not taken well. The process preloads faulty_disk.c and forks for each, so that nothing is imported anew.
 """
 
 import contextlib
@@ -55,6 +55,48 @@ JOBS = {
     "convert": ((), "data convert x.npy labels.npy --to w/data.h5"),
 }
 RESUME = {"old": "run net.yaml --output w/old --resume auto", "gb": "run gb.yaml --output w/gb --resume auto"}
+# the commands that go on with one that was killed; of others the same
+GOES_ON = {
+    "fresh": ("run net.yaml --output w/out --resume", "run net.yaml --output w/out --resume auto"),
+    "GB": ("run gb.yaml --output w/gb --resume", "run gb.yaml --output w/gb --resume auto"),
+    "module": ("run module.yaml --output w/m --resume", "run module.yaml --output w/m --resume auto"),
+}
+CLOCK = re.compile(r'"(seconds|samples_per_second)": [^,}]*')
+
+
+def contents(folder):
+    """Return what is in the files of a folder, but for clocks and for pictures."""
+    import h5py
+    import numpy as np
+
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".h5":
+            with h5py.File(path) as file:
+                arrays = {}
+                file.visititems(lambda key, one, to=arrays: to.update({key: one[()]} if hasattr(one, "shape") else {}))
+            found[name] = {
+                key: one.tobytes() for key, one in arrays.items() if getattr(one, "dtype", "S").kind in "iuf"
+            }
+        elif path.suffix == ".jsonl":
+            found[name] = CLOCK.sub("", path.read_text()) if path.name != "ledger.jsonl" else path.read_text()
+        elif path.suffix == ".npz":
+            with np.load(path) as file:
+                found[name] = {key: file[key].tobytes() for key in file.files}
+        else:
+            found[name] = path.read_bytes() if path.suffix in (".npy", ".yaml", ".safetensors") else None
+    return found
+
+
+def difference(wanted, found):
+    """Return which file differs, or ''."""
+    for name in sorted({*wanted, *found}):
+        if name not in found or name not in wanted:
+            return f"{name} is {'missing' if name in wanted else 'left'}"
+        if wanted[name] != found[name]:
+            return f"{name} is another"
+    return ""
 
 
 def built(folder):
@@ -97,7 +139,7 @@ class Bench:
                     os.dup2(said.fileno(), 1)
                     os.dup2(said.fileno(), 2)
                     sys.stdout, sys.stderr = (os.fdopen(os.dup(at), "w", closefd=False) for at in (1, 2))
-                    signal.alarm(60)
+                    signal.alarm(600)
                     code = self._work(words, fault, number, writer)
                 finally:
                     os._exit(code)
@@ -135,6 +177,23 @@ class Bench:
         for name in kept:
             shutil.copytree(f"kept/{name}", f"w/{name}")
 
+    def killed(self, job, kept, words, results):
+        """Return what is wrong with what follows on a command that was killed, or ''."""
+        for going_on in GOES_ON.get(job, (words,)):
+            found = Path("killed")
+            shutil.rmtree(found, ignore_errors=True)
+            shutil.copytree("w", found)
+            code, said, *_ = self.call(going_on)
+            if code == 2 and going_on.endswith("--resume") and not any(found.iterdir()):
+                continue  # there is no folder yet
+            if code:
+                return f"{going_on}: exit code {code}: {said}"
+            if differs := difference(results, contents(Path("w"))):
+                return f"{going_on}: {differs}"
+            shutil.rmtree("w")
+            shutil.copytree(found, "w")
+        return ""
+
     def verdict(self, kept, code, said):
         """Return what is wrong with how a command took a fault, or ''."""
         if code < 0:
@@ -156,22 +215,23 @@ class Bench:
         return ""
 
 
-def main(folder, share, first=0):
-    """Try one in `share` faults; return how many were not taken well."""
+def main(folder, share, first=0, kill=False):
+    """Try one in `share` faults, or ends of the process; return how many were not taken well."""
     bench = Bench(folder)
     rows, wrong = {}, []
     for job, (kept, words) in JOBS.items():
         bench.lay(kept)
         code, said, calls, _ = bench.call(words)
         assert code == 0, (job, said)
+        results = contents(Path("w")) if kill else {}
         found, slowest = Counter(), 0.0
         for at, fault in enumerate(range(1 + first % share, calls + 1, share)):
             name = ERRORS[(at + first) % len(ERRORS)]
             bench.lay(kept)
             began = time.monotonic()
-            code, said, _, failed = bench.call(words, fault, getattr(errno, name))
+            code, said, _, failed = bench.call(words, fault, 0 if kill else getattr(errno, name))
             slowest = max(slowest, time.monotonic() - began)
-            problem = bench.verdict(kept, code, said)
+            problem = bench.killed(job, kept, words, results) if kill else bench.verdict(kept, code, said)
             found["faults"] += 1
             found["exit 0"] += code == 0
             found["exit 2"] += code == 2
@@ -199,4 +259,5 @@ if __name__ == "__main__":
         os.execve(sys.executable, [sys.executable, *sys.argv], env)
     with contextlib.suppress(KeyError):
         del os.environ["LD_PRELOAD"]
-    sys.exit(bool(main(folder, *map(int, sys.argv[2:]))))
+    kill = sys.argv[-1] == "kill"
+    sys.exit(bool(main(folder, *map(int, sys.argv[2 : len(sys.argv) - kill]), kill=kill)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ..layout import Atom, Layout, axes_of, local_shape, replaced
 from ..registry import rule
 from ..transfer import clipped
 
+Ints = Sequence[int]
 _CONV: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -103,10 +105,44 @@ def conv(lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: An
         before, even = spread_out(padding, n), True
     slides = [Sliding(*of) for of in zip(kernel, stride, before, dilation, strict=True)]
     view, left, atoms = windows_of(lowering, x, slides, extents, every=not even)
-    run = _CONV[n]
+    run = _one_cell(_CONV[n]) if max(stride) > prod(kernel) == 1 else _CONV[n]
     how = stride, left, dilation, groups
     layout = images(x, weight.shape[0], atoms)
     return lowering.local(lambda a, w, b: run(a, w, b, *how), [view, weight, bias], layout, lowering.out.dtype)
+
+
+def _one_cell(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a convolution with strides, of kernels of one cell, as one without, of every s-th cell.
+
+    The backward of PyTorch's own (2.13) crashes for some shapes in channels-last, on some processors.
+    """
+
+    def sparse(a: torch.Tensor, w: torch.Tensor, b: Any, stride: Ints, pads: Ints, dilation: Ints, groups: int) -> Any:
+        padded = F.pad(a, [pad for pad in reversed(pads) for _ in range(2)]) if any(pads) else a
+        ones = [1] * len(stride)
+        cells: Any = (..., *(slice(None, None, s) for s in stride))
+        return run(padded[cells], w, b, ones, [0] * len(stride), ones, groups)
+
+    return sparse
+
+
+def _one_cell_transposed(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the transposed convolution that belongs to `_one_cell`: results lie s cells apart, zeros between them."""
+
+    def sparse(
+        a: torch.Tensor, w: torch.Tensor, b: Any, stride: Ints, pads: Ints, extras: Ints, groups: int, dilation: Ints
+    ) -> torch.Tensor:
+        ones, none = [1] * len(stride), [0] * len(stride)
+        y = run(a, w, None, ones, none, none, groups, ones)
+        ends = [(n - 1) * s + 1 for n, s in zip(y.shape[-len(stride) :], stride, strict=True)]
+        sizes = [end + extra for end, extra in zip(ends, extras, strict=True)]
+        found = y.new_zeros((*y.shape[: -len(stride)], *sizes))
+        cells: Any = (..., *(slice(None, end, s) for end, s in zip(ends, stride, strict=True)))
+        inside: Any = (..., *(slice(p, n - p) for p, n in zip(pads, sizes, strict=True)))
+        found[cells] = y
+        return found[inside] if b is None else found[inside] + b.view(-1, *ones)
+
+    return sparse
 
 
 @rule("aten.convolution.default", whole=("weight", "bias"))
@@ -133,7 +169,8 @@ def conv_transpose(
     slides = [Sliding(*of) for of in zip(weight.shape[2:], strides, paddings, dilations, strict=True)]
     view, pads, atoms, crops = _reaching(lowering, x, slides, lowering.out.shape[-n:])
     extras = [0 if lowering.cut(x, at - n) is not None else extra for at, extra in enumerate(extras)]
-    run, layout = _TRANSPOSED[n], images(x, weight.shape[1] * groups, atoms)
+    run = _one_cell_transposed(_TRANSPOSED[n]) if max(strides) > prod(weight.shape[2:]) == 1 else _TRANSPOSED[n]
+    layout = images(x, weight.shape[1] * groups, atoms)
     local = local_shape(layout, lowering.place)
 
     def transposed(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:

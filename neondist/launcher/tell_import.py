@@ -1,0 +1,14 @@
+"""A process that imports modules, and tells of each in a line why it cannot: the name, a tab, the reason if any."""
+
+import importlib
+import sys
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        reason = ""
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            text = " ".join(str(error).split())[:500]
+            reason = text if type(error).__name__ == "MissingPackageError" else f"{type(error).__name__}: {text}"
+        print(f"{name}\t{reason}", flush=True)

@@ -1,0 +1,51 @@
+"""The range of PyTorch, and `neondist doctor`, which imports what it reports."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from neondist.cli import doctor
+from neondist.version import TORCH, torch_remedy
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_range_is_that_of_the_install():
+    bounds = re.search(r'^torch = \["torch>=([0-9.]+),<([0-9.]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert bounds.groups() == tuple(".".join(map(str, bound)) for bound in TORCH)
+    pinned = re.search(r"^torch==([0-9.]+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
+    assert not torch_remedy(pinned)
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.2.2", "2.8.0+cpu", "2.16.0", "2.16.0a0+git1", "3.0", "unknown"])
+def test_others_are_one_message(version):
+    assert re.search(rf"{re.escape(version)} is not supported.*pip install 'torch>=2\.9,<2\.16'", torch_remedy(version))
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.9.1+cu128", "2.13.0+cpu", "2.15.0"])
+def test_supported_versions(version):
+    assert not torch_remedy(version)
+
+
+def test_what_cannot_be_imported_is_named(tmp_path, monkeypatch):
+    broken = {
+        "no_such_thing": "raise AttributeError('no such\\nthing')",
+        "ends_the_process": "import os; os._exit(3)",
+        "imports_well": "print('hello')",
+        "says_no": "from neondist.errors import MissingPackageError; raise MissingPackageError('install it')",
+    }
+    for name, text in broken.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = doctor.failed_imports([*broken, "json"])
+    assert found.pop("ends_the_process").startswith("no answer")
+    assert found == {"no_such_thing": "AttributeError: no such thing", "says_no": "install it"}
+
+
+def test_doctor_warns_of_what_cannot_be_imported(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "failed_imports", lambda modules: {"neondist.torch": "AttributeError: no apply"})
+    monkeypatch.setattr(doctor, "versions", lambda: {"torch": "2.14.1", "cupy": None})
+    warnings = []
+    assert doctor._versions(warnings) == [("torch", "2.14.1, cannot be imported"), ("cupy", "not installed")]
+    assert warnings == ["`import neondist.torch` fails: AttributeError: no apply; reinstall torch, or remove it"]
