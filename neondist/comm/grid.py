@@ -53,6 +53,7 @@ class ProcessGrid:
     """
 
     _wide: Partition | None = None
+    _owns_world = False
 
     @checked
     def __init__(
@@ -78,18 +79,13 @@ class ProcessGrid:
         _GRIDS[self.handle] = self
         self._whole: dict[str, int] = {}
         self._closing = ExitStack()
-        if self.world is not comm:  # a caller's own transport stays open, and the process as it is
+        self._owns_world = self.world is not comm
+        if self._owns_world:  # a caller's own transport stays open, and the process as it is
             self._closing.callback(self.world.close)
             if self.size > 1:
                 self._closing.callback(Effects.enter(self.world).leave, self.world)
         for group in (self.tile_comm, self.replica_comm):
             self._closing.callback(group.close)
-        if self.world is not comm:
-            self._closing.callback(self._check_close)
-
-    def _check_close(self) -> None:
-        if not self.world.ended:
-            self.check("ProcessGrid.close")
 
     def close(self) -> None:
         """Free the communicators that were made for this grid, and take back what it changed in this process.
@@ -97,6 +93,8 @@ class ProcessGrid:
         Collective. Communicators that an open grid shares stay until that is closed as well. What was built on the
         grid cannot communicate any more.
         """
+        if self._owns_world and not self.world.ended:
+            self.check("ProcessGrid.close")
         self._closing.close()
         self.world = self.tile_comm = self.replica_comm = self.shape = CLOSED
 

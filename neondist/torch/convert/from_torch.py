@@ -65,6 +65,7 @@ def from_torch(
     shape = tuple(example_shape)
     kind = model or (ConvnetDist if len(shape) > 2 else MLPDist)
     grid = grid or (ProcessGrid() if kind.distributed else ProcessGrid.serial())
+    grid.check("from_torch")
     with all_or_none(grid.world):
         network, last = _networks(module, shape, arguments.get("dtype", torch.get_default_dtype()))
         layers = network.nodes(last)
