@@ -128,6 +128,9 @@ def test_checksums_see_each_bit_and_its_place():
     changed += [x.flip(0), x.flip(1), x.view(-1, 3), x.view(torch.float32), torch.zeros_like(x)]
     assert len({checksum_of(y) for y in (x, *changed)}) == len(changed) + 1
     assert checksum_of(x.T.contiguous().T) == checksum_of(x)
+    blocks = torch.arange(4 << 15, dtype=torch.int32)
+    assert checksum_of(blocks) != checksum_of(blocks.roll(1 << 15))
+    assert of_array(blocks.numpy()) != of_array(blocks.roll(1 << 15).numpy())
     assert len({of_array(y.contiguous().numpy()) for y in (x, *changed[:5])}) == 6
 
 
