@@ -57,8 +57,10 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
 def are_whole(targets: Any, output: GlobalArray, batch_size: int) -> bool:
     """Tell whether targets are those of a whole batch and of whole images, the same on every rank."""
     spatial, extent = tuple(targets.shape[1 : 1 + len(output.extent)]), output.extent
-    own = bool(extent) and output.grid.shape.tiles > 1 and output.own.shape == extent
-    return len(targets) == batch_size and spatial == extent and not own
+    if len(targets) != batch_size or spatial != extent:
+        return False
+    tiles = output.tiles.boxes() if extent and output.grid.shape.tiles > 1 else []
+    return all(box.shape != extent for box in tiles)  # or a tile may be meant: the one that has all cells
 
 
 def slices_in(images: GlobalArray, own: Box) -> tuple[slice, ...]:
