@@ -45,7 +45,7 @@ def checksum_of(array: np.ndarray, start: int = 0) -> int:
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     rows = data.size // (ROWS * ROW)
     sums = np.add.reduce(data[: rows * ROWS * ROW].view(np.uint64).reshape(rows, ROWS, ROW // 8), 1)
-    return zlib.crc32(data[rows * ROWS * ROW :], zlib.crc32(sums, start))
+    return zlib.crc32(data[rows * ROWS * ROW :].data, zlib.crc32(sums.data, start))
 
 
 @contextmanager
