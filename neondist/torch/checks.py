@@ -81,7 +81,7 @@ def checksum_of(tensor: torch.Tensor) -> int:
     if data.storage_offset() % 8:
         end = 0
     sums = data[:end].view(torch.int64).view(-1, ROWS, ROW // 8).sum(1)
-    return zlib.crc32(data[end:].cpu().numpy().data, zlib.crc32(sums.cpu().numpy(), start))
+    return zlib.crc32(data[end:].cpu().numpy().data, zlib.crc32(sums.cpu().numpy().data, start))
 
 
 class BackwardCheck:
