@@ -38,3 +38,35 @@ def test_under_mpirun(ranks):
     passed = re.findall(r"(\d+) passed", done.stdout)
     assert len(passed) == ranks, said
     assert min(map(int, passed)) >= CHOSEN[ranks][0], said
+
+
+PARTING = """
+import sys
+import numpy as np
+import neondist as nd
+
+grid, how = nd.ProcessGrid(), sys.argv[1]
+array = nd.GlobalArray(grid, (1, 6, 6, 1), nd.Window(3, padding=1))
+tile = array.scatter(np.ones((1, 6, 6, 1)) * (grid.rank if how == "other images" else 1))
+if grid.rank == 1 and how == "exit":
+    sys.exit(0)
+if grid.rank == 1 and how == "ProcessGrid.close":
+    grid.close()
+if how != "none":
+    array.gather(tile)
+sys.exit(3 * (how == "none"))
+"""
+
+
+@pytest.mark.parametrize("how", ["none", "exit", "ProcessGrid.close", "other images"])
+def test_ranks_that_part_ways(how, tmp_path):
+    """All end, with a message that names the rank and both calls; a common exit code stays."""
+    (tmp_path / "script.py").write_text(PARTING)
+    mpirun = find_mpirun(os.environ)
+    environment = {**os.environ, **mpirun.environment(), "OMP_NUM_THREADS": "1"}
+    command = [*mpirun.command(2), sys.executable, tmp_path / "script.py", how]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    given = "the array given to scatter is of checksum"
+    said = {"none": "", "other images": f"rank 1: {given}"}.get(how, f"rank 1: the call is {how}, but gather on rank 0")
+    assert said in done.stderr
+    assert done.returncode == (3 if how == "none" else 2), done.stderr

@@ -7,7 +7,7 @@ not start MPI.
 """
 
 from . import loopback
-from .agree import agree, all_or_none
+from .agree import CALL, agree, all_or_none, check_alike
 from .debug import DebugTransport
 from .effects import end_job
 from .grid import ProcessGrid
@@ -17,6 +17,7 @@ from .single import SingleTransport
 from .transport import Done, Exchange, Message, ReduceOp, Request, Transport
 
 __all__ = [
+    "CALL",
     "GROUPS",
     "DebugTransport",
     "Done",
@@ -31,6 +32,7 @@ __all__ = [
     "Transport",
     "agree",
     "all_or_none",
+    "check_alike",
     "end_job",
     "group_of",
     "loopback",

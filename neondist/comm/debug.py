@@ -32,6 +32,7 @@ class DebugTransport(Transport):
     def __init__(self, inner: Transport, seed: int = 0) -> None:
         self.inner, self.rank, self.size, self.seed = inner, inner.rank, inner.size, seed
         self.random = random.Random(f"{seed} {inner.rank}")
+        self.one_process = inner.one_process
 
     def delay(self) -> None:
         """Wait a random time."""
@@ -45,6 +46,10 @@ class DebugTransport(Transport):
         """Return the groups of tiles and of replicas, watched as well."""
         one, other = self.inner.cut(tiles)
         return DebugTransport(one, self.seed), DebugTransport(other, self.seed)
+
+    def begin(self, call: str) -> None:
+        """Pass on the call that begins."""
+        self.inner.begin(call)
 
     def close(self) -> None:
         """Close the group that is watched."""

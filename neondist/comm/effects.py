@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 import traceback
 from types import TracebackType
 
 from ..errors import UserError
+from .agree import CALL, check_alike
 from .transport import Transport
 
 
@@ -15,35 +17,53 @@ class Effects:
     """Python's excepthook while there are such grids, where the next one finds it; and the owner of their threads.
 
     An exception that nothing catches prints its traceback and ends the job on all ranks, instead of leaving the others
-    to wait for ever. Ranks on one machine share its cores, if nobody has set the number of threads.
+    to wait for ever; and so does the end of the program on some ranks, while others are in another call. Ranks on one
+    machine share its cores, if nobody has set the number of threads.
+
+    Attributes
+    ----------
+    worlds : list of Transport
+        Of the grids that are open.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.grids, self.transport, self.before = 0, transport, sys.excepthook
+        self.worlds: list[Transport] = []
+        self.before = sys.excepthook
         sys.excepthook = self
         self.take_back_threads = transport.share_cores()
+        atexit.register(self.exit)
 
     @classmethod
     def enter(cls, transport: Transport) -> Effects:
         """Return the effects that there are in this process, with one grid more."""
         effects = sys.excepthook if isinstance(sys.excepthook, cls) else cls(transport)
-        effects.grids, effects.transport = effects.grids + 1, transport
+        effects.worlds.append(transport)
         return effects
 
-    def leave(self) -> None:
-        """Leave the process as it was before, if this was the last grid."""
-        self.grids -= 1
-        if not self.grids:
+    def leave(self, transport: Transport) -> None:
+        """Take note that a grid is closed; leave the process as it was before, if that was the last one."""
+        self.worlds.remove(transport)
+        if not self.worlds:
+            atexit.unregister(self.exit)
             self.take_back_threads()
             if sys.excepthook is self:
                 sys.excepthook = self.before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End the job, as Python's excepthook."""
-        if self.grids:
-            end_job(self.transport, error)
+        if self.worlds:
+            end_job(self.worlds[-1], error)
         else:  # another hook has come after this one, and passes on to it
             self.before(kind, error, trace)
+
+    def exit(self) -> None:
+        """Compare with the other ranks, at the end of the program, that it ends on all; else end the job."""
+        for world in self.worlds:
+            try:
+                if not world.ended:
+                    check_alike(world, {CALL: "exit"})
+            except Exception as error:
+                end_job(world, error)
 
 
 def end_job(transport: Transport, error: BaseException) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from html import escape
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,6 +17,7 @@ from ..observer import Observers
 from ..registry.arguments import checked
 from ..renamed import Renamed
 from . import mpi
+from .agree import CALL, check_alike, checksum_of
 from .effects import Effects
 from .single import SingleTransport
 from .transport import CLOSED, Transport
@@ -51,12 +53,16 @@ class ProcessGrid:
     """
 
     _wide: Partition | None = None
+    _owns_world = False
 
     @checked
     def __init__(
         self, comm: Any = None, replicas: int = 1, rows: int | None = None, cols: int | None = None, planes: int = 1
     ) -> None:
         self.world, self.observers = _transport(comm), Observers()
+        if self.world.size > 1:
+            asked = {"replicas": replicas, "planes": planes, "rows": rows, "cols": cols}
+            check_alike(self.world, {CALL: "ProcessGrid", **asked})
         self.shape: GridShape = grid_shape(self.world.size, replicas, rows, cols, planes)
         self.size, self.rank = self.world.size, self.world.rank
         self.replicas, self.planes = replicas, planes
@@ -71,11 +77,13 @@ class ProcessGrid:
         #: a number that stands for this grid where objects cannot go, as into operators of PyTorch
         self.handle = next(_NUMBERS)
         _GRIDS[self.handle] = self
+        self._whole: dict[str, int] = {}
         self._closing = ExitStack()
-        if self.world is not comm:  # a caller's own transport stays open, and the process as it is
+        self._owns_world = self.world is not comm
+        if self._owns_world:  # a caller's own transport stays open, and the process as it is
             self._closing.callback(self.world.close)
             if self.size > 1:
-                self._closing.callback(Effects.enter(self.world).leave)
+                self._closing.callback(Effects.enter(self.world).leave, self.world)
         for group in (self.tile_comm, self.replica_comm):
             self._closing.callback(group.close)
 
@@ -85,6 +93,8 @@ class ProcessGrid:
         Collective. Communicators that an open grid shares stay until that is closed as well. What was built on the
         grid cannot communicate any more.
         """
+        if self._owns_world and not self.world.ended:
+            self.check("ProcessGrid.close")
         self._closing.close()
         self.world = self.tile_comm = self.replica_comm = self.shape = CLOSED
 
@@ -100,6 +110,33 @@ class ProcessGrid:
         """Close the grid; with an error that other ranks may not have, leave that to who catches it, or end the job."""
         if error is None or getattr(error, "agreed", False) or self.size == 1:
             self.close()
+
+    def note_whole(self, what: str, array: Any) -> None:
+        """Take note of a whole array that all ranks were given alike; the next `check` compares it.
+
+        Parameters
+        ----------
+        what : str
+            Such as 'the image given to scatter'.
+        array : np.ndarray, or int
+            Or a checksum of it.
+        """
+        if self.size > 1:
+            before = self._whole.get(what, 0)
+            number = array if isinstance(array, int) else checksum_of(array)
+            self._whole[what] = (before * 31 + number) % 2**32  # of several, in their order
+
+    def check(
+        self, call: str, facts: Mapping[str, Any] = MappingProxyType({}), error: Exception | None = None,
+        versions: Sequence[int] = (),
+    ) -> bool:  # fmt: skip
+        """Raise on all ranks unless all begin this call, with these facts and the same whole arrays; collective.
+
+        It is `check_alike` with what was noted by `note_whole`.
+        """
+        whole, self._whole = self._whole, {}
+        found = {what: f"of checksum {number:08x}" for what, number in whole.items()}
+        return check_alike(self.world, {CALL: call, **found, **facts}, error, versions)
 
     def on_close(self, work: Callable[[], object]) -> None:
         """Do something when the grid is closed, before its communicators are."""

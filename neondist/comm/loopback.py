@@ -30,25 +30,33 @@ class _World:
         self.timeout = timeout
         self.turns = threading.Semaphore(at_once) if at_once else contextlib.nullcontext()
         self.failed = threading.Event()
+        self.calls: dict[int, str] = {}  # that each rank is in
+        self.ended: set[int] = set()
 
-    def receive(self, box: SimpleQueue) -> Any:
+    def receive(self, box: SimpleQueue, ends: tuple[int, int]) -> Any:
+        """Take the next value of a mailbox; `ends` are the ranks of its sender and its receiver in the world."""
         with contextlib.suppress(Empty):
             return box.get_nowait()
         self.turns.__exit__(None, None, None)  # others compute while this rank waits
         try:
-            return self._wait(box)
+            return self._wait(box, *ends)
         finally:
             self.turns.__enter__()
 
-    def _wait(self, box: SimpleQueue) -> Any:
+    def _wait(self, box: SimpleQueue, sender: int, rank: int) -> Any:
         end = time.monotonic() + self.timeout
         while not self.failed.is_set():
+            ended = sender in self.ended  # asked first: what it has sent is there then
             try:
                 return box.get(timeout=0.05)
             except Empty:
+                if ended:
+                    where = f", in {self.calls[rank]}" if rank in self.calls else ""
+                    raise RemoteError(f"rank {sender} has ended, but rank {rank} waits for it{where}") from None
                 if time.monotonic() > end:
+                    calls = "; ".join(f"rank {at}: the call is {call}" for at, call in sorted(self.calls.items()))
                     raise TimeoutError(
-                        f"no message within {self.timeout} s: the virtual ranks wait for each other"
+                        f"no message within {self.timeout} s: the virtual ranks wait for each other ({calls})"
                     ) from None
         raise RemoteError("another virtual rank failed")
 
@@ -56,8 +64,8 @@ class _World:
 class _Group:
     """The mailboxes of a group of ranks, which live as long as a member."""
 
-    def __init__(self, members: Sequence[int]) -> None:
-        self.members = members
+    def __init__(self, members: Sequence[int], ranks: Sequence[int]) -> None:
+        self.members, self.ranks = members, ranks  # of the group that this is a part of; and of the world
         self._lock = threading.Lock()
         self._boxes: defaultdict[tuple, SimpleQueue] = defaultdict(SimpleQueue)
 
@@ -68,6 +76,8 @@ class _Group:
 
 class LoopbackTransport(Transport):
     """One virtual rank's view of its group."""
+
+    one_process = True
 
     def __init__(self, world: _World, group: _Group, rank: int, size: int) -> None:
         self.world, self.group, self.rank, self.size = world, group, rank, size
@@ -86,7 +96,16 @@ class LoopbackTransport(Transport):
         self.group.box(self.rank, peer).put(value)
 
     def _take(self, peer: int) -> Any:
-        return self.world.receive(self.group.box(peer, self.rank))
+        return self.world.receive(self.group.box(peer, self.rank), self.ends(peer))
+
+    def ends(self, peer: int) -> tuple[int, int]:
+        """Return the ranks of `peer` and of this one in the world."""
+        return self.group.ranks[peer], self.group.ranks[self.rank]
+
+    def begin(self, call: str) -> None:
+        """Take note of the call that begins."""
+        if call and not self.closed:
+            self.world.calls[self.group.ranks[self.rank]] = call
 
     def mailboxes(self, peers: Iterable[int], outgoing: bool) -> dict[int, SimpleQueue]:
         """Return a new mailbox to, or from, every peer; both ends of a pair open theirs in the same order."""
@@ -99,7 +118,7 @@ class LoopbackTransport(Transport):
 
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks that gave the same colour, ordered by key."""
-        group = self._through_first((color, key, self.rank), _grouped)[color]
+        group = self._through_first((color, key, self.rank, self.group.ranks[self.rank]), _grouped)[color]
         return LoopbackTransport(self.world, group, group.members.index(self.rank), len(group.members))
 
     def close(self) -> None:
@@ -165,12 +184,12 @@ class LoopbackTransport(Transport):
         raise SystemExit(code)
 
 
-def _grouped(given: Iterable[tuple[int, int, int]]) -> dict[int, _Group]:
-    """Return a group for each colour, from the colour, key and rank of everybody."""
-    members: defaultdict[int, list[int]] = defaultdict(list)
-    for color, _, rank in sorted(given):
-        members[color].append(rank)
-    return {color: _Group(ranks) for color, ranks in members.items()}
+def _grouped(given: Iterable[tuple[int, int, int, int]]) -> dict[int, _Group]:
+    """Return a group for each colour, from the colour, key, rank and rank in the world of everybody."""
+    members: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for color, _, rank, of_world in sorted(given):
+        members[color].append((rank, of_world))
+    return {color: _Group(*zip(*ranks, strict=True)) for color, ranks in members.items()}
 
 
 class _LoopbackRequest(Request):
@@ -179,8 +198,9 @@ class _LoopbackRequest(Request):
 
     def wait(self) -> None:
         here = self.transport
-        boxes = (here.group.box(peer, here.rank, 0) for peer in range(here.size))  # exchanges count theirs from 1
-        self.array[...] = reduce(np.add, map(here.world.receive, boxes))
+        peers = range(here.size)
+        boxes = (here.group.box(peer, here.rank, 0) for peer in peers)  # exchanges count theirs from 1
+        self.array[...] = reduce(np.add, map(here.world.receive, boxes, map(here.ends, peers)))
 
 
 class _LoopbackExchange(Exchange):
@@ -198,7 +218,8 @@ class _LoopbackExchange(Exchange):
 
     def _finish(self) -> None:
         for message in self.receives:
-            message.cells[...] = self.transport.world.receive(self.inboxes[message.peer])
+            ends = self.transport.ends(message.peer)
+            message.cells[...] = self.transport.world.receive(self.inboxes[message.peer], ends)
 
 
 @checked
@@ -220,7 +241,7 @@ def run(
     Exception
         The error of the first rank that failed; the other ranks are ended.
     """
-    world, group = _World(timeout, at_once), _Group(range(ranks))
+    world, group = _World(timeout, at_once), _Group(range(ranks), range(ranks))
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
 
@@ -228,6 +249,7 @@ def run(
         try:
             with world.turns:
                 results[rank] = function(LoopbackTransport(world, group, rank, ranks))
+            world.ended.add(rank)
         except BaseException as error:
             errors.append(error)
             world.failed.set()

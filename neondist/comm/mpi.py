@@ -132,6 +132,11 @@ class MPITransport(Transport):
         cuts[tiles] = [group.part for group in made]
         return made
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is closed, or MPI has ended."""
+        return self.closed or bool(self.mpi.Is_finalized())
+
     def close(self) -> None:
         """Free the communicator, if it is a part that nobody else has open; collective."""
         if not self.closed:

@@ -153,12 +153,27 @@ class Transport(ABC):
         Whether `close` was called.
     tensors : tuple of str
         The kinds of devices whose PyTorch tensors it takes itself, in exchanges and as `allreduce`'s array.
+    one_process : bool
+        Whether all ranks share one process, and so the global generators of random numbers.
+    call : str
+        The collective call that this rank has begun last, for messages about ranks that do not join it.
     """
 
     rank: int
     size: int
     closed: bool = False
     tensors: tuple[str, ...] = ()
+    one_process: bool = False
+    call: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self.closed
+
+    def begin(self, call: str) -> None:
+        """Take note of the collective call that this rank begins."""
+        self.call = call
 
     @abstractmethod
     def split(self, color: int, key: int) -> Transport:

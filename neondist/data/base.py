@@ -280,6 +280,7 @@ class Dataset(Registered, ABC):
         ConfigError
             A step does not suit images of this shape.
         """
+        grid.check("open")
         error: Exception | None = None
         try:
             if not checked:

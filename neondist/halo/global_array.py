@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..backends import Backend, get_backend
-from ..comm import Exchange, ProcessGrid, Reductions, group_of
+from ..comm import CALL, Exchange, ProcessGrid, Reductions, check_alike, group_of
 from ..errors import GridError, ShapeError
 from ..geometry import Box, HaloPlan, Partition, Window, split
+from ..namespace import to_host
 from ..registry.arguments import checked
 from .buffer import HaloBuffer, Slots
 from .exchange import WHOLE, HaloExchange, Phase
@@ -150,6 +151,7 @@ class GlobalArray:
         """
         tile = self._taken("tile", tile)
         self.check_tile("tile", tile)
+        self._check_call("get_fprop_view", tile)
         if self.plan.trivial:
             return self._given(tile)
         return self._given(self.buffer(len(tile)).forward(tile, phase))
@@ -169,6 +171,7 @@ class GlobalArray:
         """
         dview = self._taken("dview", dview)
         self._check("dview", dview, self.view_shape[1:])
+        self._check_call("get_bprop_view", dview)
         if self.plan.trivial:
             return self._given(dview)
         return self._given(self.buffer(len(dview)).backward(dview, phase))
@@ -178,12 +181,16 @@ class GlobalArray:
         if whole.shape[1:] != self.global_shape[1:]:
             expected = ", ".join(map(str, ("N", *self.global_shape[1:])))
             raise ShapeError(f"array of shape {whole.shape}: expected ({expected})")
+        if self.grid.size > 1:
+            self.grid.note_whole("the array given to scatter", to_host(whole))
         lo, hi = self.grid.sample_range(len(whole))
         return self.backend.from_host(whole[(slice(lo, hi), *self.own.slices)], self.dtype)
 
     def gather(self, tile: Any) -> Any:
         """Return the whole array (N, *spatial, C) on every rank; collective."""
         size, shape = self.grid.size, self.global_shape[1:]
+        self.check_tile("tile", tile)
+        self.grid.check("gather", {"the shape of samples": shape})
         return self._moved(tile, self, lambda samples: [Box.of((samples, *shape))] * size)
 
     def redistribute(self, tile: Any, other: GlobalArray) -> Any:
@@ -211,6 +218,8 @@ class GlobalArray:
         if shape != wanted:
             raise ShapeError(f"redistribute: samples of shape {shape} and {wanted}; give arrays of one shape")
         replicas = range(other.grid.replicas)
+        self.check_tile("tile", tile)
+        self.grid.check("redistribute", {"the shape of samples": shape, "the replicas": len(replicas)})
 
         def boxes(samples: int) -> list[Box]:
             return boxes_of((split(samples, len(replicas), at) for at in replicas), other.tiles, other.channels)
@@ -281,7 +290,6 @@ class GlobalArray:
         self.remember({key: arrays for key, arrays in memory.items() if arrays})
 
     def _moved(self, tile: Any, other: GlobalArray, target: Boxes) -> Any:
-        self.check_tile("tile", tile)
         return other.backend.from_host(redistributed(tile, self.grid, self.own, self.extent, target), other.dtype)
 
     def _taken(self, name: str, array: Any) -> Any:
@@ -293,6 +301,12 @@ class GlobalArray:
     def check_tile(self, name: str, tile: Any) -> None:
         """Raise ShapeError if an array is not this rank's tile, for any number of samples; `name` is the array's."""
         self._check(name, tile, self.local_shape[1:])
+
+    def _check_call(self, call: str, array: Any) -> None:
+        """Compare, where users call, whether all ranks of the replica make the same call."""
+        if not self.reuse:
+            facts = {CALL: call, "the window": self.window, "samples": len(array), "channels": array.shape[-1]}
+            check_alike(self.grid.world if self.grid.replicas == 1 else self.grid.tile_comm, facts)
 
     def _check(self, name: str, array: Any, expected: tuple[int, ...]) -> None:
         if array.shape[1:] != expected:

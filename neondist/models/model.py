@@ -16,6 +16,7 @@ from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, scheme_text
 from ..layers import Context, Node, Sequential
 from ..memory import PROCESS, as_bytes, share_of
+from ..namespace import to_host
 from ..optim import SGD, Optimizer
 from ..parallel import SYNCS, GradientSync, Parameters, ParameterShard, TrainedSubset, gather, load
 from ..plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
@@ -26,7 +27,7 @@ from ..runtime import Executor
 from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from .passes import ModelPass, images_for
-from .targets import local_targets, random_batch
+from .targets import are_whole, local_targets, random_batch
 from .train_step import ModelStep
 from .trainable import Whole
 
@@ -269,6 +270,7 @@ class Model(Whole):
         x = images_for(self, x, copy=True)
         batch = self._samples(x, batch_size)
         self.input.check_tile("x", x)
+        self.grid.check("forward", {"training": training, "batch_size": batch})
         run = self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
         return ModelPass(self.executor, run, parameters, (self.input, self.output))
 
@@ -337,7 +339,11 @@ class Model(Whole):
             and NaN is returned.
         """
         self.last_pass = None
-        return ModelStep(self).run(x, targets, self._samples(x, batch_size))
+        batch = self._samples(x, batch_size)
+        if are_whole(targets, self.output, batch):
+            self.grid.note_whole("the targets given to train_batch", to_host(targets))
+        self.grid.check("train_batch", {"batch_size": batch})
+        return ModelStep(self).run(x, targets, batch)
 
     def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, list[float]]:
         """Return this rank's outputs, its targets, and its share of each part of the summed cost; as for inference."""
@@ -370,7 +376,9 @@ class Model(Whole):
 
     def state(self) -> dict[str, Any]:
         """Return copies of all whole arrays by '<layer name>/<parameter>', equal on every grid; collective."""
-        return gather(self.built.arrays())
+        arrays = self.built.arrays()
+        self.grid.check("state")
+        return gather(arrays)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over arrays that `state` returned; before the first build they are kept for it."""
@@ -383,11 +391,14 @@ class Model(Whole):
     def gradients(self) -> dict[str, Any]:
         """Return copies of all whole gradients by '<layer name>/<parameter>', summed over all ranks; collective."""
         parameters = self.built
+        self.grid.check("gradients")
         return gather((entry, entry.layer.grads[entry.name]) for entry in parameters.trained)
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>'; collective."""
-        return gather(self.built.slots(self.slots))
+        slots = self.built.slots(self.slots)
+        self.grid.check("optimizer_state")
+        return gather(slots)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take over arrays that `optimizer_state` returned."""

@@ -54,6 +54,15 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
     )
 
 
+def are_whole(targets: Any, output: GlobalArray, batch_size: int) -> bool:
+    """Tell whether targets are those of a whole batch and of whole images, the same on every rank."""
+    spatial, extent = tuple(targets.shape[1 : 1 + len(output.extent)]), output.extent
+    if len(targets) != batch_size or spatial != extent:
+        return False
+    tiles = output.tiles.boxes() if extent and output.grid.shape.tiles > 1 else []
+    return all(box.shape != extent for box in tiles)  # or a tile may be meant: the one that has all cells
+
+
 def slices_in(images: GlobalArray, own: Box) -> tuple[slice, ...]:
     """Return where cells of this rank lie in the tile that it reads, which may have others around them."""
     starts = (max(0, lo - start) for lo, start in zip(own.lo, images.own.lo, strict=True))  # 0: there are none

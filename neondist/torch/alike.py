@@ -1,66 +1,18 @@
-"""That all ranks are about to do the same: one small message before each pass, so that none waits for ever."""
+"""Changes of a module between its passes, as far as what its steps are depends on them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-
-from ..comm.agree import agree
-from ..comm.transport import Transport
-from ..errors import ConfigError
 
 _PLAIN = (bool, int, float, str, type(None))
 _PLAIN_ALWAYS = "_is_full_backward_hook"
 """An attribute that all modules have, those of torch.compile too."""
-
-
-def check_alike(
-    world: Transport, facts: Mapping[str, Any], error: Exception | None = None, versions: Sequence[int] = ()
-) -> bool:
-    """Raise on all ranks if any has an error, or if one says other facts than rank 0; collective.
-
-    Parameters
-    ----------
-    facts : dict of name to value
-        What all ranks must say alike; values are compared as text.
-    error : Exception, optional
-        Of this rank.
-    versions : sequence of int
-        Numbers that may differ: whether all have the same is returned.
-    """
-    if world.size == 1:
-        if error is not None:
-            raise error
-        return True
-    said = {name: str(value) for name, value in facts.items()}
-    digest = hashlib.sha256(repr((said, tuple(versions))).encode()).digest()
-    number = int.from_bytes(digest[:7], "little")
-    ends = np.array([number, -number] if error is None else [2**62, 2**62])
-    world.allreduce(ends, "max")
-    if ends[0] == -ends[1]:
-        return True
-    agree(world, error)
-    every = world.allgather(said)
-    for rank, other in enumerate(every):
-        for name in (*every[0], *other):
-            if every[0].get(name) != other.get(name):
-                raise ConfigError(
-                    f"rank {rank}: {name} is {_short(other.get(name))}, but {_short(every[0].get(name))} on rank 0;"
-                    " every rank has to do the same"
-                ).on_all_ranks()
-    return False
-
-
-def _short(value: str | None) -> str:
-    if value is None:
-        return "not there"
-    return value if len(value) < 120 else f"{value[:50]}...{value[-50:]}"
 
 
 def digest_of(plan: Any, program: Any) -> str:

@@ -13,10 +13,9 @@ import torch
 from torch.library import custom_op
 
 from ..comm import ProcessGrid
-from ..comm.agree import agree
+from ..comm.agree import CALL, agree, check_alike
 from ..errors import ConfigError, GridError, ShapeError, UserError
 from ..geometry import Window, fold
-from .alike import check_alike
 from .functions import announce, recompute
 from .layout import local_shape, shape_of
 from .transfer import Range, Transfer, Want, clipped
@@ -116,6 +115,7 @@ def _halo(x: torch.Tensor, grid: int, *how: Any) -> torch.Tensor:
 @custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_HOW}) -> Tensor")
 def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *how: Any) -> torch.Tensor:
     hand, window, extent = _opened(grid, how)
+    check_alike(hand.wires.grid.world, {CALL: "backward of halo", "window": window, "global_shape": extent})
     view = hand.view(window, extent)
     with view.channel.during("backward"):
         return view.channel.adjoint(gradient, shape, view.pads)
@@ -151,7 +151,7 @@ _halo.register_autograd(_halo_backward, setup_context=_keep_halo)
 @custom_op("neondist::reduce", mutates_args=(), schema="(Tensor x, str op, int grid, str group) -> Tensor")
 def _reduce(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
     hand = _hand(ProcessGrid.of(grid), 2)
-    facts = {"the call": f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
+    facts = {CALL: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
     check_alike(hand.wires.grid.world, facts | {"x.requires_grad": x.requires_grad})
     every = hand.wires.mesh.axes
     axes = {"tiles": every - {0}, "replicas": every & {0}, "world": every}[group]
@@ -202,7 +202,7 @@ class _Hand:
         shape = tuple(x.shape)
         known = self._extents.get(shape)
         # a rank may have seen its tile's shape before and others not: whether all know the same is found out here
-        facts = {"the call": "halo", "window": window, "global_shape": None}
+        facts = {CALL: "halo", "window": window, "global_shape": None}
         if not check_alike(self.wires.grid.world, facts, versions=(-1,) if known is None else known) or known is None:
             known = self._extents[shape] = self._asked(shape)
         return known
@@ -214,7 +214,7 @@ class _Hand:
             self.check_tile(x, window, extent)
         except UserError as problem:
             error = problem
-        facts = {"the call": "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
+        facts = {CALL: "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
         check_alike(self.wires.grid.world, facts | {"global_shape": extent}, error)
 
     def _asked(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ..comm import ProcessGrid
+from ..comm.agree import ROW, ROWS
 from ..errors import ConfigError, ShapeError
 from .plan import TorchPlan
 
@@ -64,3 +69,87 @@ def check_parameters(
 def gradients_of(what: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Return whether gradients go to these, which decides on messages of the backward pass."""
     return {f"requires_grad of {what} {at}": tensor.requires_grad for at, tensor in enumerate(tensors)}
+
+
+def checksum_of(tensor: torch.Tensor) -> int:
+    """Return a checksum of a tensor's shape, dtype and bits, made on its device; see `comm.agree.checksum_of`."""
+    start = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.is_meta or not tensor.numel():
+        return start
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    end = data.numel() // (ROWS * ROW) * (ROWS * ROW)
+    if data.storage_offset() % 8:
+        end = 0
+    sums = data[:end].view(torch.int64).view(-1, ROWS, ROW // 8).sum(1)
+    return zlib.crc32(data[end:].cpu().numpy().data, zlib.crc32(sums.cpu().numpy().data, start))
+
+
+class BackwardCheck:
+    """Compares, at the start of a backward pass, whether all ranks begin one; and warns of losses made by hand.
+
+    The gradient of a model's output is right where `model.loss` has sent all of it. What else arrives there is taken
+    for that of this rank's part of a sum over the ranks, which the mean over a tile is not.
+    """
+
+    def __init__(self, grid: ProcessGrid) -> None:
+        self._grid = grid
+        self._task, self._warned, self._losses = -1, False, 0
+        self._outputs = WeakIdKeyDictionary()
+        # what losses have sent in this pass: to an output itself, by its id; and to tensors made of outputs
+        self._sent: dict[int | None, list[torch.Tensor]] = {}
+
+    def watch_output(self, output: torch.Tensor, known: Callable[[torch.Tensor], Any]) -> None:
+        """Look at the gradient that arrives at an output; `known` says whether `scatter_target` gave it."""
+        if self._grid.size > 1 and output.requires_grad:
+            key = id(output)
+            output.register_hook(lambda gradient: self._arrived(gradient, key, known))
+            self._outputs[output] = output._version
+
+    def watch_loss(self, loss: torch.Tensor) -> None:
+        """Compare when the backward pass of a loss begins."""
+        if self._grid.size > 1 and loss.requires_grad:
+            self._losses += 1
+            loss.register_hook(lambda _, number=self._losses: self._begun(f"backward of loss {number}"))
+
+    def from_loss(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor for a loss to read, of which it is noted what the loss sends back."""
+        if self._grid.size == 1 or not tensor.requires_grad:
+            return tensor
+        key = id(tensor) if self._outputs.get(tensor) == tensor._version else None
+        alias = tensor.view_as(tensor)
+        alias.register_hook(lambda gradient: self._send(gradient, key))
+        return alias
+
+    def _begun(self, call: str) -> None:
+        self._grid.check(call)
+        task = torch._C._current_graph_task_id()
+        if self._task != task:
+            self._task = task
+            self._sent.clear()
+
+    def _send(self, gradient: torch.Tensor, key: int | None) -> None:
+        self._sent.setdefault(key, []).append(gradient)
+
+    def _arrived(self, gradient: torch.Tensor, key: int, known: Callable[[torch.Tensor], Any]) -> None:
+        if self._task != torch._C._current_graph_task_id():
+            self._begun("backward of an output")
+        sent = self._sent.pop(key, [])
+        if self._warned or None in self._sent or known(gradient):
+            return
+        if not sent or not _is_sum(gradient, sent):
+            self._warned = True
+            warnings.warn(BY_HAND, stacklevel=2)
+
+
+BY_HAND = (
+    "a gradient has reached an output of a distributed module that model.loss has not sent: it is taken for that of"
+    " this rank's part of a sum over all ranks, so that a mean over a tile counts once for each rank. Use"
+    " model.loss(criterion, output, model.scatter_target(target)); or divide sums by the numbers of the whole images,"
+    " and ignore this warning"
+)
+
+
+def _is_sum(gradient: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    if len(parts) == 1:
+        return gradient.data_ptr() == parts[0].data_ptr() or torch.equal(gradient, parts[0])
+    return torch.allclose(gradient, torch.stack(tuple(parts)).sum(0), equal_nan=True)

@@ -400,8 +400,8 @@ class TorchModel(Whole):
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Let random numbers, which rank 0 draws for all, depend on seed and step, and no other program's on them."""
-        if self.grid.rank:
+        """Let random numbers depend on seed and step, and no other program's on them."""
+        if self.grid.rank and self.grid.world.one_process:
             yield
             return
         with torch.random.fork_rng(devices=[]):

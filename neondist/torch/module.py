@@ -15,9 +15,9 @@ from ..comm import ProcessGrid
 from ..comm.agree import all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..halo import Phase
-from .alike import Watch, check_alike, digest_of, versions
+from .alike import Watch, digest_of, versions
 from .capture import captured, device_of
-from .checks import check_module, check_parameters, check_tensor, gradients_of
+from .checks import BackwardCheck, check_module, check_parameters, check_tensor, checksum_of, gradients_of
 from .criteria import Criteria, owner_of
 from .execution import Execution
 from .graph import autocast
@@ -82,6 +82,8 @@ class DistributedModule(nn.Module):
         self._current: tuple[Any, _Prepared] | None = None
         self.step = 0
         self._versions: tuple[int, ...] = ()
+        self._backward = BackwardCheck(grid)
+        grid.check("distribute")
         with all_or_none(grid.world):
             check_module(module)
             self._watch = Watch(module)
@@ -102,7 +104,7 @@ class DistributedModule(nn.Module):
             # random numbers are keyed by the plan, the same for every grid
             if prepared.runner.plan.key is None and not prepared.in_parts:
                 return self._alone(tiles, state, prepared)
-        error, facts = None, {"the call": "forward"}
+        error, facts = None, dict[str, Any]()
         moved: tuple[int, ...] = ()
         try:
             prepared = self._runner()
@@ -115,7 +117,7 @@ class DistributedModule(nn.Module):
                 moved = tuple(now - before for now, before in zip(moved, self._versions, strict=True))
         except UserError as problem:
             error = problem
-        if not check_alike(self.grid.world, facts, error, moved):
+        if not self.grid.check("forward", facts, error, moved):
             self._check_weights({})
         self.wires.phase = Phase(self.training, self.step)
         found = prepared.runner(tiles, parameters, buffers)
@@ -141,6 +143,7 @@ class DistributedModule(nn.Module):
         for tensor, layout in zip(leaves, layouts, strict=True):
             if layout is not None:
                 self.tiling.note(tensor, layout)
+                self._backward.watch_output(tensor, self.tiling.noted)
         return outputs
 
     def guard(self, seed: int = 0) -> None:
@@ -199,6 +202,9 @@ class DistributedModule(nn.Module):
             Which of the inputs it is.
         """
         check_tensor("image", image)
+        if self.grid.size > 1:
+            what = "the image given to scatter" if len(self._shapes) == 1 else f"image {index} given to scatter"
+            self.grid.note_whole(what, checksum_of(image))
         overlaps = self._runner().overlaps if self.execution.reads_wide else ()
         return self.tiling.part(image, self.tiling.inputs[index], overlaps[index] if overlaps else None)
 
@@ -218,12 +224,17 @@ class DistributedModule(nn.Module):
 
         for tensor in pytree.tree_leaves(target):
             check_tensor("target", tensor)
+            if self.grid.size > 1:
+                self.grid.note_whole("the target given to scatter_target", checksum_of(tensor))
         return part(target) if isinstance(target, torch.Tensor) else pytree.tree_map(part, target)
 
     def gather(self, tile: Any) -> Any:
         """Return the whole of this rank's tile of an output, or of an input or its gradient; collective."""
         tensors, tree = pytree.tree_flatten(tile)
-        layouts = self.tiling.layouts_of([each for each in tensors if isinstance(each, torch.Tensor)], self._outputs)
+        tiles = [each for each in tensors if isinstance(each, torch.Tensor)]
+        facts = {"tensors that the model has not returned": self.tiling.unknown(tiles)}
+        self.grid.check("gather", facts | {f"the dtype of tensor {at}": each.dtype for at, each in enumerate(tiles)})
+        layouts = self.tiling.layouts_of(tiles, self._outputs)
         waiting = iter(layouts)
         found = [self.tiling.gathered(t, next(waiting)) if isinstance(t, torch.Tensor) else t for t in tensors]
         return pytree.tree_unflatten(found, tree)
@@ -246,6 +257,9 @@ class DistributedModule(nn.Module):
         outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in at]
+        unknown = self.tiling.unknown(tensors)
+        if unknown:  # of which all ranks say how they are cut
+            self.grid.check("loss", {"tensors that the model has not returned": unknown})
         layouts = self.tiling.layouts_of(tensors, self._outputs, outputs)
         error, digest = None, ""
         try:
@@ -253,8 +267,8 @@ class DistributedModule(nn.Module):
         except UserError as problem:
             error = problem
         if self.grid.size > 1 or error:
-            facts = {"the call": "loss", "the criterion": digest, "torch.is_grad_enabled()": torch.is_grad_enabled()}
-            check_alike(self.grid.world, facts | gradients_of("tensor", tensors), error)
+            facts = {"the criterion": digest, "torch.is_grad_enabled()": torch.is_grad_enabled()}
+            self.grid.check("loss", facts | gradients_of("tensor", tensors), error)
         if self.grid.size == 1 and inner.plan.key is None:
             if two:
                 self._criteria.note_plain(criterion, output, target)
@@ -263,7 +277,9 @@ class DistributedModule(nn.Module):
         owner = owner_of(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
-        return inner(tensors, named, buffers)[0]
+        loss = inner([self._backward.from_loss(tensor) for tensor in tensors], named, buffers)[0]
+        self._backward.watch_loss(loss)
+        return loss
 
     # Inner.
 

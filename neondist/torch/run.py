@@ -100,9 +100,13 @@ class Runner:
         return [trained.get(at, tensor) for at, tensor in enumerate(found)]
 
     def _drawn(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a number of PyTorch's generator on rank 0, which a checkpoint that runs again finds again."""
-        world = self.wires.grid.world  # no other rank draws: virtual ones share the generator
-        number = world.bcast(int(torch.randint(2**62, ())) if world.rank == 0 else None)
+        """Return a number of PyTorch's generator on rank 0, which a checkpoint that runs again finds again.
+
+        Generators of other ranks go on alike, or ranks with the same seed would shuffle differently from then on.
+        """
+        world = self.wires.grid.world
+        draws = world.rank == 0 or not world.one_process  # virtual ranks share the generator
+        number = world.bcast(int(torch.randint(2**62, ())) if draws else None)
         return torch.tensor(number, device=inputs[0].device if inputs else None)
 
     def _entered(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -42,7 +42,12 @@ class Tiling:
         key, known = id(tensor), self._known
         known[key] = weakref.ref(tensor, lambda _: known.pop(key, None)), layout
 
-    def _noted(self, tensor: torch.Tensor) -> Layout | None:
+    def unknown(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return which of these neither the model nor `part` has returned."""
+        return [at for at, tensor in enumerate(tensors) if self.noted(tensor) is None]
+
+    def noted(self, tensor: torch.Tensor) -> Layout | None:
+        """Return how a tensor is cut, if it went out of here."""
         reference, layout = self._known.get(id(tensor), (None, None))
         return layout if reference is not None and reference() is tensor else None
 
@@ -108,7 +113,7 @@ class Tiling:
         outputs : callable
             Returns those of the module.
         """
-        found = [self._noted(tensor) for tensor in tensors]
+        found = [self.noted(tensor) for tensor in tensors]
         place, world = self.wires.place, self.wires.grid.world
         asked = [at for at, layout in enumerate(found) if layout is None]
         known = self._known_layouts(outputs()) if asked else []

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..comm import SingleTransport, agree, all_or_none
+from ..comm.agree import CALL, check_alike
 from ..errors import ConfigError, DataError, MissingPackageError, UserError
 from ..geometry import Box
 from ..io.checkpoint import Piece, Taken, scatter
@@ -48,6 +49,7 @@ def save_weights(
         On every rank: OutputError if the file cannot be written; ConfigError if something in it is no tensor.
     """
     world = _world(model)
+    check_alike(world, {CALL: "save_weights", "optimizer": optimizer is not None})
     with all_or_none(world):
         tensors = kept_tensors(model, optimizer)
         if world.rank == 0:
@@ -75,6 +77,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         On every rank, and the model is as before: the file is missing or damaged, or names or shapes differ.
     """
     world, path = _world(model), Path(path)
+    check_alike(world, {CALL: "load_weights", "optimizer": optimizer is not None})
     with ExitStack() as stack:
         file, found = None, None
         with all_or_none(world):

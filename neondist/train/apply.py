@@ -50,6 +50,7 @@ def evaluate_checkpoint(
         choice("split", split, SPLITS)
     grid = experiment.open_grid() if grid is None else grid
     model, dataset = experiment.model, experiment.dataset
+    grid.check("evaluate")
     with all_or_none(grid.world):
         plan = validate(experiment, grid.size, grid.shape)
         lines = outline(experiment, plan)

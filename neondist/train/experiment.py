@@ -201,6 +201,7 @@ class FitExperiment(Registered):
         grid = self.open_grid() if grid is None else grid
         folder = None if output is None else Path(output)
         hooks = [ProgressBar()] if hooks is None else list(hooks)
+        grid.check("run")
         with opened(hooks):
             room = least_room(grid.world)
             with all_or_none(grid.world):  # all that can be wrong is found before a file of an earlier run is touched

@@ -46,6 +46,7 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
     """
     history: list[Record] = []
     hooks = list(hooks)
+    model.grid.check("pretrain", {"batch_size": batch_size})
     with opened(hooks):
         for stage in model.stages if model.num_pretrain_epochs else ():
             run = TrainState(stage, dataset, model.num_pretrain_epochs, batch_size, history=history)

@@ -41,11 +41,11 @@ def test_the_last_one_takes_back_what_the_first_changed(before, capsys):
     effects = Effects.enter(one)
     assert Effects.enter(two) is effects is sys.excepthook
     assert (one.said, two.said) == (["shared"], [])
-    effects.leave()
+    effects.leave(one)
     sys.excepthook(DataError, DataError("no such file"), None)
     assert two.said == [2]
     assert "rank 0 of 2 failed and ends the job:" in capsys.readouterr().err
-    effects.leave()
+    effects.leave(two)
     assert sys.excepthook is hook
     assert one.said == ["shared", "taken back"]
     assert not seen
@@ -54,9 +54,9 @@ def test_the_last_one_takes_back_what_the_first_changed(before, capsys):
 def test_a_hook_that_came_later_stays(before):
     """It may call the one that was there when it came: nothing is left to end."""
     _, seen = before
-    effects = Effects.enter(Ranks())
+    effects = Effects.enter(ranks := Ranks())
     sys.excepthook = later = lambda *error: effects(*error)
-    effects.leave()
+    effects.leave(ranks)
     assert sys.excepthook is later
     error = OSError("disk")
     sys.excepthook(OSError, error, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import Transport, agree
+from ...comm import CALL, Transport, agree, check_alike
 from ...errors import DataError
 from .checksum import check
 from .pieces import Piece, Slices
@@ -68,6 +68,7 @@ def opened(path: Path, world: Transport) -> Iterator[Opened]:
     DataError
         On every rank, if the file is missing, damaged, or none of ours.
     """
+    check_alike(world, {CALL: "reading a checkpoint"})
     file, facts, error = None, None, None
     if world.rank == 0:
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import Transport, agree
+from ...comm import CALL, Transport, agree, check_alike
 from ...errors import OutputError
 from ..files import Draft, reason
 from ..hdf5 import DeferredErrorFile
@@ -40,6 +40,7 @@ def write(
     OutputError
         On every rank, if there is no room or no permission.
     """
+    check_alike(world, {CALL: "writing a checkpoint"})
     file, error = None, None
     if world.rank == 0:
         try:

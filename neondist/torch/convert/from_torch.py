@@ -14,10 +14,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from ...comm import ProcessGrid
-from ...comm.agree import all_or_none
+from ...comm.agree import all_or_none, check_alike
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
-from ..alike import check_alike
 from ..capture import captured, decomposed, where
 from ..errors import UnsupportedOperator
 from ..functional import note_result, written
@@ -66,6 +65,7 @@ def from_torch(
     shape = tuple(example_shape)
     kind = model or (ConvnetDist if len(shape) > 2 else MLPDist)
     grid = grid or (ProcessGrid() if kind.distributed else ProcessGrid.serial())
+    grid.check("from_torch")
     with all_or_none(grid.world):
         network, last = _networks(module, shape, arguments.get("dtype", torch.get_default_dtype()))
         layers = network.nodes(last)

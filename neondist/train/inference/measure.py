@@ -58,6 +58,7 @@ def evaluate_files(
         As `predict`; ConfigError for a cost that needs whole images where they go in blocks.
     """
     grid = experiment.open_grid() if grid is None else grid
+    grid.check("evaluate images")
     beyond = max((metric.beyond for metric in experiment.metrics if isinstance(metric, PerSample)), default=0)
     with network(experiment, checkpoint, source, grid, block, None, beyond) as (route, images, _):
         with all_or_none(grid.world):

@@ -80,6 +80,7 @@ def predict(
     grid = experiment.open_grid() if grid is None else grid
     asked = {"raw": raw, "probabilities": probabilities, "classes": classes}
     kinds = [kind for kind, wanted in asked.items() if wanted] or ["raw"]
+    grid.check("predict")
     with (
         _journal(Path(target), grid) as (journal, before),
         network(experiment, checkpoint, source, grid, block, before) as (route, images, said),
