@@ -18,27 +18,26 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RemoteError
+from ..errors import ConfigError, RemoteError
 from ..registry.arguments import checked
 from .transport import CLOSED, Exchange, Message, ReduceOp, Request, Transport
+from .turns import Turns
 
 
 class _World:
-    """What the threads share: their turns, and the word that one of them failed."""
+    """One virtual rank's view of what the threads share: their turns, and whether one of them failed."""
 
-    def __init__(self, timeout: float, at_once: int | None) -> None:
-        self.timeout = timeout
-        self.turns = threading.Semaphore(at_once) if at_once else contextlib.nullcontext()
-        self.failed = threading.Event()
+    def __init__(self, place: int, timeout: float, turns: Turns, failed: threading.Event) -> None:
+        self.place, self.timeout, self.turns, self.failed = place, timeout, turns, failed
 
     def receive(self, box: SimpleQueue) -> Any:
         with contextlib.suppress(Empty):
             return box.get_nowait()
-        self.turns.__exit__(None, None, None)  # others compute while this rank waits
+        self.turns.end()  # others compute while this rank waits
         try:
             return self._wait(box)
         finally:
-            self.turns.__enter__()
+            self.turns.begin(self.place)
 
     def _wait(self, box: SimpleQueue) -> Any:
         end = time.monotonic() + self.timeout
@@ -202,41 +201,48 @@ class _LoopbackExchange(Exchange):
 
 
 @checked
-def run(
-    ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0, at_once: int | None = None
-) -> list[Any]:
+def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0, at_once: int = 1) -> list[Any]:
     """Call `function(transport)` on every virtual rank and return the results in rank order.
+
+    As in processes, every rank has global random generators of its own (Python's, NumPy's, PyTorch's), which begin in
+    the caller's states; the caller's continue from those of rank 0. This holds for `at_once=1` alone.
 
     Parameters
     ----------
     timeout : float
         Seconds that a rank waits for a message before it reports a deadlock.
-    at_once : int, optional
-        How many ranks may compute while the others wait for a message or their turn; many threads that all want to
-        compute disturb each other. The function must not wait for other ranks but through its transport.
+    at_once : int
+        Number of ranks that may compute while the others wait for a message or their turn. The function must not wait
+        for other ranks but through its transport, unless it is the number of ranks. With more than 1, ranks share
+        global random generators, and must not share modules of PyTorch, which are not thread-safe.
 
     Raises
     ------
     Exception
         The error of the first rank that failed; the other ranks are ended.
     """
-    world, group = _World(timeout, at_once), _Group(range(ranks))
+    if at_once < 1:
+        raise ConfigError(f"at_once: {at_once}; expected a number of ranks > 0")
+    turns, failed, group = Turns(ranks, at_once), threading.Event(), _Group(range(ranks))
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
+        turns.begin(rank)
         try:
-            with world.turns:
-                results[rank] = function(LoopbackTransport(world, group, rank, ranks))
+            results[rank] = function(LoopbackTransport(_World(rank, timeout, turns, failed), group, rank, ranks))
         except BaseException as error:
             errors.append(error)
-            world.failed.set()
+            failed.set()
+        finally:
+            turns.end()
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    turns.begin(0)
     if errors:
         raise errors[0]
     return results
