@@ -73,7 +73,7 @@ class _Generators:
 
 def _numpy_words() -> bytes | None:
     """Return the memory of NumPy's generator, whose state takes 100 times longer; None: it is not the usual one."""
-    generator = np.random.get_bit_generator()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return None
     return ctypes.string_at(generator.ctypes.state_address, 625 * 4)

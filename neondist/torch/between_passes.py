@@ -6,7 +6,7 @@ Counters, caches and results for whoever looks are harmless. What the next forwa
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,59 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import NotRecorded, defined_at
-from .module_state import Snapshot
+from .module_state import GONE, OF_MODULES, PLAIN, Reach, plain
 
 _PLAIN = (bool, int, float, str)
+
+
+class Snapshot:
+    """A module's state at a time, with everything that its forward can reach."""
+
+    def __init__(self, module: nn.Module) -> None:
+        reach = Reach(module, set())
+        self.iterators, self._generators = reach.iterators, reach.generators
+        self._before = [(holder, holder.read()) for holder in reach.holders if holder.restored]
+        self._arrays = [(array, array.copy()) for array in reach.arrays]
+
+    def changes(self) -> dict[str, tuple[nn.Module | None, list[Any]]]:
+        """Return by name what is another value now: the module that keeps it, and the values that are new."""
+        found: dict[str, tuple[nn.Module | None, list[Any]]] = {}
+        for holder, before in self._before:
+            if holder.of_modules:
+                continue
+            present = holder.read()
+            for key in {**before, **present}:
+                then, now = before.get(key, GONE), present.get(key, GONE)
+                if not (then is now or key in OF_MODULES or _equal(then, now)):
+                    found.setdefault(holder.called(key), (holder.module, []))[1].append(now)
+        return found
+
+    def restore(self, names: Collection[str] | None = None) -> None:
+        """Make it what it was; default: all of it."""
+        for holder, before in self._before:
+            if names is None or holder.path in names:
+                holder.restore(before)
+            elif holder.mark:
+                present = holder.read()
+                some = [key for key in {**before, **present} if holder.called(key) in names]
+                holder.restore(
+                    {key: value for key, value in present.items() if key not in some}
+                    | {key: before[key] for key in some if key in before}
+                )
+        for array, values in self._arrays:
+            np.copyto(array, values)
+
+    def drawn(self) -> int:
+        """Return a number for the states of the generators that the module holds."""
+        states = []
+        for one in self._generators.values():
+            state = getattr(one, "getstate", getattr(one, "get_state", None))
+            states.append(repr(state() if state else one.bit_generator.state))
+        return hash(tuple(states))
+
+
+def _equal(then: Any, now: Any) -> bool:
+    return isinstance(then, PLAIN) and isinstance(now, PLAIN) and plain(then) == plain(now)
 
 
 @contextmanager

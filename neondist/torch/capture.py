@@ -110,8 +110,8 @@ def device_of(module: nn.Module) -> torch.device:
 def _quiet() -> Iterator[None]:
     """Let PyTorch neither warn, nor write about what an error will say."""
     known = logging.root.manager.loggerDict
-    talking = [known[name] for name in list(known) if name.partition(".")[0] == "torch"]
-    talking = [log for log in talking if isinstance(log, logging.Logger) and not log.disabled]
+    loggers = [known[name] for name in list(known) if name.partition(".")[0] == "torch"]
+    talking = [log for log in loggers if isinstance(log, logging.Logger) and not log.disabled]
     for log in talking:
         log.disabled = True
     try:

@@ -153,7 +153,8 @@ class Lowering(Builder):
             return arg
         one_of_several = arg.target is operator.getitem and env[arg.args[0]] is not None
         if one_of_several and env[arg] is None and isinstance(arg.meta.get("val"), torch.Tensor):
-            self.where = Where(str(arg.args[0].target), self.where.module, self.where.source)
+            made: Any = arg.args[0]
+            self.where = Where(str(made.target), self.where.module, self.where.source)
             self.refuse(f"its result {arg.args[1]} is used, and only others have a rule")
         return env[arg]
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -221,7 +221,7 @@ class Reach:
             else:
                 self.holders.append(Holder(f"{path}.{name}", module, held, of_modules=True, watched=False))
         self.leaves[f"{path}.training"] = module.training
-        every = self._all or not _own(type(module))
+        every = self._all or not _own(cast(Any, type(module)))
         names = [name for name in attributes if name not in OF_MODULES and (every or name in self.names)]
         self.holders.append(Holder(path, module, attributes, mark=".", watched=False))
         self._picked(attributes, path, module, names)
@@ -278,15 +278,17 @@ class Reach:
             self.generators[path] = value
         of_torch = kind.__module__.startswith(("torch.optim", "torch.distributions"))
         known = not _of_library(kind.__module__) or home in _DATA_ONLY or of_torch
-        if isinstance(value, enum.Enum) or not known or not (hasattr(value, "__dict__") or _slots(kind)):
+        if isinstance(value, enum.Enum) or not known or not (hasattr(value, "__dict__") or _slots(cast(Any, kind))):
             self.leaves[path] = Identity(value)
             return
-        every = self._all or not (_own(kind) or of_torch)
+        every = self._all or not (_own(cast(Any, kind)) or of_torch)
         if hasattr(value, "__dict__"):
             attributes = vars(value)
             self.holders.append(Holder(path, module, attributes, watched=False))
             self._picked(attributes, path, module, [n for n in attributes if every or n in self.names])
-        slots = [name for name in _slots(kind) if (every or name in self.names) and _slot(value, name) is not GONE]
+        slots = [
+            name for name in _slots(cast(Any, kind)) if (every or name in self.names) and _slot(value, name) is not GONE
+        ]
         if slots:
             self.holders.append(Holder(path, module, value, slots, partial(_slot, value)))
             for name in slots:
@@ -402,53 +404,3 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _is_code(value: Any) -> bool:
     return isinstance(value, (FunctionType, staticmethod, classmethod, property))
-
-
-class Snapshot:
-    """A module's state at a time, with everything that its forward can reach."""
-
-    def __init__(self, module: nn.Module) -> None:
-        reach = Reach(module, set())
-        self.iterators, self._generators = reach.iterators, reach.generators
-        self._before = [(holder, holder.read()) for holder in reach.holders if holder.restored]
-        self._arrays = [(array, array.copy()) for array in reach.arrays]
-
-    def changes(self) -> dict[str, tuple[nn.Module | None, list[Any]]]:
-        """Return by name what is another value now: the module that keeps it, and the values that are new."""
-        found: dict[str, tuple[nn.Module | None, list[Any]]] = {}
-        for holder, before in self._before:
-            if holder.of_modules:
-                continue
-            present = holder.read()
-            for key in {**before, **present}:
-                then, now = before.get(key, GONE), present.get(key, GONE)
-                if not (then is now or key in OF_MODULES or _equal(then, now)):
-                    found.setdefault(holder.called(key), (holder.module, []))[1].append(now)
-        return found
-
-    def restore(self, names: Collection[str] | None = None) -> None:
-        """Make it what it was; default: all of it."""
-        for holder, before in self._before:
-            if names is None or holder.path in names:
-                holder.restore(before)
-            elif holder.mark:
-                present = holder.read()
-                some = [key for key in {**before, **present} if holder.called(key) in names]
-                holder.restore(
-                    {key: value for key, value in present.items() if key not in some}
-                    | {key: before[key] for key in some if key in before}
-                )
-        for array, values in self._arrays:
-            np.copyto(array, values)
-
-    def drawn(self) -> int:
-        """Return a number for the states of the generators that the module holds."""
-        states = []
-        for one in self._generators.values():
-            state = getattr(one, "getstate", getattr(one, "get_state", None))
-            states.append(repr(state() if state else one.bit_generator.state))
-        return hash(tuple(states))
-
-
-def _equal(then: Any, now: Any) -> bool:
-    return isinstance(then, PLAIN) and isinstance(now, PLAIN) and plain(then) == plain(now)

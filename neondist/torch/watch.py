@@ -39,6 +39,8 @@ class Watch:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._last: list[Any] = []
+        self._known_kinds: list[Any] = []
         self._names: set[str] = set()
         self._excluded: set[str] = set()
         self._look()

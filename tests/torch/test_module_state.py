@@ -139,7 +139,7 @@ def test_a_value_that_changes_is_seen(name):
         Watch(functools.partial(lambda k, y, t: read(k) * F.mse_loss(y, t), kept)),
     ]
     before = [watch.key() for watch in watches]
-    module.unread["step"] += 1  # a name that no code has
+    module.unread["step"] += name != "getattr"  # a name that no code has; with __dict__ it could
     assert [watch.key() for watch in watches] == before
     change(kept)
     assert all(watch.key() != key for watch, key in zip(watches, before, strict=True)), name

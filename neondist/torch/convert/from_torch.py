@@ -17,10 +17,10 @@ from ...comm.agree import all_or_none
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
 from ..alike import check_alike
+from ..between_passes import Snapshot
 from ..capture import captured, decomposed, where
 from ..errors import UnsupportedOperator
 from ..functional import note_result, written
-from ..module_state import Snapshot
 from ..steps import Where
 from .network import Network, Tensor, Value
 from .operators import OPERATORS
