@@ -26,12 +26,10 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "neondist", "builtins"
 _DATA_ONLY = frozenset(("types", "argparse", "collections", "functools"))
 """Modules of the standard library whose objects hold values of the user."""
 _BASES = (object, nn.Module, Generic, Protocol)
-_CONSTRUCTION = frozenset(
-    (
-        "__init__", "__new__", "__init_subclass__", "__post_init__", "__repr__", "__str__", "__del__", "__dir__",
-        "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__",
-    )
-)  # fmt: skip
+_CONSTRUCTION = frozenset((
+    "__init__", "__new__", "__init_subclass__", "__post_init__", "__repr__", "__str__", "__del__", "__dir__",
+    "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__",
+))  # fmt: skip
 _BY_COMPUTED_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter", "__getattribute__", "eval", "exec"))
 GONE = object()
 
@@ -182,9 +180,10 @@ class Reach:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             self.leaves[path] = Identity(value), value.dtype, value.device
+        elif isinstance(value, nn.Module) and (value is self._root or getattr(kind, "watched", True)):
+            self._visit_module(value, path)
         elif isinstance(value, nn.Module):
-            if value is self._root or getattr(kind, "watched", True):
-                self._visit_module(value, path)
+            self.leaves[path] = Identity(value)
         elif isinstance(value, _CONTAINERS):
             self._items(value, path, module)
         elif isinstance(value, np.ndarray):
@@ -259,9 +258,9 @@ class Reach:
             for name in named & sys.modules.keys() - function.__globals__.keys():  # imported inside
                 self._visit(sys.modules[name], f"module {name}", module)
 
-    def _named(self, found: dict[str, Any], home: str, named: Collection[str], module: nn.Module | None) -> None:
+    def _named(self, found: dict[str, Any], origin: str, named: Collection[str], module: nn.Module | None) -> None:
         """Visit the global variables of these names."""
-        path = f"module {home}"
+        path = f"module {origin}"
         known = self._globals.setdefault(id(found), (found, path, {}))[2]
         for name in sorted(named):
             if name in found and name not in known and f"{path}.{name}" not in self._excluded:
@@ -270,14 +269,13 @@ class Reach:
 
     def _visit_object(self, value: Any, path: str, module: nn.Module | None) -> None:
         kind = type(value)
-        home = (kind.__module__ or "").partition(".")[0]
-        iterated = home in ("builtins", "itertools") and hasattr(value, "__next__")
-        if iterated:
+        origin = (kind.__module__ or "").partition(".")[0]
+        if origin in ("builtins", "itertools") and hasattr(value, "__next__"):
             self.iterators[path] = value
         if kind.__module__ == "random" or isinstance(value, (np.random.Generator, np.random.RandomState)):
             self.generators[path] = value
         of_torch = kind.__module__.startswith(("torch.optim", "torch.distributions"))
-        known = not _of_library(kind.__module__) or home in _DATA_ONLY or of_torch
+        known = not _of_library(kind.__module__) or origin in _DATA_ONLY or of_torch
         if isinstance(value, enum.Enum) or not known or not (hasattr(value, "__dict__") or _slots(cast(Any, kind))):
             self.leaves[path] = Identity(value)
             return
