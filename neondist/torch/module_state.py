@@ -116,10 +116,6 @@ def _in_cell(cells: Any, at: int) -> Any:
     return cells[at].cell_contents
 
 
-def _of_class(holder: type, name: str) -> Any:
-    return vars(holder).get(name, GONE)
-
-
 class Reach:
     """Everything that the code of a module, or of a function, can reach.
 
@@ -306,7 +302,7 @@ class Reach:
             if name in self.names or (name[:2] == "__" == name[-2:] and name not in _CONSTRUCTION and _is_code(value))
         ]
         names = [name for name in names if f"{path}.{name}" not in self._excluded]
-        self.holders.append(Holder(path, module, cls, names, partial(_of_class, cls), "."))
+        self.holders.append(Holder(path, module, cls, names, vars(cls).get, "."))
         for name in names:
             self._visit(vars(cls)[name], f"{path}.{name}", module)
 
