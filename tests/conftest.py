@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,16 +104,6 @@ def out_of_any_job():
         for name in list(os.environ):
             if (name.startswith(job) and name != "NEONDIST_SEED") or name in terminal:
                 patch.delenv(name)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def ranks_take_turns():
-    """One virtual rank computes at a time unless a test says otherwise: several would take a fifth longer."""
-    from neondist.comm import loopback
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loopback, "run", partial(loopback.run, at_once=1))
         yield
 
 

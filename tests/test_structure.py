@@ -251,7 +251,7 @@ def trees(rule):
         # they look for what changes in users' modules
         # while a module is captured, of PyTorch's metaclass: what applies a Function is compiled, and tells nobody
         and not (rule == "replaces no methods" and path == "torch/custom_gradients.py")
-        and not (rule == "no dictionaries of objects" and path in ("torch/alike.py", "torch/between_passes.py"))
+        and not (rule == "no dictionaries of objects" and path in ("torch/module_state.py", "torch/watch.py"))
     }
 
 

@@ -1,9 +1,9 @@
 """Ranks and what travels between them.
 
-transport: what a communicator must offer. single, loopback, mpi: one process, P threads, MPI. grid: who holds which
-tile. reductions: sums over ranks, recorded. redistribution: the same values, cut differently. agree: errors. effects:
-what grids change in their process. debug: looks for mistakes. segments: MPI's own files. Importing this package does
-not start MPI.
+transport: what a communicator must offer. single, loopback (with turns), mpi: one process, P threads, MPI. grid: who
+holds which tile. reductions: sums over ranks, recorded. redistribution: the same values, cut differently. agree:
+errors. effects: what grids change in their process. debug: looks for mistakes. segments: MPI's own files. Importing
+this package does not start MPI.
 """
 
 from . import loopback

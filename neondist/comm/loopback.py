@@ -18,18 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RemoteError
+from ..errors import ConfigError, RemoteError
 from ..registry.arguments import checked
 from .transport import CLOSED, Exchange, Message, ReduceOp, Request, Transport
+from .turns import Turns
 
 
 class _World:
-    """What the threads share: their turns, and the word that one of them failed."""
+    """State that the threads share: their turns, the calls that they are in, and whether one of them failed."""
 
-    def __init__(self, timeout: float, at_once: int | None) -> None:
-        self.timeout = timeout
-        self.turns = threading.Semaphore(at_once) if at_once else contextlib.nullcontext()
-        self.failed = threading.Event()
+    def __init__(self, timeout: float, turns: Turns) -> None:
+        self.timeout, self.turns, self.failed = timeout, turns, threading.Event()
         self.calls: dict[int, str] = {}  # that each rank is in
         self.ended: set[int] = set()
 
@@ -37,11 +36,11 @@ class _World:
         """Take the next value of a mailbox; `ends` are the ranks of its sender and its receiver in the world."""
         with contextlib.suppress(Empty):
             return box.get_nowait()
-        self.turns.__exit__(None, None, None)  # others compute while this rank waits
+        self.turns.end()  # others compute while this rank waits
         try:
             return self._wait(box, *ends)
         finally:
-            self.turns.__enter__()
+            self.turns.begin(ends[1])
 
     def _wait(self, box: SimpleQueue, sender: int, rank: int) -> Any:
         end = time.monotonic() + self.timeout
@@ -223,42 +222,50 @@ class _LoopbackExchange(Exchange):
 
 
 @checked
-def run(
-    ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0, at_once: int | None = None
-) -> list[Any]:
+def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float = 60.0, at_once: int = 1) -> list[Any]:
     """Call `function(transport)` on every virtual rank and return the results in rank order.
+
+    As in processes, every rank has global random generators of its own (Python's, NumPy's, PyTorch's), which begin in
+    the caller's states; the caller's continue from those of rank 0. This holds for `at_once=1` alone.
 
     Parameters
     ----------
     timeout : float
         Seconds that a rank waits for a message before it reports a deadlock.
-    at_once : int, optional
-        How many ranks may compute while the others wait for a message or their turn; many threads that all want to
-        compute disturb each other. The function must not wait for other ranks but through its transport.
+    at_once : int
+        Number of ranks that may compute while the others wait for a message or their turn. The function must not wait
+        for other ranks but through its transport, unless it is the number of ranks. With more than 1, ranks share
+        global random generators, and must not share modules of PyTorch, which are not thread-safe.
 
     Raises
     ------
     Exception
         The error of the first rank that failed; the other ranks are ended.
     """
-    world, group = _World(timeout, at_once), _Group(range(ranks), range(ranks))
+    if at_once < 1:
+        raise ConfigError(f"at_once: {at_once}; expected a number of ranks > 0")
+    turns = Turns(ranks, at_once)
+    world, group = _World(timeout, turns), _Group(range(ranks), range(ranks))
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
+        turns.begin(rank)
         try:
-            with world.turns:
-                results[rank] = function(LoopbackTransport(world, group, rank, ranks))
+            results[rank] = function(LoopbackTransport(world, group, rank, ranks))
             world.ended.add(rank)
         except BaseException as error:
             errors.append(error)
             world.failed.set()
+        finally:
+            turns.end()
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    turns.begin(0)
     if errors:
         raise errors[0]
     return results

@@ -6,11 +6,9 @@ Counters, caches and results for whoever looks are harmless. What the next forwa
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,80 +19,59 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import NotRecorded, defined_at
+from .module_state import GONE, OF_MODULES, PLAIN, Reach, plain
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-_GONE = object()
 _PLAIN = (bool, int, float, str)
-_CONTAINERS = (list, dict, set, deque)
-_CONSTANT = (nn.Module, torch.Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 
 
-class Kept(NamedTuple):
-    """What is kept in one place: the attributes of a module or of a plain object, or what is in a container."""
-
-    module: nn.Module
-    name: str
-    holder: Any
-    values: dict[Any, Any]
-
-
-class Attributes:
-    """What a module, and those in it, keep, at a time."""
+class Snapshot:
+    """A module's state at a time, with everything that its forward can reach."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = list(_kept(module))
+        reach = Reach(module, set())
+        self.iterators, self._generators = reach.iterators, reach.generators
+        self._before = [(holder, holder.read()) for holder in reach.holders if holder.restored]
+        self._arrays = [(array, array.copy()) for array in reach.arrays]
 
-    def changes(self) -> dict[str, tuple[nn.Module, list[Any]]]:
+    def changes(self) -> dict[str, tuple[nn.Module | None, list[Any]]]:
         """Return by name what is another value now: the module that keeps it, and the values that are new."""
-        before = {(one.name, id(one.holder)): one.values for one in self._before}
-        found: dict[str, tuple[nn.Module, list[Any]]] = {}
-        for one in _kept(self._module):
-            old = before.get((one.name, id(one.holder)), one.values)  # of what holds them, the holder tells
-            for key in {**old, **one.values}:
-                now, then = one.values.get(key, _GONE), old.get(key, _GONE)
-                if not _same(then, now):
-                    found.setdefault(_named(one, key), (one.module, []))[1].append(now)
+        found: dict[str, tuple[nn.Module | None, list[Any]]] = {}
+        for holder, before in self._before:
+            if holder.of_modules:
+                continue
+            present = holder.read()
+            for key in {**before, **present}:
+                then, now = before.get(key, GONE), present.get(key, GONE)
+                if not (then is now or key in OF_MODULES or _equal(then, now)):
+                    found.setdefault(holder.called(key), (holder.module, []))[1].append(now)
         return found
 
     def restore(self, names: Collection[str] | None = None) -> None:
         """Make it what it was; default: all of it."""
-        for one in self._before:
-            if not isinstance(one.holder, dict):
-                if names is None or one.name in names:
-                    one.holder.clear()
-                    (one.holder.update if isinstance(one.holder, set) else one.holder.extend)(one.values.values())
-                continue
-            for key in [*one.holder, *one.values]:
-                if key in _OF_MODULES or not (names is None or _named(one, key) in names):
-                    continue
-                if key in one.values:
-                    one.holder[key] = one.values[key]
-                else:
-                    one.holder.pop(key, None)
+        for holder, before in self._before:
+            if names is None or holder.path in names:
+                holder.restore(before)
+            elif holder.mark:
+                present = holder.read()
+                some = [key for key in {**before, **present} if holder.called(key) in names]
+                holder.restore(
+                    {key: value for key, value in present.items() if key not in some}
+                    | {key: before[key] for key in some if key in before}
+                )
+        for array, values in self._arrays:
+            np.copyto(array, values)
+
+    def drawn(self) -> int:
+        """Return a number for the states of the generators that the module holds."""
+        states = []
+        for one in self._generators.values():
+            state = getattr(one, "getstate", getattr(one, "get_state", None))
+            states.append(repr(state() if state else one.bit_generator.state))
+        return hash(tuple(states))
 
 
-def _named(one: Kept, key: Any) -> str:
-    """Return the name of an attribute; containers are told as a whole."""
-    return one.name if one.holder is not vars(one.module) else f"{one.name}.{key}".removeprefix(".")
-
-
-def _kept(module: nn.Module) -> Iterator[Kept]:
-    for path, part in module.named_modules():
-        attributes = {name: value for name, value in vars(part).items() if name not in _OF_MODULES}
-        yield Kept(part, path, vars(part), attributes)
-        for name, value in attributes.items():
-            where = f"{path}.{name}".removeprefix(".")
-            if isinstance(value, dict):
-                yield Kept(part, where, value, dict(value))
-            elif isinstance(value, _CONTAINERS):
-                yield Kept(part, where, value, dict(enumerate(value)))
-            elif hasattr(value, "__dict__") and not isinstance(value, _CONSTANT):
-                yield Kept(part, where, vars(value), dict(vars(value)))
-
-
-def _same(old: Any, new: Any) -> bool:
-    return old is new or (isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old == new)
+def _equal(then: Any, now: Any) -> bool:
+    return isinstance(then, PLAIN) and isinstance(now, PLAIN) and plain(then) == plain(now)
 
 
 @contextmanager
@@ -105,8 +82,15 @@ def observed(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None
     ----------
     inputs : fake tensors
     """
-    before, drawn = Attributes(module), _drawn()
+    before = Snapshot(module)
+    if before.iterators:
+        raise NotRecorded(
+            f"the forward may read from the iterator {next(iter(before.iterators))}, whose next value would be frozen",
+            defined_at(type(module).forward),
+        )
+    drawn = _drawn(), before.drawn()
     changed: list[str] = []
+
     with module.register_forward_hook(lambda *_: changed.extend(before.changes())):
         try:
             yield
@@ -115,8 +99,8 @@ def observed(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None
     try:
         if changed:
             _check_next_pass(module, inputs)
-        if _drawn() != drawn:
-            _check_draws(module, inputs)
+        if (_drawn(), before.drawn()) != drawn:
+            _check_draws(module, inputs, before)
     finally:
         before.restore()
 
@@ -182,19 +166,23 @@ def _told(leaf: Any) -> Any:
 def _pass(module: nn.Module, inputs: Sequence[torch.Tensor], carried: Sequence[torch.Tensor] = ()) -> _Watching:
     """Return what a forward does, on tensors without memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    # real ones could be written to
-    fakes: dict[str, Any] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+    fakes: dict[str, Any] = {}  # real ones could be written to
+    of: dict[torch.Tensor, Any] = {}
+    for path, part in module.named_modules():  # each place once: functional_call restores them in the same order
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                of[tensor] = of[tensor] if tensor in of else mode.from_tensor(tensor)
+                fakes[f"{path}.{name}".removeprefix(".")] = of[tensor]
     with mode, torch.compiler.set_stance("force_eager"):
         given = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
         with _Watching([*given, *fakes.values()], carried) as watching:
-            torch.func.functional_call(module, fakes, tuple(given))
+            torch.func.functional_call(module, fakes, tuple(given), tie_weights=False)
     return watching
 
 
 def _check_next_pass(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
     """Raise NotRecorded if a pass reads what the one before has changed, or computes another thing for it."""
-    before = Attributes(module)
+    before = Snapshot(module)
     first = _pass(module, inputs)
     changes = before.changes()
     caches = [name for name, (_, values) in changes.items() if all(map(first.is_cache, values))]
@@ -206,7 +194,7 @@ def _check_next_pass(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         raise NotRecorded(
             f"the forward changes {', '.join(rest or changes)}, which the next one reads, but all passes of a"
             " distributed module are alike; keep it in a buffer",
-            defined_at(type(next(iter((rest or changes).values()))[0]).forward),
+            defined_at(type(next(iter((rest or changes).values()))[0] or module).forward),
         )
 
 
@@ -218,12 +206,12 @@ def _failing(run: Callable[[], Any]) -> Any:
         return None
 
 
-def _check_draws(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+def _check_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: Snapshot) -> None:
     """Raise NotRecorded if each pass draws random numbers that are not PyTorch's."""
     for _ in range(3):  # or another thread was drawing
-        before = _drawn()
+        before = _drawn(), state.drawn()
         _failing(lambda: _pass(module, inputs))
-        if _drawn() == before:
+        if (_drawn(), state.drawn()) == before:
             return
     why = "the forward draws from Python's or NumPy's random, which would be frozen; draw with torch"
     raise NotRecorded(why, defined_at(type(module).forward))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
+import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from itertools import chain
 from typing import Any
 
@@ -71,7 +73,7 @@ def captured(
         with FakeTensorMode(allow_non_fake_inputs=True):
             on = device or device_of(module)
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
-        with observed(module, inputs):
+        with observed(module, inputs), _no_graph():
             program: Any = torch.export.export(module, inputs, strict=False)
         stop_gradients(program, lambda node: where(node).source)
         specs = program.graph_signature.input_specs
@@ -107,14 +109,32 @@ def device_of(module: nn.Module) -> torch.device:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Let PyTorch neither warn, nor write about what an error will say."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    known = logging.root.manager.loggerDict
+    loggers = [known[name] for name in list(known) if name.partition(".")[0] == "torch"]
+    talking = [log for log in loggers if isinstance(log, logging.Logger) and not log.disabled]
+    for log in talking:
+        log.disabled = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.disabled = before
+        for log in talking:
+            log.disabled = False
+
+
+@contextmanager
+def _no_graph() -> Iterator[None]:
+    """Leave out of stderr the graph that torch.export prints when it fails."""
+    graph, printed = "", io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            yield
+    except Exception as error:
+        graph = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        raise
+    finally:
+        sys.stderr.write(printed.getvalue().replace(graph, "") if graph else printed.getvalue())
 
 
 @contextmanager

@@ -30,10 +30,23 @@ def check_gather_at(module: nn.Module, gather_at: Sequence[str]) -> None:
             raise ConfigError(f"gather_at: the module has none named {path!r}{hint or '; see named_modules()'}")
 
 
+_INNER = "pass model.module, not its {} wrapper: gradients arrive summed over all ranks without it"
+_WRAPPERS = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): _INNER.format("DistributedDataParallel"),
+    ("torch.nn.parallel.data_parallel", "DataParallel"): _INNER.format("DataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): _INNER.format("FullyShardedDataParallel"),
+    ("torch.distributed.fsdp", "FSDPModule"): "call distribute instead of fully_shard",
+}
+"""By module and name, since importing them takes long."""
+
+
 def check_module(module: nn.Module) -> None:
     """Raise ConfigError for what cannot be captured, or would not do what it does in one process."""
     for path, part in module.named_modules():
         name = f"the module {path!r}" if path else "the module"
+        for kind in type(part).__mro__:
+            if remedy := _WRAPPERS.get((kind.__module__.partition("._")[0], kind.__name__)):
+                raise ConfigError(f"{name} is wrapped in {kind.__name__}, which moves tensors itself; {remedy}")
         if isinstance(part, torch.jit.ScriptModule):
             raise ConfigError(f"{name} is made by torch.jit, and cannot be captured; give the nn.Module that it was")
         if part._backward_hooks or part._backward_pre_hooks:

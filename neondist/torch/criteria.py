@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
-from .alike import Watch, digest_of
+from .alike import digest_of
 from .capture import captured, lowered
 from .layout import Layout, shape_of
 from .plan import TorchPlan
 from .run import Runner
+from .watch import State, Watch
 from .wires import Wires
 
 REMEMBERED = 16
 """So many criteria are remembered."""
 
 
-class _Known(NamedTuple):
+@dataclass
+class _Known:
     """A criterion, what runs for each of its states and inputs, and for which it may be called as it is."""
 
     criterion: Any
     watch: Watch
-    runners: dict[Any, tuple[Runner, str]]
-    plain: dict[Any, Any]
+    state: State
+    runners: dict[Any, tuple[Runner, str]] = field(default_factory=dict)
+    plain: dict[Any, State] = field(default_factory=dict)
+
+    def of(self, criterion: Any) -> _Known:
+        """Return it for a criterion of the same code."""
+        if self.criterion is not criterion and not (isinstance(criterion, MethodType) and self.criterion == criterion):
+            self.criterion = criterion
+            self.watch.aim(criterion)
+        return self
 
 
 class Criteria:
@@ -40,12 +53,19 @@ class Criteria:
     def is_plain(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> bool:
         """Tell whether a criterion that was noted as plain for such tensors still is."""
         known = self._known.get(identity(criterion))
-        return known is not None and known.plain.get(_of(output, target)) == known.watch.key()
+        return known is not None and known.plain.get(_of(output, target)) == known.of(criterion).watch.key()
 
-    def note_plain(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> None:
-        """Take note of a criterion that may be called as it is: it gives one number, and draws none at random."""
-        known = self._known[identity(criterion)]
-        known.plain[_of(output, target)] = known.watch.key()
+    def note_plain(self, criterion: Any, output: Any, target: Any) -> None:
+        """Take note of a criterion that was called as it is: it gives one number, and draws none at random."""
+        known = self._known[identity(criterion)].of(criterion)
+        state = known.watch.key()
+        if state != known.state:  # it counts its calls
+            state = known.watch.settled(known.state)
+            known.runners.update(
+                {(state, inputs): run for (at, inputs), run in known.runners.items() if at == known.state}
+            )
+        if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
+            known.plain[_of(output, target)] = state
 
     def clear(self) -> None:
         """Forget all."""
@@ -67,19 +87,21 @@ class Criteria:
         if which not in self._known:
             if len(self._known) >= REMEMBERED:
                 del self._known[next(iter(self._known))]
-            self._known[which] = _Known(criterion, Watch(owner_of(criterion)), {}, {})
-        criterion, watch, runners, _ = self._known[which]
+            watch = Watch(criterion)
+            self._known[which] = _Known(criterion, watch, watch.key())
+        known = self._known[which].of(criterion)
+        watch, runners = known.watch, known.runners
         others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in at)
         dtypes = [leaves[i].dtype for i in at]
         device = leaves[at[0]].device if at else None
         inputs = spec, others, tuple(layouts), tuple(dtypes), device
-        before = watch.key()
+        known.state = before = watch.key()
         if (before, inputs) not in runners:
             shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
             program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
             plan, tree = lowered(program, self.wires.mesh, self.wires.grid.rank, layouts)
             check_number(plan, tree)
-            before = watch.settled(before)
+            known.state = before = watch.settled(before)
             runners[before, inputs] = Runner(self.wires, plan), digest_of(plan, program)
         return runners[before, inputs]
 
@@ -107,15 +129,12 @@ def check_number(plan: TorchPlan, tree: Any) -> None:
 
 
 def identity(criterion: Any) -> Hashable:
-    """Return what two criteria have in common that compute the same: a lambda of a loop is one, not many."""
-    if isinstance(criterion, nn.Module):
-        return id(criterion)
-    if not hasattr(criterion, "__code__") or hasattr(criterion, "__self__"):
-        return id(criterion) if not hasattr(criterion, "__self__") else (id(criterion.__self__), criterion.__func__)
-    plain = int, float, str, bool, type(None)
-    known = [cell.cell_contents for cell in criterion.__closure__ or ()]
-    known += [*(criterion.__defaults__ or ()), *(criterion.__kwdefaults__ or {}).values()]
-    return criterion.__code__, tuple(each if isinstance(each, plain) else id(each) for each in known)
+    """Return what two criteria have in common whose code is the same: a lambda of a loop is one, not many."""
+    if isinstance(criterion, functools.partial):
+        return functools.partial, identity(criterion.func)
+    if isinstance(criterion, MethodType):
+        return id(criterion.__self__), criterion.__func__
+    return criterion.__code__ if isinstance(criterion, FunctionType) else id(criterion)
 
 
 class CriterionModule(nn.Module):

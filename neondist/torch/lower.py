@@ -19,6 +19,7 @@ from .functional import is_simple, written
 from .graph import Value, axes_of_values
 from .layout import Mesh, axes_of, whole
 from .registry import POINTWISE, RULES, TRACING
+from .steps import Where
 from .transfer import Wanted
 
 
@@ -152,7 +153,9 @@ class Lowering(Builder):
             return arg
         one_of_several = arg.target is operator.getitem and env[arg.args[0]] is not None
         if one_of_several and env[arg] is None and isinstance(arg.meta.get("val"), torch.Tensor):
-            self.refuse(f"its argument {arg.name} is a result that has no rule")
+            made: Any = arg.args[0]
+            self.where = Where(str(made.target), self.where.module, self.where.source)
+            self.refuse(f"its result {arg.args[1]} is used, and only others have a rule")
         return env[arg]
 
     def random_key(self) -> tuple[Value, int]:

@@ -15,7 +15,7 @@ from ..comm import ProcessGrid
 from ..comm.agree import all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..halo import Phase
-from .alike import Watch, digest_of, versions
+from .alike import digest_of, versions
 from .capture import captured, device_of
 from .checks import BackwardCheck, check_module, check_parameters, check_tensor, checksum_of, gradients_of
 from .criteria import Criteria, owner_of
@@ -26,6 +26,7 @@ from .plan import TorchPlan
 from .run import Runner
 from .tiling import Tiling
 from .transfer import Wanted
+from .watch import Watch
 from .wires import Wires
 
 
@@ -61,6 +62,8 @@ class DistributedModule(nn.Module):
     """
 
     module: nn.Module
+    watched = False
+    """Whether a change of its attributes is a change of a criterion that uses it."""
 
     def __init__(
         self,
@@ -270,9 +273,9 @@ class DistributedModule(nn.Module):
             facts = {"the criterion": digest, "torch.is_grad_enabled()": torch.is_grad_enabled()}
             self.grid.check("loss", facts | gradients_of("tensor", tensors), error)
         if self.grid.size == 1 and inner.plan.key is None:
-            if two:
-                self._criteria.note_plain(criterion, output, target)
-            return criterion(output, target)
+            loss = criterion(output, target)
+            self._criteria.note_plain(criterion, output, target)
+            return loss
         # not before: virtual ranks share the criterion, whose tensors are others while PyTorch traces it
         owner = owner_of(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}

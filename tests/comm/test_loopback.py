@@ -1,16 +1,19 @@
 """Virtual ranks, and errors that all ranks agree on."""
 
+import random
 import threading
 import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import check_collectives, check_messages, piece
 
 import neondist as nd
 from neondist.comm import DebugTransport, Message, agree, loopback
 from neondist.comm.single import SingleTransport
-from neondist.errors import DataError, RemoteError
+from neondist.errors import ConfigError, DataError, RemoteError
 
 
 def test_collectives():
@@ -146,3 +149,44 @@ def test_a_sent_array_may_change_before_its_receiver_looks():
         return array
 
     np.testing.assert_array_equal(loopback.run(2, body)[1], [1, 1, 1])
+
+
+@given(
+    ranks=st.integers(1, 4),
+    steps=st.lists(
+        st.lists(st.sampled_from([random.random, np.random.rand, np.random.randn, "seed"]), max_size=3), max_size=6
+    ),
+)
+@settings(max_examples=25, deadline=None)
+def test_virtual_ranks_draw_as_processes_do(ranks, steps):
+    def draws(rank, together):
+        found = []
+        for number, step in enumerate(steps):
+            for draw in step * (1 + (rank + number) % 3):  # other numbers of draws on every rank
+                if draw == "seed":
+                    random.seed(number), np.random.seed(number)
+                else:
+                    found.append(draw())
+            together(0)
+        return found
+
+    def states():
+        return random.getstate(), np.random.get_state(legacy=False)
+
+    def restore(before):
+        random.setstate(before[0]), np.random.set_state(before[1])
+
+    before, expected, after = states(), [], None
+    for rank in range(ranks):
+        restore(before)
+        expected.append(draws(rank, lambda _: None))
+        after = after or repr(states())
+    restore(before)
+    assert loopback.run(ranks, lambda comm: draws(comm.rank, comm.allgather)) == expected
+    assert repr(states()) == after  # those of rank 0
+    restore(before)
+
+
+def test_a_number_of_turns_that_none_can_have():
+    with pytest.raises(ConfigError, match="at_once: 0; expected a number of ranks > 0"):
+        loopback.run(2, print, at_once=0)

@@ -268,7 +268,7 @@ def _outcome(drawn: Drawn, grid: tuple, expected: dict) -> str:
     try:
         every = distributed(
             drawn.module(), drawn.inputs(), expected["gradients"], (replicas, rows, cols), planes=planes,
-            timeout=30.0, at_once=1, **drawn.options(),
+            timeout=30.0, **drawn.options(),
         )  # fmt: skip
     except UserError as error:
         return _refused(drawn, grid, error)

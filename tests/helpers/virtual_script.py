@@ -25,7 +25,7 @@ def printed_by(script, *words, ranks=1):
         patch.setattr(sys, "excepthook", sys.excepthook)  # the script's grid is open to the end
         before = torch.get_default_dtype()
         try:
-            loopback.run(ranks, body, at_once=1)  # which draws from one global generator
+            loopback.run(ranks, body)
         finally:
             torch.set_default_dtype(before)
     return lines

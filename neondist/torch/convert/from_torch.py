@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 import zlib
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from ...comm import ProcessGrid
 from ...comm.agree import all_or_none, check_alike
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
+from ..between_passes import Snapshot
 from ..capture import captured, decomposed, where
 from ..errors import UnsupportedOperator
 from ..functional import note_result, written
@@ -96,15 +96,18 @@ def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[
             " have one mode: call train() or eval() of the whole"
         )
     tensors = [*module.parameters(), *module.buffers()]
-    twin = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})  # its modes are changed
     dtypes = {_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()} or {_name(default)}
     if dtypes not in ({"float32"}, {"float64"}):
         raise ConfigError(f"the module is in {', '.join(sorted(dtypes))}; a model has float32 or float64, and no other")
     dtype = getattr(torch, *dtypes)
     numbers: dict[Any, int] = {}
     networks = {}
-    for training in (True, False):
-        networks[training] = _converted(twin.train(training), shape, dtype, numbers)
+    before = Snapshot(module)
+    try:
+        for training in (True, False):
+            networks[training] = _converted(module.train(training), shape, dtype, numbers)
+    finally:
+        before.restore()
     if networks[True][1].number != networks[False][1].number:
         raise ConfigError(
             f"{type(module).__name__} computes other things in evaluation than in training, beside dropout and batch"

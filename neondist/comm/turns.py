@@ -1,0 +1,79 @@
+"""Turns of virtual ranks, and the global random generators of each."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import threading
+
+import numpy as np
+
+
+class Turns:
+    """The right to compute, which at most `at_once` ranks have at a time.
+
+    If it is one, the process's global random generators (Python's, NumPy's, PyTorch's) are in the states of the rank
+    whose turn it is: all ranks begin with those of the caller.
+    """
+
+    def __init__(self, ranks: int, at_once: int) -> None:
+        self._free = threading.Semaphore(at_once)
+        self._states = [_Generators()] * ranks if at_once == 1 else []
+        self._last = 0
+
+    def begin(self, rank: int) -> None:
+        """Wait for the turn of a rank."""
+        self._free.acquire()
+        if self._states and rank != self._last:
+            self._states[self._last] = now = self._states[self._last].read()
+            self._states[rank].restore(now)
+            self._last = rank
+
+    def end(self) -> None:
+        """Give the turn to another rank."""
+        self._free.release()
+
+
+class _Generators:
+    """The states of the process's global random generators."""
+
+    def __init__(self) -> None:
+        self.python = random.getstate()
+        self.words, self.numpy = _numpy_words(), np.random.get_state(legacy=False)
+        torch = sys.modules.get("torch")
+        self.torch = None if torch is None else torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else None
+
+    def read(self) -> _Generators:
+        """Return the present states; self, if none has changed since."""
+        torch = sys.modules.get("torch")
+        same = self._words_tell() and self.words == _numpy_words() and self.python == random.getstate()
+        if torch is not None:
+            same = same and self.torch is not None and torch.equal(self.torch, torch.get_rng_state())
+            same = same and not torch.cuda.is_initialized()
+        return self if same else _Generators()
+
+    def restore(self, now: _Generators) -> None:
+        """Make these the states, given the present ones."""
+        if now is self:
+            return
+        random.setstate(self.python)
+        if not (self._words_tell() and now._words_tell() and self.words == now.words):
+            np.random.set_state(self.numpy)
+        if self.torch is not None:
+            sys.modules["torch"].set_rng_state(self.torch)
+        if self.cuda is not None:
+            sys.modules["torch"].cuda.set_rng_state_all(self.cuda)
+
+    def _words_tell(self) -> bool:
+        """Tell whether any number that NumPy draws changes the words of its generator."""
+        return self.words is not None and not self.numpy["has_gauss"]
+
+
+def _numpy_words() -> bytes | None:
+    """Return the memory of NumPy's generator, whose state takes 100 times longer; None: it is not the usual one."""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(generator, np.random.MT19937):
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)

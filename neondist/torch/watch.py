@@ -1,0 +1,130 @@
+"""Changes of values that were read when a module, or a criterion, was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import chain
+from operator import is_
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .module_state import GONE, Reach, content, plain
+
+
+class State:
+    """The values at a time, as a key."""
+
+    def __init__(self, leaves: dict[str, Any]) -> None:
+        self.leaves = leaves
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, State) and self.leaves == other.leaves)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.leaves))
+
+
+class Watch:
+    """Values on which the computation of a module or a criterion may depend, beyond parameters and buffers.
+
+    The result of torch.export holds for their values at that time.
+
+    Parameters
+    ----------
+    root : nn.Module or callable
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._last: list[Any] = []
+        self._known_kinds: list[Any] = []
+        self._names: set[str] = set()
+        self._excluded: set[str] = set()
+        self._look()
+
+    def aim(self, root: Any) -> None:
+        """Watch over another function of the same code."""
+        self._root = root
+        self._look()
+
+    def key(self) -> State:
+        """Return the present values: those of a function's closure, of containers and objects, tensors' dtypes.
+
+        Keys are equal if nothing has changed.
+        """
+        try:
+            same = self._is_same()
+        except (KeyError, ValueError, IndexError, RuntimeError):  # something was deleted
+            same = False
+        if not same:
+            self._look()
+        return self._key
+
+    def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the parameters and the buffers by name, without those that are gone; duplicates included."""
+        parameters = {name: p for name, where, at in self._parameters if (p := where.get(at)) is not None}
+        return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
+
+    def settled(self, before: State) -> State:
+        """Return the key after a forward; what that has changed itself, such as a counter of calls, is left out."""
+        old, new = before.leaves, self.key().leaves
+        self._excluded.update(path for path in {**old, **new} if old.get(path, GONE) != new.get(path, GONE))
+        self._look()
+        return self._key
+
+    def _is_same(self) -> bool:
+        """Tell whether nothing has changed since the last look; a microsecond for dozens of values."""
+        if list(map(len, self._sized)) != self._sizes or self._kinds() != self._known_kinds:
+            return False
+        now = self._values()
+        if len(now) != len(self._last):
+            return False
+        if not all(map(is_, now, self._last)):
+            for value, before in zip(now, self._last, strict=True):
+                if value is not before and ((one := plain(value)) is None or one != plain(before)):
+                    return False
+            self._last = now
+        return [content(array) for array in self._arrays] == self._contents
+
+    def _values(self) -> list[Any]:
+        return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._picks))]
+
+    def _kinds(self) -> list[Any]:
+        tensors = [where.get(at) for _, where, at in (*self._parameters, *self._buffers)]
+        return [(one.dtype, one.device) for one in (*tensors, *self._loose) if one is not None]
+
+    def _look(self) -> None:
+        reach = Reach(self._root, self._names, self._excluded)
+        self._key, self._arrays = State(reach.leaves), reach.arrays
+        self._contents = [content(array) for array in self._arrays]
+        self._loose = reach.tensors
+        self._views: list[Any] = []
+        self._getters: list[Callable[[Any], Any]] = []
+        self._picks: list[Collection[Any]] = []
+        self._sized: list[Any] = []
+        for one in reach.holders:
+            if not one.watched:
+                continue
+            if one.get is not None and one.names is not None:
+                self._getters.append(one.get)
+                self._picks.append(one.names)
+            elif isinstance(one.store, dict):
+                self._views += [one.store.values()] if one.of_modules else [one.store, one.store.values()]
+            else:
+                self._views.append(one.store)
+            store = vars(one.store) if isinstance(one.store, type) else one.store
+            if one.get is None or isinstance(store, (dict, MappingProxyType)):
+                self._sized.append(store)
+        self._sizes = list(map(len, self._sized))
+        self._last = self._values()
+        self._parameters: list[tuple[str, dict[str, Any], str]] = []
+        self._buffers: list[tuple[str, dict[str, Any], str]] = []
+        if isinstance(self._root, nn.Module):
+            for path, module in self._root.named_modules(remove_duplicate=False):
+                start = f"{path}." if path else ""
+                for found, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
+                    found += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
+        self._known_kinds = self._kinds()
