@@ -14,6 +14,7 @@ from torch import nn
 from ..comm.agree import agree
 from ..comm.transport import Transport
 from ..errors import ConfigError
+from .constants import Reads
 
 _PLAIN = (bool, int, float, str, type(None))
 _PLAIN_ALWAYS = "_is_full_backward_hook"
@@ -82,13 +83,23 @@ class Watch:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._changing: set[tuple[int, str]] = set()
+        self._reads: dict[tuple[Any, ...], Reads] = {}
         self._look()
 
     def key(self) -> tuple[Any, ...]:
         """Return the values, the modules, tensors' dtypes and devices, and which tensors no buffer has.
 
-        Keys are equal if nothing has changed.
+        Keys are equal if nothing has changed, values of tensors from which a forward has read numbers included.
         """
+        plain = self._plain()
+        return (*plain, self._values(self._reads[plain])) if plain in self._reads else plain
+
+    def _values(self, reads: Reads) -> tuple[bytes, ...]:
+        """Return the values of tensors that were read."""
+        buffers = self.tensors()[1]
+        return tuple(map(_bytes, (*(buffers.get(name) for name in sorted(reads.buffers)), *reads.others)))
+
+    def _plain(self) -> tuple[Any, ...]:
         try:
             found = [(values(attributes), *map(id, inner.values())) for attributes, values, inner in self._watched]
             tensors = [where[at] for _, where, at in (*self._parameters, *self._buffers)]
@@ -96,7 +107,7 @@ class Watch:
             loose = tuple(_Itself(attributes[name]) for _, attributes, name in self._loose)
         except KeyError:  # something was deleted
             self._look()
-            return self.key()
+            return self._plain()
         return tuple(found), tuple(kinds), loose
 
     def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -104,14 +115,24 @@ class Watch:
         parameters = {name: p for name, where, at in self._parameters if (p := where.get(at)) is not None}
         return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
 
-    def settled(self, before: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the key after a forward; what that has changed itself, such as a counter of calls, is left out."""
-        after = self.key()
+    def settled(self, before: tuple[Any, ...], reads: Reads | None = None) -> tuple[Any, ...]:
+        """Return the key after a forward; what that has changed itself, such as a counter of calls, is left out.
+
+        Parameters
+        ----------
+        reads : Reads, optional
+            Tensors from which it has read numbers: their values are part of the key from now on.
+        """
+        after = self._plain()
         for at, (names, old, new) in enumerate(zip(self._names, before[0], after[0], strict=False)):
             self._changing.update((at, name) for name, a, b in zip(names, old[0], new[0], strict=False) if a != b)
         loose = zip(self._loose, before[2], after[2], strict=False)
         self._changing.update((at, name) for (at, _, name), old, new in loose if old != new)
         self._look()
+        if reads is not None and any(reads):
+            known = self._reads.setdefault(self._plain(), Reads(set(), []))
+            known.buffers.update(reads.buffers)
+            known.others.extend(t for t in reads.others if all(t is not other for other in known.others))
         return self.key()
 
     def _look(self) -> None:
@@ -133,6 +154,12 @@ class Watch:
             start = f"{path}." if path else ""
             for found, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
                 found += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
+
+
+def _bytes(tensor: torch.Tensor | None) -> bytes:
+    if tensor is None:
+        return b""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 class _Itself:

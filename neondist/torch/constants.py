@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -24,6 +26,7 @@ _FOLDED = frozenset(
 )
 """Functions with results whose shapes depend on values."""
 _TENSOR: Any = torch.Tensor
+_BATCH_NORMS = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.forward.__code__
 _AS_ARRAY = _TENSOR.numpy, _TENSOR.__array__
 _INDEXED = _TENSOR.__getitem__, _TENSOR.__setitem__
 
@@ -69,9 +72,14 @@ class KnownValues(TorchDispatchMode):
                 with no_dispatch(), torch.no_grad():
                     self._known[fake] = _Known(value.detach().clone(), {name}, {})
 
+    def peek(self, tensor: Any) -> Any:
+        """Return the value of a tensor; None: it is not known."""
+        known = self._of(tensor)
+        return None if known is None else known.value
+
     def read(self, tensor: Any) -> torch.Tensor | None:
         """Return the value of a tensor, and take note that it was read; None: it is not known."""
-        known = self._of(tensor)
+        known = None if tensor is None else self._of(tensor)
         if known is None:
             return None
         self.reads.buffers.update(known.sources)
@@ -139,17 +147,31 @@ class KnownValues(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Know values in all calls of PyTorch's functions, arrays of them, and the shapes that depend on them."""
+    """Know values in all calls of PyTorch's functions, arrays of them, and the shapes that depend on them.
+
+    Attributes
+    ----------
+    count : torch.Tensor or None
+        The number of batches that PyTorch's batch norm has just read, for a share of 1 / count in running statistics.
+    """
 
     def __init__(self, values: KnownValues) -> None:
         super().__init__()
         self._values = values
+        self.count: torch.Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _AS_ARRAY and (value := self._values.read(args[0])) is not None:
             with torch._C.DisableTorchFunction(), no_dispatch():
                 return func(value.clone(), *args[1:], **kwargs)
+        count, self.count = self.count, None
+        if count is not None and func is F.batch_norm and kwargs.get("momentum") == 1.0 / float(self._values.peek(count)):
+            return self._averaged(count, *args, **kwargs)
+        self._values.read(count)
+        if func is _TENSOR.__float__ and _is_batch_norm(sys._getframe()) and self._values.peek(args[0]) is not None:
+            self.count = args[0]
+            return float(self._values.peek(self.count))
         if func in _INDEXED:
             args = (args[0], self._index(args[1]), *args[2:])
         with self._values:
@@ -170,6 +192,22 @@ class _Calls(TorchFunctionMode):
             found = func(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, _literal, found)
 
+    def _averaged(
+        self, count: Any, x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+        training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Any:  # fmt: skip
+        """Return the result of a batch norm whose running statistics are means over all batches, counted by a tensor.
+
+        As numbers that the program holds, shares would need another program in each pass.
+        """
+        with self._values:
+            statistics = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+            found = F.batch_norm(x, *statistics, weight, bias, training, 1.0, eps)
+            for running, new in zip((running_mean, running_var), statistics, strict=True):
+                share = 1.0 / count.to(running.dtype)
+                running.mul_(1.0 - share).add_(new * share)
+            return found
+
     def _index(self, index: Any) -> Any:
         """Return an index with the places of known masks in their stead."""
         found: list[Any] = []
@@ -183,6 +221,15 @@ class _Calls(TorchFunctionMode):
             with self._values:
                 found.extend(map(_literal, places))
         return tuple(found) if isinstance(index, tuple) or len(found) > 1 else found[0]
+
+
+def _is_batch_norm(frame: Any) -> bool:
+    """Tell whether a few calls up PyTorch's own batch norm runs."""
+    for _ in range(6):
+        frame = frame and frame.f_back
+        if frame is not None and frame.f_code in _BATCH_NORMS:
+            return True
+    return False
 
 
 def is_shape_only(func: Any) -> bool:
@@ -226,8 +273,9 @@ def known_values(module: nn.Module) -> Iterator[Reads]:
     def begin(module: nn.Module, _: Any) -> None:
         values.note(dict(module.named_buffers(remove_duplicate=False)), real)
 
-    with module.register_forward_pre_hook(begin), _Calls(values):
+    with module.register_forward_pre_hook(begin), _Calls(values) as calls:
         yield values.reads
+        values.read(calls.count)
 
 
 def remove_reads(program: Any) -> None:
