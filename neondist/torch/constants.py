@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
@@ -27,7 +26,7 @@ _FOLDED = frozenset(
 """Functions with results whose shapes depend on values."""
 _TENSOR: Any = torch.Tensor
 _BATCH_NORMS = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.forward.__code__
-_AS_ARRAY = _TENSOR.numpy, _TENSOR.__array__
+_OF_VALUES = _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__format__
 _INDEXED = _TENSOR.__getitem__, _TENSOR.__setitem__
 
 
@@ -162,11 +161,12 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _AS_ARRAY and (value := self._values.read(args[0])) is not None:
+        if func in _OF_VALUES and (value := self._values.read(args[0])) is not None:
             with torch._C.DisableTorchFunction(), no_dispatch():
                 return func(value.clone(), *args[1:], **kwargs)
         count, self.count = self.count, None
-        if count is not None and func is F.batch_norm and kwargs.get("momentum") == 1.0 / float(self._values.peek(count)):
+        share = None if count is None else 1.0 / float(self._values.peek(count))
+        if share is not None and func is F.batch_norm and kwargs.get("momentum") == share:
             return self._averaged(count, *args, **kwargs)
         self._values.read(count)
         if func is _TENSOR.__float__ and _is_batch_norm(sys._getframe()) and self._values.peek(args[0]) is not None:

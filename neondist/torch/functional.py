@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 RUNNING = "running_mean", "running_var"
 """Statistics that operators write into in training, though their schemas do not tell."""
+_WITH_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
+"""Whose rules return the statistics after the result."""
 _TRAINING = "training", "train", "use_input_stats"
 _PURE = "backward", "functional", "no_training", "no_update"
 
@@ -39,7 +41,7 @@ def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
     twins: dict[Any, Any] = {}
     for node in called:
         if written(node):
-            twins[node] = _twin(node) if node.target._schema.is_mutable else node.target
+            twins[node] = node.target if node.target in _WITH_STATISTICS else _twin(node)
         for old in written(node):
             if not isinstance(old, torch.fx.Node) or twins[node] is None:
                 return False

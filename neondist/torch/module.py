@@ -28,7 +28,6 @@ from .tiling import Tiling
 from .transfer import Wanted
 from .wires import Wires
 
-
 REMEMBERED = 64
 """So many states of a module are remembered."""
 
