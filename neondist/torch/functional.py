@@ -13,6 +13,8 @@ RUNNING = "running_mean", "running_var"
 """Statistics that operators write into in training, though their schemas do not tell."""
 _WITH_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
 """Whose rules return the statistics after the result."""
+_DECOMPOSED = "aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index"
+"""With such writes, which their rules or decompositions give as results."""
 _TRAINING = "training", "train", "use_input_stats"
 _PURE = "backward", "functional", "no_training", "no_update"
 
@@ -74,6 +76,15 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         trains = all(given.get(name, True) for name in names if name in _TRAINING)
         told += [name for name in RUNNING if trains and given.get(name) is not None]
     return [given.get(name) for name in told]
+
+
+def writes_unseen(node: Any) -> bool:
+    """Tell whether an operator writes into statistics in a way that PyTorch's functionalisation does not know."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _DECOMPOSED:
+        return False
+    told = sum(bool(arg.alias_info and arg.alias_info.is_write) for arg in target._schema.arguments)
+    return len(written_arguments(target, node.args, node.kwargs)) > told
 
 
 def note_result(env: dict[Any, Any], node: Any, found: Any) -> list[Any]:

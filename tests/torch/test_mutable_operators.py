@@ -89,9 +89,6 @@ WRITES = {
     "_batch_norm_impl_index": lambda x, m, v: torch._batch_norm_impl_index(
         x, None, None, m, v, True, 0.5, 1e-5, False
     )[0],
-    "_batch_norm_with_update": lambda x, m, v: torch.ops.aten._batch_norm_with_update(
-        x, None, None, m, v, 0.5, 1e-5
-    )[0],
     "batch_norm": lambda x, m, v: torch.batch_norm(x, None, None, m, v, True, 0.5, 1e-5, False),
     "instance_norm": lambda x, m, v: torch.instance_norm(x, None, None, m, v, True, 0.5, 1e-5, False),
     "batch_norm_update_stats": lambda x, m, v: after(x, torch.batch_norm_update_stats(x.detach(), m, v, 0.5)),
