@@ -110,7 +110,7 @@ class KnownValues(TorchDispatchMode):
             return found
         sources: set[str] = set()
         others: dict[int, torch.Tensor] = {}
-        for each in known if not shapes_alone else ():
+        for each in filter(None, known if not shapes_alone else ()):
             sources |= each.sources
             others |= each.others
         for tensor in touched:

@@ -107,7 +107,7 @@ WRITES = {
     "resize_": lambda x, m, v: after(x, m.resize_(2).fill_(1.0)),
     "rrelu_with_noise_": lambda x, m, v: torch.ops.aten.rrelu_with_noise_(x, torch.zeros_like(x), 0.1, 0.3, False),
 }  # fmt: skip
-REFUSED = {"set_", "resize_", "batch_norm_update_stats", "several outs", "_fused_sgd_"}
+REFUSED = {"set_", "resize_", "batch_norm_update_stats", "several outs", "_fused_sgd_", "rrelu_with_noise_"}
 """Or right: as PyTorch's versions decompose them."""
 
 
