@@ -11,6 +11,7 @@ from ..errors import ConfigError, DataError
 from .files import make_folder, partial, told
 from .lock import NAME as LOCK
 from .lock import FolderLock
+from .regular_file import open_regular
 
 CHECKPOINT = "checkpoint.h5"
 BEST = "checkpoint_best.h5"
@@ -93,7 +94,7 @@ def _lines(log: Path) -> int:
     """Return how many lines a file has, up to two."""
     if not log.is_file():
         return 0
-    with log.open("rb") as file:
+    with open_regular(log, log.parent) as file:
         return sum(bool(file.readline(LONGEST)) for _ in range(2))
 
 

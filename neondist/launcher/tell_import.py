@@ -11,4 +11,5 @@ if __name__ == "__main__":
         except BaseException as error:
             text = " ".join(str(error).split())[:500]
             reason = text if type(error).__name__ == "MissingPackageError" else f"{type(error).__name__}: {text}"
-        print(f"{name}\t{reason}", flush=True)
+        sys.stdout.write(f"{name}\t{reason}\n")
+        sys.stdout.flush()

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .constants import is_shape_only, known_values
 from .errors import NotRecorded, defined_at
 from .module_state import GONE, OF_MODULES, PLAIN, Reach, plain
 
@@ -134,7 +135,7 @@ class _Watching(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.read |= any(id(tensor) in self._carried for tensor in tensors)
-        if not _of_shapes_alone(func) and any(self.follows(tensor) for tensor in tensors):
+        if not is_shape_only(func) and any(self.follows(tensor) for tensor in tensors):
             new = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
             self._kept += new
             self._of_pass.update(map(id, new))
@@ -148,11 +149,6 @@ class _Watching(TorchDispatchMode):
     def is_cache(self, value: Any) -> bool:
         """Tell whether a value would be the same in every pass."""
         return isinstance(value, torch.Tensor) and not self.follows(value)
-
-
-def _of_shapes_alone(func: Any) -> bool:
-    name = str(func)
-    return "_like" in name or ".new_" in name
 
 
 def _told(leaf: Any) -> Any:
@@ -175,7 +171,7 @@ def _pass(module: nn.Module, inputs: Sequence[torch.Tensor], carried: Sequence[t
                 fakes[f"{path}.{name}".removeprefix(".")] = of[tensor]
     with mode, torch.compiler.set_stance("force_eager"):
         given = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-        with _Watching([*given, *fakes.values()], carried) as watching:
+        with _Watching([*given, *fakes.values()], carried) as watching, known_values(module):
             torch.func.functional_call(module, fakes, tuple(given), tie_weights=False)
     return watching
 

@@ -24,6 +24,7 @@ from ..errors import ConfigError
 from ..halo import ExchangePolicy
 from .between_passes import observed
 from .checks import check_module
+from .constants import known_values, remove_reads
 from .custom_gradients import recorded
 from .errors import NotRecorded
 from .functional import is_simple, note_result
@@ -69,17 +70,18 @@ def captured(
         traced for another reason.
     """
     check_module(module)
-    with _tracing(what or type(module).__name__, shapes), recorded() as functions:
+    with _tracing(what or type(module).__name__, shapes), recorded() as functions, known_values(module) as reads:
         with FakeTensorMode(allow_non_fake_inputs=True):
             on = device or device_of(module)
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
         with observed(module, inputs), _no_graph():
             program: Any = torch.export.export(module, inputs, strict=False)
+        remove_reads(program)
         stop_gradients(program, lambda node: where(node).source)
         specs = program.graph_signature.input_specs
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
         program = program if is_simple(program.graph, buffers) else program.run_decompositions({})
-        program.functions = functions
+        program.functions, program.reads = functions, reads
         return program
 
 
@@ -87,7 +89,7 @@ def decomposed(program: Any, module: nn.Module, shapes: Shapes) -> Any:
     """Return what `captured` gave with no operator in place, and none that PyTorch only composes of others."""
     with _tracing(type(module).__name__, shapes):
         found = program.run_decompositions({})
-        found.functions = program.functions
+        found.functions, found.reads = program.functions, program.reads
         return found
 
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ConfigError
 from .alike import digest_of
 from .capture import captured, lowered
+from .constants import Reads
 from .layout import Layout, shape_of
 from .plan import TorchPlan
 from .run import Runner
@@ -22,7 +23,7 @@ from .watch import State, Watch
 from .wires import Wires
 
 REMEMBERED = 16
-"""So many criteria are remembered."""
+"""So many criteria are remembered, and of each so many states and shapes."""
 
 
 @dataclass
@@ -101,7 +102,11 @@ class Criteria:
             program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
             plan, tree = lowered(program, self.wires.mesh, self.wires.grid.rank, layouts)
             check_number(plan, tree)
-            known.state = before = watch.settled(before)
+            buffers, others = program.reads
+            names = {name.removeprefix("criterion.") for name in buffers}
+            known.state = before = watch.settled(before, Reads(names, others))
+            if len(runners) >= REMEMBERED:
+                del runners[next(iter(runners))]
             runners[before, inputs] = Runner(self.wires, plan), digest_of(plan, program)
         return runners[before, inputs]
 

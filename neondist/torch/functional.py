@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-NORMS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
-"""Whose schemas do not tell that they write into their statistics."""
+RUNNING = "running_mean", "running_var"
+"""Statistics that operators write into in training, though their schemas do not tell."""
+_WITH_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
+"""Whose rules return the statistics after the result."""
+_DECOMPOSED = "aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index"
+"""With such writes, which their rules or decompositions give as results."""
+_TRAINING = "training", "train", "use_input_stats"
+_PURE = "backward", "functional", "no_training", "no_update"
 
 
 def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
@@ -37,7 +43,7 @@ def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
     twins: dict[Any, Any] = {}
     for node in called:
         if written(node):
-            twins[node] = node.target if node.target in NORMS else _twin(node)
+            twins[node] = node.target if node.target in _WITH_STATISTICS else _twin(node)
         for old in written(node):
             if not isinstance(old, torch.fx.Node) or twins[node] is None:
                 return False
@@ -55,13 +61,30 @@ def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
 
 def written(node: Any) -> list[Any]:
     """Return what an operator writes into, in the order of its arguments."""
-    if node.target in NORMS:  # their statistics, if they train
-        *_, mean, var, training = (*node.args, None)[:6]
-        return [mean, var] if len(node.args) < 6 or (training and mean is not None) else []
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    given = dict(zip((arg.name for arg in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
-    return [given.get(arg.name) for arg in node.target._schema.arguments if arg.alias_info and arg.alias_info.is_write]
+    return [leaf for arg in written_arguments(node.target, node.args, node.kwargs) for leaf in pytree.tree_leaves(arg)]
+
+
+def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes into: tensors, or lists of them."""
+    arguments = target._schema.arguments
+    names = [arg.name for arg in arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    told = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
+    if set(RUNNING) <= set(names) - set(told) and not any(word in target._schema.name for word in _PURE):
+        trains = all(given.get(name, True) for name in names if name in _TRAINING)
+        told += [name for name in RUNNING if trains and given.get(name) is not None]
+    return [given.get(name) for name in told]
+
+
+def writes_unseen(node: Any) -> bool:
+    """Tell whether an operator writes into statistics in a way that PyTorch's functionalisation does not know."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _DECOMPOSED:
+        return False
+    told = sum(bool(arg.alias_info and arg.alias_info.is_write) for arg in target._schema.arguments)
+    return len(written_arguments(target, node.args, node.kwargs)) > told
 
 
 def note_result(env: dict[Any, Any], node: Any, found: Any) -> list[Any]:

@@ -29,6 +29,9 @@ from .transfer import Wanted
 from .watch import Watch
 from .wires import Wires
 
+REMEMBERED = 64
+"""So many states of a module are remembered."""
+
 
 @dataclass(eq=False)
 class _Prepared:
@@ -306,7 +309,9 @@ class DistributedModule(nn.Module):
             in_parts = lowering is not None and lowering.in_parts
             overlaps = lowering.overlaps if lowering is not None else ()
             prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest, in_parts, dtypes, overlaps)
-            before = self._watch.settled(before)
+            before = self._watch.settled(before, program.reads)
+            if len(self._runners) >= REMEMBERED:
+                del self._runners[next(iter(self._runners))]
             self._runners[before] = prepared
         self._current = before, self._runners[before]
         return self._current

@@ -10,7 +10,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from .errors import NotRecorded
-from .functional import memory_of, written
+from .functional import memory_of, writes_unseen, written
 
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
@@ -29,6 +29,12 @@ def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
         If something is written where a gradient passes, and PyTorch is kept from noticing it.
     """
     graph = program.graph_module.graph
+    for node in graph.nodes:
+        if writes_unseen(node):
+            raise NotRecorded(
+                f"{node.target} writes into running statistics, of which its schema does not tell; use batch_norm",
+                place(node),
+            )
     for node, old, hidden in _writes(program):
         if hidden and not _is_buffer(program, old):
             raise NotRecorded(

@@ -11,17 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from .constants import Reads
 from .module_state import GONE, Reach, content, plain
 
 
 class State:
-    """The values at a time, as a key."""
+    """The values at a time, as a key; `numbers` are those of tensors that were read."""
 
-    def __init__(self, leaves: dict[str, Any]) -> None:
-        self.leaves = leaves
+    def __init__(self, leaves: dict[str, Any], numbers: tuple[bytes, ...] = ()) -> None:
+        self.leaves, self.numbers = leaves, numbers
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, State) and self.leaves == other.leaves)
+        if self is other:
+            return True
+        return isinstance(other, State) and self.leaves == other.leaves and self.numbers == other.numbers
 
     def __hash__(self) -> int:
         return hash(tuple(self.leaves))
@@ -43,6 +46,7 @@ class Watch:
         self._known_kinds: list[Any] = []
         self._names: set[str] = set()
         self._excluded: set[str] = set()
+        self._reads: dict[State, Reads] = {}
         self._look()
 
     def aim(self, root: Any) -> None:
@@ -53,8 +57,17 @@ class Watch:
     def key(self) -> State:
         """Return the present values: those of a function's closure, of containers and objects, tensors' dtypes.
 
-        Keys are equal if nothing has changed.
+        Keys are equal if nothing has changed, values of tensors from which a forward has read numbers included.
         """
+        state = self._state()
+        reads = self._reads.get(state) if self._reads else None
+        if reads is None:
+            return state
+        buffers = self.tensors()[1]
+        read = (*(buffers.get(name) for name in sorted(reads.buffers)), *reads.others)
+        return State(state.leaves, tuple(map(_bytes, read)))
+
+    def _state(self) -> State:
         try:
             same = self._is_same()
         except (KeyError, ValueError, IndexError, RuntimeError):  # something was deleted
@@ -68,12 +81,22 @@ class Watch:
         parameters = {name: p for name, where, at in self._parameters if (p := where.get(at)) is not None}
         return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
 
-    def settled(self, before: State) -> State:
-        """Return the key after a forward; what that has changed itself, such as a counter of calls, is left out."""
-        old, new = before.leaves, self.key().leaves
+    def settled(self, before: State, reads: Reads | None = None) -> State:
+        """Return the key after a forward; what that has changed itself, such as a counter of calls, is left out.
+
+        Parameters
+        ----------
+        reads : Reads, optional
+            Tensors from which it has read numbers: their values are part of the key from now on.
+        """
+        old, new = before.leaves, self._state().leaves
         self._excluded.update(path for path in {**old, **new} if old.get(path, GONE) != new.get(path, GONE))
         self._look()
-        return self._key
+        if reads is not None and any(reads):
+            known = self._reads.setdefault(self._key, Reads(set(), []))
+            known.buffers.update(reads.buffers)
+            known.others.extend(t for t in reads.others if all(t is not other for other in known.others))
+        return self.key()
 
     def _is_same(self) -> bool:
         """Tell whether nothing has changed since the last look; a microsecond for dozens of values."""
@@ -128,3 +151,9 @@ class Watch:
                 for found, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
                     found += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
         self._known_kinds = self._kinds()
+
+
+def _bytes(tensor: torch.Tensor | None) -> bytes:
+    if tensor is None:
+        return b""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

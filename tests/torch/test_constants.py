@@ -1,0 +1,337 @@
+"""Numbers that code reads from tensors which no input and no parameter reaches, and from buffers."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_runs import check  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+
+IMAGES = (2, 4, 8, 12)
+
+
+def offsets(n):
+    return torch.stack(torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")).flatten(1).T
+
+
+def shifted_window_mask(h, w, size, shift):
+    """As Swin makes it."""
+    mask = torch.zeros(1, h, w, 1)
+    count = 0
+    for rows in (slice(0, -size), slice(-size, -shift), slice(-shift, None)):
+        for cols in (slice(0, -size), slice(-size, -shift), slice(-shift, None)):
+            mask[:, rows, cols] = count
+            count += 1
+    cut = mask.view(1, h // size, size, w // size, size, 1).permute(0, 1, 3, 2, 4, 5).reshape(-1, size * size)
+    apart = cut.unsqueeze(1) - cut.unsqueeze(2)
+    return apart.masked_fill(apart != 0, -100.0).masked_fill(apart == 0, 0.0)
+
+
+def in_place(y):
+    t = torch.zeros(4)
+    t[1:3] += torch.arange(2) + 1
+    t.mul_(2).clamp_(max=3)
+    return y * t.sum().item() + t.view(2, 2)[1, 0].item()
+
+
+def positions(y):
+    place = torch.arange(y.shape[1]).unsqueeze(1) * torch.exp(torch.arange(0, 4, 2) * (-math.log(1e4) / 4))
+    table = torch.stack([place.sin(), place.cos()], 2).flatten(1)
+    return y + table[:, 0].view(1, -1, 1, 1).to(y) * float(table.max())
+
+
+def masked(y):
+    mask = torch.ones(y.shape[1:2]).bool()
+    mask[1] = False
+    return y[:, mask] * mask.sum().item() if mask.any() else y
+
+
+CONSTANTS = {
+    "tolist": lambda y: y - y.mean(torch.arange(2, y.dim()).tolist(), keepdim=True),
+    "item": lambda y: y / torch.tensor(y.shape[2:]).prod().item(),
+    "float": lambda y: y * float(torch.linspace(0, 1, y.shape[-1]).norm()),
+    "int": lambda y: y.roll(int(torch.full((3,), 2).sum()), 3),
+    "complex": lambda y: y * complex(torch.tensor([1.0, 2.0]).sum()).real,
+    "index": lambda y: y[:, :, torch.tensor([1, 3]).max() :, : torch.arange(9)[-1]],
+    "element": lambda y: y[:, torch.arange(4)[2]] + y[:, [0, 2]][:, torch.tensor(1)],
+    "range": lambda y: sum(y.roll(k, 2) for k in range(torch.tensor(3))),
+    "bool": lambda y: y * 2 if torch.ones(3).sum() > 2 else y,
+    "and": lambda y: y * 2 if torch.eye(2).bool().any() and not torch.eye(2).bool().all() else y,
+    "equal": lambda y: y * 2 if torch.equal(torch.arange(2), torch.tensor([0, 1])) else y,
+    "allclose": lambda y: y * 2 if torch.allclose(torch.ones(2), torch.tensor([1.0, 1.0])) else y,
+    "in": lambda y: y * 2 if 3 in torch.arange(5) else y,
+    "for": lambda y: sum(y.roll(int(k), 2) for k in torch.arange(3)),
+    "for pairs": lambda y: sum(y.roll((int(a), int(b)), (2, 3)) for a, b in offsets(2)),
+    "unpacked": lambda y: y.roll([*torch.tensor([1, 2])][1].item(), 2),
+    "numpy": lambda y: y * float(torch.arange(4).numpy().sum()),
+    "asarray": lambda y: y * np.asarray(torch.arange(4)).max(),
+    "math": lambda y: y * math.sqrt(torch.tensor(y.shape[1])),
+    "round trip": lambda y: y * torch.from_numpy(np.arange(4.0)).sum().item(),
+    "zeros like": lambda y: y * (torch.zeros_like(y[0, 0, 0]).sum().item() + 2) + y.new_ones(3).sum().item(),
+    "in place": in_place,
+    "positions": positions,
+    "mask": masked,
+    "mask set": lambda y: F.pad(y, (0, 1)).masked_fill(torch.arange(y.shape[-1] + 1) > 3, 0.5),
+    "nonzero": lambda y: sum(y.roll(int(k), 2) for k in torch.eye(3).nonzero()[:, 1]),
+    "nonzero as an index": lambda y: y[:, (torch.arange(4) % 2).nonzero()[:, 0]],
+    "masked_select": lambda y: y * torch.arange(4).masked_select(torch.arange(4) > 1).sum(),
+    "unique": lambda y: y * len(torch.unique(torch.tensor([1, 1, 2]))),
+    "one hot": lambda y: y * F.one_hot(torch.arange(4)).view(1, 4, 4, 1).sum(2, keepdim=True),
+    "window mask": lambda y: y + shifted_window_mask(8, 12, 4, 2).sum((0, 1))[0].item(),
+    "split": lambda y: torch.cat([*y.split(torch.tensor([1, 3]).tolist(), 1)][::-1], 1),
+    "no grad": lambda y: y * no_grad_sum(),
+    "string": lambda y: y * float(f"{torch.tensor(2.5):.1f}"),
+    "einsum": lambda y: y * torch.einsum("i,i->", torch.arange(3.0), torch.ones(3)).item(),
+    "deep": lambda y: y * float(torch.linalg.inv(torch.eye(2) * 2).diagonal().cumsum(0)[-1]),
+}
+
+
+def no_grad_sum():
+    with torch.no_grad():
+        return torch.arange(4).sum().item()
+
+
+class Convolved(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(4, 4, 3, padding=1), function
+
+    def forward(self, x):
+        return self.function(self.conv(x))
+
+
+def test_code_reads_constants():
+    """All in one module, whose outputs they are: it is captured once."""
+    check(Convolved(lambda y: [function(y) for function in CONSTANTS.values()]), IMAGES, grids=((1, 2, 2),))
+
+
+def test_criteria_read_constants():
+    def criterion(y, t):
+        names = "tolist", "bool", "for pairs", "numpy", "in place", "nonzero as an index", "one hot"
+        return F.mse_loss(y, t) + sum(CONSTANTS[name](y).sum() for name in names)
+
+    assert steps(nn.Conv2d(4, 4, 3, padding=1), criterion, 1, (1, 2, 1)) is None
+
+
+class Causal(nn.Module):
+    def __init__(self, is_causal, kept):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+        self.encoder, self.is_causal = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), is_causal
+        if kept:
+            self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(24))
+        else:
+            self.mask = None
+
+    def forward(self, x):
+        tokens = x.flatten(2).transpose(1, 2)
+        mask = self.mask if self.mask is not None else nn.Transformer.generate_square_subsequent_mask(24)
+        return self.encoder(tokens, mask=mask, is_causal=self.is_causal)
+
+
+@pytest.mark.parametrize(("is_causal", "kept"), [(None, True), (True, False)])
+def test_causal_transformers(is_causal, kept):
+    torch.manual_seed(0)
+    with doubles():
+        check(Causal(is_causal, kept), (2, 4, 4, 6), grids=((1, 2, 1),))
+
+
+class doubles:
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+
+    def __exit__(self, *_):
+        torch.set_default_dtype(torch.float32)
+
+
+REFUSED = {
+    "input": lambda y: y * float(y.detach().mean()),
+    "input, if": lambda y: y if y.sum() > 0 else -y,
+    "written": lambda y: y * float(torch.zeros(3).copy_(y.detach()[0, 0, 0, :3]).sum()),
+    "a view was written": lambda y: y * written_through_a_view(y),
+    "random": lambda y: y * int(torch.randperm(3)[0]),
+    "random in place": lambda y: y * float(torch.zeros(3).uniform_().sum()),
+    "mask of an input": lambda y: y[y > 0].sum(),
+}
+
+
+def written_through_a_view(y):
+    t = torch.zeros(4)
+    t[1:].copy_(y.detach()[0, 0, 0, :3])
+    return float(t.sum())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_inputs_is_refused(name):
+    with nd.ProcessGrid() as grid, pytest.raises(nd.NeondistError, match=r"test_constants\.py:\d+: "):
+        ndt.distribute(Convolved(REFUSED[name]), IMAGES, grid)
+
+
+def steps(module, criterion, number, grid, between=None):
+    """Return where training on virtual ranks differs from one process, or None."""
+    torch.manual_seed(1)
+    module = module.double()
+    xs, ts = torch.randn(number, *IMAGES, dtype=torch.float64), torch.randn(number, *IMAGES, dtype=torch.float64)
+
+    def train(model, plain, scatter, scatter_target, loss):
+        optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+        for step in range(number):
+            if between:
+                between(plain, step)
+            optimizer.zero_grad()
+            value = loss(copy.copy(criterion), model(scatter(xs[step])), scatter_target(ts[step]))
+            value.backward()
+            optimizer.step()
+        return {**{k: v.clone() for k, v in plain.state_dict().items()}, "loss": value.detach()}
+
+    one = copy.deepcopy(module)
+    expected = train(one, one, torch.clone, torch.clone, lambda c, y, t: c(y, t))
+
+    def body(world):
+        replicas, rows, cols = grid
+        with nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
+            mine = copy.deepcopy(module)
+            model = ndt.distribute(mine, IMAGES, ranks)
+            return train(model, mine, model.scatter, model.scatter_target, model.loss)
+
+    for found in nd.loopback.run(math.prod(grid), body):
+        for name, value in expected.items():
+            if not torch.allclose(found[name].double(), value.double(), rtol=1e-9, atol=1e-9):
+                return name, found[name], value
+    return None
+
+
+class Counting(nn.Module):
+    """Calls a function of itself and x."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(4, 4, 1), function
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("queue", torch.zeros(4, 3))
+        self.register_buffer("fixed", torch.tensor([2.0, 0.5]))
+        self.register_buffer("unit", F.normalize(torch.ones(4), dim=0))
+        self.loose = torch.tensor(3.0)
+
+    def forward(self, x):
+        return self.function(self, self.conv(x))
+
+
+def decaying(self, y):
+    self.count += 1
+    share = 1 / float(self.count)
+    self.mean.lerp_(y.detach().mean((0, 2, 3)), share)
+    return y - self.mean.view(1, -1, 1, 1)
+
+
+def warming(self, y):
+    self.count.add_(1)
+    return y * min(1.0, self.count.item() / 3)
+
+
+def once(self, y):
+    if self.count == 0:
+        self.mean.copy_(y.detach().mean((0, 2, 3)))
+        self.count.fill_(1)
+    return y - self.mean.view(1, -1, 1, 1)
+
+
+def queued(self, y):
+    at = int(self.count)
+    self.queue[:, at] = y.detach().mean((0, 2, 3))
+    self.count[()] = (at + 1) % 3
+    return y + self.queue.sum(1).view(1, -1, 1, 1)
+
+
+def powered(self, y):
+    weight = self.conv.weight.flatten(1)
+    with torch.no_grad():
+        self.unit.copy_(F.normalize(weight @ F.normalize(weight.T @ self.unit, dim=0), dim=0))
+    return y / (self.unit @ weight @ weight.T @ self.unit)
+
+
+def extremes(self, y):
+    with torch.no_grad():
+        self.mean.copy_(torch.maximum(self.mean, y.amax((0, 2, 3))))
+    return y / (1 + self.mean.view(1, -1, 1, 1).abs())
+
+
+BUFFERS = {
+    "decaying": decaying,
+    "warming": warming,
+    "once": once,
+    "queued": queued,
+    "powered": powered,
+    "extremes": extremes,
+    "fixed": lambda self, y: y * self.fixed[0].item() if self.fixed.min() > 0 else y,
+    "loose": lambda self, y: y * float(self.loose),
+}
+
+
+def change(module, step):
+    if step == 2:
+        module.count.zero_()
+        module.fixed.mul_(1.5)
+        module.loose.add_(1)
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_code_reads_buffers(name):
+    assert steps(Counting(BUFFERS[name]), F.mse_loss, 3, (1, 1, 2), change) is None
+
+
+def averaged(momentum=None, **more):
+    return nn.Sequential(
+        nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=momentum, **more), nn.Conv2d(4, 4, 1)
+    )
+
+
+@pytest.mark.parametrize("norm", [averaged, lambda: averaged(affine=False)])
+def test_batch_norm_averages_all_batches(norm):
+    def reset(module, step):
+        if step == 2:
+            module[1].reset_running_stats()
+
+    for between in (None, reset):
+        assert steps(norm(), F.mse_loss, 4, (1, 2, 2), between) is None
+
+
+def test_batch_norm_that_averages_is_captured_once():
+    with nd.ProcessGrid() as grid:
+        model = ndt.distribute(averaged().double(), IMAGES, grid)
+        plans = {id(model.plan)}
+        for _ in range(3):
+            model.module(torch.randn(IMAGES, dtype=torch.float64))
+            plans.add(id(model.plan))
+    assert len(plans) == 1
+
+
+def test_update_bn_as_stochastic_weight_averaging_does():
+    batches = torch.randn(3, *IMAGES, dtype=torch.float64)
+    torch.manual_seed(2)
+    one = averaged(0.1).double()
+    start = copy.deepcopy(one)
+    average = torch.optim.swa_utils.AveragedModel(one)
+    average.update_parameters(one)
+    torch.optim.swa_utils.update_bn(list(batches), average)
+
+    def body(world):
+        with nd.ProcessGrid(world, rows=2, cols=1) as ranks:
+            mine = torch.optim.swa_utils.AveragedModel(copy.deepcopy(start))
+            mine.update_parameters(start)
+            model = ndt.distribute(mine, IMAGES, ranks)
+            torch.optim.swa_utils.update_bn([model.scatter(x) for x in batches], model)
+            return mine.state_dict()
+
+    for found in nd.loopback.run(2, body):
+        for name, value in average.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)

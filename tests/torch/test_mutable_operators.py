@@ -1,0 +1,119 @@
+"""Operators that write into their arguments, from PyTorch's schemas: known, and the same on tiles."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch_runs import check  # noqa: E402
+
+from neondist.errors import UserError  # noqa: E402
+from neondist.torch.functional import RUNNING, written_arguments  # noqa: E402
+
+_OTHER = "cudnn", "miopen", "gather_stats", "backward", "no_update.out"  # of other devices, or of other dtypes
+
+
+def operators():
+    """Yield all operators of ATen."""
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            yield from (getattr(packet, overload) for overload in packet.overloads())
+
+
+def test_what_schemas_tell_is_known():
+    count = 0
+    for operator in operators():
+        arguments = operator._schema.arguments
+        told = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
+        found = written_arguments(operator, [], {arg.name: arg.name for arg in arguments})
+        assert found[: len(told)] == told, operator
+        count += bool(told)
+    assert count > 1000
+
+
+def norms():
+    """Return the operators with running statistics that run on this device."""
+    named = {str(op): {arg.name for arg in op._schema.arguments} for op in operators()}
+    return [name for name, args in named.items() if set(RUNNING) <= args and not any(one in name for one in _OTHER)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", norms())
+def test_statistics_that_are_written(name, training):
+    operator = getattr(getattr(torch.ops.aten, name.split(".")[1]), name.split(".")[2])
+    values = {
+        "input": torch.randn(2, 4, 3, 3), "weight": torch.ones(4), "bias": torch.zeros(4), "momentum": 0.5, "eps": 1e-5,
+        "running_mean": torch.ones(4), "running_var": torch.full((4,), 3.0), "cudnn_enabled": False,
+        "training": training, "use_input_stats": training,
+    }  # fmt: skip
+    given = {}
+    for arg in operator._schema.arguments:
+        given[arg.name] = torch.empty(0) if arg.is_out else values[arg.name]
+    before = {name: given[name].clone() for name in RUNNING}
+    try:
+        operator(**given)
+    except NotImplementedError:
+        pytest.skip("not on this device")
+    written = [arg for arg in written_arguments(operator, [], given) if isinstance(arg, torch.Tensor)]
+    for name in RUNNING:
+        changed = not torch.equal(given[name], before[name])
+        assert changed <= any(given[name] is arg for arg in written), name
+
+
+class Writing(nn.Module):
+    """Calls a function of x and buffers, which it writes into."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        return self.function(x * 2, self.mean, self.var)
+
+
+def channel(x):
+    return x.detach().mean((0, 2, 3))
+
+
+def after(x, *_):
+    return x
+
+
+WRITES = {
+    "native_batch_norm": lambda x, m, v: torch.native_batch_norm(x, None, None, m, v, True, 0.5, 1e-5)[0],
+    "native_batch_norm, fixed": lambda x, m, v: torch.native_batch_norm(x, None, None, m, v, False, 0.5, 1e-5)[0],
+    "_native_batch_norm_legit": lambda x, m, v: torch._native_batch_norm_legit(x, None, None, m, v, True, 0.5, 1e-5)[0],
+    "_batch_norm_impl_index": lambda x, m, v: torch._batch_norm_impl_index(
+        x, None, None, m, v, True, 0.5, 1e-5, False
+    )[0],
+    "batch_norm": lambda x, m, v: torch.batch_norm(x, None, None, m, v, True, 0.5, 1e-5, False),
+    "instance_norm": lambda x, m, v: torch.instance_norm(x, None, None, m, v, True, 0.5, 1e-5, False),
+    "batch_norm_update_stats": lambda x, m, v: after(x, torch.batch_norm_update_stats(x.detach(), m, v, 0.5)),
+    "out": lambda x, m, v: after(x, torch.add(m, channel(x), out=m)),
+    "several outs": lambda x, m, v: after(x, torch.frexp(channel(x), out=(m, v.int()))),
+    "_foreach_add_": lambda x, m, v: after(x, torch._foreach_add_([m, v], [channel(x), channel(x)])),
+    "_foreach_mul_ of numbers": lambda x, m, v: after(x, torch._foreach_mul_([m, v], 0.5)),
+    "_fused_sgd_": lambda x, m, v: after(x, torch._fused_sgd_(
+        [m], [channel(x)], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False, maximize=False,
+        is_first_step=True,
+    )),
+    "index_put_": lambda x, m, v: after(x, m.index_put_((torch.tensor([1, 2]),), channel(x)[:2])),
+    "copy_ to a view": lambda x, m, v: after(x, m[1:3].copy_(channel(x)[:2])),
+    "scatter_": lambda x, m, v: after(x, m.scatter_(0, torch.tensor([0, 3]), channel(x)[:2])),
+    "set_": lambda x, m, v: after(x, m.set_(channel(x))),
+    "resize_": lambda x, m, v: after(x, m.resize_(2).fill_(1.0)),
+    "rrelu_with_noise_": lambda x, m, v: torch.ops.aten.rrelu_with_noise_(x, torch.zeros_like(x), 0.1, 0.3, False),
+}  # fmt: skip
+REFUSED = {"set_", "resize_", "batch_norm_update_stats", "several outs", "_fused_sgd_", "rrelu_with_noise_"}
+"""Or right: as PyTorch's versions decompose them."""
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_on_tiles(name):
+    try:
+        check(Writing(WRITES[name]), (2, 4, 4, 6), grids=((1, 1, 2),))
+    except UserError:
+        assert name in REFUSED
