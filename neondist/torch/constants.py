@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +157,15 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._values = values
         self.count: torch.Tensor | None = None
+        self._depth = 0
+
+    def enter(self, *_: Any) -> None:
+        """Take note that PyTorch's own batch norm begins."""
+        self._depth += 1
+
+    def leave(self, *_: Any) -> None:
+        """Take note that it has ended."""
+        self._depth -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,7 +177,7 @@ class _Calls(TorchFunctionMode):
         if share is not None and func is F.batch_norm and kwargs.get("momentum") == share:
             return self._averaged(count, *args, **kwargs)
         self._values.read(count)
-        if func is _TENSOR.__float__ and _is_batch_norm(sys._getframe()) and self._values.peek(args[0]) is not None:
+        if func is _TENSOR.__float__ and self._depth and self._values.peek(args[0]) is not None:
             self.count = args[0]
             return float(self._values.peek(self.count))
         if func in _INDEXED:
@@ -223,15 +231,6 @@ class _Calls(TorchFunctionMode):
         return tuple(found) if isinstance(index, tuple) or len(found) > 1 else found[0]
 
 
-def _is_batch_norm(frame: Any) -> bool:
-    """Tell whether a few calls up PyTorch's own batch norm runs."""
-    for _ in range(6):
-        frame = frame and frame.f_back
-        if frame is not None and frame.f_code in _BATCH_NORMS:
-            return True
-    return False
-
-
 def is_shape_only(func: Any) -> bool:
     """Tell whether an operator looks at the shape of its tensor, and not at its values."""
     name = str(func)
@@ -273,7 +272,14 @@ def known_values(module: nn.Module) -> Iterator[Reads]:
     def begin(module: nn.Module, _: Any) -> None:
         values.note(dict(module.named_buffers(remove_duplicate=False)), real)
 
-    with module.register_forward_pre_hook(begin), _Calls(values) as calls:
+    calls = _Calls(values)
+    with ExitStack() as hooks:
+        for part in module.modules():
+            if getattr(type(part).forward, "__code__", None) in _BATCH_NORMS:
+                hooks.enter_context(part.register_forward_pre_hook(calls.enter))
+                hooks.enter_context(part.register_forward_hook(calls.leave, always_call=True))
+        hooks.enter_context(module.register_forward_pre_hook(begin))
+        hooks.enter_context(calls)
         yield values.reads
         values.read(calls.count)
 

@@ -215,9 +215,9 @@ class Reach:
                 self._of_module(held, name, path, module)
             else:
                 self.holders.append(Holder(f"{path}.{name}", module, held, of_modules=True, watched=False))
-        self.leaves[f"{path}.training"] = module.training
         every = self._all or not _own(cast(Any, type(module)))
         names = [name for name in attributes if name not in OF_MODULES and (every or name in self.names)]
+        names += ["training"] * ("training" in attributes)
         self.holders.append(Holder(path, module, attributes, mark=".", watched=False))
         self._picked(attributes, path, module, names)
         self._visit_classes(type(module), path, module)
@@ -229,7 +229,7 @@ class Reach:
             where = f"{path}.{key}".removeprefix(".")
             if name in ("_parameters", "_buffers") and isinstance(value, torch.Tensor):
                 tied = self._seen.setdefault(id(value), where)
-                self.leaves[where] = name, tied, value.dtype, value.device
+                self.leaves[where] = name, tied, value.dtype, value.device, value.shape
                 self.tensors.append(value)
                 self._alive.append(value)
             else:

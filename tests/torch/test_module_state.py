@@ -145,6 +145,37 @@ def test_a_value_that_changes_is_seen(name):
     assert all(watch.key() != key for watch, key in zip(watches, before, strict=True)), name
 
 
+OF_MODULES = {
+    "eval": lambda m: m.eval(),
+    "eval of a part": lambda m: m[1].eval(),
+    "other part": lambda m: setattr(m, "0", nn.Conv2d(2, 2, 3, stride=2)),
+    "other shape": lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones(1))),
+    "part added": lambda m: m.append(nn.ReLU()),
+    "part removed": lambda m: m.__delitem__(1),
+    "number": lambda m: setattr(m[1], "momentum", 0.3),
+    "dtype": lambda m: m.double(),
+    "no bias": lambda m: m[0].register_parameter("bias", None),
+    "tied": lambda m: setattr(m[1], "bias", m[0].bias),
+    "hook": lambda m: m[0].register_forward_hook(lambda *_: None),
+    "hook before": lambda m: m[0].register_forward_pre_hook(lambda *_: None),
+    "forward": lambda m: setattr(m[1], "forward", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("name", OF_MODULES)
+def test_a_change_of_a_module_is_seen_and_taken_back(name):
+    module = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2))
+    watch = Watch(module)
+    before = watch.key()
+    OF_MODULES[name](module)
+    after = watch.key()
+    assert after != before
+    assert watch.key() == after
+    if name.startswith("eval"):
+        module.train()
+        assert watch.key() == before
+
+
 @pytest.mark.parametrize("name", ["nested", "slots", "bound method", "array", "item of a global"])
 def test_passes_after_a_change(name):
     make, read, change = PLACES[name]
