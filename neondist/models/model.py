@@ -340,7 +340,7 @@ class Model(Whole):
         """
         self.last_pass = None
         batch = self._samples(x, batch_size)
-        if are_whole(targets, self.output, batch):
+        if are_whole(targets, self.output, batch) and (batch > 1 or self.grid.replicas == 1):  # or it may be a part
             self.grid.note_whole("the targets given to train_batch", to_host(targets))
         self.grid.check("train_batch", {"batch_size": batch})
         return ModelStep(self).run(x, targets, batch)
@@ -462,13 +462,19 @@ class Model(Whole):
     @property
     def built(self) -> Parameters:
         """The parameters; ConfigError if there are none yet."""
+        self.require_built()
+        assert self.parameters is not None
+        return self.parameters
+
+    def require_built(self) -> None:
+        """Raise ConfigError if the model is not built yet."""
         if self.parameters is None:
             name = type(self).__name__
             raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")
-        return self.parameters
 
     def _samples(self, x: Any, batch_size: int | None) -> int:
         """Return the number of samples over all replicas, and check that this rank's share of them came."""
+        self.require_built()
         whole = batch_size or (len(x) if self.grid.replicas == 1 else self.batch_size)
         lo, hi = self.grid.sample_range(whole)
         if len(x) != hi - lo:

@@ -28,8 +28,9 @@ def backend_of(name: str) -> Backend:
     class Throughout(TorchTable):
         small = 0
 
-        def _convolves(self, x, out):
-            return 0 not in (x.size, *out) and x.ndim > 3
+        def _convolves(self, x, out, kernel=(), stride=(1,)):
+            crashes = max(stride) > 1 and kernel != () and max(kernel) == 1
+            return 0 not in (x.size, *out) and x.ndim > 3 and not crashes
 
         def _pools(self, x, out):
             return 0 not in (x.size, *out) and x.ndim > 3
