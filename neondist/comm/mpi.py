@@ -134,8 +134,8 @@ class MPITransport(Transport):
 
     @property
     def ended(self) -> bool:
-        """Whether it is closed, or MPI has ended."""
-        return self.closed or bool(self.mpi.Is_finalized())
+        """Whether it is closed, its owner has freed the communicator, or MPI has ended."""
+        return self.closed or bool(self.mpi.Is_finalized()) or not self.comm
 
     def close(self) -> None:
         """Free the communicator, if it is a part that nobody else has open; collective."""
