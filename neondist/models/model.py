@@ -462,24 +462,19 @@ class Model(Whole):
     @property
     def built(self) -> Parameters:
         """The parameters; ConfigError if there are none yet."""
-        self.require_built()
-        assert self.parameters is not None
-        return self.parameters
-
-    def require_built(self) -> None:
-        """Raise ConfigError if the model is not built yet."""
         if self.parameters is None:
             name = type(self).__name__
             raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")
+        return self.parameters
 
     def _samples(self, x: Any, batch_size: int | None) -> int:
         """Return the number of samples over all replicas, and check that this rank's share of them came."""
-        self.require_built()
-        whole = batch_size or (len(x) if self.grid.replicas == 1 else self.batch_size)
-        lo, hi = self.grid.sample_range(whole)
+        grid = self.built.context.grid
+        whole = batch_size or (len(x) if grid.replicas == 1 else self.batch_size)
+        lo, hi = grid.sample_range(whole)
         if len(x) != hi - lo:
             raise ShapeError(
-                f"{len(x)} samples came, but rank {self.grid.rank} takes {hi - lo} of a batch of {whole};"
+                f"{len(x)} samples came, but rank {grid.rank} takes {hi - lo} of a batch of {whole};"
                 " give batch_size where a batch is smaller than the model was built for"
             )
         return whole

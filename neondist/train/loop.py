@@ -56,8 +56,7 @@ def fit(
     """
     run = TrainState(model, dataset, epochs, batch_size, epoch, history=[Record.of(record) for record in history])
     hooks = list(hooks)
-    model.require_built()
-    model.grid.check("fit", {"epochs": epochs, "batch_size": batch_size, "epoch": epoch})
+    model.built.context.grid.check("fit", {"epochs": epochs, "batch_size": batch_size, "epoch": epoch})
     with opened(hooks):
         train_loop(run, hooks, metrics, seed)
     return run.history
