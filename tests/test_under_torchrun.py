@@ -154,6 +154,6 @@ def test_mpi_says_what_ranks_of_torchrun_need(monkeypatch):
     with pytest.raises(LaunchError, match=r"MPI module; under torchrun use nd.ProcessGrid\(ndt.world\(\)\)"):
         nd.ProcessGrid()
     monkeypatch.setattr(mpi, "_started", lambda: SimpleNamespace(COMM_WORLD=None))
-    monkeypatch.setattr(mpi, "MPITransport", lambda comm: SimpleNamespace(size=1))
+    monkeypatch.setattr(mpi, "MPITransport", lambda comm, most: SimpleNamespace(size=1))
     with pytest.raises(LaunchError, match="torchrun has started 2 ranks, but MPI sees one: under torchrun use"):
         nd.ProcessGrid()

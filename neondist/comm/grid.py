@@ -136,7 +136,8 @@ class ProcessGrid:
         """
         whole, self._whole = self._whole, {}
         found = {what: f"of checksum {number:08x}" for what, number in whole.items()}
-        return check_alike(self.world, {CALL: call, **found, **facts}, error, versions)
+        with self.observers.during("wait", subject="world"):
+            return check_alike(self.world, {CALL: call, **found, **facts}, error, versions)
 
     def on_close(self, work: Callable[[], object]) -> None:
         """Do something when the grid is closed, before its communicators are."""

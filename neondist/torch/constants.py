@@ -15,7 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .functional import memory_of, written_arguments
+from .functional import REGION, memory_of, written_arguments
 
 LARGEST = 2**18
 """Elements of a tensor whose values are computed; no code reads numbers one by one from larger ones."""
@@ -285,12 +285,19 @@ def known_values(module: nn.Module) -> Iterator[Reads]:
 
 
 def remove_reads(program: Any) -> None:
-    """Remove what gave numbers: these stand in the program now."""
-    for module in program.graph_module.modules():
+    """Remove what gave numbers: these stand in the program now; and regions without gradients that did nothing else."""
+    for module in reversed(list(program.graph_module.modules())):  # regions before what calls them
         graph: Any = getattr(module, "graph", None)
         for node in reversed(graph.nodes if graph is not None else ()):
-            if not node.users and _gives_numbers(node.target):
+            if not node.users and (_gives_numbers(node.target) or _does_nothing(module, node)):
                 graph.erase_node(node)
+
+
+def _does_nothing(module: nn.Module, node: Any) -> bool:
+    """Tell whether a node is, or calls, a region in which nothing is called."""
+    name = node.target if node.op == "get_attr" else node.args[1].target if node.target is REGION else ""
+    graph: Any = getattr(getattr(module, name, None), "graph", None)
+    return graph is not None and all(inner.op in ("placeholder", "get_attr", "output") for inner in graph.nodes)
 
 
 def _gives_numbers(target: Any) -> bool:

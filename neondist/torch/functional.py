@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+"""Calls a part of a program with or without gradients."""
 RUNNING = "running_mean", "running_var"
 """Statistics that operators write into in training, though their schemas do not tell."""
 _WITH_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default

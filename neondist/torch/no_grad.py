@@ -10,9 +10,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from .errors import NotRecorded
-from .functional import memory_of, writes_unseen, written
-
-_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+from .functional import REGION, memory_of, writes_unseen, written
 
 
 def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
@@ -42,7 +40,7 @@ def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
                 " does not know; make a new tensor", place(node),
             )  # fmt: skip
     for node in list(graph.nodes):
-        made = list(node.users) if node.target is _REGION and node.args[0] is False else []
+        made = list(node.users) if node.target is REGION and node.args[0] is False else []
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.is_inference() and node.op == "call_function":
             made.append(node)
@@ -65,7 +63,7 @@ def _writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
                 first.setdefault(memory_of(tensor), node)
         if node.target is torch.ops.aten.detach.default:
             detached.add(memory_of(node.meta["val"]))
-        region = node.target is _REGION and node.args[0] is False
+        region = node.target is REGION and node.args[0] is False
         for inner in getattr(module, node.args[1].target).graph.nodes if region else [node]:
             for old in written(inner):
                 memory = memory_of(old.meta["val"]) if isinstance(old, torch.fx.Node) else None

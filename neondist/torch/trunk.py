@@ -32,7 +32,7 @@ from .steps import Where
 
 
 class _Beyond:
-    """Stands for a value of the head while the trunk is looked for."""
+    """Stands for a value of the head while the trunk is looked for; after that, for one inside of the trunk."""
 
     id = -1
 
@@ -189,7 +189,9 @@ class HeadLowering(OfProgram):
             self._statistics[x.id] = self._known[norm.mean.id], self._known[norm.variance.id]
             kept = zip(found[1:], self.ruled(target, (x, *args[1:]), kwargs)[1:], strict=True)
             self._known.update((old.id, new) for old, new in kept if old is not None)
-        return pytree.tree_map(lambda leaf: self._known.get(leaf.id) if isinstance(leaf, Value) else leaf, found)
+        return pytree.tree_map(
+            lambda leaf: self._known.get(leaf.id, BEYOND) if isinstance(leaf, Value) else leaf, found
+        )
 
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout

@@ -14,6 +14,7 @@ from torch_runs import check  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
+from neondist.torch.capture import captured  # noqa: E402
 
 IMAGES = (2, 4, 8, 12)
 
@@ -335,3 +336,11 @@ def test_update_bn_as_stochastic_weight_averaging_does():
     for found in nd.loopback.run(2, body):
         for name, value in average.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_programs_have_nothing_of_what_was_read():
+    for norm in (averaged(0.1), averaged(0.1).eval()):
+        program = captured(norm.double(), [(IMAGES, torch.float64)])
+        assert {str(node.target) for node in program.graph.nodes if node.op in ("call_function", "get_attr")} <= {
+            "aten.conv2d.default", "aten.batch_norm.default", "aten.relu.default", "aten.add_.Tensor"
+        }  # fmt: skip

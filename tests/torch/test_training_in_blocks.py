@@ -48,7 +48,8 @@ class Classifier(nn.Module):
         self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
-        x = F.dropout2d(F.dropout(F.relu(self.norm(self.first(x))), 0.2, self.training), 0.2, self.training)
+        one, other = self.norm(self.first(x)).chunk(2, 1)
+        x = F.dropout2d(F.dropout(F.relu(torch.cat([other, one], 1)), 0.2, self.training), 0.2, self.training)
         y = F.relu_(self.deep(x))
         z = torch.cat([F.conv2d(x[:, :3], self.first.weight).mean((2, 3)), y.amax((2, 3))], 1)
         return self.last(F.dropout(z, 0.3, self.training))

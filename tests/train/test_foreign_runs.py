@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -89,7 +89,10 @@ def is_page_or_message(folder):
 
 
 @MANY
-@given(st.lists(st.dictionaries(NAMES, VALUES, max_size=4).map(lambda more: RECORD | more), min_size=1, max_size=3))
+@example(records=[RECORD | {"train_loss": -(10**400)}, RECORD | {"epoch": 2}])
+@given(
+    records=st.lists(st.dictionaries(NAMES, VALUES, max_size=4).map(lambda more: RECORD | more), min_size=1, max_size=3)
+)
 def test_odd_records(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("run")
     write(folder, records)

@@ -17,6 +17,14 @@ from .checkpoint import Checkpoint
 from .hook import Hook
 
 
+def _number(value: object) -> float:
+    """Return a number of a record; NaN for anything else, and for what is too large for a float."""
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
+
+
 class Best(Registered):
     """Which epoch is the best, and for how long to wait for a better one.
 
@@ -56,8 +64,8 @@ class Best(Registered):
         name, sign = self.name(history), -1.0 if self.larger(metrics) else 1.0
         best, found = math.inf, 0
         for record in history:
-            value = record.get(name)
-            if isinstance(value, int | float) and sign * value < best - (self.min_change if found else 0.0):
+            value = _number(record.get(name))
+            if sign * value < best - (self.min_change if found else 0.0):
                 best, found = sign * value, record["epoch"]
         return found
 
