@@ -12,6 +12,7 @@ import numpy as np
 
 from ..costs.mean import mean_of, parts_of, weighted, weights_of
 from ..data import Dataset, Split
+from ..errors import ConfigError
 from ..metrics import Metric, Misclassification, Outputs
 from ..models import Model, Trainable
 from ..models.averaged import averaged
@@ -56,7 +57,9 @@ def fit(
     """
     run = TrainState(model, dataset, epochs, batch_size, epoch, history=[Record.of(record) for record in history])
     hooks = list(hooks)
-    model.built.context.grid.check("fit", {"epochs": epochs, "batch_size": batch_size, "epoch": epoch})
+    if getattr(model, "grid", None) is None:
+        raise ConfigError(f"{type(model).__name__} is not built yet; call model.build(input_shape, batch_size) first")
+    model.grid.check("fit", {"epochs": epochs, "batch_size": batch_size, "epoch": epoch})
     with opened(hooks):
         train_loop(run, hooks, metrics, seed)
     return run.history
