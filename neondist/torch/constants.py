@@ -67,7 +67,7 @@ class KnownValues(TorchDispatchMode):
         for name, fake in fakes.items():
             value = values.get(name)
             if value is not None and value.numel() <= LARGEST and not value.is_meta:
-                with no_dispatch(), torch.no_grad():
+                with no_dispatch():
                     self._known[fake] = _Known(value.detach().clone(), {name}, {})
 
     def peek(self, tensor: Any) -> Any:
@@ -138,7 +138,7 @@ class KnownValues(TorchDispatchMode):
             return known
         if tensor.numel() > LARGEST:
             return None
-        with no_dispatch(), torch.no_grad():
+        with no_dispatch():
             found = _Known(tensor.clone(), set(), {} if literal else {id(tensor): tensor})
         self._known[tensor] = found
         return found
@@ -251,7 +251,8 @@ def _computed(func: Any, leaves: Sequence[Any], spec: Any, known: Sequence[Any])
     values = iter(known)
     filled = [next(values).value if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(filled, spec)
-    with no_dispatch(), torch.no_grad():
+    # torch.export would record torch.no_grad, and decompose the whole program for its sake
+    with torch._C.DisableTorchFunction(), torch.no_grad(), no_dispatch():
         return func(*args, **kwargs)
 
 

@@ -14,6 +14,7 @@ from torch_runs import check  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
+from neondist.torch.capture import captured  # noqa: E402
 
 IMAGES = (2, 4, 8, 12)
 
@@ -335,3 +336,16 @@ def test_update_bn_as_stochastic_weight_averaging_does():
     for found in nd.loopback.run(2, body):
         for name, value in average.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_what_knows_values_is_not_recorded():
+    """PyTorch would decompose the whole program for what changes whether gradients are recorded: six times as long."""
+
+    class Positions(nn.Module):
+        def forward(self, x):
+            return x * float(torch.arange(4).sum())
+
+    program = captured(nn.Sequential(averaged(0.1), Positions()), [(IMAGES, torch.float32)])
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert "aten.batch_norm.default" in names
+    assert "wrap_with_set_grad_enabled" not in names
