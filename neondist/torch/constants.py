@@ -27,6 +27,10 @@ _TENSOR: Any = torch.Tensor
 _BATCH_NORMS = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.forward.__code__
 _OF_VALUES = _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__format__
 _INDEXED = _TENSOR.__getitem__, _TENSOR.__setitem__
+_OF_NO_VALUES = frozenset(
+    getattr(_TENSOR, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad")
+) | {_TENSOR._is_view, _TENSOR.is_inference, _TENSOR.storage_offset, _TENSOR.stride, _TENSOR.untyped_storage}
+"""PyTorch asks for these by far the most while it traces."""
 
 
 class Reads(NamedTuple):
@@ -182,6 +186,8 @@ class _Calls(TorchFunctionMode):
             return float(self._values.peek(self.count))
         if func in _INDEXED:
             args = (args[0], self._index(args[1]), *args[2:])
+        if func in _OF_NO_VALUES:
+            return func(*args, **kwargs)
         with self._values:
             if getattr(func, "__name__", "") in _FOLDED:
                 found = self._folded(func, args, kwargs)
