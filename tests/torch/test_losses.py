@@ -1,5 +1,6 @@
 """Losses of PyTorch over tiles: their values and gradients are those of one process, for all that they can be given."""
 
+import os
 import random
 
 import pytest
@@ -19,8 +20,9 @@ PLACES = (
 """some with samples or tiles that are uneven, or ranks without cells"""
 leaves = torch.utils._pytree.tree_leaves
 HOLES = "some", "a tile", "all"
-CHOSEN = 7
-"""losses are tried at each place, in one module"""
+SEED = int(os.environ["NEONDIST_SEED"])
+CHOSEN = 2
+"""losses are tried at each place, in one module; other seeds choose others"""
 
 
 class Losses(nn.Module):
@@ -78,7 +80,7 @@ def same(found, expected):
 
 @pytest.mark.parametrize("at", range(len(PLACES)))
 def test_losses_are_those_of_one_process(at):
-    chosen = random.Random(f"losses {at}").sample(sorted(TABLE), CHOSEN)
+    chosen = random.Random(f"losses {SEED} {at}").sample(sorted(TABLE), CHOSEN)
     assert_equal(chosen, *PLACES[at], HOLES[at % len(HOLES)])
 
 
@@ -87,7 +89,7 @@ def test_classes_beyond_the_weights_may_be_ignored(holes):
     wanted = ", weights, 255", ", weights, 1000000"
     beyond = [name for name in TABLE if "mean, images" in name and any(word in name for word in wanted)]
     assert len(beyond) == 8
-    assert_equal(beyond, *PLACES[1], holes)
+    assert_equal(beyond[(HOLES.index(holes) + SEED) % len(HOLES) :: len(HOLES)], *PLACES[1], holes)
 
 
 def test_a_negative_variance_gives_no_number():
