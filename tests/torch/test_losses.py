@@ -31,6 +31,7 @@ class Losses(nn.Module):
     def __init__(self, names, spatial):
         super().__init__()
         self.names, kind = names, {2: nn.Conv2d, 3: nn.Conv3d}[spatial]
+        self.losses = [TABLE[name] for name in names]  # a forward that names TABLE has all of it watched
         self.logits = kind(losses.CLASSES, losses.CLASSES, 1)
 
     def extra_repr(self):
@@ -40,7 +41,7 @@ class Losses(nn.Module):
     def forward(self, x, target, labels):
         """Return all losses."""
         y = self.logits(x)
-        return tuple(TABLE[name](y, target, labels) for name in self.names)
+        return tuple(loss(y, target, labels) for loss in self.losses)
 
 
 def given(cells, samples, holes):
