@@ -21,7 +21,7 @@ PLACES = (
 leaves = torch.utils._pytree.tree_leaves
 HOLES = "some", "a tile", "all"
 SEED = int(os.environ["NEONDIST_SEED"])
-CHOSEN = 2
+CHOSEN = 7
 """losses are tried at each place, in one module; other seeds choose others"""
 
 
@@ -90,7 +90,7 @@ def test_classes_beyond_the_weights_may_be_ignored(holes):
     wanted = ", weights, 255", ", weights, 1000000"
     beyond = [name for name in TABLE if "mean, images" in name and any(word in name for word in wanted)]
     assert len(beyond) == 8
-    assert_equal(beyond[(HOLES.index(holes) + SEED) % len(HOLES) :: len(HOLES)], *PLACES[1], holes)
+    assert_equal(beyond, *PLACES[1], holes)
 
 
 def test_a_negative_variance_gives_no_number():
