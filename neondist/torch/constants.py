@@ -27,6 +27,10 @@ _TENSOR: Any = torch.Tensor
 _BATCH_NORMS = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.forward.__code__
 _OF_VALUES = _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__format__
 _INDEXED = _TENSOR.__getitem__, _TENSOR.__setitem__
+_OF_NO_VALUES = frozenset(
+    getattr(_TENSOR, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad")
+) | {_TENSOR._is_view, _TENSOR.is_inference, _TENSOR.storage_offset, _TENSOR.stride, _TENSOR.untyped_storage}
+"""PyTorch asks for these by far the most while it traces."""
 
 
 class Reads(NamedTuple):
@@ -67,7 +71,7 @@ class KnownValues(TorchDispatchMode):
         for name, fake in fakes.items():
             value = values.get(name)
             if value is not None and value.numel() <= LARGEST and not value.is_meta:
-                with no_dispatch(), torch.no_grad():
+                with no_dispatch():
                     self._known[fake] = _Known(value.detach().clone(), {name}, {})
 
     def peek(self, tensor: Any) -> Any:
@@ -138,7 +142,7 @@ class KnownValues(TorchDispatchMode):
             return known
         if tensor.numel() > LARGEST:
             return None
-        with no_dispatch(), torch.no_grad():
+        with no_dispatch():
             found = _Known(tensor.clone(), set(), {} if literal else {id(tensor): tensor})
         self._known[tensor] = found
         return found
@@ -182,6 +186,8 @@ class _Calls(TorchFunctionMode):
             return float(self._values.peek(self.count))
         if func in _INDEXED:
             args = (args[0], self._index(args[1]), *args[2:])
+        if func in _OF_NO_VALUES:
+            return func(*args, **kwargs)
         with self._values:
             if getattr(func, "__name__", "") in _FOLDED:
                 found = self._folded(func, args, kwargs)
@@ -251,7 +257,8 @@ def _computed(func: Any, leaves: Sequence[Any], spec: Any, known: Sequence[Any])
     values = iter(known)
     filled = [next(values).value if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(filled, spec)
-    with no_dispatch(), torch.no_grad():
+    # torch.export would record torch.no_grad, and decompose the whole program for its sake
+    with torch._C.DisableTorchFunction(), torch.no_grad(), no_dispatch():
         return func(*args, **kwargs)
 
 
