@@ -3,8 +3,9 @@
 Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 """
 
-from . import at_start, datasets, session  # noqa: F401 - the latter two are names of before
+from . import at_start, datasets, session, strategies  # noqa: F401 - datasets and session are names of before
 from .backends import Backend, Kernels, available, get_backend
+from .cluster import ResourceSpec, TaskSpec, TaskSpecDef
 from .comm import ProcessGrid, loopback
 from .costs import BCE, MAE, MSE, Cost, CrossEntropy, Dice, DiceCE, Focal, Huber, SoftmaxCrossEntropy, SumSquared
 from .data import CIFAR10, MNIST, Dataset, HDF5Dataset, ImageFiles, Photographs, Split, Synthetic
@@ -128,6 +129,7 @@ from .optim import (
     StepDecay,
     Warmup,
 )
+from .strategies import ParameterSpec, Strategy
 from .train import Best, DebugHalo, FitExperiment, Hook, MLflow, TensorBoard, fit, pretrain
 from .version import __version__
 
@@ -256,6 +258,7 @@ __all__ = [
     "PadLayerDist",
     "PaddedArray",
     "Parameter",
+    "ParameterSpec",
     "PassError",
     "Photographs",
     "Plateau",
@@ -271,6 +274,7 @@ __all__ = [
     "RemoteError",
     "RepartitionPlan",
     "Replicate",
+    "ResourceSpec",
     "Scheme",
     "Sequential",
     "ShapeError",
@@ -282,10 +286,13 @@ __all__ = [
     "Stale",
     "StepContext",
     "StepDecay",
+    "Strategy",
     "Sum",
     "SumSquared",
     "Synthetic",
     "Tanh",
+    "TaskSpec",
+    "TaskSpecDef",
     "TensorBoard",
     "TileSink",
     "TileSource",
@@ -309,4 +316,5 @@ __all__ = [
     "open_source",
     "pretrain",
     "split",
+    "strategies",
 ]

@@ -12,9 +12,9 @@ from ..registry.fields import Field, fields
 from ..registry.functions import Function
 from ..registry.names import below, named
 from ..registry.words import bases, words
+from ..yaml_nodes.tree import Node, fault, join
 from .fit import fit
 from .source import Source, locate, mark, place
-from .tree import Node, fault, join
 
 OF_TORCH = "TorchLoss", "TorchModel", "TorchOptimizer"
 """Tags whose classes come with PyTorch, which takes seconds to import."""

@@ -14,8 +14,8 @@ from ..backends import Backend
 from ..errors import ConfigError
 from ..registry import Registered
 from ..registry.functions import Function
-from .scalars import needs_quotes
-from .tree import join
+from ..yaml_nodes.scalars import needs_quotes
+from ..yaml_nodes.tree import join
 
 _PLAIN: tuple[Any, ...] = (bool, int, float, str)
 

@@ -13,7 +13,7 @@ from ..registry import registered, suggest
 from ..registry.arguments import within
 from ..registry.functions import takes_functions
 from ..registry.words import bare, bases, members, words
-from .tree import Node, fault, join
+from ..yaml_nodes.tree import Node, fault, join
 
 Build: TypeAlias = Callable[[Node, str, Any], Any]
 

@@ -9,9 +9,9 @@ from ..errors import UserError
 from ..io.regular_file import read_bytes
 from ..registry import registered
 from ..registry.fields import fields
-from .load import MAX_BYTES
-from .parse import parse
-from .tree import Node, join
+from ..yaml_nodes.parse import parse
+from ..yaml_nodes.read import MAX_BYTES
+from ..yaml_nodes.tree import Node, join
 
 
 def keys_of(path: str) -> list[str]:

@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..io.regular_file import open_regular
-from ..registry import suggest
 from ..registry.fields import fields
+from ..yaml_nodes import Node, fault, parse_file
 from .build import Builder, find_class
 from .fit import fit
 from .overrides import override
-from .parse import parse
-from .tree import Node, fault
-
-MAX_BYTES = 1 << 20
 
 
 def load_experiment(
@@ -46,7 +41,7 @@ def load_experiment(
         'FILE:LINE: field: what, and the remedy'. Errors of the classes' own constructors keep their class.
     """
     name = str(path)
-    root = parse(_read(Path(path)) if text is None else text, lambda line: f"{name}:{line + 1}")
+    root = parse_file(Path(path), text)
     if root is None:
         raise ConfigError(f"{name}:1: the file is empty; it must hold one !{top} {{...}}")
     if root.tag is None:
@@ -65,23 +60,3 @@ def _dist(root: Node, cls: type) -> bool:
     if field is None or "dist_flag" not in root.value:
         return field is None or field.required or bool(field.default)
     return bool(fit(root.value["dist_flag"], bool, "dist_flag", Builder(True).build))
-
-
-def _read(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        near = suggest(path.name, [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
-        raise ConfigError(f"{path}: no such file{near or '; check the path'}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: is a directory; name the YAML file inside it") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_BYTES >> 20} MiB; this is not an experiment file")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8") from None

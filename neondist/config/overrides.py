@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from ..errors import ConfigError
 from ..registry import registered, suggest
 from ..registry.fields import fields
+from ..yaml_nodes.parse import parse
+from ..yaml_nodes.tree import Node, fault, join, shorten
 from .build import unknown_field
-from .parse import parse
-from .tree import Node, fault, join, shorten
 
 
 def override(root: Node, settings: Iterable[str]) -> None:

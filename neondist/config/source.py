@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .tree import join, message
+from ..yaml_nodes.tree import join, message
 
 E = TypeVar("E", bound=Exception)
 

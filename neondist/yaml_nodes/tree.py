@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,6 +38,17 @@ class Node:
         if isinstance(value, str):
             return f"the text '{shorten(value)}'"
         return "nothing" if value is None else str(value).lower()
+
+
+def node_of(value: object, place: str) -> Node:
+    """Return the tree of a plain value, list or mapping of Python, all of which was written at one place."""
+    if isinstance(value, Mapping):
+        return Node({str(name): node_of(child, place) for name, child in value.items()}, place)
+    if isinstance(value, list | tuple):
+        return Node([node_of(child, place) for child in value], place)
+    if value is None or isinstance(value, bool | int | float | str):
+        return Node(value, place)
+    return Node(None, place, type(value).__name__)
 
 
 def shorten(text: str, most: int = 60) -> str:

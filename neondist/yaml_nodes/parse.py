@@ -20,7 +20,7 @@ KINDS: dict[type, tuple[str, ...]] = {yaml.ScalarNode: SCALARS, yaml.SequenceNod
 Where: TypeAlias = Callable[[int], str]
 
 
-def parse(text: str, where: Where, path: str = "") -> Node | None:
+def parse(text: str, where: Where, path: str = "", most_nodes: int = MAX_NODES) -> Node | None:
     """Return the tree of a YAML document, or None for an empty one.
 
     Parameters
@@ -28,6 +28,7 @@ def parse(text: str, where: Where, path: str = "") -> Node | None:
     text : the document
     where : line, counted from 0 → its place, such as 'FILE:LINE'
     path : the dotted path of the document's root, for messages
+    most_nodes : the number of values that aliases may unfold into
 
     Raises
     ------
@@ -35,7 +36,7 @@ def parse(text: str, where: Where, path: str = "") -> Node | None:
         Syntax errors, forbidden tags, keys given twice, aliases that unfold without end.
     """
     root = _compose(text, where, path)
-    return None if root is None else _Walk(where).node(root, path, where(root.start_mark.line))
+    return None if root is None else _Walk(where, most_nodes).node(root, path, where(root.start_mark.line))
 
 
 def _compose(text: str, where: Where, path: str) -> yaml.Node | None:
@@ -65,16 +66,16 @@ _DEEP = f"lists and mappings are nested more than {MAX_DEPTH} deep; flatten them
 class _Walk:
     """Copies a YAML node graph into a tree, so that an alias becomes a value of its own."""
 
-    def __init__(self, where: Where) -> None:
-        self.where = where
+    def __init__(self, where: Where, most_nodes: int) -> None:
+        self.where, self.most_nodes = where, most_nodes
         self.count = 0
         self.open: list[int] = []
 
     def node(self, source: yaml.Node, path: str, place: str) -> Node:
         here = Node(None, place)
         self.count += 1
-        if self.count > MAX_NODES:
-            raise fault(here, path, f"aliases unfold into more than {MAX_NODES} values; write fewer")
+        if self.count > self.most_nodes:
+            raise fault(here, path, f"aliases unfold into more than {self.most_nodes} values; write fewer")
         if id(source) in self.open:
             raise fault(here, path, "an alias stands for a value that contains it; remove the alias")
         if len(self.open) >= MAX_DEPTH:

@@ -1,0 +1,293 @@
+"""Resource specs: the nodes of a job, their devices and SSH settings, from a YAML file or a mapping."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from .. import yaml_nodes
+from ..registry import suggest
+from ..yaml_nodes import fault, join, node_of, parse_file
+
+_SSH = "username", "port", "key_file", "python_venv", "shared_envs"
+_NODE = "address", "cpus", "gpus", "chief", "ssh_config", "network_bandwidth"
+FLAT = "default"
+"""The name of a flat `ssh:` map, which serves all nodes."""
+
+
+@dataclass(frozen=True)
+class SSHConfig:
+    """How a node is reached.
+
+    Attributes
+    ----------
+    username : str
+        '' stands for the user of this process.
+    port : int
+    key_file : str or None
+        Absolute; None: OpenSSH's default keys.
+    python_venv : str
+        A shell command that activates the node's virtual environment, such as 'source /opt/venv/bin/activate'.
+    shared_envs : dict of str to str
+        Environment variables of the node's ranks.
+    """
+
+    username: str = ""
+    port: int = 22
+    key_file: str | None = None
+    python_venv: str = ""
+    shared_envs: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of a job.
+
+    Attributes
+    ----------
+    address : str
+        Host name or IP address.
+    cpus, gpus : tuple of int
+        Indices of its devices.
+    chief : bool
+        Whether the job is started there.
+    ssh_config : str or None
+        A name in `ResourceSpec.ssh`; None for a node that is reached without SSH.
+    network_bandwidth : float
+        In Gbit/s.
+    """
+
+    address: str
+    cpus: tuple[int, ...] = (0,)
+    gpus: tuple[int, ...] = ()
+    chief: bool = False
+    ssh_config: str | None = None
+    network_bandwidth: float = 1
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU or a CPU core of a node.
+
+    Attributes
+    ----------
+    node : str
+        Its address.
+    kind : 'gpu' or 'cpu'
+    index : int
+    """
+
+    node: str
+    kind: str
+    index: int
+
+
+class ResourceSpec:
+    """The nodes of a job.
+
+    Parameters
+    ----------
+    resources : path of a YAML file, or mapping
+        `nodes`: a list of {address, cpus, gpus, chief, ssh_config, network_bandwidth}; `ssh`: a mapping of names to
+        {username, port, key_file, python_venv, shared_envs}, or one such map for all nodes. Relative key files are
+        those beside the file.
+
+    Attributes
+    ----------
+    nodes : list of Node
+    ssh : dict of str to SSHConfig
+
+    Raises
+    ------
+    ConfigError
+        'FILE:LINE: field: what, and the remedy'.
+    """
+
+    def __init__(self, resources: str | PathLike[str] | Mapping[str, Any]) -> None:
+        if isinstance(resources, Mapping):
+            root, folder = node_of(dict(resources), "resources"), Path()
+        else:
+            path = Path(resources)
+            root, folder = parse_file(path) or yaml_nodes.Node(None, f"{path}:1"), path.parent
+        top = _mapping(root, "", ("nodes", "ssh"))
+        self.ssh = _ssh(top["ssh"], folder) if "ssh" in top else {}
+        if "nodes" not in top:
+            raise fault(root, "nodes", "missing; list the machines, such as [{address: localhost}]")
+        entries = _list(top["nodes"], "nodes")
+        if not entries:
+            raise fault(top["nodes"], "nodes", "is empty; list at least one machine, such as {address: localhost}")
+        alone = len(entries) == 1
+        self.nodes = [self._node(node, join("nodes", at), alone) for at, node in enumerate(entries)]
+        self._check_chief(top["nodes"], entries)
+        self._check_addresses(entries)
+
+    @property
+    def chief(self) -> Node:
+        """The node where the job is started."""
+        return next(node for node in self.nodes if node.chief)
+
+    @property
+    def devices(self) -> list[Device]:
+        """All devices, by node: GPUs, then CPUs."""
+        kinds = ((node, kind, at) for node in self.nodes for kind in ("gpu", "cpu") for at in getattr(node, f"{kind}s"))
+        return [Device(node.address, kind, at) for node, kind, at in kinds]
+
+    @property
+    def replicas(self) -> int:
+        """Number of data-parallel copies: all GPUs, and the CPUs of nodes without GPUs."""
+        return sum(len(node.gpus or node.cpus) for node in self.nodes)
+
+    @property
+    def servers(self) -> int:
+        """Number of devices that can own parameters: CPUs, at least one of each node."""
+        return sum(len(node.cpus) for node in self.nodes)
+
+    def _node(self, node: yaml_nodes.Node, path: str, alone: bool) -> Node:
+        given = _mapping(node, path, _NODE)
+        if "address" not in given:
+            raise fault(node, join(path, "address"), "missing; give the host name or IP address")
+        where = given["address"], join(path, "address")
+        address = str(given["address"].value) if isinstance(given["address"].value, str | int) else ""
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:-]*|[0-9A-Fa-f:]+", address):
+            raise fault(*where, f"invalid address, got {given['address']}; expected a host name or IP address")
+        cpus, gpus = (_devices(given[key], join(path, key)) if key in given else () for key in ("cpus", "gpus"))
+        chief = alone
+        if "chief" in given:
+            chief = _of(given["chief"], join(path, "chief"), bool, "true or false") or alone
+        bandwidth: float = 1
+        if "network_bandwidth" in given:
+            at = given["network_bandwidth"]
+            if not isinstance(at.value, int | float) or isinstance(at.value, bool) or not 0 < at.value < math.inf:
+                raise fault(at, join(path, "network_bandwidth"), f"expected Gbit/s above 0, got {at}")
+            bandwidth = at.value
+        return Node(address, cpus or (0,), gpus, chief, self._ssh_config(node, given, path, chief), bandwidth)
+
+    def _ssh_config(
+        self, node: yaml_nodes.Node, given: Mapping[str, yaml_nodes.Node], path: str, chief: bool
+    ) -> str | None:
+        name = FLAT if FLAT in self.ssh and len(self.ssh) == 1 else None
+        if "ssh_config" in given:
+            at = given["ssh_config"]
+            name = _of(at, join(path, "ssh_config"), str, "a name below ssh")
+            if name not in self.ssh:
+                raise fault(at, join(path, "ssh_config"), f"no entry '{name}' below ssh{suggest(name, self.ssh)}")
+        if name is None and not chief:
+            remedy = f"; choose from {', '.join(self.ssh)}" if self.ssh else ", and an entry of that name below ssh"
+            raise fault(node, join(path, "ssh_config"), f"missing; every node but the chief needs one{remedy}")
+        return name
+
+    def _check_chief(self, where: yaml_nodes.Node, entries: list[yaml_nodes.Node]) -> None:
+        chiefs = [at for at, node in enumerate(self.nodes) if node.chief]
+        if not chiefs:
+            raise fault(where, "nodes", "no node is the chief; add chief: true to the one where the job is started")
+        if len(chiefs) > 1:
+            first, second = (self.nodes[at].address for at in chiefs[:2])
+            path = join(join("nodes", chiefs[1]), "chief")
+            raise fault(entries[chiefs[1]], path, f"two nodes are chief, {first} and {second}; keep one")
+
+    def _check_addresses(self, entries: list[yaml_nodes.Node]) -> None:
+        seen: dict[str, int] = {}
+        for at, (entry, node) in enumerate(zip(entries, self.nodes, strict=True)):
+            path = join(join("nodes", at), "address")
+            if node.address in seen:
+                raise fault(entry, path, f"'{node.address}' is listed twice; list each machine once, with all devices")
+            seen[node.address] = at
+        local = [node.address for node in self.nodes if _loopback(node.address)]
+        if local and len(self.nodes) > 1 and ("localhost" in local or len(local) < len(self.nodes)):
+            at = seen["localhost" if "localhost" in local else local[0]]
+            address = self.nodes[at].address
+            remedy = "give the address by which the other nodes reach it"
+            path = join(join("nodes", at), "address")
+            raise fault(entries[at], path, f"'{address}' means this machine alone; {remedy}")
+
+
+def _loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _ssh(node: yaml_nodes.Node, folder: Path) -> dict[str, SSHConfig]:
+    given = _of(node, "ssh", dict, "a mapping of names to SSH settings")
+    if any(name in _SSH and not isinstance(child.value, dict) for name, child in given.items()):
+        return {FLAT: _ssh_config(node, "ssh", folder)}
+    return {name: _ssh_config(child, join("ssh", name), folder) for name, child in given.items()}
+
+
+def _ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConfig:
+    given = _mapping(node, path, _SSH)
+    values: dict[str, Any] = {}
+    for name in ("username", "python_venv"):
+        if name in given:
+            values[name] = _line(given[name], join(path, name))
+    if values.get("username", "").startswith("-") or re.search(r"[\s@]", values.get("username", "")):
+        raise fault(given["username"], join(path, "username"), f"invalid user name, got {given['username']}")
+    if "port" in given:
+        port = given["port"]
+        if not isinstance(port.value, int) or isinstance(port.value, bool) or not 1 <= port.value <= 65535:
+            raise fault(port, join(path, "port"), f"expected an integer from 1 to 65535, got {port}")
+        values["port"] = port.value
+    if "key_file" in given:
+        values["key_file"] = _key_file(given["key_file"], join(path, "key_file"), folder)
+    if "shared_envs" in given:
+        at = join(path, "shared_envs")
+        variables = _of(given["shared_envs"], at, dict, "a mapping of variable names to text")
+        for name, child in variables.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise fault(child, join(at, name), "invalid name of an environment variable")
+        values["shared_envs"] = {name: _line(child, join(at, name)) for name, child in variables.items()}
+    return SSHConfig(**values)
+
+
+def _key_file(node: yaml_nodes.Node, path: str, folder: Path) -> str:
+    """Return the absolute path; of a relative one, which may be written before the file is, the launcher checks."""
+    given = Path(_line(node, path)).expanduser()
+    if given.is_absolute() and not given.is_file():
+        raise fault(node, path, f"'{given}' does not exist; give the path of a private key")
+    return str((folder / given).absolute())
+
+
+def _devices(node: yaml_nodes.Node, path: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for at, item in enumerate(_list(node, path)):
+        if not isinstance(item.value, int) or isinstance(item.value, bool) or item.value < 0:
+            raise fault(item, join(path, at), f"expected a device number of at least 0, got {item}")
+        if item.value in found:
+            raise fault(item, join(path, at), f"device {item.value} is listed twice; list each once")
+        found.append(item.value)
+    return tuple(found)
+
+
+def _mapping(node: yaml_nodes.Node, path: str, names: Iterable[str]) -> dict[str, yaml_nodes.Node]:
+    given: dict[str, yaml_nodes.Node] = _of(node, path, dict, f"a mapping with {', '.join(names)}")
+    for name, child in given.items():
+        if name not in names:
+            raise fault(child, join(path, name), f"unknown key{suggest(name, names)}")
+    return given
+
+
+def _list(node: yaml_nodes.Node, path: str) -> list[yaml_nodes.Node]:
+    found: list[yaml_nodes.Node] = _of(node, path, list, "a list")
+    return found
+
+
+def _line(node: yaml_nodes.Node, path: str) -> str:
+    """Return text of one line; numbers are taken as text."""
+    if isinstance(node.value, bool) or not isinstance(node.value, str | int | float):
+        raise fault(node, path, f"expected text, got {node}")
+    if not str(node.value).isprintable():
+        raise fault(node, path, "expected text of one line without control characters")
+    return str(node.value)
+
+
+def _of(node: yaml_nodes.Node, path: str, kind: type, words: str) -> Any:
+    if node.tag is not None or not isinstance(node.value, kind):
+        raise fault(node, path, f"expected {words}, got {node}")
+    return node.value

@@ -1,0 +1,224 @@
+"""The task of a process: its role and index, from the environment that a cluster manager sets."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigError
+from ..registry import suggest
+
+_TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
+
+_RANKS = (
+    ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_RESTART_COUNT"),
+    ("JOB_COMPLETION_INDEX", "NEONDIST_WORKERS", ""),
+)
+"""Variables of torchrun, Open MPI, Slurm and indexed jobs: the process's number, how many there are, the generation."""
+
+
+class TaskSpecDef:
+    """The task of a process.
+
+    A master is a worker too: with one, it has shard 0, and worker i has shard i + 1; without one, worker 0 is the
+    master. Evaluators train nothing and are not counted.
+
+    Parameters
+    ----------
+    task_type : 'master', 'chief', 'worker', 'ps' or 'evaluator'
+        'chief' is another word for 'master'.
+    index : int
+        Among the tasks of its type.
+    trial : str, optional
+        Of a hyperparameter search.
+    ps_hosts, worker_hosts : list of str, or text with commas, optional
+    master : str, optional
+        The master's address.
+    num_workers : int, optional
+        Where addresses are not known: the number of workers, master included.
+    generation : int
+        How often the job was started again.
+
+    Attributes
+    ----------
+    type, index, trial, generation, ps_hosts, worker_hosts, master
+        As given; `type` is 'master' for a chief.
+    num_workers, num_ps : int
+    shard_index : int or None
+        The shard of the data set; None for tasks that train nothing.
+
+    Raises
+    ------
+    ConfigError
+        Unknown type, or an index out of range.
+    """
+
+    def __init__(
+        self,
+        task_type: str = "master",
+        index: int = 0,
+        trial: str | None = None,
+        ps_hosts: Sequence[str] | str | None = None,
+        worker_hosts: Sequence[str] | str | None = None,
+        master: str | None = None,
+        *,
+        num_workers: int | None = None,
+        generation: int = 0,
+    ) -> None:
+        if task_type not in _TYPES:
+            raise ConfigError(f"task type '{task_type}' is unknown{suggest(str(task_type), _TYPES)}")
+        self.type, self.index, self.trial, self.generation = _TYPES[task_type], index, trial, generation
+        self.ps_hosts, self.worker_hosts, self.master = _hosts(ps_hosts), _hosts(worker_hosts), master
+        self.num_ps = len(self.ps_hosts)
+        self._workers = len(self.worker_hosts) if num_workers is None else num_workers
+        known = {"ps": self.num_ps, "worker": self._workers, "master": 1}.get(self.type)
+        if index < 0 or (known and index >= known):
+            raise ConfigError(f"index: {index} of task type '{self.type}', but there are {known or 0}, numbered from 0")
+        self.num_workers = max(1, self._workers + (master is not None))
+
+    @property
+    def shard_index(self) -> int | None:
+        """The shard of the data set that the task reads, out of `num_workers`; None: it trains nothing."""
+        if self.is_ps() or self.is_evaluator():
+            return None
+        return 0 if self.type == "master" else self.index + (self.master is not None)
+
+    def is_ps(self) -> bool:
+        """Whether the task is a parameter server."""
+        return self.type == "ps"
+
+    def is_worker(self) -> bool:
+        """Whether the task trains, as a worker or as the master."""
+        return self.type in ("worker", "master")
+
+    def is_master(self) -> bool:
+        """Whether the task writes checkpoints and logs: the master, or worker 0 where there is none."""
+        return self.type == "master" or (self.type == "worker" and self.master is None and self.index == 0)
+
+    def is_evaluator(self) -> bool:
+        """Whether the task evaluates checkpoints."""
+        return self.type == "evaluator"
+
+    def use_last_worker_as_evaluator(self) -> TaskSpecDef:
+        """Return a new task of a job in which the last worker evaluates.
+
+        Raises
+        ------
+        ConfigError
+            There is one worker alone.
+        """
+        if self.num_workers < 2 or not self._workers:
+            raise ConfigError("use_last_worker_as_evaluator: needs at least two workers; start another one")
+        last = self._workers - 1
+        evaluates = self.type == "worker" and self.index == last
+        return TaskSpecDef(
+            "evaluator" if evaluates else self.type,
+            0 if evaluates else self.index,
+            self.trial,
+            self.ps_hosts,
+            self.worker_hosts[:last],
+            self.master,
+            num_workers=last,
+            generation=self.generation,
+        )
+
+    user_last_worker_as_evaluator = use_last_worker_as_evaluator
+
+    def __repr__(self) -> str:
+        return f"TaskSpecDef({self.type!r}, {self.index}, num_workers={self.num_workers}, num_ps={self.num_ps})"
+
+
+def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
+    """Return the task that the environment describes; one process alone is the master.
+
+    In this order: TF_CONFIG; JOB_NAME, TASK_INDEX, PS_HOSTS, WORKER_HOSTS and MASTER_HOST; torchrun, Open MPI, Slurm,
+    and indexed jobs of Kubernetes (JOB_COMPLETION_INDEX and NEONDIST_WORKERS).
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        Default: that of the process.
+
+    Raises
+    ------
+    ConfigError
+        A variable has an invalid value; it is named.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("TF_CONFIG"):
+        return _of_tf_config(environ["TF_CONFIG"])
+    if environ.get("JOB_NAME"):
+        return _named(
+            "JOB_NAME",
+            task_type=environ["JOB_NAME"],
+            index=_integer(environ, "TASK_INDEX", "0"),
+            ps_hosts=environ.get("PS_HOSTS"),
+            worker_hosts=environ.get("WORKER_HOSTS"),
+            master=environ.get("MASTER_HOST") or None,
+        )
+    for number, count, restarts in _RANKS:
+        if number in environ and count in environ:
+            index, workers = _integer(environ, number), _integer(environ, count)
+            generation = _integer(environ, restarts, "0") if restarts else 0
+            return _named(number, task_type="worker", index=index, num_workers=workers, generation=generation)
+    return TaskSpecDef()
+
+
+def _of_tf_config(text: str) -> TaskSpecDef:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"TF_CONFIG: not valid JSON ({error}); expected {{'cluster': ..., 'task': ...}}") from None
+    cluster, task = (_mapping(config, name) for name in ("cluster", "task"))
+    masters = _addresses(cluster, "master") or _addresses(cluster, "chief")
+    index = task.get("index", 0)
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise ConfigError(f"TF_CONFIG: task.index: expected an integer, got {index!r}")
+    trial = task.get("trial")
+    return _named(
+        "TF_CONFIG",
+        task_type=str(task.get("type", "master")),
+        index=index,
+        trial=None if trial is None else str(trial),
+        ps_hosts=_addresses(cluster, "ps"),
+        worker_hosts=_addresses(cluster, "worker"),
+        master=masters[0] if masters else None,
+    )
+
+
+def _named(variable: str, **arguments: Any) -> TaskSpecDef:
+    try:
+        return TaskSpecDef(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{variable}: {error}") from None
+
+
+def _mapping(config: Any, name: str) -> dict[str, Any]:
+    found = config.get(name, {}) if isinstance(config, dict) else None
+    if not isinstance(found, dict):
+        raise ConfigError(f"TF_CONFIG: {name}: expected an object, got {type(found).__name__}")
+    return found
+
+
+def _addresses(cluster: Mapping[str, Any], name: str) -> list[str]:
+    found = cluster.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ConfigError(f"TF_CONFIG: cluster.{name}: expected a list of addresses")
+    return found
+
+
+def _hosts(hosts: Sequence[str] | str | None) -> list[str]:
+    given = hosts.split(",") if isinstance(hosts, str) else list(hosts or ())
+    return [host.strip() for host in given if host.strip()]
+
+
+def _integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = environ.get(name, default)
+    try:
+        return int(str(text))
+    except ValueError:
+        raise ConfigError(f"{name}: expected an integer, got '{text}'") from None

@@ -1,0 +1,34 @@
+"""Synchronisation strategies: for every parameter its partition, its owners, and how its gradient is synchronised.
+
+A builder makes a `Strategy` from the parameters and the number of replicas (or a resource spec): a pure function, which
+needs no MPI. A `Strategy` is a value: it is compared, printed, saved and loaded. `parameter_spec`, `partition` (the
+rules by which a parameter is divided), `strategy`, and the builders: `all_reduce`, `server`, `parallax`.
+"""
+
+from .all_reduce import AllReduce, PartitionedAllReduce, RandomAxisPartitionAR, ShardedOptimizer
+from .builder import Resources, StrategyBuilder, as_builder, as_strategy
+from .compressor import check_compressor
+from .parallax import Parallax
+from .parameter_spec import ParameterSpec
+from .server import PS, PartitionedPS, PSLoadBalancing, UnevenPartitionedPS
+from .strategy import ParameterStrategy, Strategy
+
+__all__ = [
+    "PS",
+    "AllReduce",
+    "PSLoadBalancing",
+    "Parallax",
+    "ParameterSpec",
+    "ParameterStrategy",
+    "PartitionedAllReduce",
+    "PartitionedPS",
+    "RandomAxisPartitionAR",
+    "Resources",
+    "ShardedOptimizer",
+    "Strategy",
+    "StrategyBuilder",
+    "UnevenPartitionedPS",
+    "as_builder",
+    "as_strategy",
+    "check_compressor",
+]

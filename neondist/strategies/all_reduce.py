@@ -1,0 +1,107 @@
+"""Builders of strategies that sum gradients over all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import rng
+from ..registry.ranges import Count, Index
+from .builder import StrategyBuilder
+from .compressor import check_compressor
+from .parameter_spec import ParameterSpec
+from .partition import balanced, part_bytes, partition, smallest_divisor
+from .strategy import ParameterStrategy
+
+
+class AllReduce(StrategyBuilder):
+    """Allreduce of gradients; every replica updates all parameters.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Number of parameters whose gradients are summed together, in the order of the model.
+    compressor : None, 'fp16', 'bf16', 'topk(SHARE)' or 'powersgd(RANK)'
+        Compression of gradients, with error feedback.
+    """
+
+    def __init__(self, chunk_size: Count = 128, compressor: str | None = None) -> None:
+        self.chunk_size, self.compressor = chunk_size, check_compressor(compressor)
+
+    def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
+        """Return one group per chunk."""
+        return {
+            spec.name: ParameterStrategy("allreduce", group=at // self.chunk_size, compressor=self.compressor)
+            for at, spec in enumerate(specs)
+        }
+
+
+class PartitionedAllReduce(StrategyBuilder):
+    """Reduce-scatter of gradients: each part of a parameter is updated by its owner, and values are gathered.
+
+    Parameters are divided along their first axis into as many parts as its smallest divisor of at least 2.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Number of parameters whose gradients are summed together.
+    """
+
+    def __init__(self, chunk_size: Count = 128) -> None:
+        self.chunk_size = chunk_size
+
+    def axis(self, spec: ParameterSpec) -> int:
+        """Return the axis along which a parameter is divided."""
+        return 0
+
+    def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
+        """Return the parts, balanced over the replicas by bytes."""
+        parts = {}
+        for spec in specs:
+            axis = self.axis(spec)
+            parts[spec.name] = partition(spec, axis, smallest_divisor(spec.shape[axis])) if spec.shape else None
+        owners = balanced({spec.name: part_bytes(spec, parts[spec.name]) for spec in specs}, replicas)
+        return {
+            spec.name: ParameterStrategy("allreduce", parts[spec.name], owners[spec.name], group=at // self.chunk_size)
+            for at, spec in enumerate(specs)
+        }
+
+
+class RandomAxisPartitionAR(PartitionedAllReduce):
+    """Reduce-scatter of gradients as `PartitionedAllReduce`, along a random axis of more than one element.
+
+    Sparse parameters are divided along their first axis.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Number of parameters whose gradients are summed together.
+    seed : int
+        Key of the choice, together with the parameter's name.
+    """
+
+    def __init__(self, chunk_size: Count = 128, seed: Index = 0) -> None:
+        super().__init__(chunk_size)
+        self.seed = seed
+
+    def axis(self, spec: ParameterSpec) -> int:
+        """Return the axis along which a parameter is divided."""
+        axes = [axis for axis, extent in enumerate(spec.shape) if extent > 1]
+        if spec.sparse or not axes:
+            return 0
+        return axes[rng.key(self.seed, "partition", spec.name) % len(axes)]
+
+
+class ShardedOptimizer(StrategyBuilder):
+    """Reduce-scatter of gradients over even slices of the flat buffer of all parameters.
+
+    Each replica updates its slice, and holds the optimiser's slots for it alone; values are gathered. ZeRO, stage 1
+    (Rajbhandari et al. 2020).
+    """
+
+    def __init__(self) -> None:
+        pass
+
+    def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
+        """Return all replicas as owners, without a partition along an axis: slices are those of the flat buffer."""
+        owners = list(range(replicas))
+        return {spec.name: ParameterStrategy("allreduce", owners=list(owners)) for spec in specs}

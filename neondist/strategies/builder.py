@@ -1,0 +1,121 @@
+"""Base of strategy builders."""
+
+from __future__ import annotations
+
+import ast
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast, runtime_checkable
+
+from ..errors import ConfigError
+from ..registry import Registered, registered, suggest
+from ..registry.ranges import integer
+from .parameter_spec import ParameterSpec
+from .strategy import ParameterStrategy, Strategy
+
+
+@runtime_checkable
+class Resources(Protocol):
+    """Devices of a job, as a resource spec counts them.
+
+    Attributes
+    ----------
+    replicas : int
+        Data-parallel copies of the model.
+    servers : int
+        Devices that can own parameters.
+    """
+
+    replicas: int
+    servers: int
+
+
+class StrategyBuilder(Registered, ABC):
+    """A rule that makes a strategy for any list of parameters.
+
+    Subclass it and write `assign` for a rule of your own.
+    """
+
+    def build(self, parameters: Iterable[ParameterSpec], resources_or_ranks: Resources | int) -> Strategy:
+        """Return the strategy for some parameters: pure and deterministic, without MPI.
+
+        Parameters
+        ----------
+        parameters : iterable of ParameterSpec
+            In the order of the model.
+        resources_or_ranks : resource spec, or int
+            An int is the number of replicas, each of which may own parameters.
+
+        Raises
+        ------
+        ConfigError
+            Two parameters of one name, or no replicas.
+        """
+        if isinstance(resources_or_ranks, Resources):
+            replicas, servers = resources_or_ranks.replicas, resources_or_ranks.servers
+        else:
+            replicas = servers = integer("replicas", resources_or_ranks, 1)
+        specs: dict[str, ParameterSpec] = {}
+        for spec in parameters:
+            if spec.name in specs:
+                raise ConfigError(f"parameter '{spec.name}': given twice; names must be unique within a model")
+            specs[spec.name] = spec
+        assigned = self.assign(list(specs.values()), replicas, servers)
+        return Strategy(builder_text(self), replicas, servers, specs, {name: assigned[name] for name in specs})
+
+    @abstractmethod
+    def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
+        """Return how each parameter, by name, is partitioned, owned and synchronised."""
+
+
+def builder_text(builder: StrategyBuilder) -> str:
+    """Return a builder as text that `as_builder` reads; arguments at their defaults are left out."""
+    defaults = type(builder)().arguments()
+    given = {name: value for name, value in builder.arguments().items() if value != defaults[name]}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return type(builder).__name__ + (f"({arguments})" if given else "")
+
+
+def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
+    """Return the builder of a text such as 'PSLoadBalancing' or 'PS(staleness=2)'; a builder as it is.
+
+    Raises
+    ------
+    ConfigError
+        Unknown builder, or wrong arguments.
+    """
+    if isinstance(builder, StrategyBuilder):
+        return builder
+    matched = re.fullmatch(r"\s*(\w+)\s*(\(.*\))?\s*", str(builder), re.DOTALL)
+    name, arguments = matched.groups() if matched else (str(builder), None)
+    choices = registered(StrategyBuilder)
+    if name not in choices:
+        raise ConfigError(f"unknown strategy '{builder}'{suggest(name, choices)}")
+    try:
+        call = cast(ast.Call, ast.parse(f"_{arguments or '()'}", mode="eval").body)
+        given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        if call.args or "None" in given:
+            raise ValueError(arguments)
+    except (ValueError, SyntaxError, AttributeError, MemoryError, RecursionError):
+        raise ConfigError(
+            f"strategy '{builder}': invalid arguments; expected names and values, such as PS(staleness=2)"
+        ) from None
+    known = choices[name]().arguments()
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"strategy '{builder}': {name} has no argument '{key}'{suggest(key, known) or ''}")
+    return cast(StrategyBuilder, choices[name](**given))
+
+
+def as_strategy(strategy: StrategyBuilder | Strategy | str) -> StrategyBuilder | Strategy:
+    """Return the builder of a name, or the strategy of a YAML file; anything else as it is.
+
+    Raises
+    ------
+    ConfigError
+        Unknown name, or an invalid file.
+    """
+    if not isinstance(strategy, str):
+        return strategy
+    return Strategy.load(strategy) if strategy.endswith((".yaml", ".yml")) else as_builder(strategy)

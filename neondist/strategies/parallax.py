@@ -1,0 +1,39 @@
+"""The hybrid of allreduce and parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..registry.ranges import Count, Index
+from .all_reduce import AllReduce
+from .builder import StrategyBuilder
+from .parameter_spec import ParameterSpec
+from .server import PSLoadBalancing
+from .strategy import ParameterStrategy
+
+
+class Parallax(StrategyBuilder):
+    """Allreduce of dense gradients; sparse ones go to owners, balanced by bytes (Kim et al. 2019).
+
+    Parameters
+    ----------
+    chunk_size : int
+        As in `AllReduce`.
+    local_proxy_variable, sync, staleness
+        Of sparse parameters, as in `PS`.
+    """
+
+    def __init__(
+        self,
+        chunk_size: Count = 128,
+        local_proxy_variable: bool = False,
+        sync: bool = True,
+        staleness: Index = 0,
+    ) -> None:
+        self.dense = AllReduce(chunk_size)
+        self.rows = PSLoadBalancing(local_proxy_variable, sync, staleness)
+
+    def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
+        """Return the allreduce of dense parameters, and the owners of sparse ones."""
+        dense = self.dense.assign([spec for spec in specs if not spec.sparse], replicas, servers)
+        return dense | self.rows.assign([spec for spec in specs if spec.sparse], replicas, servers)

@@ -1,0 +1,67 @@
+"""The description of a parameter that a strategy is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A trained parameter.
+
+    Parameters
+    ----------
+    name : str
+        Unique within a model, such as 'conv1/weights'.
+    shape : sequence of int
+        Global shape; () is a scalar.
+    dtype : str
+        A NumPy dtype name, or 'bfloat16'.
+    sparse : bool
+        Whether a step changes only a few rows, as of an embedding: the gradient is (ids, rows).
+
+    Raises
+    ------
+    ConfigError
+        Invalid name, extent or dtype.
+    """
+
+    name: str
+    shape: Sequence[int]
+    dtype: str = "float32"
+    sparse: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name or not isinstance(self.name, str):
+            raise ConfigError(f"parameter: invalid name {self.name!r}; expected a non-empty text")
+        shape = tuple(int(n) for n in self.shape)
+        if any(n < 0 for n in shape):
+            raise ConfigError(f"parameter '{self.name}': invalid shape {shape}; extents must be at least 0")
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "dtype", str(self.dtype))
+        _itemsize(self)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.size * _itemsize(self)
+
+
+def _itemsize(spec: ParameterSpec) -> int:
+    if spec.dtype == "bfloat16":
+        return 2
+    try:
+        return np.dtype(spec.dtype).itemsize
+    except TypeError:
+        raise ConfigError(f"parameter '{spec.name}': unknown dtype '{spec.dtype}'; expected such as float32") from None

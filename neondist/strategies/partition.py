@@ -1,0 +1,54 @@
+"""Rules by which parameters are divided into parts, and parts assigned to owners (AutoDist's)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..geometry import split
+from .parameter_spec import ParameterSpec
+
+Partition = tuple[int, list[int]]
+"""An axis, and the extents of the parts along it."""
+
+
+def smallest_divisor(n: int) -> int:
+    """Return the smallest divisor of n that is at least 2; 1 where n < 2."""
+    return next((i for i in range(2, n) if n % i == 0), n) if n > 1 else 1
+
+
+def smallest_non_divisor(n: int) -> int:
+    """Return the smallest number of at least 2 that does not divide n, at most n; 1 where n < 2."""
+    return next((i for i in range(2, n) if n % i), n) if n > 1 else 1
+
+
+def partition(spec: ParameterSpec, axis: int, parts: int) -> Partition | None:
+    """Return a balanced partition of one axis into `parts` parts, larger ones first; None for a single part."""
+    if axis >= len(spec.shape) or parts < 2:
+        return None
+    bounds = (split(spec.shape[axis], parts, part) for part in range(parts))
+    return axis, [hi - lo for lo, hi in bounds]
+
+
+def part_bytes(spec: ParameterSpec, division: Partition | None) -> list[int]:
+    """Return the size of each part in bytes."""
+    if division is None:
+        return [spec.nbytes]
+    axis, sizes = division
+    row = spec.nbytes // spec.shape[axis]
+    return [size * row for size in sizes]
+
+
+def balanced(parts: Mapping[str, Sequence[int]], owners: int) -> dict[str, list[int]]:
+    """Assign all parts of all parameters greedily: largest first, each to the owner with the fewest bytes.
+
+    Parameters
+    ----------
+    parts : mapping of parameter name to the sizes of its parts in bytes
+    """
+    loads, found = [0] * owners, {name: [0] * len(sizes) for name, sizes in parts.items()}
+    order = [(nbytes, name, at) for name, sizes in parts.items() for at, nbytes in enumerate(sizes)]
+    for nbytes, name, at in sorted(order, key=lambda part: -part[0]):
+        owner = loads.index(min(loads))
+        loads[owner] += nbytes
+        found[name][at] = owner
+    return found

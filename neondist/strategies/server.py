@@ -1,0 +1,77 @@
+"""Builders of strategies in which owners of parameters apply the updates (parameter servers)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import ConfigError
+from ..registry.ranges import Index
+from .builder import StrategyBuilder
+from .parameter_spec import ParameterSpec
+from .partition import Partition, balanced, part_bytes, partition, smallest_divisor, smallest_non_divisor
+from .strategy import ParameterStrategy
+
+
+class PS(StrategyBuilder):
+    """Reduction of gradients to one owner, which updates all parameters; values are broadcast.
+
+    Parameters
+    ----------
+    local_proxy_variable : bool
+        Whether replicas keep a copy of the values and fetch them only when they have changed.
+    sync : bool
+        Whether a step waits for all replicas.
+    staleness : int
+        Number of steps by which the fastest replica may be ahead of the slowest; 0: none. Needs `sync`.
+
+    Raises
+    ------
+    ConfigError
+        `staleness` without `sync`.
+    """
+
+    def __init__(self, local_proxy_variable: bool = False, sync: bool = True, staleness: Index = 0) -> None:
+        if staleness and not sync:
+            raise ConfigError(f"staleness: {staleness} needs sync=True; without synchronisation there is no bound")
+        self.local_proxy_variable, self.sync, self.staleness = local_proxy_variable, sync, staleness
+
+    def divide(self, spec: ParameterSpec) -> Partition | None:
+        """Return the partition of a parameter; None: it stays whole."""
+        return None
+
+    def place(self, sizes: Mapping[str, Sequence[int]], servers: int) -> dict[str, list[int]]:
+        """Return the owners of all parts, given their sizes in bytes."""
+        return {name: [0] * len(each) for name, each in sizes.items()}
+
+    def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
+        """Return the partition of each parameter, and the owners of its parts."""
+        parts = {spec.name: self.divide(spec) if spec.shape else None for spec in specs}
+        owners = self.place({spec.name: part_bytes(spec, parts[spec.name]) for spec in specs}, servers)
+        return {
+            name: ParameterStrategy("server", parts[name], owners[name], sync=self.sync, staleness=self.staleness)
+            for name in parts
+        }
+
+
+class PSLoadBalancing(PS):
+    """Owners as in `PS`, with whole parameters balanced over all owners by bytes, largest first."""
+
+    def place(self, sizes: Mapping[str, Sequence[int]], servers: int) -> dict[str, list[int]]:
+        """Return the owners of all parts, given their sizes in bytes."""
+        return balanced(sizes, servers)
+
+
+class PartitionedPS(PSLoadBalancing):
+    """Owners as in `PSLoadBalancing`, of parts along the first axis: the smallest divisor of at least 2 many."""
+
+    def divide(self, spec: ParameterSpec) -> Partition | None:
+        """Return the partition of a parameter; None: it stays whole."""
+        return partition(spec, 0, smallest_divisor(spec.shape[0]))
+
+
+class UnevenPartitionedPS(PSLoadBalancing):
+    """Owners as in `PSLoadBalancing`, of parts along the first axis: the smallest non-divisor of at least 2 many."""
+
+    def divide(self, spec: ParameterSpec) -> Partition | None:
+        """Return the partition of a parameter; None: it stays whole."""
+        return partition(spec, 0, smallest_non_divisor(spec.shape[0]))

@@ -1,0 +1,83 @@
+"""The parts of parameters that each rank of a job owns under a strategy, as boxes: pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..errors import ConfigError
+from ..geometry import Box, split
+from .strategy import ParameterStrategy, Strategy
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The parts of one parameter.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        The shape in which parts are boxes: the parameter's, or (size,) where parts are ranges of the flat array.
+    boxes : tuple of Box
+        The part of each rank; most may be empty.
+    """
+
+    shape: Shape
+    boxes: tuple[Box, ...]
+
+
+def shares_of(strategy: Strategy, ranks: int, names: Iterable[str] | None = None) -> dict[str, Share]:
+    """Return the parts of all parameters that have owners, or of those of some names, by name.
+
+    Owner k of n is rank k * ranks // n: where a replica has several tiles, owners are spread over the replicas.
+
+    Raises
+    ------
+    ConfigError
+        More owners than ranks.
+    """
+    chosen = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
+    owners = 1 + max((owner for one in strategy.parameters.values() for owner in one.owners), default=-1)
+    if owners > ranks:
+        raise ConfigError(f"strategy: has {owners} owners, but the job has {ranks} ranks; build it for {ranks}")
+    devices = min(max(strategy.replicas, strategy.servers), ranks)
+    holders = [owner * ranks // devices for owner in range(devices)]
+    sliced = [name for name, one in chosen.items() if len(one.owners) > 1 and one.partition is None]
+    ends = list(accumulate((strategy.specs[name].size for name in sliced), initial=0))
+    starts = dict(zip(sliced, ends, strict=False))
+    found: dict[str, Share] = {}
+    for name, one in chosen.items():
+        size, shape = strategy.specs[name].size, tuple(strategy.specs[name].shape) or (1,)
+        if name in starts:
+            bounds = [split(ends[-1], len(one.owners), part) for part in range(len(one.owners))]
+            ranges = [(max(0, lo - starts[name]), min(size, hi - starts[name])) for lo, hi in bounds]
+            parts = {holders[owner]: Box((lo,), (hi,)) for owner, (lo, hi) in zip(one.owners, ranges, strict=True)}
+            found[name] = _share((size,), parts, ranks)
+        elif one.owners:
+            found[name] = _share(shape, _parts(one, shape, holders), ranks)
+    return found
+
+
+def _parts(one: ParameterStrategy, shape: Shape, holders: Sequence[int]) -> dict[int, Box]:
+    """Return the part of each rank that has one; the parts of one owner are put side by side."""
+    if one.partition is None:
+        return {holders[one.owners[0]]: Box.of(shape)}
+    axis, sizes = one.partition
+    totals: dict[int, int] = {}
+    for owner, size in zip(one.owners, sizes, strict=True):
+        totals[owner] = totals.get(owner, 0) + size
+    parts, start = {}, 0
+    for owner in sorted(totals):
+        stop, whole = start + totals[owner], Box.of(shape)
+        lo, hi = list(whole.lo), list(whole.hi)
+        lo[axis], hi[axis] = start, stop
+        parts[holders[owner]], start = Box(tuple(lo), tuple(hi)), stop
+    return parts
+
+
+def _share(shape: Shape, parts: dict[int, Box], ranks: int) -> Share:
+    nothing = Box((0,) * len(shape), (0,) * len(shape))
+    return Share(shape, tuple(parts.get(rank, nothing) for rank in range(ranks)))

@@ -1,0 +1,277 @@
+"""A strategy as a value: compared, printed, saved as YAML and loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ..errors import ConfigError
+from ..io.files import write_text
+from ..yaml_nodes import Node, fault, join, parse_file
+from .compressor import check_compressor
+from .parameter_spec import ParameterSpec
+from .partition import Partition, part_bytes
+
+FORMAT = 1
+MAX_BYTES, MAX_NODES = 64 << 20, 4_000_000
+"""Of a strategy file: hundreds of thousands of parameters."""
+
+
+@dataclass(frozen=True)
+class ParameterStrategy:
+    """Partition, owners and synchronisation of one parameter.
+
+    Attributes
+    ----------
+    kind : 'allreduce' or 'server'
+        Whether its gradient is summed over all replicas, or reduced to owners that update it.
+    partition : (axis, [extents]), or None
+    owners : list of int
+        The owner of each part. Several owners without a partition hold even slices of the flat buffer of all
+        parameters; no owner: every replica updates the whole.
+    group : int
+        Gradients of one group travel together.
+    compressor : str or None
+    sync : bool
+    staleness : int
+    """
+
+    kind: Literal["allreduce", "server"]
+    partition: Partition | None = None
+    owners: list[int] = field(default_factory=list)
+    group: int = 0
+    compressor: str | None = None
+    sync: bool = True
+    staleness: int = 0
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Partition, owners and synchronisation of all parameters of a model.
+
+    Attributes
+    ----------
+    builder : str
+        The builder that made it, as text.
+    replicas, servers : int
+        Number of replicas, and of devices that may own parameters.
+    specs : dict of str to ParameterSpec
+        The parameters that it is for, in the order of the model.
+    parameters : dict of str to ParameterStrategy
+    """
+
+    builder: str
+    replicas: int
+    servers: int
+    specs: dict[str, ParameterSpec]
+    parameters: dict[str, ParameterStrategy]
+
+    @property
+    def digest(self) -> str:
+        """A hash of the strategy, equal where strategies are equal."""
+        return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]
+
+    @property
+    def loads(self) -> list[int]:
+        """Bytes of the parameters that each owner holds, by owner; empty where every replica holds all of them."""
+        owners = max(self.replicas, self.servers)
+        found = [0] * owners
+        for name, one in self.parameters.items():
+            spec = self.specs[name]
+            if len(one.owners) > 1 and one.partition is None:
+                for owner in one.owners:
+                    found[owner] += spec.nbytes // len(one.owners)
+                continue
+            for owner, nbytes in zip(one.owners, part_bytes(spec, one.partition), strict=False):
+                found[owner] += nbytes
+        return found if any(one.owners for one in self.parameters.values()) else []
+
+    def check_model(self, parameters: Iterable[ParameterSpec]) -> None:
+        """Raise ConfigError if the strategy is for other parameters; the first difference is named."""
+        theirs = {spec.name: spec for spec in parameters}
+        for name, spec in theirs.items():
+            if name not in self.specs:
+                raise ConfigError(f"strategy: no entry for parameter '{name}'; build it for this model")
+            for what in ("shape", "dtype", "sparse"):
+                ours, wanted = getattr(self.specs[name], what), getattr(spec, what)
+                if ours != wanted:
+                    raise ConfigError(
+                        f"strategy: parameter '{name}' has {what} {ours}, but {wanted} in the model; build it for this"
+                        " model"
+                    )
+        for name in self.specs:
+            if name not in theirs:
+                raise ConfigError(f"strategy: parameter '{name}' does not exist in the model; build it for this model")
+
+    def check_synchronous(self) -> None:
+        """Raise ConfigError if a parameter's updates need servers beside the MPI job, or a compressor."""
+        for name, one in self.parameters.items():
+            if not one.sync or one.staleness:
+                wanted = f"staleness {one.staleness}" if one.sync else "sync false"
+                raise ConfigError(
+                    f"strategy: parameter '{name}' has {wanted}, which needs parameter servers; they are not available"
+                    " yet, so use sync: true and staleness: 0"
+                )
+            if one.compressor:
+                raise ConfigError(
+                    f"strategy: parameter '{name}' has compressor {one.compressor}; compressors are not available yet,"
+                    " so use none"
+                )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the strategy to a YAML file.
+
+        Raises
+        ------
+        OutputError
+            The file cannot be written.
+        """
+        write_text(Path(path), self.to_yaml())
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Strategy:
+        """Return the strategy of a file that `save` has written, or that was edited since.
+
+        Raises
+        ------
+        ConfigError
+            'FILE:LINE: field: what, and the remedy'.
+        """
+        path = Path(path)
+        root = parse_file(path, most_bytes=MAX_BYTES, most_nodes=MAX_NODES)
+        return _StrategyFile(Node(None, f"{path}:1") if root is None else root).strategy()
+
+    def __str__(self) -> str:
+        """Return a table of the parameters."""
+        head = ("parameter", "shape", "kind", "partition", "owners", "group", "compressor", "staleness")
+        rows = [head, *(_row(self.specs[name], one) for name, one in self.parameters.items())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        title = f"{self.builder}, {_count(self.replicas, 'replica')}, {_count(self.servers, 'owner')}"
+        loads = [f"bytes per owner: {', '.join(map(str, self.loads))}"] if self.loads else []
+        return "\n".join([title, *lines, *loads])
+
+    def to_yaml(self) -> str:
+        """Return the text of a strategy file."""
+        entries = {}
+        for name, one in self.parameters.items():
+            spec, entry = self.specs[name], asdict(one)
+            if one.partition is not None:
+                entry["partition"] = {"axis": one.partition[0], "sizes": one.partition[1]}
+            entries[name] = {"shape": list(spec.shape), "dtype": spec.dtype, "sparse": spec.sparse, **entry}
+        head = {"format": FORMAT, "builder": self.builder, "replicas": self.replicas, "servers": self.servers}
+        return yaml.safe_dump(head | {"parameters": entries}, sort_keys=False, default_flow_style=None, width=2**31)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n != 1)}"
+
+
+def _row(spec: ParameterSpec, one: ParameterStrategy) -> tuple[str, ...]:
+    shape = " x ".join(map(str, spec.shape)) or "scalar"
+    division = "-" if one.partition is None else f"axis {one.partition[0]}: {_listed(one.partition[1], '+')}"
+    mode = str(one.staleness) if one.sync else "asynchronous"
+    owners = _listed(one.owners, ",") if one.owners else "all"
+    return spec.name, shape, one.kind, division, owners, str(one.group), one.compressor or "-", mode
+
+
+def _listed(numbers: list[int], separator: str) -> str:
+    most = 8
+    shown = separator.join(map(str, numbers[:most]))
+    return shown if len(numbers) <= most else f"{shown}{separator}... ({len(numbers)})"
+
+
+_TOP = "format", "builder", "replicas", "servers", "parameters"
+_ENTRY = "shape", "dtype", "sparse", *(each.name for each in fields(ParameterStrategy))
+
+
+class _StrategyFile:
+    """The nodes of a strategy file."""
+
+    def __init__(self, root: Node) -> None:
+        self.root = root
+
+    def strategy(self) -> Strategy:
+        """Return the strategy; raise ConfigError at the first wrong field."""
+        top = self._mapping(self.root, "", _TOP)
+        if top["format"].value != FORMAT:
+            raise fault(top["format"], "format", f"is {top['format']}; expected {FORMAT}")
+        replicas, servers = (self._integer(top[name], name, 1) for name in ("replicas", "servers"))
+        builder = self._of(top["builder"], "builder", str, "text")
+        entries = self._of(top["parameters"], "parameters", dict, "a mapping")
+        specs, found = {}, {}
+        for name, node in entries.items():
+            specs[name], found[name] = self._entry(name, node, max(replicas, servers))
+        return Strategy(builder, replicas, servers, specs, found)
+
+    def _entry(self, name: str, node: Node, owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
+        path = join("parameters", name)
+        given = self._mapping(node, path, _ENTRY)
+        shape = self._integers(given["shape"], join(path, "shape"))
+        dtype = self._of(given["dtype"], join(path, "dtype"), str, "text")
+        sparse, sync = (self._of(given[key], join(path, key), bool, "true or false") for key in ("sparse", "sync"))
+        if given["kind"].value not in ("allreduce", "server"):
+            raise fault(given["kind"], join(path, "kind"), f"is {given['kind']}; expected allreduce or server")
+        kind: Literal["allreduce", "server"] = "server" if given["kind"].value == "server" else "allreduce"
+        compressor = given["compressor"]
+        try:
+            spec = ParameterSpec(name, shape, dtype, sparse)
+            compression = check_compressor(None if compressor.value is None else str(compressor.value))
+        except ConfigError as error:
+            raise fault(node, path, str(error)) from None
+        group, staleness = (self._integer(given[key], join(path, key), 0) for key in ("group", "staleness"))
+        if staleness and not sync:
+            raise fault(given["staleness"], join(path, "staleness"), f"{staleness} needs sync: true")
+        division = self._partition(given["partition"], join(path, "partition"), shape)
+        held = self._integers(given["owners"], join(path, "owners"))
+        where = given["owners"], join(path, "owners")
+        if any(owner >= owners for owner in held):
+            raise fault(*where, f"owner {max(held)} does not exist; there are {owners}, numbered from 0")
+        if division is not None and len(held) != len(division[1]):
+            raise fault(*where, f"{len(held)} owners for {len(division[1])} parts; give one for each part")
+        return spec, ParameterStrategy(kind, division, held, group, compression, sync, staleness)
+
+    def _partition(self, node: Node, path: str, shape: list[int]) -> Partition | None:
+        if node.value is None:
+            return None
+        given = self._mapping(node, path, ("axis", "sizes"))
+        if not shape:
+            raise fault(node, path, "a scalar cannot be partitioned; write null")
+        axis = self._integer(given["axis"], join(path, "axis"), 0)
+        if axis >= len(shape):
+            raise fault(given["axis"], join(path, "axis"), f"is {axis}; the parameter has {len(shape)} axes")
+        sizes = self._integers(given["sizes"], join(path, "sizes"))
+        if sum(sizes) != shape[axis] or not sizes:
+            raise fault(given["sizes"], join(path, "sizes"), f"add up to {sum(sizes)}; axis {axis} has {shape[axis]}")
+        return axis, sizes
+
+    def _mapping(self, node: Node, path: str, names: Iterable[str]) -> dict[str, Node]:
+        given = self._of(node, path, dict, "a mapping with " + ", ".join(names))
+        for name, child in given.items():
+            if name not in names:
+                raise fault(child, join(path, name), f"unknown field; expected {', '.join(names)}")
+        for name in names:
+            if name not in given:
+                raise fault(node, join(path, name), "missing; add it, as Strategy.save writes it")
+        return dict(given)
+
+    def _integer(self, node: Node, path: str, low: int) -> int:
+        value = node.value
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise fault(node, path, f"expected an integer of at least {low}, got {node}")
+        return value
+
+    def _integers(self, node: Node, path: str) -> list[int]:
+        items = self._of(node, path, list, "a list of integers")
+        return [self._integer(item, join(path, at), 0) for at, item in enumerate(items)]
+
+    def _of(self, node: Node, path: str, kind: type, words: str) -> Any:
+        if node.tag is not None or not isinstance(node.value, kind):
+            raise fault(node, path, f"expected {words}, got {node}")
+        return node.value

@@ -1,0 +1,10 @@
+"""YAML text as a tree of nodes that know their file and line, for experiments, strategies and resource files.
+
+read: a file's text, bounded. parse: text to `tree`, without constructing anything. scalars: plain values.
+"""
+
+from .parse import parse
+from .read import parse_file, read_text
+from .tree import Node, fault, join, message, node_of, shorten
+
+__all__ = ["Node", "fault", "join", "message", "node_of", "parse", "parse_file", "read_text", "shorten"]

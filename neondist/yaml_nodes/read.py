@@ -1,0 +1,48 @@
+"""Reading of YAML files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..io.regular_file import open_regular
+from ..registry.names import suggest
+from .parse import MAX_NODES, parse
+from .tree import Node
+
+MAX_BYTES = 1 << 20
+
+
+def parse_file(
+    path: Path, text: str | None = None, most_bytes: int = MAX_BYTES, most_nodes: int = MAX_NODES
+) -> Node | None:
+    """Return the tree of a file, whose text may be known already; None for an empty one.
+
+    Raises
+    ------
+    ConfigError
+        'FILE:LINE: field: what, and the remedy'.
+    """
+    content = read_text(path, most_bytes) if text is None else text
+    return parse(content, lambda line: f"{path}:{line + 1}", most_nodes=most_nodes)
+
+
+def read_text(path: Path, most: int = MAX_BYTES) -> str:
+    """Return the text of a file of at most `most` bytes; otherwise raise ConfigError."""
+    try:
+        with open_regular(path) as file:
+            content = file.read(most + 1)
+    except FileNotFoundError:
+        near = suggest(path.name, [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
+        raise ConfigError(f"{path}: no such file{near or '; check the path'}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory; name the YAML file inside it") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
+    if len(content) > most:
+        raise ConfigError(f"{path}: larger than {most >> 20} MiB; this is not such a file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8") from None
