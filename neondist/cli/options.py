@@ -13,7 +13,7 @@ RANKS = "ranks to start with mpirun (default 1); inside an MPI job the job's siz
 
 
 def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS) -> None:
-    """Add FILE.yaml, -n, --set, --memory and --import."""
+    """Add FILE.yaml, -n, --set, --memory, --strategy and --import."""
     one.add_argument("file", type=path, metavar="FILE.yaml", help="the experiment")
     ranks(one, ranks_help)
     one.add_argument(
@@ -23,6 +23,10 @@ def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS) -> None:
     one.add_argument(
         "--memory", dest="settings", action="append", type="memory={}".format, metavar="SIZE",
         help="what all processes on a machine may use, such as 8GiB: a step that takes more goes strip by strip",
+    )  # fmt: skip
+    one.add_argument(
+        "--strategy", dest="settings", action="append", type="strategy={}".format, metavar="NAME|FILE",
+        help="how gradients are synchronised, such as ShardedOptimizer, or the strategy.yaml of another run",
     )  # fmt: skip
     one.add_argument(
         "--import", dest="modules", action="append", default=[], metavar="MODULE",

@@ -23,6 +23,7 @@ LONGEST = 1 << 24
 """Bytes of a line that are read at most."""
 FILES = (
     "experiment.yaml",
+    "strategy.yaml",
     "environment.json",
     "pretrain.jsonl",
     "pretrain_*.h5",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from ..halo import Phase
 from ..layers import LocalFilteringLayer
 from ..namespace import to_host
-from ..optim import Optimizer
+from ..optim import FlatLayout, Optimizer
 from ..parallel import Flag, ParameterShard, finite
 from ..plan import LayerPlan, micro_batches
 from .model import Model
@@ -48,7 +48,7 @@ class Autoencoder:
         self.pool: Any = following[0] if following and following[0].pools_squares else EachAlone()
         self.residuals = self.layer.make_array(self.layer.input_shape, self.layer.window)
         self.parameters, self.sync, self.leaves = model.built, model.sync, model.leaves
-        self.shard = next(e for e in self.parameters.trained if e.layer is self.layer and e.name == "weights")
+        self.shard = next(e for e in self.parameters.trained if e.layer == self.layer.name and e.name == "weights")
         self.cost, self.optimizer, self.orthonormal = cost, optimizer, orthonormal
         self.grid, self.dtype, self.seed = model.grid, model.dtype, model.seed
         self.output, self.output_shape = self.layer.input, self.layer.input_shape
@@ -178,8 +178,8 @@ class StageStep(TrainStep):
         """Let the optimiser change the weights."""
         stage = self.owner
         values, gradient = (own["weights"].reshape(-1) for own in (stage.layer.params, stage.layer.grads))
-        whole = self.parameters.layout()
-        layout = replace(whole, spans=((0, values.size),), decays=(True,), shared=0 if stage.shard.cut else values.size)
+        total = partial(self.parameters.reductions.allreduce, "tiles")
+        layout = FlatLayout(((0, values.size),), (True,), 0 if stage.shard.cut else 1, total)
         count, scale = stage.step - stage.uncounted, stage.learning_rate_scale
         stage.optimizer.with_momentum(stage.momentum).update(values, gradient, stage.slots, count, scale, layout)
         if stage.orthonormal:

@@ -18,7 +18,7 @@ def averaged(model: Any) -> Iterator[None]:
         return
     parameters = model.parameters
     kept = parameters.values.copy()
-    parameters.values[...] = average
+    parameters.publish(average)
     parameters.version += 1
     try:
         yield

@@ -17,6 +17,7 @@ from ..optim import Adam, Optimizer
 from ..parallel import TrainedSubset
 from ..plan import Plan
 from ..registry.ranges import Count, Index, NotNegative, Positive
+from ..strategies import Strategy, StrategyBuilder
 from .autoencoder import Autoencoder, words_sent
 from .convnet import Convnet
 from .reconstruction import ReconstructionCost
@@ -41,7 +42,7 @@ class GB(Convnet):
 
     Parameters
     ----------
-    layers, cost, optimizer, seed, backend, dtype, scheme, accumulate, sync, recompute
+    layers, cost, optimizer, seed, backend, dtype, scheme, accumulate, sync, recompute, strategy
         As in Model.
     num_pretrain_epochs : int
         For each stage; 0 leaves the first weights as they are.
@@ -81,6 +82,7 @@ class GB(Convnet):
         sync: Literal["allreduce", "bucketed"] = "allreduce",
         recompute: bool = False,
         scheme: ExchangePolicy | str = "halo",
+        strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
         super().__init__(
             layers,
@@ -93,6 +95,7 @@ class GB(Convnet):
             accumulate=accumulate,
             sync=sync,
             recompute=recompute,
+            strategy=strategy,
         )
         self.num_pretrain_epochs, self.num_initial_epochs = num_pretrain_epochs, num_initial_epochs
         self.sparsity, self.epsilon, self.orthonormal = sparsity, epsilon, orthonormal

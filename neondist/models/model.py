@@ -26,6 +26,7 @@ from ..renamed import Renamed
 from ..runtime import Executor
 from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
+from ..strategies import Strategy, StrategyBuilder, as_strategy
 from .passes import ModelPass, images_for
 from .targets import are_whole, local_targets, random_batch
 from .train_step import ModelStep
@@ -64,6 +65,10 @@ class Model(Whole):
         Execute layers without reductions between them together, so many rows of their output at a time ('auto': as many
         as fit into a cache), and keep nothing of what is between them. The numbers are those of whole tiles, but for
         rounding.
+    strategy : StrategyBuilder or Strategy or str, optional
+        How gradients are synchronised, and which ranks update which parameters: a builder of `nd.strategies`, its name,
+        such as 'ShardedOptimizer', or the path of a strategy file. The numbers are the same, but for rounding. Default:
+        AllReduce.
     memory : int or str, optional
         What the processes on one machine may use together, such as '8GiB'. Where a step takes more, its first layers
         go through it strip after strip of the image, `strips` rows of their output at a time, or as many as fit; each
@@ -123,6 +128,7 @@ class Model(Whole):
         strips: Count | Literal["auto"] | None = None,
         memory: int | str | None = None,
         scheme: ExchangePolicy | str = "halo",
+        strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
         if not layers:
             raise ConfigError("layers: a model needs at least one layer")
@@ -146,7 +152,8 @@ class Model(Whole):
         self.accumulate, self.recompute, self._sync = accumulate, recompute, SYNCS[sync]
         self.strips: int | Literal["auto"] | None = None
         self.memory: int | None = None
-        self.execute(strips=strips, memory=memory)
+        self.strategy: StrategyBuilder | Strategy | None = None
+        self.execute(strips=strips, memory=memory, strategy=strategy)
 
     def execute(
         self,
@@ -155,6 +162,7 @@ class Model(Whole):
         recompute: bool | None = None,
         strips: int | Literal["auto"] | None = None,
         memory: int | str | None = None,
+        strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
         """Say how a step is executed, before the model is built, with arguments of the constructor; None: as before.
 
@@ -171,6 +179,7 @@ class Model(Whole):
         self.strips = self.strips if strips is None else strips
         self.memory = self.memory if memory is None else as_bytes("memory", memory)
         self._sync = self._sync if sync is None else SYNCS[sync]
+        self.strategy = self.strategy if strategy is None else as_strategy(strategy)
         for asked, field in ((self.accumulate > 1, "accumulate"), (self.recompute, "recompute")):
             for layer in self.leaves if asked else ():
                 if layer.scheme is not None and layer.scheme.has_memory:
@@ -194,7 +203,9 @@ class Model(Whole):
         grid = grid or GridShape()
         memory = None if self.memory is None else share_of(self.memory, grid.size)
         how = self.accumulate, self.recompute, self.strips, memory
-        training = Training(self.cost, self.optimizer, self.dtype, *how, spares=not self.no_strips)
+        training = Training(
+            self.cost, self.optimizer, self.dtype, *how, spares=not self.no_strips, strategy=self.strategy
+        )
         plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
         if self.room is None or memory is not None or self.no_strips or plan.needed <= self.room:
             return plan
@@ -242,11 +253,11 @@ class Model(Whole):
         self.output = GlobalArray(
             self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
         )
-        self.parameters = self.trained = Parameters(self.leaves, context, self._sync)
+        self.parameters = self.trained = Parameters(self.leaves, context, self._sync, plan.shares)
         self.sync = self.parameters.sync
         samples = largest_of(micro_batches(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)
-        self.slots = self.optimizer.slots(self.parameters.values)
+        self.slots = self.parameters.new_slots(self.optimizer)
         if self.pending is not None:
             self.load_state(self.pending)
 
@@ -390,9 +401,9 @@ class Model(Whole):
 
     def gradients(self) -> dict[str, Any]:
         """Return copies of all whole gradients by '<layer name>/<parameter>', summed over all ranks; collective."""
-        parameters = self.built
+        gradients = self.built.gradients()
         self.grid.check("gradients")
-        return gather((entry, entry.layer.grads[entry.name]) for entry in parameters.trained)
+        return gather(gradients)
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>'; collective."""
@@ -412,7 +423,7 @@ class Model(Whole):
     @property
     def bytes_sent(self) -> int:
         """Bytes of halos that this rank has sent since `build`."""
-        return sum(layer.bytes_sent for layer in self.built.layers)
+        return sum(layer.bytes_sent for layer in self.built.layers.values())
 
     @property
     def bytes_summed(self) -> int:

@@ -93,7 +93,7 @@ class ModelStep(TrainStep):
             value = context.backend.xp.asarray(value, np.float64).reshape(1)
             loss = model.output.total(value, replicas=True)
         self.parameters.sync.note(finite(loss))
-        trained.sum_gradients()
+        trained.sum_gradients(for_update=True)
         return self.parameters.hear(loss)
 
     def update(self) -> None:

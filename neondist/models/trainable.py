@@ -23,6 +23,7 @@ from ..runtime import Executor
 from ..runtime.debug import guarded
 from ..runtime.observers.ledger import Ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
+from ..strategies import Strategy, StrategyBuilder
 from .summary import Summary
 
 
@@ -136,6 +137,7 @@ class Whole(Registered, Trainable, ABC):
         recompute: bool | None = None,
         strips: int | Literal["auto"] | None = None,
         memory: int | str | None = None,
+        strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
         """Say how a step is executed, before the model is built; ConfigError if it cannot be so."""
 

@@ -21,21 +21,21 @@ class FlatLayout:
         Of each parameter, in their order.
     decays : tuple of bool
         Which of them are neither biases nor of norms.
-    shared : int
-        What lies before it every rank holds alike; what comes after it is this rank's part of a parameter.
+    whole : int
+        Number of parameters, from the first, that every rank holds whole; of the others this rank has a part.
     total : callable, optional
         Sums over the ranks that have the other parts, and returns it; collective. None: there are no others.
     """
 
     spans: tuple[tuple[int, int], ...]
     decays: tuple[bool, ...]
-    shared: int
+    whole: int
     total: Callable[[Any], Any] | None = None
 
     @classmethod
     def of_one(cls, size: int) -> FlatLayout:
         """Return that of one parameter of so many numbers, on one rank."""
-        return cls(((0, size),), (True,), size)
+        return cls(((0, size),), (True,), 1)
 
     def blocks(self, alike: bool) -> Iterator[tuple[slice, bool]]:
         """Yield where the parameters are, a block at a time, and whether weight decay applies; `alike`: to all."""
@@ -53,9 +53,8 @@ class FlatLayout:
         """Return the sum of the squares of each parameter, over all its parts, in float64; collective."""
         xp = namespace(array)
         sums = xp.stack([_squares(array[start:stop]) for start, stop in self.spans]) if self.spans else xp.zeros(0)
-        here = sum(stop <= self.shared for _, stop in self.spans)
-        if here < len(self.spans) and self.total is not None:
-            sums[here:] = self.total(sums[here:].copy())
+        if self.whole < len(self.spans) and self.total is not None:
+            sums[self.whole :] = self.total(sums[self.whole :].copy())
         return sums
 
 

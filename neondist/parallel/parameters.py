@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -15,7 +15,9 @@ from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
 from ..namespace import namespace, to_host
 from ..optim import FlatLayout, Optimizer
+from ..strategies.shares import Share
 from .flags import HEADER, Flag
+from .owners import Owners
 from .shard import ParameterShard
 from .sync import AllReduce, GradientSync, finite
 
@@ -80,8 +82,10 @@ class Parameters:
     ----------
     first : int
         The model's node where what is trained begins.
+    layers : dict of str to Layer
     values, grads : flat arrays
-        What every rank holds alike comes first; then the arrays that are cut over the tiles, this rank's part.
+        What every rank updates alike comes first; then the arrays that are cut over the tiles, this rank's part; from
+        `owned` on, those whose parts have owners, whole.
     buffers : flat array
         What is kept but not trained.
     version : int
@@ -94,38 +98,50 @@ class Parameters:
 
     first = 0
 
-    def __init__(self, layers: Iterable[Layer], context: Context, sync: type[GradientSync] = AllReduce) -> None:
-        self.context = context
-        layers = list(layers)
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        context: Context,
+        sync: type[GradientSync] = AllReduce,
+        shares: Mapping[str, Share] | None = None,
+    ) -> None:
+        self.context, shares = context, shares or {}
+        self.layers = {str(layer.name): layer for layer in layers}
         trained = [
             ParameterShard(layer, name, parameter, context.grid)
-            for layer in layers
-            for name, parameter in layer.parameters_for(layer.input_shape).items()
+            for layer, one in self.layers.items()
+            for name, parameter in one.parameters_for(one.input_shape).items()
         ]
-        self.trained = sorted(trained, key=lambda shard: shard.cut)
+        self.trained = sorted(trained, key=lambda shard: (shard.full_name in shares, shard.cut))
         self.kept = [
             ParameterShard(layer, name, parameter, context.grid)
-            for layer in layers
-            for name, parameter in layer.state_for(layer.input_shape).items()
+            for layer, one in self.layers.items()
+            for name, parameter in one.state_for(one.input_shape).items()
         ]
-        self.shared = sum(prod(e.local_shape) for e in trained if not e.cut)
+        ends = list(accumulate((prod(shard.local_shape) for shard in self.trained), initial=0))
+        self.spans = list(pairwise(ends))
+        self.owned_names = shares.keys()
+        self._shares = [shares.get(shard.full_name) for shard in self.trained]
+        first_owned = next((at for at, share in enumerate(self._shares) if share), len(self.trained))
+        self.owned, summed = ends[first_owned], self.trained[:first_owned]
+        self.shared = sum(prod(shard.local_shape) for shard in summed if not shard.cut)
         self.values, self.buffers = self._flat(self.trained), self._flat(self.kept)
         buffer = context.backend.xp.zeros((HEADER + self.values.size,), context.dtype)
-        ends = list(accumulate(prod(shard.local_shape) for shard in self.trained))
-        self.spans = list(pairwise([0, *ends]))
-        self.sync = sync(context.grid, buffer, self.spans, self.shared)
-        self.reductions, self.grads = self.sync.reductions, self.sync.grads
-        self._spans: dict[int, list[tuple[int, int]]] = {id(layer): [] for layer in layers}
-        for shard, span in zip(self.trained, self.spans, strict=True):
-            self._spans[id(shard.layer)].append(span)
-        self.layers, self.version = layers, 0
-        for layer in layers:
-            layer.params, layer.grads, layer.state = Views(), Gradients(), Views()
+        self.grads = buffer[HEADER:]
+        self.sync = sync(context.grid, buffer[: HEADER + self.owned], self.spans[:first_owned], self.shared)
+        self.reductions = self.sync.reductions
+        self.owners = Owners(self.reductions, [share for share in self._shares if share])
+        self._spans: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
+        for shard, span in zip(summed, self.spans, strict=False):
+            self._spans[shard.layer].append(span)
+        self.version = 0
+        for one in self.layers.values():
+            one.params, one.grads, one.state = Views(), Gradients(), Views()
         for shard, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
-            dict.__setitem__(shard.layer.params, shard.name, value)
-            dict.__setitem__(shard.layer.grads, shard.name, gradient)
+            dict.__setitem__(self.layers[shard.layer].params, shard.name, value)
+            dict.__setitem__(self.layers[shard.layer].grads, shard.name, gradient)
         for shard, value in zip(self.kept, self.cut(self.buffers, self.kept), strict=True):
-            dict.__setitem__(shard.layer.state, shard.name, value)
+            dict.__setitem__(self.layers[shard.layer].state, shard.name, value)
         for shard, value in self.arrays():
             self._begin(shard, value)
 
@@ -141,33 +157,89 @@ class Parameters:
     def begin_gradients(self) -> None:
         """Let all gradients be zero."""
         self.sync.begin()
-        for layer in self.layers:
+        for layer in self.layers.values():
             layer.grads.begin()
 
     def ready(self, layer: Layer) -> None:
         """Take note that this rank's shares in a layer's gradients are complete."""
         layer.grads.settle()
-        for span in self._spans[id(layer)]:
+        for span in self._spans[str(layer.name)]:
             self.sync.ready(span)
 
-    def sum_gradients(self) -> None:
-        """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas."""
+    def sum_gradients(self, for_update: bool = False) -> None:
+        """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas.
+
+        Parameters
+        ----------
+        for_update : bool
+            Whether the sums are wanted for `update` alone: those of parameters that have owners, by the owners.
+        """
         with self.context.grid.observers.during("sync"):
-            for layer in self.layers:
+            for layer in self.layers.values():
                 layer.grads.settle()
+            owned = self.grads[self.owned :]
+            if for_update and owned.size:
+                self.owners.reduce(owned)
+                self.sync.note(finite(self.owners.pack(owned)))
+            elif owned.size:
+                self.reductions.allreduce("world", owned)
+                self.sync.note(finite(owned))
             self.sync.finish()
 
-    def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
-        """Change all values by their gradients."""
+    def update(
+        self,
+        optimizer: Optimizer,
+        slots: dict[str, Any],
+        step: int,
+        scale: float,
+        chosen: Sequence[bool] | None = None,
+    ) -> None:
+        """Change all values by their gradients, or those of the parameters that are chosen; collective with owners."""
         self.version += 1
-        optimizer.update(self.values, self.grads, slots, step, scale, self.layout())
+        if self.owned == self.values.size:
+            optimizer.update(self.values, self.grads, slots, step, scale, self.layout(chosen))
+            return
+        values, grads = self.held(self.values), self.held(self.grads)
+        optimizer.update(values, grads, slots, step, scale, self.layout(chosen))
+        del grads
+        self.publish(values)
+
+    def held(self, flat: Any) -> Any:
+        """Return a new flat array of what this rank updates: all, but for the parts of other owners."""
+        return namespace(flat).concatenate([flat[: self.owned], self.owners.pack(flat[self.owned :])])
+
+    def publish(self, held: Any) -> None:
+        """Take over the values of what this rank updates, and those of other owners from them; collective."""
+        owned = self.values[self.owned :]
+        self.values[: self.owned] = held[: self.owned]
+        self.owners.unpack(held[self.owned :], owned)
+        self.owners.broadcast(owned)
+
+    def new_slots(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimiser's arrays for what this rank updates."""
+        return optimizer.slots(self.values[: self.owned + self.owners.size])
 
     def layout(self, chosen: Sequence[bool] | None = None) -> FlatLayout:
-        """Return where the trained parameters are in the flat arrays, or those of them that are chosen."""
+        """Return where the parameters that this rank updates are in its flat arrays, or those that are chosen."""
         mine = [True] * len(self.trained) if chosen is None else chosen
-        found = [(span, shard.decays) for span, shard, yes in zip(self.spans, self.trained, mine, strict=True) if yes]
-        spans, decays = zip(*found, strict=True) if found else ((), ())
-        return FlatLayout(spans, decays, self.shared, partial(self.reductions.allreduce, "tiles"))
+        owned = ((self.owned + start, self.owned + stop) for start, stop in self.owners.spans)
+        summed = (span for span, share in zip(self.spans, self._shares, strict=True) if share is None)
+        spans, chosen_shards = [], []
+        for span, shard, yes in zip((*summed, *owned), self.trained, mine, strict=True):
+            if yes:
+                spans.append(span)
+                chosen_shards.append(shard)
+        parts = [shard.cut for shard in chosen_shards if shard.cut or shard.full_name in self.owned_names]
+        decays = tuple(shard.decays for shard in chosen_shards)
+        return FlatLayout(tuple(spans), decays, len(spans) - len(parts), partial(self._total, parts))
+
+    def _total(self, cut: Sequence[bool], sums: Any) -> Any:
+        """Return sums of parts over the ranks that have them; a tile's parameters are those of the first replica."""
+        if all(cut):
+            return self.reductions.allreduce("tiles", sums)
+        if self.context.grid.replica:
+            sums[namespace(sums).asarray(cut)] = 0
+        return self.reductions.allreduce("world", sums)
 
     def hear(self, loss: Any) -> tuple[float, bool]:
         """Return a step's loss (1,), and whether it and all gradients are finite, the same on every rank.
@@ -182,25 +254,33 @@ class Parameters:
 
     def arrays(self) -> list[tuple[ParameterShard, Any]]:
         """Return all arrays, trained and kept: views of this rank's part."""
-        found = [(shard, shard.layer.params[shard.name]) for shard in self.trained]
-        return found + [(shard, shard.layer.state[shard.name]) for shard in self.kept]
+        found = [(shard, self.layers[shard.layer].params[shard.name]) for shard in self.trained]
+        return found + [(shard, self.layers[shard.layer].state[shard.name]) for shard in self.kept]
+
+    def gradients(self) -> list[tuple[ParameterShard, Any]]:
+        """Return the gradients of all trained arrays: views of this rank's part."""
+        return [(shard, self.layers[shard.layer].grads[shard.name]) for shard in self.trained]
 
     def slots(self, flat: dict[str, Any]) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""
-        return [
-            (shard.slot(slot), part)
-            for slot, array in flat.items()
-            for shard, part in zip(self.trained, self.cut(array), strict=True)
-        ]
+        shards, ends = list(zip(self.trained, self._shares, strict=True)), [0]
+        for shard, share in shards:
+            ends.append(ends[-1] + (prod(shard.local_shape) if share is None else shard.slot("", share).box.size))
+        found = []
+        for slot, array in flat.items():
+            for (shard, share), start, stop in zip(shards, ends, ends[1:], strict=False):
+                one = shard.slot(slot, share)
+                found.append((one, array[start:stop].reshape(one.local_shape)))
+        return found
 
     def _flat(self, shards: list[ParameterShard]) -> Any:
         return self.context.backend.xp.zeros((sum(prod(e.local_shape) for e in shards),), self.context.dtype)
 
     def _begin(self, shard: ParameterShard, array: Any) -> None:
         """Fill in first values."""
-        stream = rng.key(self.context.seed, "weights", str(shard.layer.name), shard.name)
+        stream = rng.key(self.context.seed, "weights", shard.layer, shard.name)
         parameter: Parameter = shard.parameter
-        index = rng.box_index(shard.unfolded, shard.box(shard.grid.tile).slices).reshape(array.shape)
+        index = rng.box_index(shard.unfolded, shard.box.slices).reshape(array.shape)
         values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
         array[...] = self.context.backend.from_host(values, array.dtype)
 

@@ -1,4 +1,4 @@
-"""One array of one layer: its name, and the part of it that this rank holds."""
+"""One array of a model: its name, and the part of it that this rank holds."""
 
 from __future__ import annotations
 
@@ -9,28 +9,41 @@ import numpy as np
 
 from ..comm import ProcessGrid
 from ..geometry import Box
-from ..layers import Layer, Parameter
+from ..layers import Parameter
 from ..namespace import to_host
+from ..strategies.shares import Share
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """A parameter, whole on every rank, or cut over the tiles as its layout says."""
+    """A parameter: whole on every rank, cut over the tiles as its layout says, or divided among owners.
 
-    layer: Layer
+    Attributes
+    ----------
+    layer : str
+        The name of the layer, or of the module.
+    name : str
+    parameter : Parameter
+    grid : ProcessGrid
+    share : Share, optional
+        The parts of owners, where those hold it.
+    """
+
+    layer: str
     name: str
     parameter: Parameter
     grid: ProcessGrid
+    share: Share | None = None
 
     @property
     def full_name(self) -> str:
         """The layer's name, and the array's."""
-        return f"{self.layer.name}/{self.name}"
+        return f"{self.layer}/{self.name}"
 
     @property
     def cut(self) -> bool:
         """Whether the parts of tiles differ."""
-        return self.parameter.layout.cut
+        return self.parameter.layout.cut and self.grid.shape.tiles > 1
 
     @property
     def decays(self) -> bool:
@@ -41,32 +54,46 @@ class ParameterShard:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's part."""
+        if self.share is not None:
+            return self.box.shape
         return self.parameter.layout.shape_on(self.parameter.shape, self.grid.shape, self.grid.tile)
 
     @property
     def unfolded(self) -> tuple[int, ...]:
         """The whole array's shape, in which the ranks' parts are boxes."""
-        return self.parameter.layout.unfolded(self.parameter.shape)
+        return self.parameter.layout.unfolded(self.parameter.shape) if self.share is None else self.share.shape
 
-    def box(self, tile: int) -> Box:
-        """Return the part of a tile's rank."""
-        return self.parameter.layout.box(self.parameter.shape, self.grid.shape, tile)
+    @property
+    def boxes(self) -> list[Box]:
+        """The part of each rank; a single one if every rank has all of it."""
+        if self.share is not None:
+            return list(self.share.boxes)
+        shape, tiles = self.grid.shape, self.grid.shape.tiles
+        ranks = range(self.grid.size if self.cut else 1)
+        return [self.parameter.layout.box(self.parameter.shape, shape, rank % tiles) for rank in ranks]
+
+    @property
+    def box(self) -> Box:
+        """The part of this rank."""
+        if self.share is not None:
+            return self.share.boxes[self.grid.rank]
+        return self.parameter.layout.box(self.parameter.shape, self.grid.shape, self.grid.tile)
 
     def part_of(self, whole: Any) -> Any:
         """Return this rank's part of the whole array."""
-        return whole.reshape(self.unfolded)[self.box(self.grid.tile).slices].reshape(self.local_shape)
+        return whole.reshape(self.unfolded)[self.box.slices].reshape(self.local_shape)
 
-    def slot(self, name: str) -> ParameterShard:
-        """Return the shard of an optimiser's array for this parameter."""
-        return ParameterShard(self.layer, f"{self.name}/{name}", self.parameter, self.grid)
+    def slot(self, name: str, share: Share | None = None) -> ParameterShard:
+        """Return the shard of an optimiser's array for this parameter, which owners may hold."""
+        return ParameterShard(self.layer, f"{self.name}/{name}", self.parameter, self.grid, share)
 
     def gather(self, array: Any) -> Any:
-        """Return a copy of the whole array, NumPy's; collective over the tiles if it is cut."""
-        mine = to_host(array)
-        if not self.cut:
+        """Return a copy of the whole array, NumPy's; collective if ranks have different parts."""
+        mine, boxes = to_host(array), self.boxes
+        if len(boxes) == 1:
             return mine.copy()
         whole = np.empty(self.unfolded, mine.dtype)
-        for tile, part in enumerate(self.grid.tile_comm.allgather(mine)):
-            box = self.box(tile)
+        group = self.grid.tile_comm if self.share is None else self.grid.world
+        for box, part in zip(boxes, group.allgather(mine), strict=False):  # replicas have the same tiles
             whole[box.slices] = part.reshape(box.shape)
         return whole.reshape(self.parameter.shape)

@@ -22,25 +22,24 @@ class TrainedSubset:
 
     def __init__(self, parameters: Parameters, layers: Sequence[Layer], first: int) -> None:
         self.parameters, self.first = parameters, first
-        self.chosen = [shard.layer in layers for shard in parameters.trained]
+        names = {str(layer.name) for layer in layers}
+        self.chosen = [shard.layer in names for shard in parameters.trained]
 
     def cut(self, flat: Any) -> list[Any]:
         """Return this part's arrays in a buffer as long as all parameters, each flat, as views."""
         pairs = zip(self.parameters.cut(flat), self.chosen, strict=True)
         return [array.reshape(-1) for array, mine in pairs if mine]
 
-    def sum_gradients(self) -> None:
-        """Add up every rank's share; what is cut over the tiles, over the replicas alone."""
+    def sum_gradients(self, for_update: bool = False) -> None:
+        """Add up every rank's share on all ranks; what is cut over the tiles, over the replicas alone."""
         sync = self.parameters.sync
         shards = [shard for shard, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
         for gradient, shard in zip(self.cut(self.parameters.grads), shards, strict=True):
             sync.reductions.allreduce(shard.parameter.layout.group, gradient)
-            if shard.cut:
+            if shard.cut or shard.full_name in self.parameters.owned_names:
                 sync.note(finite(gradient))
         sync.tell()
 
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
-        """Change these parameters by their gradients; `slots` are as long as all parameters."""
-        self.parameters.version += 1
-        parameters = self.parameters
-        optimizer.update(parameters.values, parameters.grads, slots, step, scale, parameters.layout(self.chosen))
+        """Change these parameters by their gradients; `slots` are those of all parameters."""
+        self.parameters.update(optimizer, slots, step, scale, self.chosen)

@@ -16,9 +16,12 @@ from ..comm import group_of
 from ..costs import Cost
 from ..costs.mean import parts_of
 from ..geometry import GridShape, Partition, split
+from ..layers import Parameter
 from ..optim import Optimizer
 from ..parallel import HEADER
 from ..registry import serial_class
+from ..strategies import AllReduce, ParameterSpec, Strategy, StrategyBuilder
+from ..strategies.shares import Share, shares_of
 from . import report
 from .graph import Graph
 from .layer import LayerCosts, LayerPlan
@@ -46,6 +49,8 @@ class Training:
     """False: there is only a forward pass"""
     spares: bool = False
     """whether half of the memory is worth some more work, where there is no limit"""
+    strategy: StrategyBuilder | Strategy | None = None
+    """None: all ranks add up all gradients, and update all parameters"""
 
 
 @dataclass
@@ -170,11 +175,12 @@ class Plan(Sequence[LayerPlan]):
         found = {plan.name: plan.reduced_bytes(samples, size, ranks, calls) for plan in self}
         parameters = [p for plan in self for p in plan.trained.values()]
         shared, own = (
-            sum(p.size_on(self.grid, tile) for p in parameters if bool(p.layout.cut) is cut) for cut in (False, True)
+            sum(p.size_on(self.grid, tile) for p in parameters if self._cut(p) is cut) for cut in (False, True)
         )
-        norms = self.training.optimizer.norms_for(sum(bool(p.layout.cut) for p in parameters))
+        shared -= sum(prod(share.shape) for share in self.shares.values())
+        norms = self.training.optimizer.norms_for(sum(map(self._cut, parameters)) + len(self.shares))
         found[GRADIENTS] = size * ((HEADER + shared) * (self.grid.size > 1) + own * (self.grid.replicas > 1))
-        found[GRADIENTS] += 8 * norms * (self.grid.tiles > 1)
+        found[GRADIENTS] += 8 * norms * (ranks["world" if self.shares else "tiles"] > 1)
         tiled = len(self.output_shape) > 1
         whole, inside = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
         once, each = ranks[whole or "tiles"] > 1, inside is not None and ranks[inside] > 1
@@ -184,11 +190,53 @@ class Plan(Sequence[LayerPlan]):
         return {name: count for name, count in found.items() if count}
 
     def redistributed(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
-        """Return the bytes that a rank sends in a training step so that vectors are cut anew, by layer."""
+        """Return the bytes that a rank sends in a training step so that vectors are cut anew, by layer.
+
+        Under 'gradients': gradients that it sends to their owners, and values that it owns and sends to all.
+        """
         replica, tile = divmod(rank, self.grid.tiles)
-        size = self.itemsize * self.samples(replica, batch_size)
+        samples = self.samples(replica, batch_size)
         found = {plan.name: sum(one.sent(self.grid.tiles, tile) for one in plan.redistributions) for plan in self}
-        return {name: numbers * size for name, numbers in found.items() if numbers * size}
+        found = {name: numbers * samples for name, numbers in found.items()}
+        owned, whole = self.owned_by(rank), sum(prod(share.shape) for share in self.shares.values())
+        found[GRADIENTS] = whole - owned + owned * (self.grid.size - 1)
+        return {name: numbers * self.itemsize for name, numbers in found.items() if numbers}
+
+    # The parameters.
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """Partition, owners and synchronisation of each parameter.
+
+        Raises
+        ------
+        ConfigError
+            The strategy is for another model or more ranks, or cannot be executed within one MPI job.
+        """
+        given, dtype = self.training.strategy or AllReduce(), str(self.training.dtype)
+        specs = [
+            ParameterSpec(f"{plan.name}/{name}", parameter.shape, dtype)
+            for plan in self
+            for name, parameter in plan.trained.items()
+        ]
+        found = given.build(specs, self.grid.size) if isinstance(given, StrategyBuilder) else given
+        found.check_model(specs)
+        found.check_synchronous()
+        return found
+
+    @cached_property
+    def shares(self) -> dict[str, Share]:
+        """The parts of parameters that ranks own, by '<layer name>/<parameter>'; tiles hold those that are cut."""
+        names = [f"{plan.name}/{name}" for plan in self for name, one in plan.trained.items() if not self._cut(one)]
+        return shares_of(self.strategy, self.grid.size, names)
+
+    def _cut(self, parameter: Parameter) -> bool:
+        """Return whether the parts of tiles differ."""
+        return parameter.layout.cut and self.grid.tiles > 1
+
+    def owned_by(self, rank: int) -> int:
+        """Return how many numbers of the parameters that have owners a rank owns."""
+        return sum(share.boxes[rank].size for share in self.shares.values())
 
     def pretraining_bytes(self) -> list[tuple[str, int, int]]:
         """Return each stage's name, and what the busiest rank and all ranks send in a step of its pretraining."""
@@ -204,7 +252,7 @@ class Plan(Sequence[LayerPlan]):
         Kernels' scratch space is not counted.
         """
         replica, tile = divmod(rank, self.grid.tiles)
-        return self.arena(replica, tile) + self._parameters(tile)
+        return self.arena(replica, tile) + self._parameters(rank)
 
     def moved(self, rank: int) -> int:
         """Return the bytes that a rank reads and writes in a training step, at least.
@@ -246,8 +294,11 @@ class Plan(Sequence[LayerPlan]):
         beside = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
         return (numbers * self.itemsize + beside) * self.held_samples(replica)
 
-    def _parameters(self, tile: int) -> int:
-        return sum(plan.held_by(tile) for plan in self) * self._per_parameter
+    def _parameters(self, rank: int) -> int:
+        """Return the bytes of parameters, gradients and the optimiser's arrays on a rank."""
+        held = sum(plan.held_by(rank % self.grid.tiles) for plan in self)
+        of_others = sum(prod(share.shape) for share in self.shares.values()) - self.owned_by(rank)
+        return held * self._per_parameter - of_others * self.itemsize * len(self.training.optimizer.kept)
 
     @property
     def needed(self) -> int:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from ..errors import ConfigError, ShapeError, UserError
 from ..geometry import GridShape
 from ..halo import GlobalArray
 from ..io.output import WEIGHTS
-from ..layers import Layer, Parameter
+from ..layers import Parameter
 from ..memory import as_bytes, share_of
 from ..models import Whole
 from ..parallel import HEADER, AllReduce, Flag, ParameterShard
@@ -26,6 +25,7 @@ from ..registry.ranges import Count, Index
 from ..rng import key
 from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor, first
+from ..strategies import Strategy, StrategyBuilder
 from .blocks import ModuleBlocks, TracedImage
 from .by_name import TorchLoss, TorchOptimizer, unwrapped
 from .distributing import distribute
@@ -127,12 +127,13 @@ class TorchModel(Whole):
         recompute: bool | None = None,
         strips: int | Literal["auto"] | None = None,
         memory: int | str | None = None,
+        strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
         """Say whether to recompute, rows of strips, and what ranks may take; refuse what is for layers alone."""
         self.recompute = self.recompute if recompute is None else recompute
         self.memory = self.memory if memory is None else as_bytes("memory", memory)
         self.strips = self.strips if strips is None else strips
-        given = {"accumulate": accumulate, "sync": sync}
+        given = {"accumulate": accumulate, "sync": sync, "strategy": strategy}
         for name in (name for name, value in given.items() if value is not None and value is not False):
             raise ConfigError(f"{name}: is for layers of neondist, and a TorchModel has none; leave it out")
 
@@ -294,11 +295,10 @@ class TorchModel(Whole):
         model = self._of(self.batch_size)
         prefix = "module/"
         begin_slots(model, self.torch_optimizer, [name.removeprefix(prefix) for name in slots])
-        owner = cast(Layer, SimpleNamespace(name=prefix[:-1]))
         groups = {"model": kept_tensors(model), "optimizer": slots_of(model, self.torch_optimizer)}
         return {
             group: [
-                (ParameterShard(owner, name, Parameter(array.shape), self.grid), array)
+                (ParameterShard(prefix[:-1], name, Parameter(array.shape), self.grid), array)
                 for name, array in ((name, as_array(tensor)) for name, tensor in tensors.items())
             ]
             for group, tensors in groups.items()

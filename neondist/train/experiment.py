@@ -25,6 +25,7 @@ from ..plan import Plan
 from ..registry import Registered, suggest
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index
+from ..strategies import Strategy, StrategyBuilder
 from .callbacks.best import Best, KeepBest
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
 from .callbacks.curves import Curves
@@ -88,7 +89,7 @@ class FitExperiment(Registered):
     nonfinite : {'stop', 'skip'}
         What happens where a loss or gradient is not finite: an error that names the layer and the step, or the step
         changes nothing.
-    accumulate, sync, recompute, strips, memory : optional
+    accumulate, sync, recompute, strips, memory, strategy : optional
         How a step is executed, as in Model; instead of the model's own.
 
     Raises
@@ -124,6 +125,7 @@ class FitExperiment(Registered):
         recompute: bool | None = None,
         strips: Count | Literal["auto"] | None = None,
         memory: int | str | None = None,
+        strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
         self.dataset, self.model = dataset, model
         self.batch_size, self.epochs, self.dist_flag = int(batch_size), int(epochs), bool(dist_flag)
@@ -132,7 +134,7 @@ class FitExperiment(Registered):
         self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
         self.loggers = list(loggers or ())
         settle(model, backend, dtype, seed)
-        model.execute(accumulate, sync, recompute, strips, memory)
+        model.execute(accumulate, sync, recompute, strips, memory, strategy)
         model.nonfinite = nonfinite
 
     @checked
@@ -269,6 +271,8 @@ def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: b
         if grid.rank == 0:
             tidy(folder)
             texts = {"environment.json": to_json(facts)} | ({} if resolved is None else {"experiment.yaml": resolved})
+            if isinstance(model.compiled, Plan):
+                texts["strategy.yaml"] = model.compiled.strategy.to_yaml()
             for name, text in texts.items():
                 write_text(folder / name, text)
             if not resume:

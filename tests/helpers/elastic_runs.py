@@ -15,6 +15,7 @@ from neondist.train import Stop
 
 TIMES = ("seconds", "samples_per_second", "bytes_sent", "bytes_summed")
 PLACES = [(4, {}), (6, {"rows": 3}), (1, {}), (4, {"replicas": 2})]
+STRATEGIES = ["ShardedOptimizer", "PSLoadBalancing", "PartitionedPS", "Parallax"]  # of the stretches
 STEPS = {"everything": [2, 2, 3], "autoencoder": [2, 5, 7]}  # of the stretches but the last; all end inside epochs
 
 
@@ -63,11 +64,12 @@ def autoencoder():
     )
 
 
-def train(kind, world, folder, grid, **arguments):
+def train(kind, world, folder, grid, strategy=None, **arguments):
     """Run an experiment as it stands; return its result and whole arrays."""
     data = nd.Synthetic((9, 8, 2), classes=4, train=25, test=7)
     model = {"everything": everything, "autoencoder": autoencoder}[kind]()
-    made = nd.FitExperiment(data, model, batch_size=10, epochs=3, grid=grid, checkpoint={"every_epochs": 100})
+    how = {"batch_size": 10, "epochs": 3, "grid": grid, "checkpoint": {"every_epochs": 100}, "strategy": strategy}
+    made = nd.FitExperiment(data, model, **how)
     return made.run(nd.ProcessGrid(world, **grid), output=folder, **{"hooks": []} | arguments), model.state()
 
 
@@ -80,7 +82,7 @@ def stretch(kind, at, world, folder):
     """Go on where the stretch before has stopped; return the whole arrays."""
     stops = STEPS[kind][at : at + 1]
     hooks = [StopAfter(steps) for steps in stops]
-    result, state = train(kind, world, folder, PLACES[at][1], resume=at > 0, hooks=hooks)
+    result, state = train(kind, world, folder, PLACES[at][1], STRATEGIES[at], resume=at > 0, hooks=hooks)
     assert (result.stop is None) == (not stops)
     return state
 

@@ -22,7 +22,7 @@ def data(steps=5):
 
 def layout(decays=(True, False, True, False)):
     ends = np.cumsum(SIZES).tolist()
-    return FlatLayout(tuple(zip([0, *ends], ends, strict=False)), tuple(decays), ends[-1])
+    return FlatLayout(tuple(zip([0, *ends], ends, strict=False)), tuple(decays), len(decays))
 
 
 def ours(optimizer, start, gradients, scale=1.0):

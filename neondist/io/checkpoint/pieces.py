@@ -30,7 +30,8 @@ class Piece:
     boxes : sequence of Box
         For each rank, its part of the whole; a single one if every rank has all of it.
     unfolded : tuple of int, optional
-        The shape in which the parts are boxes, where several axes are the first one of `shape`.
+        The shape in which the parts are boxes, where several axes are the first one of `shape`, or where they are
+        ranges of the flat array, (size,).
     """
 
     name: str
@@ -42,9 +43,8 @@ class Piece:
     @classmethod
     def of(cls, shard: ParameterShard, array: Any, group: str) -> Piece:
         """Return an array of a layer, to be named '<group>/<layer name>/<parameter>'."""
-        boxes = [shard.box(rank % shard.grid.shape.tiles) for rank in range(shard.grid.size if shard.cut else 1)]
-        part = array.reshape(shard.box(shard.grid.tile).shape)  # a view
-        return cls(f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, boxes, shard.unfolded)
+        part = array.reshape(shard.box.shape)  # a view
+        return cls(f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, shard.boxes, shard.unfolded)
 
     @property
     def dtype(self) -> np.dtype:
@@ -54,6 +54,11 @@ class Piece:
     def blocks(self) -> Iterator[tuple[Box, Slices]]:
         """Yield the blocks that fill the whole in order: as boxes, and where each lies in the file's array."""
         whole = self.shape if self.unfolded is None else self.unfolded
+        if len(self.shape) != 1 and whole == (prod(self.shape),):
+            for block in blocks(self.shape, max(1, BLOCK // self.dtype.itemsize)):
+                start = int(np.ravel_multi_index(block.lo, self.shape)) if self.shape else 0
+                yield Box((start,), (start + block.size,)), block.slices
+            return
         first = len(whole) - len(self.shape) + 1  # so many axes are the file's first one
         for block in blocks(whole, max(1, BLOCK // self.dtype.itemsize)):
             place = block.slices

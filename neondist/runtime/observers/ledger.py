@@ -57,6 +57,7 @@ def ledger(layers: Sequence[Layer], reductions: Iterable[tuple[str, Reductions]]
     for name, one in reductions:
         for (direction, group, nbytes), count in one.recorded.items():
             found[Account("sum", name, direction, group, nbytes)] += count
-        for (direction, _, peer, nbytes), count in one.moved.items():  # all of them within a replica
-            found[Account("redistribution", name, direction, first + peer, nbytes)] += count
+        for (direction, group, peer, nbytes), count in one.moved.items():
+            rank = peer if group == "world" else first + peer
+            found[Account("redistribution", name, direction, rank, nbytes)] += count
     return found

@@ -82,7 +82,7 @@ def filters(stage: Autoencoder) -> Blocks:
     shape = shard.parameter.shape
     side = max(1, int((FILTERS / shape[-1]) ** 0.5))
     wanted = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, side))}) for n in shape[:2]]
-    lo = shard.box(grid.tile).lo
+    lo = shard.box.lo
     mine = {}
     if grid.replica == 0:
         for row, col in ((r, c) for r in wanted[0] for c in wanted[1]):
