@@ -23,8 +23,8 @@ LONGEST = 1 << 24
 """Bytes of a line that are read at most."""
 FILES = (
     "experiment.yaml",
-    "strategy.yaml",
     "environment.json",
+    "strategy.yaml",
     "pretrain.jsonl",
     "pretrain_*.h5",
     "reconstructions_*.png",

@@ -112,7 +112,7 @@ class Parameters:
             for layer, one in self.layers.items()
             for name, parameter in one.parameters_for(one.input_shape).items()
         ]
-        self.trained = sorted(trained, key=lambda shard: (shard.full_name in shares, shard.cut))
+        self.trained = sorted(trained, key=lambda shard: (shard.full_name in shares, shard.parameter.layout.cut))
         self.kept = [
             ParameterShard(layer, name, parameter, context.grid)
             for layer, one in self.layers.items()

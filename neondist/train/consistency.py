@@ -34,7 +34,6 @@ def outline(experiment: Experiment, plan: Plan, resume: bool | str = False) -> l
         f"optimizer: {type(model.optimizer).__name__} {_plain(model.optimizer.arguments())}",
         f"cost: {type(model.cost).__name__} {_plain(model.cost.arguments())}",
         *(f"augment: {type(step).__name__} {_plain(step.arguments())}" for step in experiment.augment),
-        *([f"strategy: {plan.strategy.builder} {plan.strategy.digest}"] if isinstance(plan, Plan) else []),
         *map(_layer, plan),
         *(f"'{layer.name}': scheme {scheme_text(layer.scheme)}" for layer in model.leaves if layer.scheme is not None),
         *(
@@ -42,6 +41,7 @@ def outline(experiment: Experiment, plan: Plan, resume: bool | str = False) -> l
             for layer in plan
             for name, parameter in {**layer.trained, **layer.layer.state_for(layer.input_shape)}.items()
         ),
+        *([f"strategy: {plan.strategy.builder} {plan.strategy.digest}"] if isinstance(plan, Plan) else []),
     ]
 
 

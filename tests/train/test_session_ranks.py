@@ -99,7 +99,7 @@ def test_only_rank_0_writes_but_all_know_the_files(tmp_path):
 
     names = loopback.run(3, body)
     assert names[0] == names[1] == names[2]
-    assert names[0][:4] == ["experiment.yaml", "environment.json", "metrics.jsonl", "checkpoint.h5"]
+    assert names[0][:5] == ["experiment.yaml", "environment.json", "strategy.yaml", "metrics.jsonl", "checkpoint.h5"]
     assert json.loads((tmp_path / "environment.json").read_text())["ranks"] == 3
 
 
