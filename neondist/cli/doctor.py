@@ -33,7 +33,7 @@ MODULES = {
     "cupy": ["cupy"],
     "matplotlib": ["matplotlib.figure"],
 }
-"""What is imported of each package."""
+"""Modules to import, by package."""
 
 
 def add(commands: Any) -> None:

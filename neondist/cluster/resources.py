@@ -23,7 +23,7 @@ FLAT = "default"
 
 @dataclass(frozen=True)
 class SSHConfig:
-    """How a node is reached.
+    """SSH settings of a node.
 
     Attributes
     ----------

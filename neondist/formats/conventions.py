@@ -58,7 +58,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Variable:
-    """What tells the axes of a variable of a file.
+    """Names and attributes that tell the axes of a variable of a file.
 
     Attributes
     ----------
