@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         if odd := next((word for word in words if re.fullmatch(r"--[\w-]+=--", word)), None):
             self.error(f"{odd}: -- ends the options and is no value; write {odd[:-2]}./-- for a file of that name")
-        if "--" in words:  # whoever passes the words on may add options at their end
+        if "--" in words:  # a launcher may append options to these words
             at = words.index("--")
             words = [*words[:at], *map(options.word, words[at + 1 :])]
         found = super().parse_args(plain(words), namespace)

@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import yaml_nodes
 from ..registry import suggest
-from ..yaml_nodes import fault, join, node_of, parse_file
+from ..yaml_nodes import fault, join, node_of, parse_file, value_of
 
 _SSH = "username", "port", "key_file", "python_venv", "shared_envs"
 _NODE = "address", "cpus", "gpus", "chief", "ssh_config", "network_bandwidth"
@@ -159,7 +159,7 @@ class ResourceSpec:
         cpus, gpus = (_devices(given[key], join(path, key)) if key in given else () for key in ("cpus", "gpus"))
         chief = alone
         if "chief" in given:
-            chief = _of(given["chief"], join(path, "chief"), bool, "true or false") or alone
+            chief = value_of(given["chief"], join(path, "chief"), bool, "true or false") or alone
         bandwidth: float = 1
         if "network_bandwidth" in given:
             at = given["network_bandwidth"]
@@ -174,7 +174,7 @@ class ResourceSpec:
         name = FLAT if FLAT in self.ssh and len(self.ssh) == 1 else None
         if "ssh_config" in given:
             at = given["ssh_config"]
-            name = _of(at, join(path, "ssh_config"), str, "a name below ssh")
+            name = value_of(at, join(path, "ssh_config"), str, "a name below ssh")
             if name not in self.ssh:
                 raise fault(at, join(path, "ssh_config"), f"no entry '{name}' below ssh{suggest(name, self.ssh)}")
         if name is None and not chief:
@@ -215,7 +215,7 @@ def _loopback(address: str) -> bool:
 
 
 def _ssh(node: yaml_nodes.Node, folder: Path) -> dict[str, SSHConfig]:
-    given = _of(node, "ssh", dict, "a mapping of names to SSH settings")
+    given = value_of(node, "ssh", dict, "a mapping of names to SSH settings")
     if any(name in _SSH and not isinstance(child.value, dict) for name, child in given.items()):
         return {FLAT: _ssh_config(node, "ssh", folder)}
     return {name: _ssh_config(child, join("ssh", name), folder) for name, child in given.items()}
@@ -238,7 +238,7 @@ def _ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConfig:
         values["key_file"] = _key_file(given["key_file"], join(path, "key_file"), folder)
     if "shared_envs" in given:
         at = join(path, "shared_envs")
-        variables = _of(given["shared_envs"], at, dict, "a mapping of variable names to text")
+        variables = value_of(given["shared_envs"], at, dict, "a mapping of variable names to text")
         for name, child in variables.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise fault(child, join(at, name), "invalid name of an environment variable")
@@ -266,7 +266,7 @@ def _devices(node: yaml_nodes.Node, path: str) -> tuple[int, ...]:
 
 
 def _mapping(node: yaml_nodes.Node, path: str, names: Iterable[str]) -> dict[str, yaml_nodes.Node]:
-    given: dict[str, yaml_nodes.Node] = _of(node, path, dict, f"a mapping with {', '.join(names)}")
+    given: dict[str, yaml_nodes.Node] = value_of(node, path, dict, f"a mapping with {', '.join(names)}")
     for name, child in given.items():
         if name not in names:
             raise fault(child, join(path, name), f"unknown key{suggest(name, names)}")
@@ -274,7 +274,7 @@ def _mapping(node: yaml_nodes.Node, path: str, names: Iterable[str]) -> dict[str
 
 
 def _list(node: yaml_nodes.Node, path: str) -> list[yaml_nodes.Node]:
-    found: list[yaml_nodes.Node] = _of(node, path, list, "a list")
+    found: list[yaml_nodes.Node] = value_of(node, path, list, "a list")
     return found
 
 
@@ -285,9 +285,3 @@ def _line(node: yaml_nodes.Node, path: str) -> str:
     if not str(node.value).isprintable():
         raise fault(node, path, "expected text of one line without control characters")
     return str(node.value)
-
-
-def _of(node: yaml_nodes.Node, path: str, kind: type, words: str) -> Any:
-    if node.tag is not None or not isinstance(node.value, kind):
-        raise fault(node, path, f"expected {words}, got {node}")
-    return node.value

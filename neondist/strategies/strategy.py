@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
 from ..errors import ConfigError
 from ..io.files import write_text
-from ..yaml_nodes import Node, fault, join, parse_file
+from ..yaml_nodes import Node, fault, join, parse_file, value_of
 from .compressor import check_compressor
 from .parameter_spec import ParameterSpec
 from .partition import Partition, part_bytes
@@ -203,8 +203,8 @@ class _StrategyFile:
         if top["format"].value != FORMAT:
             raise fault(top["format"], "format", f"is {top['format']}; expected {FORMAT}")
         replicas, servers = (self._integer(top[name], name, 1) for name in ("replicas", "servers"))
-        builder = self._of(top["builder"], "builder", str, "text")
-        entries = self._of(top["parameters"], "parameters", dict, "a mapping")
+        builder = value_of(top["builder"], "builder", str, "text")
+        entries = value_of(top["parameters"], "parameters", dict, "a mapping")
         specs, found = {}, {}
         for name, node in entries.items():
             specs[name], found[name] = self._entry(name, node, max(replicas, servers))
@@ -214,8 +214,8 @@ class _StrategyFile:
         path = join("parameters", name)
         given = self._mapping(node, path, _ENTRY)
         shape = self._integers(given["shape"], join(path, "shape"))
-        dtype = self._of(given["dtype"], join(path, "dtype"), str, "text")
-        sparse, sync = (self._of(given[key], join(path, key), bool, "true or false") for key in ("sparse", "sync"))
+        dtype = value_of(given["dtype"], join(path, "dtype"), str, "text")
+        sparse, sync = (value_of(given[key], join(path, key), bool, "true or false") for key in ("sparse", "sync"))
         if given["kind"].value not in ("allreduce", "server"):
             raise fault(given["kind"], join(path, "kind"), f"is {given['kind']}; expected allreduce or server")
         kind: Literal["allreduce", "server"] = "server" if given["kind"].value == "server" else "allreduce"
@@ -252,7 +252,7 @@ class _StrategyFile:
         return axis, sizes
 
     def _mapping(self, node: Node, path: str, names: Iterable[str]) -> dict[str, Node]:
-        given = self._of(node, path, dict, "a mapping with " + ", ".join(names))
+        given = value_of(node, path, dict, "a mapping with " + ", ".join(names))
         for name, child in given.items():
             if name not in names:
                 raise fault(child, join(path, name), f"unknown field; expected {', '.join(names)}")
@@ -268,10 +268,5 @@ class _StrategyFile:
         return value
 
     def _integers(self, node: Node, path: str) -> list[int]:
-        items = self._of(node, path, list, "a list of integers")
+        items = value_of(node, path, list, "a list of integers")
         return [self._integer(item, join(path, at), 0) for at, item in enumerate(items)]
-
-    def _of(self, node: Node, path: str, kind: type, words: str) -> Any:
-        if node.tag is not None or not isinstance(node.value, kind):
-            raise fault(node, path, f"expected {words}, got {node}")
-        return node.value

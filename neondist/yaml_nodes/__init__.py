@@ -5,6 +5,6 @@ read: a file's text, bounded. parse: text to `tree`, without constructing anythi
 
 from .parse import parse
 from .read import parse_file, read_text
-from .tree import Node, fault, join, message, node_of, shorten
+from .tree import Node, fault, join, message, node_of, shorten, value_of
 
-__all__ = ["Node", "fault", "join", "message", "node_of", "parse", "parse_file", "read_text", "shorten"]
+__all__ = ["Node", "fault", "join", "message", "node_of", "parse", "parse_file", "read_text", "shorten", "value_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 
@@ -65,6 +65,13 @@ def join(path: str, name: object) -> str:
 def message(place: str, path: str, what: str) -> str:
     """Return 'FILE:LINE: field: what'; the top object has no field."""
     return ": ".join(part for part in (place, path, what) if part)
+
+
+def value_of(node: Node, path: str, kind: type, words: str) -> Any:
+    """Return the value of a node without a tag; ConfigError, with the words for what was expected, if it is another."""
+    if node.tag is not None or not isinstance(node.value, kind):
+        raise fault(node, path, f"expected {words}, got {node}")
+    return node.value
 
 
 def fault(node: Node, path: str, what: str) -> ConfigError:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from storage_faults import GB
 
 from neondist.errors import ConfigError
 from neondist.io.output import has_run, is_new
@@ -43,17 +44,6 @@ def test_what_was_trained_is_kept(name, tmp_path):
     lay(tmp_path, KEPT[name])
     assert has_run(tmp_path)
     assert not is_new(tmp_path)
-
-
-GB = """!FitExperiment
-backend: numpy
-dtype: float64
-dataset: !Synthetic {shape: [6, 5, 1], classes: 3, train: 4, test: 3}
-model: !GBDist
-  layers: [!LocalFilteringLayerDist {out_channels: 2, kernel_size: 3}, !FCLayerDist {out_features: 3}]
-batch_size: 4
-epochs: 1
-"""
 
 
 @pytest.mark.parametrize("resume", [False, True, "auto"])
