@@ -119,6 +119,7 @@ class TorchModel(TrainableModel):
         self.strategy = None if strategy is None else as_strategy(strategy)
         self._sync = SYNCS[sync]
         self._guard: int | None = None
+        self._built = False
         self._plans: dict[Any, ModulePlan] = {}
         self._feed = unwrapped(self._arguments["feed"] or channels_first)
 
@@ -229,6 +230,9 @@ class TorchModel(TrainableModel):
         if self.weights is not None:
             with self._about("weights: "):
                 load_weights(model, self.weights)
+        if self._built:
+            self.parameters.close()
+        self._built = True
         planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
         self.parameters = ModuleParameters(
             {name: tensors[name] for name in self.compiled.updated}, self.grid, self._sync, planned.shares
@@ -339,7 +343,13 @@ class TorchModel(TrainableModel):
         execution = Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
         program = self._factory.program(shape, True)
         given = program, execution, shape, input_shape, grid
-        return ModulePlan.of(module, *given, self.optimizer, self.dtype, self.strategy, limit)
+        plan = ModulePlan.of(module, *given, self.optimizer, self.dtype, self.strategy, limit)
+        if plan.parameters.partitioned and not self.optimizer.elementwise:
+            raise ConfigError(
+                f"strategy: {self.optimizer.found.__name__} updates whole parameters, and cannot update parts of them;"
+                " choose one without partitions, such as PSLoadBalancing"
+            )
+        return plan
 
     def _sample_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = tuple(self.shape or (input_shape[-1], *input_shape[:-1]))
