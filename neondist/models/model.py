@@ -18,7 +18,7 @@ from ..layers import Context, Node, Sequential
 from ..memory import PROCESS, as_bytes, share_of
 from ..namespace import to_host
 from ..optim import SGD, Optimizer
-from ..parallel import SYNCS, GradientSync, Parameters, ParameterShard, TrainedSubset, gather, load
+from ..parallel import SYNCS, GradientSync, LayerParameters, ParameterShard, TrainedSubset, gather, load
 from ..plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index, integer, shape_of
@@ -104,7 +104,7 @@ class Model(Whole):
     num_pretrain_epochs = num_initial_epochs = 0
     pretrain_optimizer: Optimizer
     stages: Sequence[Any] = ()
-    trained: Parameters | TrainedSubset
+    trained: LayerParameters | TrainedSubset
     sync: GradientSync
     has_dist_twin = True
     distributed = False
@@ -142,7 +142,7 @@ class Model(Whole):
         self.momentum: float | None = None
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
-        self.parameters: Parameters | None = None
+        self.parameters: LayerParameters | None = None
         self.pending: dict[str, Any] | None = None
         self.last_pass: ModelPass | None = None
         self._name_layers()
@@ -253,7 +253,7 @@ class Model(Whole):
         self.output = GlobalArray(
             self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
         )
-        self.parameters = self.trained = Parameters(self.leaves, context, self._sync, plan.shares)
+        self.parameters = self.trained = LayerParameters(self.leaves, context, self._sync, plan.shares)
         self.sync = self.parameters.sync
         samples = largest_of(micro_batches(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)
@@ -471,7 +471,7 @@ class Model(Whole):
                 )
 
     @property
-    def built(self) -> Parameters:
+    def built(self) -> LayerParameters:
         """The parameters; ConfigError if there are none yet."""
         if self.parameters is None:
             name = type(self).__name__

@@ -17,7 +17,7 @@ from ..geometry import GridShape
 from ..halo import GlobalArray
 from ..layers import Layer
 from ..optim import Optimizer
-from ..parallel import GradientSync, Parameters, ParameterShard
+from ..parallel import GradientSync, LayerParameters, ParameterShard
 from ..registry import Registered
 from ..runtime import Executor
 from ..runtime.debug import guarded
@@ -115,7 +115,7 @@ class Whole(Registered, Trainable, ABC):
     input: GlobalArray
     layers: Sequence[Any]
     leaves: Sequence[Layer]
-    parameters: Parameters | None
+    parameters: LayerParameters | None
     executor: Executor
     last_pass: Any
     slots: dict[str, Any]

@@ -1,16 +1,18 @@
 """How ranks that hold the same parameters, or samples of the same batch, come to one gradient.
 
-parameters: all arrays of a model in flat buffers. shard: one array of one layer, and the part of it on a rank.
+parameters: the trained arrays of a model in flat buffers. layer_parameters: those of layers. shard: one array, and the
+part of it on a rank.
 subset: some of them. sync: sums over ranks. flags: what ranks tell each other with them.
 """
 
 from .flags import HEADER, ControlFlags, Flag
+from .layer_parameters import LayerParameters
 from .parameters import Parameters, gather, load
 from .shard import ParameterShard
 from .subset import TrainedSubset
 from .sync import SYNCS, AllReduce, Bucketed, GradientSync, finite
 
 __all__ = [
-    "HEADER", "SYNCS", "AllReduce", "Bucketed", "ControlFlags", "Flag", "GradientSync", "ParameterShard", "Parameters",
-    "TrainedSubset", "finite", "gather", "load",
+    "HEADER", "SYNCS", "AllReduce", "Bucketed", "ControlFlags", "Flag", "GradientSync", "LayerParameters",
+    "ParameterShard", "Parameters", "TrainedSubset", "finite", "gather", "load",
 ]  # fmt: skip
