@@ -253,7 +253,9 @@ class Model(Whole):
         self.output = GlobalArray(
             self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
         )
-        self.parameters = self.trained = LayerParameters(self.leaves, context, self._sync, plan.shares)
+        self.parameters = self.trained = LayerParameters(
+            self.leaves, context, self._sync, plan.shares, plan.compressors
+        )
         self.sync = self.parameters.sync
         samples = largest_of(micro_batches(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)

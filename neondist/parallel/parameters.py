@@ -15,6 +15,7 @@ from ..errors import ShapeError
 from ..namespace import namespace, to_host
 from ..optim import FlatLayout, Optimizer
 from ..strategies.shares import Share
+from .compressed import CompressedGradients
 from .flags import HEADER, Flag
 from .owners import Owners
 from .shard import ParameterShard
@@ -24,8 +25,8 @@ from .sync import AllReduce, GradientSync, finite
 class Parameters:
     """The trained arrays of a model of either kind, their gradients, and the order in which they lie.
 
-    What every rank updates alike comes first; then the arrays that are cut over the tiles, this rank's part; from
-    `owned` on, those whose parts have owners, whole.
+    What every rank updates alike comes first, with what travels compressed at its end; then the arrays that are cut
+    over the tiles, this rank's part; from `owned` on, those whose parts have owners, whole.
 
     Parameters
     ----------
@@ -36,6 +37,8 @@ class Parameters:
     sync : type of GradientSync
     shares : mapping of str to Share, optional
         The parts of owners, by full name.
+    compressors : mapping of str to str, optional
+        Texts, by full name, of parameters whose gradients travel compressed.
 
     Attributes
     ----------
@@ -63,9 +66,15 @@ class Parameters:
         zeros: Callable[[int], Any],
         sync: type[GradientSync] = AllReduce,
         shares: Mapping[str, Share] | None = None,
+        compressors: Mapping[str, str] | None = None,
     ) -> None:
-        self.grid, shares = grid, shares or {}
-        self.trained = sorted(trained, key=lambda shard: (shard.full_name in shares, shard.parameter.layout.cut))
+        self.grid, shares, compressors = grid, shares or {}, compressors or {}
+
+        def place(shard: ParameterShard) -> tuple[bool, bool, str, bool]:
+            compressor = compressors.get(shard.full_name, "")
+            return shard.full_name in shares, shard.cut, compressor, shard.parameter.layout.cut
+
+        self.trained = sorted(trained, key=place)
         ends = list(accumulate((prod(shard.local_shape) for shard in self.trained), initial=0))
         self.spans = list(pairwise(ends))
         self.owned_names = shares.keys()
@@ -73,10 +82,13 @@ class Parameters:
         self.first_owned = next((at for at, share in enumerate(self._shares) if share), len(self.trained))
         self.owned, summed = ends[self.first_owned], self.trained[: self.first_owned]
         self.shared = sum(prod(shard.local_shape) for shard in summed if not shard.cut)
+        packed = [(one.full_name, one.local_shape, compressors[one.full_name]) for one in summed if place(one)[2]]
+        exact = self.shared - sum(prod(shape) for _, shape, _ in packed)
         self.values, buffer = zeros(ends[-1]), zeros(HEADER + ends[-1])
         self.grads = buffer[HEADER:]
-        self.sync = sync(grid, buffer[: HEADER + self.owned], self.spans[: self.first_owned], self.shared)
+        self.sync = sync(grid, buffer[: HEADER + self.owned], self.spans[: self.first_owned], self.shared, exact)
         self.reductions = self.sync.reductions
+        self.compressed = CompressedGradients(self.reductions, self.grads[exact : self.shared], packed)
         self.owners = Owners(self.reductions, [share for share in self._shares if share])
         self.version = 0
 
@@ -105,7 +117,17 @@ class Parameters:
             elif owned.size:
                 self.reductions.allreduce("world", owned)
                 self.sync.note(finite(owned))
+            self.sync.note(self.compressed.finite())
             self.sync.finish()
+            if not for_update:
+                self.reductions.allreduce("world", self.compressed.gradients)
+            elif self._usable():
+                self.compressed.sum()
+
+    def _usable(self) -> bool:
+        """Return whether all that is known of the gradients is finite, the same on every rank."""
+        sync = self.sync
+        return bool(self.compressed.compressors and not sync.header[Flag.NON_FINITE] and finite(sync.told))
 
     def update(
         self,

@@ -18,7 +18,7 @@ from ..costs.mean import parts_of
 from ..geometry import GridShape, Partition, split
 from ..layers import Parameter
 from ..optim import Optimizer
-from ..parallel import HEADER
+from ..parallel import HEADER, compressed_bytes
 from ..registry import serial_class
 from ..strategies import AllReduce, ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.shares import Share, shares_of
@@ -178,8 +178,10 @@ class Plan(Sequence[LayerPlan]):
             sum(p.size_on(self.grid, tile) for p in parameters if self._cut(p) is cut) for cut in (False, True)
         )
         shared -= sum(prod(share.shape) for share in self.shares.values())
+        shared -= sum(self.strategy.specs[name].size for name in self.compressors)
         norms = self.training.optimizer.norms_for(sum(map(self._cut, parameters)) + len(self.shares))
         found[GRADIENTS] = size * ((HEADER + shared) * (self.grid.size > 1) + own * (self.grid.replicas > 1))
+        found[GRADIENTS] += self._compressed_bytes * (self.grid.size > 1)
         found[GRADIENTS] += 8 * norms * (ranks["world" if self.shares else "tiles"] > 1)
         tiled = len(self.output_shape) > 1
         whole, inside = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
@@ -229,6 +231,23 @@ class Plan(Sequence[LayerPlan]):
         """The parts of parameters that ranks own, by '<layer name>/<parameter>'; tiles hold those that are cut."""
         names = [f"{plan.name}/{name}" for plan in self for name, one in plan.trained.items() if not self._cut(one)]
         return shares_of(self.strategy, self.grid.size, names)
+
+    @cached_property
+    def compressors(self) -> dict[str, str]:
+        """How gradients travel that are not sent as they are, by '<layer name>/<parameter>'; not those of a tile."""
+        names = [f"{plan.name}/{name}" for plan in self for name, one in plan.trained.items() if not self._cut(one)]
+        chosen = {name: self.strategy.parameters[name].compressor for name in names}
+        size, specs = self.itemsize, self.strategy.specs
+        return {
+            name: text
+            for name, text in chosen.items()
+            if text is not None and compressed_bytes(text, tuple(specs[name].shape), size) is not None
+        }
+
+    @property
+    def _compressed_bytes(self) -> int:
+        shapes = {name: tuple(self.strategy.specs[name].shape) for name in self.compressors}
+        return sum(compressed_bytes(how, shapes[name], self.itemsize) or 0 for name, how in self.compressors.items())
 
     def _cut(self, parameter: Parameter) -> bool:
         """Return whether the parts of tiles differ."""
@@ -298,7 +317,8 @@ class Plan(Sequence[LayerPlan]):
         """Return the bytes of parameters, gradients and the optimiser's arrays on a rank."""
         held = sum(plan.held_by(rank % self.grid.tiles) for plan in self)
         of_others = sum(prod(share.shape) for share in self.shares.values()) - self.owned_by(rank)
-        return held * self._per_parameter - of_others * self.itemsize * len(self.training.optimizer.kept)
+        held_back = sum(self.strategy.specs[name].nbytes for name in self.compressors)
+        return held * self._per_parameter + held_back - of_others * self.itemsize * len(self.training.optimizer.kept)
 
     @property
     def needed(self) -> int:

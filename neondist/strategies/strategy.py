@@ -110,18 +110,13 @@ class Strategy:
                 raise ConfigError(f"strategy: parameter '{name}' does not exist in the model; build it for this model")
 
     def check_synchronous(self) -> None:
-        """Raise ConfigError if a parameter's updates need servers beside the MPI job, or a compressor."""
+        """Raise ConfigError if a parameter's updates need servers beside the MPI job."""
         for name, one in self.parameters.items():
             if not one.sync or one.staleness:
                 wanted = f"staleness {one.staleness}" if one.sync else "sync false"
                 raise ConfigError(
                     f"strategy: parameter '{name}' has {wanted}, which needs parameter servers; they are not available"
                     " yet, so use sync: true and staleness: 0"
-                )
-            if one.compressor:
-                raise ConfigError(
-                    f"strategy: parameter '{name}' has compressor {one.compressor}; compressors are not available yet,"
-                    " so use none"
                 )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -225,6 +220,9 @@ class _StrategyFile:
             compression = check_compressor(None if compressor.value is None else str(compressor.value))
         except ConfigError as error:
             raise fault(node, path, str(error)) from None
+        if compression and (kind == "server" or given["owners"].value):
+            remedy = "needs kind: allreduce and owners: []; write null"
+            raise fault(compressor, join(path, "compressor"), f"{compression} {remedy}")
         group, staleness = (self._integer(given[key], join(path, key), 0) for key in ("group", "staleness"))
         if staleness and not sync:
             raise fault(given["staleness"], join(path, "staleness"), f"{staleness} needs sync: true")

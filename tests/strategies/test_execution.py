@@ -123,7 +123,6 @@ def test_a_strategy_file_is_replayed_on_any_grid_that_has_its_owners(tmp_path):
 @pytest.mark.parametrize(("strategy", "says"), [
     ("PS(staleness=2)", "parameter servers"),
     ("PSLoadBalancing(sync=False)", "parameter servers"),
-    ("AllReduce(compressor='fp16')", "compressor"),
     ("PSS", "did you mean 'PS'"),
 ])  # fmt: skip
 def test_what_cannot_be_executed_is_refused_before_the_build(strategy, says):

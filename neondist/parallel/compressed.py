@@ -1,0 +1,60 @@
+"""The part of the flat gradients whose sums travel compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ..comm import Reductions
+from ..namespace import namespace, to_host
+from .compressors import Compressor, Shape, SyncState, compressor_of
+from .sync import finite
+
+
+class CompressedGradients:
+    """Gradients that are summed over all ranks by compressors.
+
+    Parameters
+    ----------
+    reductions : Reductions
+    gradients : flat array
+        Those of these parameters.
+    parameters : iterable of (str, tuple, str)
+        Name, shape and compressor of each, in their order; those of one compressor lie side by side.
+    """
+
+    def __init__(self, reductions: Reductions, gradients: Any, parameters: Iterable[tuple[str, Shape, str]]) -> None:
+        self.reductions, self.gradients = reductions, gradients
+        dtype, groups = np.dtype(gradients.dtype), groupby(parameters, lambda one: one[2])
+        self.compressors: list[Compressor] = [
+            compressor_of(text, {name: shape for name, shape, _ in group}, dtype) for text, group in groups
+        ]
+
+    def finite(self) -> Any:
+        """Return whether this rank's gradients are finite."""
+        return finite(self.gradients)
+
+    def sum(self) -> None:
+        """Replace the gradients by their sums, and keep what was left out for the next step; collective.
+
+        On one rank nothing is left out. If a sum is not finite, nothing else changes.
+        """
+        start = 0
+        for one in self.compressors:
+            part = self.gradients[start : start + one.residual.size]
+            start += one.residual.size
+            given = to_host(part) + one.residual
+            alone = self.reductions.grid.size == 1
+            total, residual = (given, np.zeros_like(given)) if alone else one.sum(self.reductions, given)
+            part[...] = namespace(part).asarray(total)
+            if finite(total):
+                one.residual[...] = residual
+                if not alone:
+                    one.commit()
+
+    def state(self) -> list[SyncState]:
+        """Return what is kept from step to step, as views."""
+        return [state for one in self.compressors for state in one.state()]
