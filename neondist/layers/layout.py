@@ -90,7 +90,8 @@ class Parameter:
     `layout` says which part each rank keeps: Replicate, all of it; Tiled, what belongs to its own output tile; Shard,
     what multiplies its own input tile. Shapes, names and first values of whole arrays are the same with any.
     `decays` says whether it is more than a bias, or a scale of a norm, which weight decay may leave alone; None: if it
-    has several axes.
+    has several axes. `sparse` says how many of its rows (first axis) a sample changes at most, where these are few:
+    rows of gradients that are not 0 travel with their ids; 0: it is dense.
     """
 
     shape: Shape
@@ -99,6 +100,7 @@ class Parameter:
     fan_out: int = 1
     layout: Replicate = field(default_factory=Replicate)
     decays: bool | None = None
+    sparse: int = 0
 
     def size_on(self, grid: GridShape, tile: int) -> int:
         """Return how many of its numbers the rank of a tile keeps."""

@@ -89,7 +89,9 @@ class Parameters:
         self.sync = sync(grid, buffer[: HEADER + self.owned], self.spans[: self.first_owned], self.shared, exact)
         self.reductions = self.sync.reductions
         self.compressed = CompressedGradients(self.reductions, self.grads[exact : self.shared], packed)
-        self.owners = Owners(self.reductions, [share for share in self._shares if share])
+        owned = [(one, share) for one, share in zip(self.trained, self._shares, strict=True) if share]
+        widths = [prod(one.parameter.shape[1:]) * bool(one.parameter.sparse) for one, _ in owned]
+        self.owners = Owners(self.reductions, [share for _, share in owned], widths)
         self.version = 0
 
     def cut(self, flat: Any, shards: list[ParameterShard] | None = None) -> list[Any]:
@@ -127,7 +129,7 @@ class Parameters:
     def _usable(self) -> bool:
         """Return whether all that is known of the gradients is finite, the same on every rank."""
         sync = self.sync
-        return bool(self.compressed.compressors and not sync.header[Flag.NON_FINITE] and finite(sync.told))
+        return bool(self.compressed.gradients.size and not sync.header[Flag.NON_FINITE] and finite(sync.told))
 
     def update(
         self,
@@ -154,9 +156,10 @@ class Parameters:
     def publish(self, held: Any) -> None:
         """Take over the values of what this rank updates, and those of other owners from them; collective."""
         owned = self.values[self.owned :]
+        before = self.owners.rows(owned)
         self.values[: self.owned] = held[: self.owned]
         self.owners.unpack(held[self.owned :], owned)
-        self.owners.broadcast(owned)
+        self.owners.broadcast(owned, before)
 
     def new_slots(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's arrays for what this rank updates."""

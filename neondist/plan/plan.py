@@ -18,11 +18,12 @@ from ..costs.mean import parts_of
 from ..geometry import GridShape, Partition, split
 from ..layers import Parameter
 from ..optim import Optimizer
-from ..parallel import HEADER, compressed_bytes
+from ..parallel import HEADER, ROWS
 from ..registry import serial_class
 from ..strategies import AllReduce, ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.shares import Share, shares_of
 from . import report
+from .gradient_costs import bytes_reduced, compressors_of, most_rows_sent
 from .graph import Graph
 from .layer import LayerCosts, LayerPlan
 from .section import PlannedSection, Rows, Segment, in_segments
@@ -181,7 +182,7 @@ class Plan(Sequence[LayerPlan]):
         shared -= sum(self.strategy.specs[name].size for name in self.compressors)
         norms = self.training.optimizer.norms_for(sum(map(self._cut, parameters)) + len(self.shares))
         found[GRADIENTS] = size * ((HEADER + shared) * (self.grid.size > 1) + own * (self.grid.replicas > 1))
-        found[GRADIENTS] += self._compressed_bytes * (self.grid.size > 1)
+        found[GRADIENTS] += (self.grid.size > 1) * bytes_reduced(self.compressors, self._whole_parameters, size)
         found[GRADIENTS] += 8 * norms * (ranks["world" if self.shares else "tiles"] > 1)
         tiled = len(self.output_shape) > 1
         whole, inside = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
@@ -194,15 +195,22 @@ class Plan(Sequence[LayerPlan]):
     def redistributed(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
         """Return the bytes that a rank sends in a training step so that vectors are cut anew, by layer.
 
-        Under 'gradients': gradients that it sends to their owners, and values that it owns and sends to all.
+        Under 'gradients': gradients that it sends to their owners, and values that it owns and sends to all; of sparse
+        parameters the most that it may send.
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
         found = {plan.name: sum(one.sent(self.grid.tiles, tile) for one in plan.redistributions) for plan in self}
         found = {name: numbers * samples for name, numbers in found.items()}
-        owned, whole = self.owned_by(rank), sum(prod(share.shape) for share in self.shares.values())
+        sparse = {name: one for name, one in self._whole_parameters.items() if one.sparse}
+        shares = [share for name, share in self.shares.items() if name not in sparse]
+        owned, whole = sum(one.boxes[rank].size for one in shares), sum(prod(one.shape) for one in shares)
         found[GRADIENTS] = whole - owned + owned * (self.grid.size - 1)
-        return {name: numbers * self.itemsize for name, numbers in found.items() if numbers}
+        found = {name: numbers * self.itemsize for name, numbers in found.items()}
+        for name, one in sparse.items():
+            how = self.shares.get(name), rank, self.grid, samples, self.itemsize
+            found[GRADIENTS] += most_rows_sent(one, *how)
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
 
     # The parameters.
 
@@ -217,7 +225,7 @@ class Plan(Sequence[LayerPlan]):
         """
         given, dtype = self.training.strategy or AllReduce(), str(self.training.dtype)
         specs = [
-            ParameterSpec(f"{plan.name}/{name}", parameter.shape, dtype)
+            ParameterSpec(f"{plan.name}/{name}", parameter.shape, dtype, bool(parameter.sparse))
             for plan in self
             for name, parameter in plan.trained.items()
         ]
@@ -229,25 +237,18 @@ class Plan(Sequence[LayerPlan]):
     @cached_property
     def shares(self) -> dict[str, Share]:
         """The parts of parameters that ranks own, by '<layer name>/<parameter>'; tiles hold those that are cut."""
-        names = [f"{plan.name}/{name}" for plan in self for name, one in plan.trained.items() if not self._cut(one)]
-        return shares_of(self.strategy, self.grid.size, names)
+        return shares_of(self.strategy, self.grid.size, self._whole_parameters)
 
     @cached_property
     def compressors(self) -> dict[str, str]:
         """How gradients travel that are not sent as they are, by '<layer name>/<parameter>'; not those of a tile."""
-        names = [f"{plan.name}/{name}" for plan in self for name, one in plan.trained.items() if not self._cut(one)]
-        chosen = {name: self.strategy.parameters[name].compressor for name in names}
-        size, specs = self.itemsize, self.strategy.specs
-        return {
-            name: text
-            for name, text in chosen.items()
-            if text is not None and compressed_bytes(text, tuple(specs[name].shape), size) is not None
-        }
+        return compressors_of(self.strategy, self._whole_parameters, self.itemsize)
 
     @property
-    def _compressed_bytes(self) -> int:
-        shapes = {name: tuple(self.strategy.specs[name].shape) for name in self.compressors}
-        return sum(compressed_bytes(how, shapes[name], self.itemsize) or 0 for name, how in self.compressors.items())
+    def _whole_parameters(self) -> dict[str, Parameter]:
+        """The parameters that are not cut over the tiles, by full name."""
+        pairs = ((f"{plan.name}/{name}", one) for plan in self for name, one in plan.trained.items())
+        return {name: one for name, one in pairs if not self._cut(one)}
 
     def _cut(self, parameter: Parameter) -> bool:
         """Return whether the parts of tiles differ."""
@@ -317,7 +318,7 @@ class Plan(Sequence[LayerPlan]):
         """Return the bytes of parameters, gradients and the optimiser's arrays on a rank."""
         held = sum(plan.held_by(rank % self.grid.tiles) for plan in self)
         of_others = sum(prod(share.shape) for share in self.shares.values()) - self.owned_by(rank)
-        held_back = sum(self.strategy.specs[name].nbytes for name in self.compressors)
+        held_back = sum(self.strategy.specs[name].nbytes for name, how in self.compressors.items() if how != ROWS)
         return held * self._per_parameter + held_back - of_others * self.itemsize * len(self.training.optimizer.kept)
 
     @property
