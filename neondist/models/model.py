@@ -31,6 +31,7 @@ from .passes import ModelPass, images_for
 from .targets import are_whole, local_targets, random_batch
 from .train_step import ModelStep
 from .trainable import Whole
+from .vectors import alternate
 
 
 class Model(Whole):
@@ -111,6 +112,7 @@ class Model(Whole):
     trial_batch = random_batch
     #: why its layers cannot be executed in strips, if they cannot
     no_strips = ""
+    vector_parallel = False
     trouble = Renamed("nonfinite_monitor")
 
     def __init__(
@@ -201,6 +203,8 @@ class Model(Whole):
             Global; default one sample for each replica.
         """
         grid = grid or GridShape()
+        if self.vector_parallel:
+            alternate(self.layers, tuple(input_shape))
         memory = None if self.memory is None else share_of(self.memory, grid.size)
         how = self.accumulate, self.recompute, self.strips, memory
         training = Training(
