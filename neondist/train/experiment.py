@@ -141,9 +141,7 @@ class FitExperiment(Registered):
         if dist_mode == "vecpar":
             if model.vector_parallel is None:
                 name = type(model).__name__
-                raise ConfigError(
-                    f"dist_mode: vecpar is for fully connected layers of neondist, not {name}; use halopar"
-                )
+                raise ConfigError(f"dist_mode: vecpar divides fully connected layers; {name} has none, use halopar")
             model.vector_parallel = True
         self.metrics, self.augment = all_metrics(metrics), list(augment or ())
         self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
