@@ -80,4 +80,4 @@ def test_wrong_files_name_their_own_line(tmp_path, changes, place, says):
 def test_a_scalar_cannot_be_partitioned(tmp_path):
     path, line_of = saved(tmp_path, change=("shape: [36, 8]", "shape: []"))
     err = run(tmp_path, path)
-    assert f"{path}:{line_of('axis:')}: parameters.fc1/weights.partition: a scalar cannot be partitioned" in err
+    assert f"{path}:{line_of('partition:')}: parameters.fc1/weights.partition: a scalar cannot be partitioned" in err
