@@ -109,13 +109,13 @@ class Owners:
         """Return copies of what this rank owns of sparse parameters."""
         return self._rows.before(values)
 
-    def broadcast(self, values: Any, before: Sequence[Any]) -> None:
+    def broadcast(self, values: Any, before: Sequence[Any] | None = None) -> None:
         """Take over the parts of a flat array that other ranks own from them; collective.
 
         Parameters
         ----------
-        before : sequence of array
-            What `rows` has returned of the values that all ranks had.
+        before : sequence of array, optional
+            What `rows` has returned of the values that all ranks had. Default: all rows travel.
         """
         self._rows.broadcast(values, before)
         for chunks in self._rounds():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -160,6 +161,18 @@ class Parameters:
         self.values[: self.owned] = held[: self.owned]
         self.owners.unpack(held[self.owned :], owned)
         self.owners.broadcast(owned, before)
+
+    @contextmanager
+    def replaced(self, held: Any) -> Iterator[None]:
+        """Have other values of what this rank updates in place meanwhile; collective."""
+        kept = self.values.copy()
+        self.publish(held)
+        self.version += 1
+        try:
+            yield
+        finally:
+            self.values[...] = kept
+            self.version += 1
 
     def new_slots(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's arrays for what this rank updates."""

@@ -93,8 +93,9 @@ class RowExchange:
         """Return copies of this rank's ranges."""
         return [np.array(to_host(table.part(values, self.rank))) for table in self.tables]
 
-    def broadcast(self, values: Any, before: Sequence[np.ndarray]) -> None:
-        """Take over the rows of other ranks' ranges that they have changed since `before`; collective."""
+    def broadcast(self, values: Any, before: Sequence[np.ndarray] | None) -> None:
+        """Take over the rows of other ranks' ranges that they have changed since `before`, or all; collective."""
+        before = [np.full(1, np.nan)] * len(self.tables) if before is None else before  # nothing equals NaN
         mine = [
             table.rows(to_host(table.part(values, self.rank)), self.rank, old)
             for table, old in zip(self.tables, before, strict=True)

@@ -20,7 +20,7 @@ from ..io.files import write_text
 from ..io.output import CHECKPOINT, clear, has_run, held, is_new, present, tidy
 from ..memory import least_room, room_for
 from ..metrics import Metric, Misclassification
-from ..models import Whole
+from ..models import TrainableModel
 from ..plan import Plan
 from ..registry import Registered, suggest
 from ..registry.arguments import checked
@@ -109,7 +109,7 @@ class FitExperiment(Registered):
     def __init__(
         self,
         dataset: Dataset,
-        model: Whole,
+        model: TrainableModel,
         *,
         batch_size: Count = 128,
         epochs: Count = 1,
@@ -284,8 +284,7 @@ def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: b
         if grid.rank == 0:
             tidy(folder)
             texts = {"environment.json": to_json(facts)} | ({} if resolved is None else {"experiment.yaml": resolved})
-            if isinstance(model.compiled, Plan):
-                texts["strategy.yaml"] = model.compiled.strategy.to_yaml()
+            texts["strategy.yaml"] = model.compiled.parameters.strategy.to_yaml()
             for name, text in texts.items():
                 write_text(folder / name, text)
             if not resume:
@@ -392,7 +391,7 @@ def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
     return list({Misclassification.name: Misclassification(), **found}.values())
 
 
-def settle(model: Whole, backend: str | None, dtype: str | None, seed: int | None) -> None:
+def settle(model: TrainableModel, backend: str | None, dtype: str | None, seed: int | None) -> None:
     """Give the model what the experiment says in its place."""
     if backend is not None:
         model.backend = backend

@@ -102,13 +102,13 @@ def test_gradients_of_bprop_are_whole_on_all_ranks():
 def test_a_strategy_file_is_replayed_on_any_grid_that_has_its_owners(tmp_path):
     serial_model = model_of("perceptron", False)
     serial_model.build(KINDS["perceptron"][0], 7)
-    made = strategies.PartitionedPS().build(serial_model.compiled.strategy.specs.values(), 2)
+    made = strategies.PartitionedPS().build(serial_model.compiled.parameters.strategy.specs.values(), 2)
     made.save(tmp_path / "strategy.yaml")
     path = str(tmp_path / "strategy.yaml")
 
     def body(world):
         model, found = train("perceptron", "SGD", nd.ProcessGrid(world, replicas=2), path)
-        return model.compiled.strategy, found
+        return model.compiled.parameters.strategy, found
 
     for replayed, found in nd.loopback.run(4, body):
         assert replayed == made

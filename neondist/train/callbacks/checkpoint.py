@@ -253,7 +253,7 @@ class Checkpoint(Hook):
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         world = run.grid.world
-        remembered = memory_of(run.model.whole.leaves, _owner(run), world)
+        remembered = memory_of(run.model.whole.exchanged, _owner(run), world)
         if remembered.text:
             texts[REMEMBERED] = remembered.text
         pieces = [*_pieces(run), *remembered.pieces, *sync_pieces(_sync_states(run), world)]
@@ -287,7 +287,7 @@ def restore(path: Path, run: TrainState) -> None:
         except DataError as problem:
             raise DataError(f"{path}: {problem}, or run without --resume") from None
         file.fill(_pieces(run))
-        if note := remind(file, run.model.whole.leaves, _owner(run), run.grid.world):
+        if note := remind(file, run.model.whole.exchanged, _owner(run), run.grid.world):
             run.notes.append(note)
         if note := restore_sync(file, _sync_states(run), run.grid.world):
             run.notes.append(note)
@@ -305,7 +305,7 @@ def _sync_states(run: TrainState) -> list[SyncState]:
 
 def _owner(run: TrainState) -> str:
     """Return what has to be the same, so that border schemes may go on with what they remembered."""
-    schemes = {layer.name: scheme_text(layer.scheme) for layer in run.model.whole.leaves if layer.scheme is not None}
+    schemes = {name: scheme_text(scheme) for name, scheme in run.model.whole.schemes.items()}
     different = sorted(set(schemes.values()))
     told = different[0] if len(different) == 1 else ", ".join(f"{name}: {text}" for name, text in schemes.items())
     shape = run.grid.shape
