@@ -40,7 +40,7 @@ def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> An
         what, remedy = getattr(arguments, "of_layers", None) or ("", "")
         if what:
             made_of_layers(experiment.model, what, remedy)
-        replicas, cells = experiment.grid.get("replicas", 1), prod(experiment.dataset.sample_shape[:-1])
+        replicas, cells = experiment.grid.get("replicas", 1) or ranks, prod(experiment.dataset.sample_shape[:-1])
         if ranks > replicas * cells and not arguments.force:
             raise LaunchError(
                 f"{ranks} ranks for images of {cells} cells: some would hold no cell; give at most {replicas * cells}"

@@ -31,6 +31,7 @@ from .passes import ModelPass, images_for
 from .targets import are_whole, local_targets, random_batch
 from .train_step import ModelStep
 from .trainable import TrainableModel
+from .vectors import alternate
 
 
 class Model(LayerModel):
@@ -108,6 +109,7 @@ class Model(LayerModel):
     trial_batch = random_batch
     #: why its layers cannot be executed in strips, if they cannot
     no_strips = ""
+    vector_parallel = False
     trouble = Renamed("nonfinite_monitor")
 
     def __init__(
@@ -198,6 +200,8 @@ class Model(LayerModel):
             Global; default one sample for each replica.
         """
         grid = grid or GridShape()
+        if self.vector_parallel:
+            alternate(self.layers, tuple(input_shape))
         memory = None if self.memory is None else share_of(self.memory, grid.size)
         how = self.accumulate, self.recompute, self.strips, memory
         training = Training(
@@ -250,7 +254,9 @@ class Model(LayerModel):
         self.output = GlobalArray(
             self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
         )
-        self.parameters = self.trained = LayerParameters(self.leaves, context, self._sync, plan.parameters.shares)
+        self.parameters = self.trained = LayerParameters(
+            self.leaves, context, self._sync, plan.parameters.shares, plan.parameters.compressors
+        )
         self.sync = self.parameters.sync
         samples = largest_of(micro_batches(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)

@@ -99,12 +99,15 @@ class TrainableModel(Registered, Trainable, ABC):
     compiled : what `plan` has returned
     memory : int or None
         Bytes that the processes on one machine may use together, where somebody has said so.
+    vector_parallel : bool or None
+        Whether fully connected layers are divided by outputs and inputs in turn; None: they cannot be.
     room : int or None
         Bytes that a rank has, where it is known. If a step takes more, and no `memory` is asked for, it is streamed.
     """
 
     memory: int | None = None
     room: int | None = None
+    vector_parallel: bool | None = None
     backend: str | Backend
     batch_size: int
     compiled: Any

@@ -85,12 +85,13 @@ class LayerParameters(Parameters):
         context: Context,
         sync: type[GradientSync] = AllReduce,
         shares: Mapping[str, Share] | None = None,
+        compressors: Mapping[str, str] | None = None,
     ) -> None:
         self.context = context
         self.layers = {str(layer.name): layer for layer in layers}
         trained = self._shards({name: one.parameters_for(one.input_shape) for name, one in self.layers.items()})
         kept = self._shards({name: one.state_for(one.input_shape) for name, one in self.layers.items()})
-        super().__init__(context.grid, trained, self._zeros, sync, shares)
+        super().__init__(context.grid, trained, self._zeros, sync, shares, compressors)
         self.kept, self.buffers = kept, self._zeros(sum(prod(shard.local_shape) for shard in kept))
         self._spans: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
         for shard, span in zip(self.trained[: self.first_owned], self.spans, strict=False):

@@ -16,6 +16,7 @@ from ..errors import ShapeError
 from ..namespace import namespace, to_host
 from ..optim import FlatLayout, Optimizer
 from ..strategies.shares import Share
+from .compressed import CompressedGradients
 from .flags import HEADER, Flag
 from .owners import Owners
 from .shard import ParameterShard
@@ -25,8 +26,8 @@ from .sync import AllReduce, GradientSync, finite
 class Parameters:
     """The trained arrays of a model of either kind, their gradients, and the order in which they lie.
 
-    What every rank updates alike comes first; then the arrays that are cut over the tiles, this rank's part; from
-    `owned` on, those whose parts have owners, whole.
+    What every rank updates alike comes first, with what travels compressed at its end; then the arrays that are cut
+    over the tiles, this rank's part; from `owned` on, those whose parts have owners, whole.
 
     Parameters
     ----------
@@ -37,6 +38,8 @@ class Parameters:
     sync : type of GradientSync
     shares : mapping of str to Share, optional
         The parts of owners, by full name.
+    compressors : mapping of str to str, optional
+        Texts, by full name, of parameters whose gradients travel compressed.
 
     Attributes
     ----------
@@ -64,9 +67,15 @@ class Parameters:
         zeros: Callable[[int], Any],
         sync: type[GradientSync] = AllReduce,
         shares: Mapping[str, Share] | None = None,
+        compressors: Mapping[str, str] | None = None,
     ) -> None:
-        self.grid, shares = grid, shares or {}
-        self.trained = sorted(trained, key=lambda shard: (shard.full_name in shares, shard.parameter.layout.cut))
+        self.grid, shares, compressors = grid, shares or {}, compressors or {}
+
+        def place(shard: ParameterShard) -> tuple[bool, bool, str, bool]:
+            compressor = compressors.get(shard.full_name, "")
+            return shard.full_name in shares, shard.cut, compressor, shard.parameter.layout.cut
+
+        self.trained = sorted(trained, key=place)
         ends = list(accumulate((prod(shard.local_shape) for shard in self.trained), initial=0))
         self.spans = list(pairwise(ends))
         self.owned_names = shares.keys()
@@ -74,11 +83,16 @@ class Parameters:
         self.first_owned = next((at for at, share in enumerate(self._shares) if share), len(self.trained))
         self.owned, summed = ends[self.first_owned], self.trained[: self.first_owned]
         self.shared = sum(prod(shard.local_shape) for shard in summed if not shard.cut)
+        packed = [(one.full_name, one.local_shape, compressors[one.full_name]) for one in summed if place(one)[2]]
+        exact = self.shared - sum(prod(shape) for _, shape, _ in packed)
         self.values, buffer = zeros(ends[-1]), zeros(HEADER + ends[-1])
         self.grads = buffer[HEADER:]
-        self.sync = sync(grid, buffer[: HEADER + self.owned], self.spans[: self.first_owned], self.shared)
+        self.sync = sync(grid, buffer[: HEADER + self.owned], self.spans[: self.first_owned], self.shared, exact)
         self.reductions = self.sync.reductions
-        self.owners = Owners(self.reductions, [share for share in self._shares if share])
+        self.compressed = CompressedGradients(self.reductions, self.grads[exact : self.shared], packed)
+        owned = [(one, share) for one, share in zip(self.trained, self._shares, strict=True) if share]
+        widths = [prod(one.parameter.shape[1:]) * bool(one.parameter.sparse) for one, _ in owned]
+        self.owners = Owners(self.reductions, [share for _, share in owned], widths)
         self.version = 0
 
     def cut(self, flat: Any, shards: list[ParameterShard] | None = None) -> list[Any]:
@@ -106,7 +120,17 @@ class Parameters:
             elif owned.size:
                 self.reductions.allreduce("world", owned)
                 self.sync.note(finite(owned))
+            self.sync.note(self.compressed.finite())
             self.sync.finish()
+            if not for_update:
+                self.reductions.allreduce("world", self.compressed.gradients)
+            elif self._usable():
+                self.compressed.sum()
+
+    def _usable(self) -> bool:
+        """Return whether all that is known of the gradients is finite, the same on every rank."""
+        sync = self.sync
+        return bool(self.compressed.gradients.size and not sync.header[Flag.NON_FINITE] and finite(sync.told))
 
     def update(
         self,
@@ -133,9 +157,10 @@ class Parameters:
     def publish(self, held: Any) -> None:
         """Take over the values of what this rank updates, and those of other owners from them; collective."""
         owned = self.values[self.owned :]
+        before = self.owners.rows(owned)
         self.values[: self.owned] = held[: self.owned]
         self.owners.unpack(held[self.owned :], owned)
-        self.owners.broadcast(owned)
+        self.owners.broadcast(owned, before)
 
     @contextmanager
     def replaced(self, held: Any) -> Iterator[None]:

@@ -11,9 +11,10 @@ import numpy as np
 
 from ..geometry import GridShape
 from ..layers import Parameter
-from ..parallel import HEADER
+from ..parallel import HEADER, ROWS
 from ..strategies import AllReduce, ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.shares import Share, shares_of
+from .gradient_costs import bytes_reduced, compressors_of, most_rows_sent
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ParameterPlan:
             The strategy is for another model or more ranks, or cannot be executed within one MPI job.
         """
         chosen, dtype = self.chosen or AllReduce(), str(self.dtype)
-        specs = [ParameterSpec(name, parameter.shape, dtype) for name, parameter in self.parameters.items()]
+        specs = [ParameterSpec(name, one.shape, dtype, bool(one.sparse)) for name, one in self.parameters.items()]
         found = chosen.build(specs, self.grid.size) if isinstance(chosen, StrategyBuilder) else chosen
         found.check_model(specs)
         found.check_synchronous()
@@ -57,7 +58,17 @@ class ParameterPlan:
     @cached_property
     def shares(self) -> dict[str, Share]:
         """The parts of parameters that ranks own, by full name; tiles hold those that are cut."""
-        return shares_of(self.strategy, self.grid.size, [n for n, one in self.parameters.items() if not self.cut(one)])
+        return shares_of(self.strategy, self.grid.size, self.whole)
+
+    @cached_property
+    def compressors(self) -> dict[str, str]:
+        """How gradients travel that are not sent as they are, by full name; those of a tile's parameters are."""
+        return compressors_of(self.strategy, self.whole, self.dtype.itemsize)
+
+    @cached_property
+    def whole(self) -> dict[str, Parameter]:
+        """The parameters that are not cut over the tiles."""
+        return {name: one for name, one in self.parameters.items() if not self.cut(one)}
 
     def cut(self, parameter: Parameter) -> bool:
         """Return whether the parts of tiles differ."""
@@ -99,18 +110,31 @@ class ParameterPlan:
             sum(one.size_on(self.grid, tile) for one in self.parameters.values() if self.cut(one) is cut)
             for cut in (False, True)
         )
+        shared -= sum(self.whole[name].size_on(self.grid, tile) for name in self.compressors)
+        packed = bytes_reduced(self.compressors, self.whole, self.dtype.itemsize) * (self.grid.size > 1)
         summed = (HEADER + shared - self.owned) * (self.grid.size > 1) + own * (self.grid.replicas > 1)
-        return self.dtype.itemsize * summed + 8 * norms * ((self.grid.size if self.shares else self.grid.tiles) > 1)
+        return (
+            self.dtype.itemsize * summed
+            + packed
+            + 8 * norms * ((self.grid.size if self.shares else self.grid.tiles) > 1)
+        )
 
-    def redistributed(self, rank: int) -> int:
-        """Return the bytes that a rank sends in a training step: gradients to their owners, and values that it owns."""
-        owned = self.owned_by(rank)
-        return self.dtype.itemsize * (self.owned - owned + owned * (self.grid.size - 1))
+    def redistributed(self, rank: int, samples: int = 0) -> int:
+        """Return the bytes that a rank sends in a training step: gradients to their owners, and values that it owns.
+
+        Of sparse parameters it is the most that it may send for so many samples of its replica.
+        """
+        dense = [share for name, share in self.shares.items() if not self.parameters[name].sparse]
+        owned, whole = sum(share.boxes[rank].size for share in dense), sum(prod(share.shape) for share in dense)
+        how = self.grid, samples, self.dtype.itemsize
+        rows = sum(most_rows_sent(one, self.shares.get(n), rank, *how) for n, one in self.whole.items() if one.sparse)
+        return self.dtype.itemsize * (whole - owned + owned * (self.grid.size - 1)) + rows
 
     def memory(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and the optimiser's arrays on a rank."""
         of_others = self.owned - self.owned_by(rank)
-        return self.dtype.itemsize * (self.held_by(rank) * (2 + self.slots) - of_others * self.slots)
+        feedback = sum(prod(self.whole[name].shape) for name, how in self.compressors.items() if how != ROWS)
+        return self.dtype.itemsize * (self.held_by(rank) * (2 + self.slots) - of_others * self.slots + feedback)
 
     def moved(self, rank: int) -> int:
         """Return the bytes that an update reads and writes on a rank, at least."""

@@ -198,7 +198,7 @@ class Plan(Sequence[LayerPlan]):
         samples = self.samples(replica, batch_size)
         sent = {plan.name: sum(one.sent(self.grid.tiles, tile) for one in plan.redistributions) for plan in self}
         found = {name: numbers * samples * self.itemsize for name, numbers in sent.items()}
-        found[GRADIENTS] = self.parameters.redistributed(rank)
+        found[GRADIENTS] = self.parameters.redistributed(rank, samples)
         return {name: nbytes for name, nbytes in found.items() if nbytes}
 
     @cached_property

@@ -234,9 +234,9 @@ class TorchModel(TrainableModel):
             self.parameters.close()
         self._built = True
         planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
-        self.parameters = ModuleParameters(
-            {name: tensors[name] for name in self.compiled.updated}, self.grid, self._sync, planned.shares
-        )
+        updated = {name: tensors[name] for name in self.compiled.updated}
+        held = planned.shares, planned.compressors
+        self.parameters = ModuleParameters(updated, self.grid, self._sync, *held)
         self.sync = self.parameters.sync
         self.torch_optimizer = self.optimizer.made(self.parameters.updated.values())
         self._rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]

@@ -34,6 +34,7 @@ class ModuleParameters(Parameters):
     grid : ProcessGrid
     sync : type of GradientSync
     shares : mapping of str to Share, optional
+    compressors : mapping of str to str, optional
 
     Attributes
     ----------
@@ -55,6 +56,7 @@ class ModuleParameters(Parameters):
         grid: ProcessGrid,
         sync: type[GradientSync] = AllReduce,
         shares: Mapping[str, Share] | None = None,
+        compressors: Mapping[str, str] | None = None,
     ) -> None:
         if any(_is_synchronised(tensor) for tensor in tensors.values()):
             raise ConfigError("model: has a DistributedOptimizer already; distribute another copy of the module")
@@ -65,7 +67,7 @@ class ModuleParameters(Parameters):
             )
         dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
         shards = [ParameterShard(MODULE, name, Parameter(tuple(one.shape)), grid) for name, one in tensors.items()]
-        super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares)
+        super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
         self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
         self._views: dict[str, torch.Tensor] = {}
         arrays = zip(self.trained, self._shares, self.cut(self.values), self.cut(self.grads), strict=True)

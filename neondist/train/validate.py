@@ -30,7 +30,7 @@ class Experiment(Protocol):
     batch_size: int
     epochs: int
     dist_flag: bool
-    grid: dict[str, int]
+    grid: dict[str, Any]
     metrics: list[Metric]
     augment: list[Transform]
     checkpoint: CheckpointSchedule

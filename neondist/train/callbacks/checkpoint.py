@@ -12,8 +12,9 @@ from typing import Any
 
 from ...errors import ConfigError, DataError
 from ...halo import scheme_text
-from ...io.checkpoint import REMEMBERED, Piece, memory_of, opened, remind, write
+from ...io.checkpoint import REMEMBERED, Piece, memory_of, opened, remind, restore_sync, sync_pieces, write
 from ...io.checkpoint.texts import LARGEST, of_kind, plain_json, whole
+from ...parallel import SyncState
 from ...registry import suggest
 from ...registry.ranges import integer, real
 from ...version import __version__
@@ -255,7 +256,8 @@ class Checkpoint(Hook):
         remembered = memory_of(run.model.whole.exchanged, _owner(run), world)
         if remembered.text:
             texts[REMEMBERED] = remembered.text
-        write(self.path, [*_pieces(run), *remembered.pieces], texts, world, self.schedule.keep, run.step)
+        pieces = [*_pieces(run), *remembered.pieces, *sync_pieces(_sync_states(run), world)]
+        write(self.path, pieces, texts, world, self.schedule.keep, run.step)
         self.written, self.last = _place(run), time.monotonic()
 
     def _minutes_are_over(self, run: TrainState) -> bool:
@@ -287,10 +289,18 @@ def restore(path: Path, run: TrainState) -> None:
         file.fill(_pieces(run))
         if note := remind(file, run.model.whole.exchanged, _owner(run), run.grid.world):
             run.notes.append(note)
+        if note := restore_sync(file, _sync_states(run), run.grid.world):
+            run.notes.append(note)
 
 
 def _pieces(run: TrainState) -> list[Piece]:
     return [Piece.of(*each, group) for group, arrays in run.model.kept_arrays().items() for each in arrays]
+
+
+def _sync_states(run: TrainState) -> list[SyncState]:
+    """Return what gradient synchronisation keeps from step to step."""
+    parameters = run.model.whole.parameters
+    return [] if parameters is None else parameters.compressed.state()
 
 
 def _owner(run: TrainState) -> str:
