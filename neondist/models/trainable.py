@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray
 from ..optim import Optimizer
-from ..parallel import GradientSync, ParameterShard
+from ..parallel import GradientSync, Parameters, ParameterShard
 from ..registry import Registered
 from ..runtime.observers.ledger import Ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
@@ -119,6 +119,11 @@ class TrainableModel(Registered, Trainable, ABC):
     distributed: bool
     accumulate = 1
     stages: Sequence[Any] = ()
+
+    @property
+    @abstractmethod
+    def built(self) -> Parameters:
+        """The trained parameters; ConfigError if the model is not built."""
 
     @property
     @abstractmethod
