@@ -180,7 +180,7 @@ def difference(found, expected):
         have, want = found[kind], expected[kind]
         keys = list(want) if isinstance(want, dict) else range(len(want))
         sizes = [
-            want[key].abs().double().nan_to_num(posinf=0.0).max().item()
+            (want[key] if want[key].is_complex() else want[key].double()).abs().nan_to_num(posinf=0.0).max().item()
             for key in keys
             if want[key] is not None and want[key].numel()
         ]
