@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser; `arguments.command(arguments)` runs what was asked for."""
     top = _Parser(prog="neondist", description="Train convolutional networks whose samples are split over MPI ranks.")
     # stops: SIGTERM and SIGUSR1 ask it to stop, instead of ending it, and it writes to `folder`; watched: it must not
-    # hang; watchdog: who watches; restarts, elastic: as `run` has them; begun: when the job began for the first time
-    top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, begun=None)
+    # hang; watchdog: who watches; restarts, elastic, lease: as `run` has them; begun: when the job first began
+    top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     for command in (run, apply, sweep, bench, doctor, data, files):

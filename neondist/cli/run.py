@@ -11,8 +11,7 @@ from typing import Any
 
 from ..comm import Transport
 from ..config import dump
-from ..job import detect
-from ..launcher.launch import STARTED
+from ..job import STARTED, detect
 from ..launcher.ranks import new_watchdog, on_ranks
 from ..train import Hook
 from . import options
@@ -54,6 +53,10 @@ def add(commands: Any) -> None:
     one.add_argument(
         "--elastic", type=bounds, metavar="MIN:MAX",
         help="with --restarts: go on on the ranks that are left, MIN or more; begins on MAX, or -n",
+    )  # fmt: skip
+    one.add_argument(
+        "--lease", type=duration, metavar="TIME",
+        help="with -n: a rank that is stopped or unreachable for so long is lost (default 15s)",
     )  # fmt: skip
     one.set_defaults(command=run, stops=True, watched=True)
 

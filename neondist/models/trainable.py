@@ -123,6 +123,11 @@ class TrainableModel(Registered, Trainable, ABC):
 
     @property
     @abstractmethod
+    def built(self) -> Parameters:
+        """The trained parameters; ConfigError if the model is not built."""
+
+    @property
+    @abstractmethod
     def schemes(self) -> Mapping[str, ExchangePolicy]:
         """The border schemes, by layer or path of a module."""
 

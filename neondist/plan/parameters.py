@@ -88,6 +88,11 @@ class ParameterPlan:
         """The numbers of all parameters that have owners."""
         return sum(prod(share.shape) for share in self.shares.values())
 
+    @property
+    def partitioned(self) -> bool:
+        """Whether several ranks own parts of one parameter."""
+        return any(sum(box.size > 0 for box in share.boxes) > 1 for share in self.shares.values())
+
     def held_by(self, rank: int) -> int:
         """Return the trained numbers that a rank keeps: all of them, or those of its tile."""
         return sum(one.size_on(self.grid, rank % self.grid.tiles) for one in self.parameters.values())

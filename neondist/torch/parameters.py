@@ -38,6 +38,9 @@ class ModuleParameters(Parameters):
 
     Attributes
     ----------
+    tensors : dict of str to torch.nn.Parameter
+        The module's own.
+    shards : dict of str to (ParameterShard, Share or None)
     updated : dict of str to torch.nn.Parameter
         What this rank's optimiser updates: the module's parameters, or views of the parts that this rank owns.
 
@@ -55,6 +58,8 @@ class ModuleParameters(Parameters):
         shares: Mapping[str, Share] | None = None,
         compressors: Mapping[str, str] | None = None,
     ) -> None:
+        if any(_is_synchronised(tensor) for tensor in tensors.values()):
+            raise ConfigError("model: has a DistributedOptimizer already; distribute another copy of the module")
         kinds = {f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors.values()}
         if not kinds <= {"torch.float32 on cpu"} and not kinds <= {"torch.float64 on cpu"}:
             raise ConfigError(
@@ -72,6 +77,7 @@ class ModuleParameters(Parameters):
             tensor.data, tensor.grad = torch.from_numpy(value), None
             self._views[shard.name] = torch.from_numpy(gradient)
             self.updated[shard.name] = tensor if share is None else nn.Parameter(self._part(share, tensor.data))
+        self.shards = {shard.name: (shard, share) for shard, share in zip(self.trained, self._shares, strict=True)}
         spans = {shard.name: span for shard, span in zip(self.trained, self.spans, strict=True)}
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._complete, name, spans[name]))
@@ -95,10 +101,21 @@ class ModuleParameters(Parameters):
             if tensor.grad is None:
                 self._views[name].zero_()
         super().sum_gradients(for_update)
-        for shard, share in zip(self.trained, self._shares, strict=True):
+        for name, (_, share) in self.shards.items():
             if share is not None:
-                there = self.tensors[shard.name].grad is not None
-                self.updated[shard.name].grad = self._part(share, self._views[shard.name]) if there else None
+                there = self.tensors[name].grad is not None
+                self.updated[name].grad = self._part(share, self._views[name]) if there else None
+
+    def set_aside(self) -> np.ndarray | None:
+        """Return the sums of earlier passes, and let the gradients be zero; None if there are no sums."""
+        names = [name for name, part in self.updated.items() if part.grad is not None]
+        for name in names:
+            if self.shards[name][1] is None:
+                self._move(name)
+            self.tensors[name].grad = self._views[name]
+        sums = self.grads.copy() if names else None
+        self.grads[...] = 0
+        return sums
 
     def broadcast(self) -> None:
         """Take over the values of what this rank does not own from the owners; collective."""
@@ -108,10 +125,9 @@ class ModuleParameters(Parameters):
     def slots_kept_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's state of `updated` as arrays: parts of parameters' shape, and others that are whole."""
         found = []
-        shards = {shard.name: (shard, share) for shard, share in zip(self.trained, self._shares, strict=True)}
         for full_name, tensor in slots_of(self.updated, optimizer).items():
             name, _, slot = full_name.rpartition("/")
-            shard, share = shards[name]
+            shard, share = self.shards[name]
             array = as_array(tensor)
             if tensor.shape == self.updated[name].shape:
                 found.append((shard.slot(slot, share), array))
@@ -121,11 +137,19 @@ class ModuleParameters(Parameters):
 
     def _complete(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
         """Move a gradient that is complete to its place."""
-        view = self._views[name]
+        self._move(name)
+        self.sync.ready(span)
+
+    def _move(self, name: str) -> None:
+        tensor, view = self.tensors[name], self._views[name]
         if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr():
             view.copy_(tensor.grad)
             tensor.grad = view
-        self.sync.ready(span)
 
     def _part(self, share: Share, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(share.shape)[share.boxes[self.grid.rank].slices]
+
+
+def _is_synchronised(tensor: nn.Parameter) -> bool:
+    hooks = (tensor._post_accumulate_grad_hooks or {}).values()
+    return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), ModuleParameters) for hook in hooks)
