@@ -39,7 +39,7 @@ LOCAL = {
     "DistributedModule", "TorchLoss", "TorchModel", "TorchOptimizer", "TorchTransport", "UnsupportedOperator", "rule",
     "rules", "world",
 }  # fmt: skip
-LOCAL_METHODS = {"guard", "train", "state_dict", "load_state_dict", "scatter", "scatter_target"}
+LOCAL_METHODS = {"defer_gradients", "guard", "train", "state_dict", "load_state_dict", "scatter", "scatter_target"}
 CALLS = dict(COLLECTIVE.values())
 PROGRAMS = {}
 
