@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray
 from ..optim import Optimizer
-from ..parallel import GradientSync, ParameterShard
+from ..parallel import GradientSync, Parameters, ParameterShard
 from ..registry import Registered
 from ..runtime.observers.ledger import Ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
@@ -111,6 +111,7 @@ class TrainableModel(Registered, Trainable, ABC):
     backend: str | Backend
     batch_size: int
     compiled: Any
+    parameters: Parameters | None
     input: GlobalArray
     nonfinite: str
     nonfinite_monitor: NonFiniteMonitor
@@ -119,6 +120,11 @@ class TrainableModel(Registered, Trainable, ABC):
     distributed: bool
     accumulate = 1
     stages: Sequence[Any] = ()
+
+    @property
+    @abstractmethod
+    def built(self) -> Parameters:
+        """The trained parameters; ConfigError if the model is not built."""
 
     @property
     @abstractmethod

@@ -113,11 +113,8 @@ class ParameterPlan:
         shared -= sum(self.whole[name].size_on(self.grid, tile) for name in self.compressors)
         packed = bytes_reduced(self.compressors, self.whole, self.dtype.itemsize) * (self.grid.size > 1)
         summed = (HEADER + shared - self.owned) * (self.grid.size > 1) + own * (self.grid.replicas > 1)
-        return (
-            self.dtype.itemsize * summed
-            + packed
-            + 8 * norms * ((self.grid.size if self.shares else self.grid.tiles) > 1)
-        )
+        several = (self.grid.size if self.shares else self.grid.tiles) > 1
+        return self.dtype.itemsize * summed + packed + 8 * norms * several
 
     def redistributed(self, rank: int, samples: int = 0) -> int:
         """Return the bytes that a rank sends in a training step: gradients to their owners, and values that it owns.

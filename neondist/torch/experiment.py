@@ -87,7 +87,6 @@ class TorchModel(TrainableModel):
     """
 
     distributed = True
-    parameters: ModuleParameters
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class TorchModel(TrainableModel):
         self.strategy = None if strategy is None else as_strategy(strategy)
         self._sync = SYNCS[sync]
         self._guard: int | None = None
-        self._built = False
+        self.parameters: ModuleParameters | None = None
         self._plans: dict[Any, ModulePlan] = {}
         self._feed = unwrapped(self._arguments["feed"] or channels_first)
 
@@ -230,9 +229,8 @@ class TorchModel(TrainableModel):
         if self.weights is not None:
             with self._about("weights: "):
                 load_weights(model, self.weights)
-        if self._built:
+        if self.parameters is not None:
             self.parameters.close()
-        self._built = True
         planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
         updated = {name: tensors[name] for name in self.compiled.updated}
         held = planned.shares, planned.compressors
@@ -272,6 +270,13 @@ class TorchModel(TrainableModel):
         return LossOfCells(self.cost)
 
     @property
+    def built(self) -> ModuleParameters:
+        """The parameters; ConfigError if there are none yet."""
+        if self.parameters is None:
+            raise ConfigError("TorchModel is not built yet; call model.build(input_shape, batch_size) first")
+        return self.parameters
+
+    @property
     def schemes(self) -> dict[str, ExchangePolicy]:
         """The border schemes, by path of a module."""
         return chosen(self.scheme, dict(self.module.named_modules()), self.recompute)
@@ -292,13 +297,13 @@ class TorchModel(TrainableModel):
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return all that a checkpoint holds: the module's state, and what the optimiser remembers."""
         names = [name.removeprefix(f"{MODULE}/") for name in slots]
-        begin_slots(self.parameters.updated, self.torch_optimizer, names)
+        begin_slots(self.built.updated, self.torch_optimizer, names)
         arrays = {name: as_array(tensor) for name, tensor in kept_tensors(self.module).items()}
         shards = {
             name: ParameterShard(MODULE, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
         }
         kept = [(shards[name], array) for name, array in arrays.items()]
-        return {"model": kept, "optimizer": self.parameters.slots_kept_by(self.torch_optimizer)}
+        return {"model": kept, "optimizer": self.built.slots_kept_by(self.torch_optimizer)}
 
     def export(self, folder: Path) -> None:
         """Write the weights as a state_dict, weights.safetensors; collective."""

@@ -31,7 +31,7 @@ class ModuleStep(TrainStep):
 
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
         """Go forward and back, and synchronise the gradients."""
-        owner, parameters = self.owner, self.owner.parameters
+        owner, parameters = self.owner, self.owner.built
         parameters.begin_gradients()
         with owner.grid.observers.during("cost"):
             _, loss = owner.loss_of(x, targets, batch)
@@ -44,7 +44,7 @@ class ModuleStep(TrainStep):
     def locate(self, x: Any, targets: Any, batch: int, put_back: Callable[[], None]) -> str:
         """Return the first gradient that is not finite on a rank; collective."""
         bad = {"the loss": not self.finite}
-        for name, tensor in self.owner.parameters.tensors.items():
+        for name, tensor in self.owner.built.tensors.items():
             bad[f"the gradient of '{name}'"] = tensor.grad is not None and not tensor.grad.isfinite().all()
         return first(self.owner.grid.world, bad) or "the sum of the gradients over all ranks"
 
@@ -53,4 +53,4 @@ class ModuleStep(TrainStep):
         with TRACING:  # an optimiser computes otherwise while others trace
             self.owner.set_rates()
             self.owner.torch_optimizer.step()
-        self.owner.parameters.broadcast()
+        self.owner.built.broadcast()

@@ -299,8 +299,7 @@ def _pieces(run: TrainState) -> list[Piece]:
 
 def _sync_states(run: TrainState) -> list[SyncState]:
     """Return what gradient synchronisation keeps from step to step."""
-    parameters = run.model.whole.parameters
-    return [] if parameters is None else parameters.compressed.state()
+    return run.model.whole.built.compressed.state()
 
 
 def _owner(run: TrainState) -> str:
