@@ -7,9 +7,11 @@ import threading
 import zlib
 from collections import Counter
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+from idle_cells import idle_cells
 from torch import nn
 
 from neondist import ProcessGrid
@@ -27,6 +29,9 @@ GRIDS = (*BOTH_AXES_AND_REPLICAS, *OTHERS)
 """(replicas, rows, cols)"""
 
 
+PLAIN = int, float, list, dict, torch.Tensor, SimpleNamespace
+
+
 class Function(nn.Module):
     """A function of inputs, and of modules inside, as a module."""
 
@@ -38,9 +43,24 @@ class Function(nn.Module):
         return self.function(*inputs, *self.inner)
 
 
-def serial(module, inputs, gradients=None):
-    """Return the outputs, the gradients of inputs and parameters, and the buffers, of one process."""
+def serial(module, inputs, gradients=None, change=None):
+    """Return the outputs, the gradients of inputs and parameters, and the buffers, of one process.
+
+    Parameters
+    ----------
+    change : callable, optional
+        Of the module: called after the pass; another pass follows, whose results are under 'after'.
+    """
     module = copy.deepcopy(module)
+    found = _serial_pass(module, inputs, gradients)
+    if change is not None:
+        module.zero_grad()
+        change(module)
+        found["after"] = _serial_pass(module, inputs)
+    return found
+
+
+def _serial_pass(module, inputs, gradients=None):
     inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     found = module(*inputs)
     outputs = [y for y in torch.utils._pytree.tree_leaves(found) if isinstance(y, torch.Tensor)]
@@ -68,34 +88,55 @@ def differentiable(outputs, gradients):
 
 
 def distributed(module, inputs, gradients, grid, **more):
-    """Return the same as `serial` does, from virtual ranks."""
+    """Return the same as `serial` does, from virtual ranks.
+
+    Parameters
+    ----------
+    change : callable and gradients, optional
+        As of `serial`, and the gradients of the second pass.
+    cells : bool
+        Whether to look for cells that come from other ranks and are not needed: their steps are under 'idle'.
+    """
     import neondist.torch as ndt
 
     replicas, rows, cols = grid
     planes, running = more.pop("planes", 1), {key: more.pop(key) for key in ("timeout", "at_once") if key in more}
+    (change, gradients_after), cells = more.pop("change", None) or (None, None), more.pop("cells", False)
 
     def body(world):
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols, planes=planes) as ranks:
             mine = copy.deepcopy(module)
             shapes = [tuple(x.shape) for x in inputs]
             model = ndt.distribute(mine, shapes if len(shapes) > 1 else shapes[0], ranks, dtype=inputs[0].dtype, **more)
-            tiles = [model.scatter(x, at).requires_grad_(x.is_floating_point()) for at, x in enumerate(inputs)]
-            outputs = [y for y in torch.utils._pytree.tree_leaves(model(*tiles)) if isinstance(y, torch.Tensor)]
-            layouts = [lay for lay in model._runner().layouts if lay is not None]
-            parts = [model.tiling.part(g, lay) for g, lay in zip(gradients, layouts, strict=True)]
-            torch.autograd.backward(*differentiable(outputs, parts))
-            named = mine.named_parameters(remove_duplicate=False)
-            trained = [name for name, p in named if p.requires_grad]
-            if ranks.size > 1:
-                assert sent(model) == model.plan.traffic(ranks.rank, trained, inputs=True)
-            return {
-                "outputs": [model.tiling.gathered(y, lay) for y, lay in zip(outputs, layouts, strict=True)],
-                "inputs": [None if x.grad is None else input_gradient(model, at, x.grad) for at, x in enumerate(tiles)],
-                "parameters": {name: p.grad for name, p in mine.named_parameters()},
-                "buffers": {name: b.clone() for name, b in mine.named_buffers()},
-            }
+            found = _distributed_pass(model, inputs, gradients)
+            if change is not None:
+                model.wires.ledger.clear()
+                mine.zero_grad()
+                change(mine)
+                found["after"] = _distributed_pass(model, inputs, gradients_after)
+            if cells:
+                found["idle"] = idle_cells(model, [model.scatter(x, at) for at, x in enumerate(inputs)])
+            return found
 
     return loopback.run(replicas * rows * cols * planes, body, **running)
+
+
+def _distributed_pass(model, inputs, gradients):
+    mine, ranks = model.module, model.grid
+    tiles = [model.scatter(x, at).requires_grad_(x.is_floating_point()) for at, x in enumerate(inputs)]
+    outputs = [y for y in torch.utils._pytree.tree_leaves(model(*tiles)) if isinstance(y, torch.Tensor)]
+    layouts = [lay for lay in model._runner().layouts if lay is not None]
+    parts = [model.tiling.part(g, lay) for g, lay in zip(gradients, layouts, strict=True)]
+    torch.autograd.backward(*differentiable(outputs, parts))
+    trained = [name for name, p in mine.named_parameters(remove_duplicate=False) if p.requires_grad]
+    if ranks.size > 1:
+        assert sent(model) == model.plan.traffic(ranks.rank, trained, inputs=True)
+    return {
+        "outputs": [model.tiling.gathered(y, lay) for y, lay in zip(outputs, layouts, strict=True)],
+        "inputs": [None if x.grad is None else input_gradient(model, at, x.grad) for at, x in enumerate(tiles)],
+        "parameters": {name: p.grad for name, p in mine.named_parameters()},
+        "buffers": {name: b.clone() for name, b in mine.named_buffers()},
+    }
 
 
 def input_gradient(model, at, gradient):
@@ -141,7 +182,7 @@ def difference(found, expected):
         have, want = found[kind], expected[kind]
         keys = list(want) if isinstance(want, dict) else range(len(want))
         sizes = [
-            want[key].abs().double().nan_to_num(posinf=0.0).max().item()
+            (want[key] if want[key].is_complex() else want[key].double()).abs().nan_to_num(posinf=0.0).max().item()
             for key in keys
             if want[key] is not None and want[key].numel()
         ]
@@ -174,12 +215,18 @@ def captured_once(programs=None):
     def captured(module, shapes, *what, **more):
         mode = tuple(m.training for m in module.modules())
         given = tuple((tuple(shape), dtype) for shape, dtype in shapes)
-        read = tuple(repr(buffer) for buffer in module.buffers() if buffer.numel() < 10)  # as code may read them
+        attributes = [value for name, value in vars(module).items() if isinstance(value, PLAIN) and name[0] != "_"]
+        read = tuple(
+            map(repr, (*(b for b in module.buffers() if b.numel() < 10), *attributes))
+        )  # as code may read them
         key = type(module), repr(module), getattr(module, "criterion", None), given, mode, read
         with lock:
-            if key not in programs:
-                programs[key] = real(module, shapes, *what, **more)
-        return programs[key]
+            if key in programs:
+                return programs[key]
+            program = real(module, shapes, *what, **more)
+            if not program.reads.others:  # the tensors of this module alone
+                programs[key] = program
+        return program
 
     lock = threading.Lock()
     with pytest.MonkeyPatch.context() as patch:
