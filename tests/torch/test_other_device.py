@@ -101,6 +101,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_stays_on_the_device(case, grid):
