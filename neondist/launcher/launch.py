@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from .. import memory, safe_path, threads
 from ..console import say
@@ -22,6 +23,7 @@ from . import pinning
 from .cleanup import job_folders
 from .monitor import LEASE, LOOPBACK, Monitor
 from .mpirun import REMEDY, Mpirun, find_mpirun
+from .placement import placed
 from .supervise import Ending, supervise
 
 PER_CORE = 16
@@ -40,19 +42,30 @@ def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> Ending:
     `heard` are the names of signals that came before.
     """
     mpirun, ranks = ready(os.environ), arguments.ranks
-    command = safe_path.command("neondist", *words(arguments))
-    env = environment(mpirun, ranks, os.environ)
-    if arguments.begun is not None:
-        env[STARTED] = str(arguments.begun)
     if arguments.stops and heard:
         say(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
-    monitor = Monitor(ranks, monitor_addresses(os.environ), arguments.lease or LEASE)
-    with job_folders(mpirun, env) as job, monitor:
-        env |= {**job.environment, **monitor.environment}
-        start = mpirun.command(ranks, [name for name in _HANDED_ON if name in env])
-        ending = supervise([*start, *command], env, job.held, arguments.stops, monitor, heard)
-        job.orderly = ending.code < 128
+    with placed(arguments, mpirun, ranks) if arguments.resources else nullcontext() as placement:
+        env = environment(mpirun, ranks, os.environ, pins=placement is None)
+        if arguments.begun is not None:
+            env[STARTED] = str(arguments.begun)
+        addresses = monitor_addresses(os.environ) if placement is None else placement.addresses()
+        with job_folders(mpirun, env) as job, Monitor(ranks, addresses, arguments.lease or LEASE) as monitor:
+            env |= {**job.environment, **monitor.environment}
+            names = [name for name in _HANDED_ON if name in env]
+            if placement is None:
+                command = [*mpirun.command(ranks, names), *safe_path.command(*rank_words(arguments))]
+            else:
+                command = placement.command(mpirun, rank_words(arguments), names, os.environ)
+                env = placement.environment(env)
+            ending = supervise(command, env, job.held, arguments.stops, monitor, heard)
+            job.orderly = ending.code < 128
     return ending
+
+
+def launch_script(arguments: argparse.Namespace) -> int:
+    """Start a script on all ranks under mpirun, and return the job's exit code."""
+    ready(os.environ)
+    return show_loss(launch(arguments), arguments)
 
 
 def show_loss(ending: Ending, arguments: argparse.Namespace) -> int:
@@ -106,9 +119,17 @@ def refuse_crowd(ranks: int, env: Mapping[str, str]) -> None:
         )
 
 
+def rank_words(arguments: argparse.Namespace) -> list[str]:
+    """Return the module that every rank runs, and its words."""
+    if arguments.resources is not None and arguments.script:
+        return ["neondist.launcher.script", os.path.abspath(arguments.file), *arguments.script[1:]]
+    return ["neondist", *words(arguments)]
+
+
 def words(arguments: argparse.Namespace) -> list[str]:
-    """Return what every rank is told: the same command without -n, and without what tells how ranks are started."""
-    told, given = [], iter(arguments.words)
+    """Return the words of every rank: the same command without -n, and without what tells how ranks are started."""
+    launched = arguments.words[:1] == ["launch"]
+    told, given = ["run"] if launched else [], iter(arguments.words[2:] if launched else arguments.words)
     for word in given:
         if word in ("-n", "--restarts", "--elastic", "--lease"):
             next(given)
@@ -117,12 +138,12 @@ def words(arguments: argparse.Namespace) -> list[str]:
     return told
 
 
-def environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str]) -> dict[str, str]:
+def environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str], pins: bool = True) -> dict[str, str]:
     """Return the environment of the ranks; a number of threads that the user has set stays, and rules pinning."""
     new = {**mpirun.environment(), **env, LAUNCHED: str(ranks), STARTED: str(time.time())}
     if not threads.chosen(env):
         new.update(dict.fromkeys(threads.VARIABLES, str(threads.share(ranks))))
-    new |= pinning.environment(ranks, new)
+    new |= pinning.environment(ranks, new) if pins else {}
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
         new.update(COLUMNS=str(size.columns), LINES=str(size.lines))

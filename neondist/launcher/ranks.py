@@ -148,10 +148,10 @@ def _on_virtual_ranks(arguments: argparse.Namespace, body: Callable[[Transport],
 
 def must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     """Tell whether ranks have to be started; LaunchError if they could not run."""
-    if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None):
+    if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None and arguments.resources is None):
         return False
     ready(os.environ)
-    if not arguments.force:
+    if not arguments.force and arguments.resources is None:
         refuse_crowd(arguments.ranks, os.environ)
     return True
 

@@ -113,8 +113,8 @@ class ParameterPlan:
         shared -= sum(self.whole[name].size_on(self.grid, tile) for name in self.compressors)
         packed = bytes_reduced(self.compressors, self.whole, self.dtype.itemsize) * (self.grid.size > 1)
         summed = (HEADER + shared - self.owned) * (self.grid.size > 1) + own * (self.grid.replicas > 1)
-        differ = (self.grid.size if self.shares else self.grid.tiles) > 1
-        return self.dtype.itemsize * summed + packed + 8 * norms * differ
+        several = (self.grid.size if self.shares else self.grid.tiles) > 1
+        return self.dtype.itemsize * summed + packed + 8 * norms * several
 
     def redistributed(self, rank: int, samples: int = 0) -> int:
         """Return the bytes that a rank sends in a training step: gradients to their owners, and values that it owns.
@@ -122,14 +122,10 @@ class ParameterPlan:
         Of sparse parameters it is the most that it may send for so many samples of its replica.
         """
         dense = [share for name, share in self.shares.items() if not self.parameters[name].sparse]
-        owned, total = sum(share.boxes[rank].size for share in dense), sum(prod(share.shape) for share in dense)
-        size = self.dtype.itemsize
-        rows = sum(
-            most_rows_sent(one, self.shares.get(name), rank, self.grid, samples, size)
-            for name, one in self.whole.items()
-            if one.sparse
-        )
-        return size * (total - owned + owned * (self.grid.size - 1)) + rows
+        owned, whole = sum(share.boxes[rank].size for share in dense), sum(prod(share.shape) for share in dense)
+        how = self.grid, samples, self.dtype.itemsize
+        rows = sum(most_rows_sent(one, self.shares.get(n), rank, *how) for n, one in self.whole.items() if one.sparse)
+        return self.dtype.itemsize * (whole - owned + owned * (self.grid.size - 1)) + rows
 
     def memory(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and the optimiser's arrays on a rank."""

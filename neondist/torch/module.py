@@ -225,7 +225,9 @@ class DistributedModule(nn.Module):
         A target that has the spatial extents of an output, (N, *spatial) or (N, C, *spatial), is cut as that is; of
         others, (N,) or (N, C), only the batch is cut, over replicas.
         """
-        targets = self._runner().targets
+        # on one rank all of them, in whatever state the module is
+        current = self._current if self.grid.size == 1 else None
+        targets = (self._runner() if current is None else current[1]).targets
 
         def part(each: Any) -> torch.Tensor:
             shape = tuple(each.shape)

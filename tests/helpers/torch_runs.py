@@ -1,6 +1,7 @@
 """Modules of PyTorch on grids of virtual ranks, compared with one process."""
 
 import copy
+import importlib
 import os
 import threading
 import zlib
@@ -21,6 +22,7 @@ from neondist.torch.blocks import TracedImage
 from neondist.torch.layout import shape_of
 from neondist.torch.transfer import at_place
 
+CONVERSION = importlib.import_module("neondist.torch.convert.from_torch")
 BOTH_AXES_AND_REPLICAS = (1, 3, 2), (2, 1, 2)
 OTHERS = (1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (2, 1, 1)
 GRIDS = (*BOTH_AXES_AND_REPLICAS, *OTHERS)
@@ -180,7 +182,7 @@ def difference(found, expected):
         have, want = found[kind], expected[kind]
         keys = list(want) if isinstance(want, dict) else range(len(want))
         sizes = [
-            want[key].abs().double().nan_to_num(posinf=0.0).max().item()
+            (want[key] if want[key].is_complex() else want[key].double()).abs().nan_to_num(posinf=0.0).max().item()
             for key in keys
             if want[key] is not None and want[key].numel()
         ]
@@ -228,15 +230,15 @@ def captured_once(programs=None):
 
     lock = threading.Lock()
     with pytest.MonkeyPatch.context() as patch:
-        for place in (capturing, criteria, factory):
+        for place in (capturing, criteria, factory, CONVERSION):
             patch.setattr(place, "captured", captured)
         yield
 
 
-def some_grids():
-    """Return the grids that cut most, and one of the others, in which tests take turns."""
-    at = zlib.crc32(os.environ["PYTEST_CURRENT_TEST"].encode()) % len(OTHERS)
-    return *BOTH_AXES_AND_REPLICAS, OTHERS[at]
+def in_turn(grids, number=2):
+    """Return some of the grids: tests take turns."""
+    at = zlib.crc32(os.environ["PYTEST_CURRENT_TEST"].encode())
+    return tuple(grids[(at + more) % len(grids)] for more in range(number))
 
 
 def check(module, *shapes, grids=None, tolerance=1e-9, **more):
@@ -246,7 +248,7 @@ def check(module, *shapes, grids=None, tolerance=1e-9, **more):
     inputs = [torch.randn(shape, dtype=torch.float64) if isinstance(shape, tuple) else shape for shape in shapes]
     expected = serial(module, inputs)
     with captured_once():
-        for grid in grids or some_grids():
+        for grid in grids or (*BOTH_AXES_AND_REPLICAS, *in_turn(OTHERS, 1)):
             for rank, found in enumerate(distributed(module, inputs, expected["gradients"], grid, **dict(more))):
                 worst, where = difference(found, expected)
                 assert worst <= tolerance, f"grid {grid}, rank {rank}: {where} is off by {worst:.1e}"

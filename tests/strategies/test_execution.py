@@ -40,7 +40,7 @@ def serial(kind, optimizer):
     return train(kind, optimizer)[1]
 
 
-@settings(max_examples=40)
+@settings(max_examples=24)
 @given(*map(st.sampled_from, (NETWORKS, sorted(OPTIMIZERS), SYNCHRONOUS, GRIDS)))
 def test_numbers_are_those_of_one_process(kind, optimizer, strategy, shape):
     replicas, rows, cols = shape

@@ -27,6 +27,7 @@ COLLECTIVE = {
     "DistributedModule.gather": ("gather", lambda s: s.model.gather(s.y)),
     "loss.backward": ("backward of loss 1", lambda s: s.loss.backward(retain_graph=True)),
     "y.backward": ("backward of an output", lambda s: s.y.sum().backward(retain_graph=True)),
+    "DistributedOptimizer": ("DistributedOptimizer", lambda s: ndt.DistributedOptimizer(s.model, torch.optim.SGD)),
     "halo": ("halo", lambda s: ndt.halo(s.tile, WINDOW, s.grid)),
     "halo's backward": ("backward of halo", lambda s: s.view.sum().backward(retain_graph=True)),
     "reduce": ("reduce sum over tiles", lambda s: ndt.reduce(s.tile.sum(), "sum", s.grid)),
