@@ -105,7 +105,7 @@ def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Pla
         return found
     needed = [(made.needed_by(stream), made) for made, stream in tried]
     count, made = min([(plan.needed, plan), *needed], key=lambda pair: pair[0])
-    layer = max(made.layers, key=lambda each: max(box.size for box in each.kept) * each.input_shape[-1])
+    layer = max(made.layers, key=lambda each: each.largest_view * each.input_shape[-1])
     raise ConfigError(
         f"memory: a rank may use {words(limit)}, but needs {words(count)} at least, most of it for layer"
         f" '{layer.name}'; give more memory, or use more ranks or smaller batches"
@@ -180,7 +180,7 @@ def _filled(plan: Plan, stream: Stream, limit: int, most: float, alone: bool) ->
     alone : bool
         Whether they are to be as many.
     """
-    tiles, itemsize, samples = range(plan.grid.tiles), plan.itemsize, plan.held_samples(0)
+    tiles, itemsize, samples = plan.classes(stream).tiles, plan.itemsize, plan.held_samples(0)
     found: list[tuple[float, Stream]] = []
 
     def add(stream: Stream) -> None:

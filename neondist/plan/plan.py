@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ import numpy as np
 from ..comm import group_of
 from ..costs import Cost
 from ..costs.mean import parts_of
-from ..geometry import GridShape, Partition, split
+from ..geometry import GridShape, Level, Partition, split
 from ..layers import Parameter
 from ..optim import Optimizer
 from ..parallel import HEADER
@@ -23,6 +24,7 @@ from ..registry import serial_class
 from ..strategies import AllReduce, ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.shares import Share, shares_of
 from . import report
+from .classes import TileClasses, cells_kinds, classes_of
 from .graph import Graph
 from .layer import LayerCosts, LayerPlan
 from .section import PlannedSection, Rows, Segment, in_segments
@@ -84,6 +86,7 @@ class Plan(Sequence[LayerPlan]):
     pretraining: dict[str, list[int]] = field(default_factory=dict)
     stream: Stream | None = None
     idle: int = 0
+    _per_sample: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @overload
     def __getitem__(self, at: int) -> LayerPlan: ...
@@ -284,15 +287,28 @@ class Plan(Sequence[LayerPlan]):
             strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.held_samples(0)
             return self._whole(0, tile) + self._parameters(tile) + strips
 
-        return max(map(bytes_of, range(self.grid.tiles)))
+        return max(map(bytes_of, self.classes(stream).tiles))
+
+    def classes(self, stream: Stream | None) -> TileClasses:
+        """Return the tiles that differ in more than their place, where these strips go in such a way."""
+        values = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
+        values |= {cells for section in self.sections for cells in section.regions.values()}
+        level: Level = "extents" if stream is None and not self.segments else "all"
+        kinds = [kind for plan in self for kind in plan.kinds(level)]
+        kinds += map(cells_kinds, values)
+        kinds += [] if stream is None else stream.kinds
+        owned = [self.owned_by(tile) for tile in range(self.grid.tiles)] if self.shares else []
+        return classes_of(self.grid.tiles, kinds, [np.array(owned)] if owned else [])
 
     def _whole(self, replica: int, tile: int) -> int:
         """Return the bytes of what does not go in strips from the image on, without parameters."""
-        inputs = self.sections[self.stream is None :]
-        kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
-        numbers = self.length(tile) + self.strip_length(tile) + kept
-        beside = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
-        return (numbers * self.itemsize + beside) * self.held_samples(replica)
+        if tile not in self._per_sample:
+            inputs = self.sections[self.stream is None :]
+            kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
+            numbers = self.length(tile) + self.strip_length(tile) + kept
+            beside = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
+            self._per_sample[tile] = numbers * self.itemsize + beside
+        return self._per_sample[tile] * self.held_samples(replica)
 
     def _parameters(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and the optimiser's arrays on a rank."""
@@ -308,7 +324,7 @@ class Plan(Sequence[LayerPlan]):
     @property
     def peak(self) -> int:
         """The same on the rank that needs most."""
-        return max(self.arena(0, tile) for tile in range(self.grid.tiles))
+        return max(self.arena(0, tile) for tile in self.classes(self.stream).tiles)
 
     def length(self, tile: int) -> int:
         """Return the numbers of a sample in such a block; sections take turns in it."""
@@ -362,13 +378,14 @@ class Plan(Sequence[LayerPlan]):
     def costs(self, batch_size: int | None = None) -> list[LayerCosts]:
         """Return the costs of every layer in one step of a whole batch."""
         size, found = self.itemsize, []
-        shares = [self.samples(replica, batch_size) for replica in range(self.grid.replicas)]
+        shares = Counter(self.samples(replica, batch_size) for replica in range(self.grid.replicas))
         for index, plan in enumerate(self):
-            view = max(box.size for box in plan.kept) * plan.input_shape[-1] * size
+            view = plan.largest_view * plan.input_shape[-1] * size
+            sent = {samples: plan.sent_bytes(samples, *self._how(plan)) for samples in shares}
             found.append(
                 LayerCosts(
-                    sent_most=round(max(plan.sent_bytes(shares[0], *self._how(plan)))),
-                    sent_all=round(sum(sum(plan.sent_bytes(samples, *self._how(plan))) for samples in shares)),
+                    sent_most=round(max(sent[self.samples(0, batch_size)])),
+                    sent_all=round(sum(count * sum(sent[samples]) for samples, count in shares.items())),
                     parameters=plan.parameters,
                     memory=(1 + (index > 0)) * view * self.held_samples(0) + max(plan.held) * self._per_parameter,
                 )

@@ -9,8 +9,9 @@ from itertools import pairwise
 from math import prod
 from operator import ge
 
-from ..geometry import Box, GridShape, Overlapping, Partition, StripGrid, hulls
+from ..geometry import Box, GridShape, Kinds, Overlapping, Partition, StripGrid, hulls
 from ..layers import Layer, said_with
+from .classes import cells_kinds, of_strips
 from .graph import Graph, Step
 from .planner import operations
 from .section import PlannedSection
@@ -356,6 +357,14 @@ class Stream:
         """Return the bytes of a sample of one strip at a time, and of all that is kept of strips."""
         most = max(part.held(tile, itemsize) for part in self.parts)
         return most + self.saved(tile, itemsize) + self.kept(tile) * itemsize
+
+    @property
+    def kinds(self) -> list[Kinds]:
+        """What tells tiles apart: their strips, and what they have of a value that is cut."""
+        strips = [kind for part in self.parts for plan in part.section.placed.values() for kind in plan.kinds("all")]
+        strips += [cells_kinds(cells) for part in self.parts for cells in part.cells]
+        wide = [cells_kinds(part.wide) for part in self.parts if part.wide is not None]
+        return [*(of_strips(kind, self.grid.strips) for kind in strips if kind.axes), *wide]
 
     def kept(self, tile: int) -> int:
         """Return the numbers of a sample that are kept of gradients: of the cut above and of the one below."""
