@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..launcher.report import speaks
-from . import apply, bench, data, doctor, files, options, run, sweep
+from . import apply, bench, data, doctor, files, options, plan, run, sweep
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, begun=None)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, apply, sweep, bench, doctor, data, files):
+    for command in (run, plan, apply, sweep, bench, doctor, data, files):
         command.add(commands)
     return top
 

@@ -165,6 +165,16 @@ class LayerPlan:
                 f" halos_for and gathers_for declare {planned}; declare every array that make_array returns"
             )
 
+    def products(self, tile: int) -> int:
+        """Return the multiplications of a sample's forward pass that a tile takes: of its own cells, or weights."""
+        weights = self.trained.get("weights")
+        if weights is None:
+            return 0
+        if weights.layout.cut:
+            return weights.size_on(self.grid, tile)
+        box = self.view(tile).own if self.reverse else self.tile(tile)
+        return box.size * prod(weights.shape)
+
     def held_by(self, tile: int) -> int:
         """Return the trained numbers that a tile's rank keeps: all of them, or those of its tile."""
         return sum(p.size_on(self.grid, tile) for p in self.trained.values())
@@ -217,6 +227,11 @@ class LayerPlan:
         """Cells that each tile receives in a forward pass, channels not counted."""
         return self.classes.each(lambda tile: sum(one.plan(tile).halo_volume for one in self._exchanges))
 
+    def messages(self, tile: int) -> tuple[list[int], list[int]]:
+        """Return the numbers of a sample in each message that a tile sends in an exact forward and backward pass."""
+        there, back = self._there_of(tile), self._back_of(tile)
+        return (back, there) if self.reverse else (there, back)
+
     @property
     def forward(self) -> list[list[int]]:
         """For each tile, how many numbers of a sample each message holds that it sends in an exact forward pass."""
@@ -253,7 +268,7 @@ class LayerPlan:
         forwards : int
             How often the layer goes forward.
         """
-        there, back = ([n * samples for n in messages[tile]] for messages in (self.forward, self.backward))
+        there, back = ([n * samples for n in messages] for messages in self.messages(tile))
         needed = gradient or self.reverse  # a transposed convolution's weights need its neighbours' gradients
         returns = self.scheme.mean_bytes(back, itemsize, "backward") if needed else 0
         return forwards * self.scheme.mean_bytes(there, itemsize, "forward") + returns
@@ -276,17 +291,21 @@ class LayerPlan:
 
     @cached_property
     def _there(self) -> list[list[int]]:
-        """What each tile sends to those that see its cells."""
-        return self.classes.each(lambda tile: _numbers((one.plan(tile).sends, one.channels) for one in self._exchanges))
+        return self.classes.each(self._there_of)
 
     @cached_property
     def _back(self) -> list[list[int]]:
-        """What each tile sends the other way: gradients of the cells that it sees, or those of its outputs."""
-        if (gathers := self._gathers) is not None:
-            return self.classes.each(lambda tile: _numbers([(gathers.plan(tile).sends, gathers.channels)]))
-        return self.classes.each(
-            lambda tile: _numbers((one.plan(tile).receives, one.channels) for one in self._exchanges)
-        )
+        return self.classes.each(self._back_of)
+
+    def _there_of(self, tile: int) -> list[int]:
+        """Return what a tile sends to those that see its cells."""
+        return _numbers((one.plan(tile).sends, one.channels) for one in self._exchanges)
+
+    def _back_of(self, tile: int) -> list[int]:
+        """Return what a tile sends the other way: gradients of the cells that it sees, or those of its outputs."""
+        if self._gathers is not None:
+            return _numbers([(self._gathers.plan(tile).sends, self._gathers.channels)])
+        return _numbers((one.plan(tile).receives, one.channels) for one in self._exchanges)
 
     def _inputs(self, shape: Shape) -> Partition:
         return self.regions[0] or self.grid.partition(shape[:-1])

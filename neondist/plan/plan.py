@@ -27,8 +27,9 @@ from . import report
 from .classes import TileClasses, cells_kinds, classes_of
 from .graph import Graph
 from .layer import LayerCosts, LayerPlan
+from .search import Workload
 from .section import PlannedSection, Rows, Segment, in_segments
-from .stream import Stream
+from .stream import Stream, work_of
 
 Shape = tuple[int, ...]
 LOSS, GRADIENTS = "loss", "gradients"
@@ -216,12 +217,7 @@ class Plan(Sequence[LayerPlan]):
         ConfigError
             The strategy is for another model or more ranks, or cannot be executed within one MPI job.
         """
-        given, dtype = self.training.strategy or AllReduce(), str(self.training.dtype)
-        specs = [
-            ParameterSpec(f"{plan.name}/{name}", parameter.shape, dtype)
-            for plan in self
-            for name, parameter in plan.trained.items()
-        ]
+        given, specs = self.training.strategy or AllReduce(), self.specs
         found = given.build(specs, self.grid.size) if isinstance(given, StrategyBuilder) else given
         found.check_model(specs)
         found.check_synchronous()
@@ -240,6 +236,39 @@ class Plan(Sequence[LayerPlan]):
     def owned_by(self, rank: int) -> int:
         """Return how many numbers of the parameters that have owners a rank owns."""
         return sum(share.boxes[rank].size for share in self.shares.values())
+
+    @cached_property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """The trained parameters, in the order of the model."""
+        dtype = str(self.training.dtype)
+        return tuple(
+            ParameterSpec(f"{p.name}/{name}", one.shape, dtype) for p in self for name, one in p.trained.items()
+        )
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What the busiest rank does in a step: it has most cells, and sends most, in each layer."""
+        samples = self.samples(0)
+        flops = sum(2 * samples * (3 if plan.gradient else 2) * plan.products(0) for plan in self)
+        again = 1.0 if self.stream is None else work_of(self.graph, self.stream) / work_of(self.graph, None)
+        moved = self.moved(0) - self._update * self.itemsize
+        sent = sum(max(plan.sent_by(t, samples, *self._how(plan)) for t in plan.classes.tiles) for plan in self)
+        messages = sum(max(sum(map(len, plan.messages(t))) for t in plan.classes.tiles) for plan in self)
+        several = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
+        sums = sum(several[one.group] > 1 for plan in self for one in plan.reductions if one.group)
+        summed = sum(count for name, count in self.reduced(0).items() if name not in (GRADIENTS, LOSS))
+        cut = [spec.name for spec, one in zip(self.specs, self._trained, strict=True) if self._cut(one)]
+        slots = len(self.training.optimizer.kept)
+        return Workload(flops * again, moved * again, messages, sent, sums, summed, self.specs, frozenset(cut), slots)
+
+    @property
+    def _trained(self) -> list[Parameter]:
+        return [parameter for plan in self for parameter in plan.trained.values()]
+
+    @property
+    def _update(self) -> int:
+        """Numbers that an update reads and writes."""
+        return (3 + 2 * len(self.training.optimizer.kept)) * sum(plan.held_by(0) for plan in self)
 
     def pretraining_bytes(self) -> list[tuple[str, int, int]]:
         """Return each stage's name, and what the busiest rank and all ranks send in a step of its pretraining."""

@@ -13,7 +13,7 @@ from ..geometry import Box, GridShape, Kinds, Overlapping, Partition, StripGrid,
 from ..layers import Layer, said_with
 from .classes import cells_kinds, of_strips
 from .graph import Graph, Step
-from .planner import operations
+from .planner import PASSES, operations
 from .section import PlannedSection
 from .segments import Found
 from .traced import needed_by, section_of, trace
@@ -380,6 +380,15 @@ def effort(graph: Graph, at: int) -> float:
         return 0.0
     computed = 0.0 if step.layer is None else operations(step.layer, graph.shapes[step.inputs[0]])
     return computed + MOVED * graph.shapes[step.output][-1]
+
+
+def work_of(graph: Graph, stream: Stream | None) -> float:
+    """Return what a training step of a sample takes, in multiplications."""
+    first = 0 if stream is None else len(stream.graph.steps)
+    beside = sum(
+        prod(graph.shapes[graph.steps[at].output][:-1]) * effort(graph, at) for at in range(first, len(graph.steps))
+    )
+    return PASSES * beside + (0 if stream is None else stream.work)
 
 
 def _leaves(step: Step) -> bool:
