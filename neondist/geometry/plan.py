@@ -7,7 +7,7 @@ A plan names, for one tile, the cells that it owns, the cells that it needs, and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -68,20 +68,12 @@ class HaloPlan(TransferPlan):
     own: Box
     need: Box
     buffer: Box
-    partition: Partition
+    extent: tuple[int, ...]
     window: Window
-    tile: int
-    axes: Sequence[_Axis] = field(repr=False, compare=False)
-
-    @property
-    def extent(self) -> tuple[int, ...]:
-        """That of the image."""
-        return self.partition.extent
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether tiles overlap: what a tile needs beside its own has no owner then, or is outside of the image."""
-        return self.partition.overlaps
+    #: returns what it receives, sends, and has already
+    pieces: Callable[[], tuple[Sequence[Piece], Sequence[Piece], Sequence[Piece]]] = field(repr=False, compare=False)
+    #: whether tiles overlap: what a tile needs beside its own has no owner then, or is outside of the image
+    overlaps: bool = False
 
     @property
     def trivial(self) -> bool:
@@ -95,30 +87,25 @@ class HaloPlan(TransferPlan):
             return []
         return self.buffer.outside(self.own if self.overlaps else Box.of(self.extent))
 
-    @cached_property
+    @property
     def receives(self) -> tuple[Piece, ...]:  # type: ignore[override]
         """What it needs of others."""
-        return tuple(piece for piece in self._needed if piece.peer != self.tile)
+        return self._pieces[0]
 
-    @cached_property
-    def local(self) -> tuple[Piece, ...]:  # type: ignore[override]
-        """What it needs of its own cells."""
-        return tuple(piece for piece in self._needed if piece.peer == self.tile)
-
-    @cached_property
+    @property
     def sends(self) -> tuple[Piece, ...]:  # type: ignore[override]
         """What others need of it."""
-        if self.overlaps:
-            return ()  # whoever shares cells has all that it needs
-        pieces = [axis.pieces_from(at) for axis, at in zip(self.axes, self.partition.coords(self.tile), strict=True)]
-        return tuple(p for p in _combine(self.partition, pieces, by_needer=True) if p.peer != self.tile)
+        return self._pieces[1]
+
+    @property
+    def local(self) -> tuple[Piece, ...]:  # type: ignore[override]
+        """What it needs of its own cells."""
+        return self._pieces[2]
 
     @cached_property
-    def _needed(self) -> list[Piece]:
-        if self.overlaps:
-            return []
-        places = zip(self.axes, self.partition.coords(self.tile), strict=True)
-        return _combine(self.partition, [axis.pieces(at) for axis, at in places])
+    def _pieces(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...], tuple[Piece, ...]]:
+        receives, sends, local = self.pieces()
+        return tuple(receives), tuple(sends), tuple(local)
 
     @classmethod
     @lru_cache(maxsize=1024)  # virtual ranks, and every look at the same model, ask for the same
@@ -137,7 +124,17 @@ class HaloPlan(TransferPlan):
             Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
             for ranges in ([axis.needs[at] for axis, at in places], [axis.sources(at) for axis, at in places])
         )
-        return cls(own, need, need.hull(own).hull(folded), partition, window, tile, axes)
+
+        def pieces() -> tuple[list[Piece], list[Piece], list[Piece]]:
+            if partition.overlaps:  # whoever shares cells has all that it needs
+                return [], [], []
+            needed = _combine(partition, [axis.pieces(at) for axis, at in places])
+            shown = _combine(partition, [axis.pieces_from(at) for axis, at in places], by_needer=True)
+            others = ([piece for piece in found if piece.peer != tile] for found in (needed, shown))
+            return *others, [piece for piece in needed if piece.peer == tile]  # type: ignore[return-value]
+
+        buffer = need.hull(own).hull(folded)
+        return cls(own, need, buffer, partition.extent, window, pieces, partition.overlaps)
 
     @classmethod
     @lru_cache(maxsize=512)

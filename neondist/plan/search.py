@@ -16,6 +16,7 @@ from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.auto import SyncCosts, sync_costs
 from ..strategies.builder import Resources
 from . import report
+from .parameters import ParameterPlan
 
 PARTS = "compute", "exchange", "sums", "synchronise"
 MOST = 24
@@ -36,12 +37,7 @@ class Workload:
         Of halos and redistributions, and their bytes.
     sums, summed : float
         Sums over ranks, and the bytes that are given into them.
-    specs : tuple of ParameterSpec
-        The parameters, in the order of the model.
-    cut : frozenset of str
-        Of which each tile keeps and updates its own part.
-    slots : int
-        Numbers that the optimiser keeps of each trained one.
+    parameters : ParameterPlan
     """
 
     flops: float
@@ -50,20 +46,26 @@ class Workload:
     sent: float
     sums: float
     summed: float
-    specs: tuple[ParameterSpec, ...]
-    cut: frozenset[str] = frozenset()
-    slots: int = 0
+    parameters: ParameterPlan
+
+    @property
+    def shared(self) -> list[ParameterSpec]:
+        """The parameters that are not cut over the tiles: those that strategies can give to owners."""
+        return [spec for spec in self.parameters.specs if spec.name in self.parameters.whole]
 
 
 class Planned(Protocol):
     """A plan of a model of any kind."""
 
     grid: GridShape
-    needed: int
 
     @property
     def workload(self) -> Workload:
         """That of the busiest rank."""
+
+    @property
+    def trained_in(self) -> int:
+        """Bytes of the rank that needs most in training, if all ranks hold all of the optimiser's arrays."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +130,14 @@ def choices(
     found = []
     for plan in plans:
         load, ranks = plan.workload, plan.grid.size
-        shared = [spec for spec in load.specs if spec.name not in load.cut]
+        specs, shared, slots = load.parameters.specs, load.shared, load.parameters.slots
         for number, builder in enumerate(builders):
-            key = str(number), load.specs
+            key = str(number), specs
             if key not in made:
                 given = isinstance(builder, Strategy)
-                made[key] = builder if given else builder.build(load.specs, resources or ranks)  # type: ignore[union-attr, assignment]
-                made[key].check_model(load.specs)
-            sync = sync_costs(made[key].parameters, shared, ranks, load.slots, machine)
+                made[key] = builder if given else builder.build(specs, resources or ranks)  # type: ignore[union-attr, assignment]
+                made[key].check_model(specs)
+            sync = sync_costs(made[key].parameters, shared, ranks, slots, machine)
             seconds = dict(zip(PARTS, (*_seconds(load, plan.grid, machine), sync.seconds), strict=True))
             found.append(Choice(plan, replace(made[key], grid=_factors(plan.grid)), seconds, sync))
     return sorted(found, key=lambda choice: choice.order)
@@ -169,11 +171,12 @@ def best(
             left.append(f"{named(choice)}: needs {words(needed)} of a rank, more than {words(limit)}")
         if len(kept) == 2:
             break
-    for choice in found if not kept and limit is not None and within is not None else ():
-        try:
-            return replace(choice, plan=within(choice.plan, limit)), None, left
-        except UserError:
-            continue
+    if not kept and limit is not None and within is not None:
+        for choice in found:
+            try:
+                return replace(choice, plan=within(choice.plan, limit)), None, left
+            except UserError:
+                continue
     if not kept:
         raise ConfigError(
             f"memory: a rank may use {words(limit or 0)}, but needs {words(least)} at least with any grid and strategy;"
@@ -185,8 +188,8 @@ def best(
 def held(choice: Choice) -> int:
     """Return the bytes that a rank needs at most with a strategy, as if that with most cells owned most, too."""
     load = choice.plan.workload
-    everywhere = sum(spec.nbytes for spec in load.specs if spec.name not in load.cut) * (2 + load.slots)
-    return choice.plan.needed - everywhere + choice.sync.held
+    everywhere = sum(spec.nbytes for spec in load.shared) * (2 + load.parameters.slots)
+    return choice.plan.trained_in - everywhere + choice.sync.held
 
 
 def named(choice: Choice) -> str:

@@ -25,7 +25,10 @@ _FOLDED = frozenset(
 """Functions with results whose shapes depend on values."""
 _TENSOR: Any = torch.Tensor
 _BATCH_NORMS = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.forward.__code__
-_OF_VALUES = _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__format__
+_OF_VALUES = (
+    _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__dlpack__, _TENSOR.__format__, _TENSOR.__repr__, _TENSOR.tolist,
+)  # fmt: skip
+"""Functions that no dispatch mode sees: those read the memory."""
 _INDEXED = _TENSOR.__getitem__, _TENSOR.__setitem__
 _OF_NO_VALUES = frozenset(
     getattr(_TENSOR, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,7 @@ class DistributedModule(nn.Module):
         self._current: tuple[Any, _Prepared] | None = None
         self.step = 0
         self._versions: tuple[int, ...] = ()
+        self._deferred = set[int]()
         self._backward = BackwardCheck(grid)
         grid.check("distribute")
         with all_or_none(grid.world):
@@ -151,6 +152,10 @@ class DistributedModule(nn.Module):
                 self.tiling.note(tensor, layout)
                 self._backward.watch_output(tensor, self.tiling.noted)
         return outputs
+
+    def defer_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave it to a synchroniser to sum gradients of these parameters, the module's own, over the ranks."""
+        self._deferred.update(map(id, parameters))
 
     def guard(self, seed: int = 0) -> None:
         """Look for mistakes of rules and border schemes of your own in passes from now on: slow, and the same numbers.
@@ -220,7 +225,9 @@ class DistributedModule(nn.Module):
         A target that has the spatial extents of an output, (N, *spatial) or (N, C, *spatial), is cut as that is; of
         others, (N,) or (N, C), only the batch is cut, over replicas.
         """
-        targets = self._runner().targets
+        # on one rank all of them, in whatever state the module is
+        current = self._current if self.grid.size == 1 else None
+        targets = (self._runner() if current is None else current[1]).targets
 
         def part(each: Any) -> torch.Tensor:
             shape = tuple(each.shape)
@@ -308,7 +315,9 @@ class DistributedModule(nn.Module):
                 plan.compile(self._compiler)
             in_parts = lowering is not None and lowering.in_parts
             overlaps = lowering.overlaps if lowering is not None else ()
-            prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest, in_parts, dtypes, overlaps)
+            prepared = _Prepared(
+                Runner(self.wires, plan, self._deferred), tree, layouts, digest, in_parts, dtypes, overlaps
+            )
             before = self._watch.settled(before, program.reads)
             if len(self._runners) >= REMEMBERED:
                 del self._runners[next(iter(self._runners))]

@@ -70,7 +70,7 @@ class Watch:
     def _state(self) -> State:
         try:
             same = self._is_same()
-        except (KeyError, ValueError, IndexError, RuntimeError):  # something was deleted
+        except (KeyError, ValueError, IndexError, RuntimeError, AttributeError):  # something was deleted
             same = False
         if not same:
             self._look()
@@ -116,8 +116,9 @@ class Watch:
         return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._picks))]
 
     def _kinds(self) -> list[Any]:
-        tensors = [where.get(at) for _, where, at in (*self._parameters, *self._buffers)]
-        return [(one.dtype, one.device) for one in (*tensors, *self._loose) if one is not None]
+        tensors = [where[at] for _, where, at in self._held]
+        tensors += self._loose
+        return [[one.dtype for one in tensors], [one.device for one in tensors]]
 
     def _look(self) -> None:
         reach = Reach(self._root, self._names, self._excluded)
@@ -134,6 +135,8 @@ class Watch:
             if one.get is not None and one.names is not None:
                 self._getters.append(one.get)
                 self._picks.append(one.names)
+            elif not len(one.store):
+                pass  # its size is looked at
             elif isinstance(one.store, dict):
                 self._views += [one.store.values()] if one.of_modules else [one.store, one.store.values()]
             else:
@@ -150,6 +153,7 @@ class Watch:
                 start = f"{path}." if path else ""
                 for found, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
                     found += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
+        self._held = [*self._parameters, *self._buffers]
         self._known_kinds = self._kinds()
 
 

@@ -39,8 +39,8 @@ def test_tiles_of_a_kind_are_alike(axes, mode):
     for level, found in ("messages", messages), ("extents", extents), ("all", shape):
         kinds, alike = HaloPlan.kinds(cells, window, None, level), {}
         assert kinds.parts == parts
-        for plan in plans:
-            kind = tuple(axis[part] for axis, part in zip(kinds.axes, cells.coords(plan.tile), strict=True))
+        for tile, plan in enumerate(plans):
+            kind = tuple(axis[part] for axis, part in zip(kinds.axes, cells.coords(tile), strict=True))
             assert alike.setdefault(kind, found(plan)) == found(plan)
         of_cross = {axis: {kinds.axes[axis][cells.coords(t)[axis]] for t in kinds.cross} for axis in range(len(parts))}
         assert of_cross == {axis: set(kinds.axes[axis]) for axis in range(len(parts))}

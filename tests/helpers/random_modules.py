@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,7 @@ class Drawn:
     steps : statements of `forward`, each of which makes one tensor
     returns : expression
     training : bool
+    changes : statements that change what `forward` reads, after a first pass
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -56,6 +58,7 @@ class Drawn:
     steps: tuple[str, ...] = ()
     returns: str = "x0"
     training: bool = True
+    changes: tuple[str, ...] = ()
     label: str = field(default="", compare=False)
 
     def program(self) -> str:
@@ -64,11 +67,14 @@ class Drawn:
         lines = ["class Module(nn.Module):", "    def __init__(self):", "        super().__init__()"]
         lines += [f"        {line}" for line in self.setup]
         lines += ["", f"    def forward(self, {given}):", *(f"        {line}" for line in self.steps)]
-        return "\n".join([*lines, f"        return {self.returns}", ""])
+        lines += [f"        return {self.returns}", ""]
+        if self.changes:
+            lines += ["    def change(self):", *(f"        {line}" for line in self.changes), ""]
+        return "\n".join(lines)
 
     def module(self) -> nn.Module:
         """Return the module, in float64, the same at every call."""
-        names = {"nn": nn, "torch": torch, "F": F}
+        names = {"nn": nn, "torch": torch, "F": F, "SimpleNamespace": SimpleNamespace}
         exec(self.program(), names)
         torch.manual_seed(7)
         module = names["Module"]().double()
@@ -103,6 +109,7 @@ class Pen:
     def __init__(self, rng: random.Random, spatial: int) -> None:
         self.rng, self.spatial = rng, spatial
         self.setup: list[str] = []
+        self.later: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
 
     def int(self, low: int, high: int) -> int:
@@ -129,10 +136,18 @@ class Pen:
         if kind == 0:
             return self.made(f"nn.Parameter({value}, requires_grad=False)")
         if kind < 3:
-            name = f"m{len(self.setup)}"
-            self.setup.append(f"self.register_buffer('{name}', {value}.double())")
-            return f"self.{name}"
+            return self.buffer(f"{value}.double()")
         return self.made(f"nn.Parameter({value})")
+
+    def buffer(self, expression: str) -> str:
+        """Return the name of a buffer that is that."""
+        name = f"m{len(self.setup)}"
+        self.setup.append(f"self.register_buffer('{name}', {expression})")
+        return f"self.{name}"
+
+    def forget(self, setup: int, later: int) -> None:
+        """Drop what has been made beyond so many attributes, and changes of them."""
+        del self.setup[setup:], self.later[later:]
 
     def like(self, t: torch.Tensor) -> str | None:
         """Return the name of another tensor of that shape."""
@@ -161,10 +176,15 @@ def draw(seed: int, number: int) -> Drawn:
         rng = random.Random(f"{seed} {number} {again}")
         try:
             found = _drawn(rng, f"{seed} {number}")
-            reference(found)
-            return found
+            reference(found, changed=False)
         except Useless:
             continue
+        try:
+            if found.changes:
+                reference(found)
+        except Useless:
+            return replace(found, changes=())
+        return found
     raise AssertionError("no module that works")
 
 
@@ -187,16 +207,16 @@ def _drawn(rng: random.Random, label: str) -> Drawn:
     for _ in range(rng.randint(2, 7)):
         for _ in range(30):
             name = rng.choice(list(pen.tensors)) if rng.random() < 0.3 else list(pen.tensors)[-1]
-            step, kept = STEPS[rng.choices(names, weights)[0]][1], len(pen.setup)
+            step, kept = STEPS[rng.choices(names, weights)[0]][1], (len(pen.setup), len(pen.later))
             text = step(pen, name, pen.tensors[name])
             if text is None:
-                del pen.setup[kept:]
+                pen.forget(*kept)
                 continue
             target = f"y{len(steps)}"
             line = text.replace("$", target) if "$" in text else f"{target} = {text}"
             found = _tried(drawn, pen, line, target)
             if found is None:
-                del pen.setup[kept:]
+                pen.forget(*kept)
                 continue
             steps.append(line)
             pen.tensors[target] = found
@@ -206,7 +226,8 @@ def _drawn(rng: random.Random, label: str) -> Drawn:
     returns = rng.choices([last, f"{last}, {other}", f"{{'a': {last}, 'b': {other}}}", f"{last}.mean()"], [6, 1, 1, 1])[
         0
     ]
-    return _tidy(replace(drawn, setup=tuple(pen.setup), steps=tuple(steps), returns=returns))
+    changes = tuple(line for line in pen.later if rng.random() < 0.7)
+    return _tidy(replace(drawn, setup=tuple(pen.setup), steps=tuple(steps), returns=returns, changes=changes))
 
 
 def _tried(drawn: Drawn, pen: Pen, line: str, target: str) -> torch.Tensor | None:
@@ -225,8 +246,13 @@ def _tried(drawn: Drawn, pen: Pen, line: str, target: str) -> torch.Tensor | Non
     return found if good and found.isfinite().all() and found.abs().max() < 1e4 and found.dim() < 7 else None
 
 
-def reference(drawn: Drawn) -> dict:
+def reference(drawn: Drawn, changed: bool = True) -> dict:
     """Return what one process finds.
+
+    Parameters
+    ----------
+    changed : bool
+        Whether a second pass follows on the module's changes, if there are any.
 
     Raises
     ------
@@ -234,24 +260,27 @@ def reference(drawn: Drawn) -> dict:
         If it fails, or if its numbers jump when the inputs and parameters change by nothing.
     """
     module, near, inputs = drawn.module(), drawn.module(), drawn.inputs()
+    change = type(module).change if drawn.changes and changed else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with RightNorms():
-                found = serial(module, inputs)
+                found = serial(module, inputs, change=change)
             torch.manual_seed(13)
             with torch.no_grad():
                 for parameter in near.parameters():
                     parameter.mul_(1 + 1e-13 * torch.randn_like(parameter))
             with RightNorms():
-                again = serial(near, [x * (1 + 1e-13 * torch.randn_like(x)) for x in inputs], found["gradients"])
+                moved = [x * (1 + 1e-13 * torch.randn_like(x)) for x in inputs]
+                again = serial(near, moved, found["gradients"], change)
         except Exception as error:
             raise Useless(str(error)) from error
-    numbers = [*found["outputs"], *found["inputs"], *found["parameters"].values()]
-    if not all(t.isfinite().all() for t in numbers if t is not None):
-        raise Useless("not finite")
-    if difference(again, found)[0] > TOLERANCE / 10:
-        raise Useless("chaotic")
+    for one, other in ((found, again), *([(found["after"], again["after"])] if change else [])):
+        numbers = [*one["outputs"], *one["inputs"], *one["parameters"].values()]
+        if not all(t.isfinite().all() for t in numbers if t is not None):
+            raise Useless("not finite")
+        if difference(other, one)[0] > TOLERANCE / 10:
+            raise Useless("chaotic")
     return found
 
 
@@ -265,19 +294,23 @@ def attempt(drawn: Drawn, grids: tuple | None = None) -> list[tuple[tuple, str]]
 
 def _outcome(drawn: Drawn, grid: tuple, expected: dict) -> str:
     replicas, planes, rows, cols = grid
+    module, after = drawn.module(), expected.get("after")
     try:
         every = distributed(
-            drawn.module(), drawn.inputs(), expected["gradients"], (replicas, rows, cols), planes=planes,
-            timeout=30.0, **drawn.options(),
+            module, drawn.inputs(), expected["gradients"], (replicas, rows, cols), planes=planes, timeout=30.0,
+            change=(type(module).change, after["gradients"]) if after else None, cells=True, **drawn.options(),
         )  # fmt: skip
     except UserError as error:
         return _refused(drawn, grid, error)
     except Exception as error:
         return f"wrong: {type(error).__name__}: {error}"
     for rank, found in enumerate(every):
-        worst, where = difference(found, expected)
-        if not worst <= TOLERANCE:
-            return f"wrong: rank {rank}: {where} is off by {worst:.1e}"
+        for when, numbers in (("", found), (" after the change", found.get("after"))):
+            worst, where = difference(numbers, expected["after"] if when else expected) if numbers else (0.0, "")
+            if not worst <= TOLERANCE:
+                return f"wrong: rank {rank}: {where} is off by {worst:.1e}{when}"
+        if found["idle"]:
+            return f"wrong: rank {rank} receives what it does not need: {found['idle'][0]}"
     return "exact"
 
 
@@ -329,16 +362,19 @@ def _shrunk(drawn: Drawn, fails: Callable[[Drawn], bool]) -> Drawn:
 def _tidy(drawn: Drawn) -> Drawn:
     """Return it without what is made and not used."""
     used = set(re.findall(r"self\.m\d+", " ".join(drawn.steps)))
-    return replace(drawn, setup=tuple(line for line in drawn.setup if _name(line) in used))
+    kept = [tuple(line for line in lines if _name(line) in used) for lines in (drawn.setup, drawn.changes)]
+    return replace(drawn, setup=kept[0], changes=kept[1])
 
 
 def _name(line: str) -> str:
-    return "self." + line.split("'")[1] if "register_buffer" in line else line.split(" = ")[0]
+    return "self." + line.split("'")[1] if "register_buffer" in line else re.match(r"self\.m\d+", line)[0]
 
 
 def _smaller(drawn: Drawn):
     if not drawn.returns.isidentifier():
         yield from (replace(drawn, returns=f"y{at}") for at in range(len(drawn.steps)))
+    for at in range(len(drawn.changes)):
+        yield replace(drawn, changes=drawn.changes[:at] + drawn.changes[at + 1 :])
     for at in reversed(range(len(drawn.steps))):
         target, _, made = drawn.steps[at].partition(" = ")
         if re.fullmatch(r"[xy]\d+", made):

@@ -1,7 +1,8 @@
 """Storage faults, or the end of the process, at every open, write, fsync, rename and unlink of kinds of commands.
 
-`python storage_faults.py FOLDER SHARE [FIRST] [kill]` tries one in SHARE of all calls and prints a table; exit code
-1 if one was not taken well. The process preloads faulty_disk.c and forks for each, so that nothing is imported anew.
+`python storage_faults.py FOLDER SHARE [FIRST] [kill] [JOB ...]` tries one in SHARE of all calls of these or all jobs
+and prints a table; exit code 1 if one was not taken well. The process preloads faulty_disk.c and forks for each, so
+that nothing is imported anew.
 """
 
 import contextlib
@@ -39,8 +40,21 @@ model: !GBDist
 batch_size: 4
 epochs: 1
 """
+MODULE = """!FitExperiment
+dtype: float64
+dataset: !Synthetic {shape: [6, 5, 1], classes: 3, train: 6, test: 3, validation: 0.4}
+model: !TorchModel {factory: 'nets:net', loss: !TorchLoss {}, optimizer: !TorchOptimizer {name: Adam}}
+batch_size: 2
+epochs: 2
+checkpoint: {every_steps: 1, keep: 2}
+"""
+NETS = """
+from torch import nn
+def net():
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.1), nn.Flatten(), nn.Linear(24, 3))
+"""
 LIBRARIES = ["h5py", "psutil", "yaml", "rich.progress", "threadpoolctl", "neondist.cli", "neondist.train"]
-LIBRARIES += ["neondist.io.environment", "neondist.backends.kernels", "neondist.data.convert"]
+LIBRARIES += ["neondist.io.environment", "neondist.backends.kernels", "neondist.data.convert", "neondist.torch"]
 # the name, what has to be there, and the words
 JOBS = {
     "fresh": ((), "run net.yaml --output w/out"),
@@ -52,6 +66,7 @@ JOBS = {
     "predict npy": (("old",), "predict net.yaml --checkpoint w/old/checkpoint.h5 --input x.npy --output w/y.npy"),
     "predict h5": (("old",), "predict net.yaml --checkpoint w/old/checkpoint.h5 --input x.npy --output w/y.h5"),
     "evaluate": (("old",), "evaluate net.yaml --checkpoint w/old/checkpoint.h5"),
+    "module": ((), "run module.yaml --import nets.py --output w/m"),
     "convert": ((), "data convert x.npy labels.npy --to w/data.h5"),
 }
 RESUME = {"old": "run net.yaml --output w/old --resume auto", "gb": "run gb.yaml --output w/gb --resume auto"}
@@ -59,7 +74,7 @@ RESUME = {"old": "run net.yaml --output w/old --resume auto", "gb": "run gb.yaml
 GOES_ON = {
     "fresh": ("run net.yaml --output w/out --resume", "run net.yaml --output w/out --resume auto"),
     "GB": ("run gb.yaml --output w/gb --resume", "run gb.yaml --output w/gb --resume auto"),
-    "module": ("run module.yaml --output w/m --resume", "run module.yaml --output w/m --resume auto"),
+    "module": tuple(f"run module.yaml --import nets.py --output w/m --resume{how}" for how in ("", " auto")),
 }
 CLOCK = re.compile(r'"(seconds|samples_per_second)": [^,}]*')
 
@@ -120,6 +135,8 @@ class Bench:
         os.chdir(folder)
         Path("net.yaml").write_text(NET)
         Path("gb.yaml").write_text(GB)
+        Path("module.yaml").write_text(MODULE)
+        Path("nets.py").write_text(NETS)
         np.save("x.npy", np.random.default_rng(0).random((3, 6, 5, 2)))
         np.save("labels.npy", np.arange(3))
         for name, words in (("old", "run net.yaml --output kept/old"), ("gb", "run gb.yaml --output kept/gb")):
@@ -215,11 +232,12 @@ class Bench:
         return ""
 
 
-def main(folder, share, first=0, kill=False):
+def main(folder, share, first=0, kill=False, jobs=()):
     """Try one in `share` faults, or ends of the process; return how many were not taken well."""
     bench = Bench(folder)
     rows, wrong = {}, []
-    for job, (kept, words) in JOBS.items():
+    for job in jobs or JOBS:
+        kept, words = JOBS[job]
         bench.lay(kept)
         code, said, calls, _ = bench.call(words)
         assert code == 0, (job, said)
@@ -259,5 +277,6 @@ if __name__ == "__main__":
         os.execve(sys.executable, [sys.executable, *sys.argv], env)
     with contextlib.suppress(KeyError):
         del os.environ["LD_PRELOAD"]
-    kill = sys.argv[-1] == "kill"
-    sys.exit(bool(main(folder, *map(int, sys.argv[2 : len(sys.argv) - kill]), kill=kill)))
+    numbers = [int(word) for word in sys.argv[2:] if word.isdecimal()]
+    jobs = [word for word in sys.argv[2 + len(numbers) :] if word != "kill"]
+    sys.exit(bool(main(folder, *numbers, kill="kill" in sys.argv, jobs=jobs)))

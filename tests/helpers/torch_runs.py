@@ -1,12 +1,17 @@
 """Modules of PyTorch on grids of virtual ranks, compared with one process."""
 
 import copy
+import importlib
+import os
 import threading
+import zlib
 from collections import Counter
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+from idle_cells import idle_cells
 from torch import nn
 
 from neondist import ProcessGrid
@@ -17,8 +22,14 @@ from neondist.torch.blocks import TracedImage
 from neondist.torch.layout import shape_of
 from neondist.torch.transfer import at_place
 
-GRIDS = ((1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2), (2, 1, 2), (2, 1, 1))
+CONVERSION = importlib.import_module("neondist.torch.convert.from_torch")
+BOTH_AXES_AND_REPLICAS = (1, 3, 2), (2, 1, 2)
+OTHERS = (1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (2, 1, 1)
+GRIDS = (*BOTH_AXES_AND_REPLICAS, *OTHERS)
 """(replicas, rows, cols)"""
+
+
+PLAIN = int, float, list, dict, torch.Tensor, SimpleNamespace
 
 
 class Function(nn.Module):
@@ -32,9 +43,24 @@ class Function(nn.Module):
         return self.function(*inputs, *self.inner)
 
 
-def serial(module, inputs, gradients=None):
-    """Return the outputs, the gradients of inputs and parameters, and the buffers, of one process."""
+def serial(module, inputs, gradients=None, change=None):
+    """Return the outputs, the gradients of inputs and parameters, and the buffers, of one process.
+
+    Parameters
+    ----------
+    change : callable, optional
+        Of the module: called after the pass; another pass follows, whose results are under 'after'.
+    """
     module = copy.deepcopy(module)
+    found = _serial_pass(module, inputs, gradients)
+    if change is not None:
+        module.zero_grad()
+        change(module)
+        found["after"] = _serial_pass(module, inputs)
+    return found
+
+
+def _serial_pass(module, inputs, gradients=None):
     inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     found = module(*inputs)
     outputs = [y for y in torch.utils._pytree.tree_leaves(found) if isinstance(y, torch.Tensor)]
@@ -62,34 +88,55 @@ def differentiable(outputs, gradients):
 
 
 def distributed(module, inputs, gradients, grid, **more):
-    """Return the same as `serial` does, from virtual ranks."""
+    """Return the same as `serial` does, from virtual ranks.
+
+    Parameters
+    ----------
+    change : callable and gradients, optional
+        As of `serial`, and the gradients of the second pass.
+    cells : bool
+        Whether to look for cells that come from other ranks and are not needed: their steps are under 'idle'.
+    """
     import neondist.torch as ndt
 
     replicas, rows, cols = grid
     planes, running = more.pop("planes", 1), {key: more.pop(key) for key in ("timeout", "at_once") if key in more}
+    (change, gradients_after), cells = more.pop("change", None) or (None, None), more.pop("cells", False)
 
     def body(world):
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols, planes=planes) as ranks:
             mine = copy.deepcopy(module)
             shapes = [tuple(x.shape) for x in inputs]
             model = ndt.distribute(mine, shapes if len(shapes) > 1 else shapes[0], ranks, dtype=inputs[0].dtype, **more)
-            tiles = [model.scatter(x, at).requires_grad_(x.is_floating_point()) for at, x in enumerate(inputs)]
-            outputs = [y for y in torch.utils._pytree.tree_leaves(model(*tiles)) if isinstance(y, torch.Tensor)]
-            layouts = [lay for lay in model._runner().layouts if lay is not None]
-            parts = [model.tiling.part(g, lay) for g, lay in zip(gradients, layouts, strict=True)]
-            torch.autograd.backward(*differentiable(outputs, parts))
-            named = mine.named_parameters(remove_duplicate=False)
-            trained = [name for name, p in named if p.requires_grad]
-            if ranks.size > 1:
-                assert sent(model) == model.plan.traffic(ranks.rank, trained, inputs=True)
-            return {
-                "outputs": [model.tiling.gathered(y, lay) for y, lay in zip(outputs, layouts, strict=True)],
-                "inputs": [None if x.grad is None else input_gradient(model, at, x.grad) for at, x in enumerate(tiles)],
-                "parameters": {name: p.grad for name, p in mine.named_parameters()},
-                "buffers": {name: b.clone() for name, b in mine.named_buffers()},
-            }
+            found = _distributed_pass(model, inputs, gradients)
+            if change is not None:
+                model.wires.ledger.clear()
+                mine.zero_grad()
+                change(mine)
+                found["after"] = _distributed_pass(model, inputs, gradients_after)
+            if cells:
+                found["idle"] = idle_cells(model, [model.scatter(x, at) for at, x in enumerate(inputs)])
+            return found
 
     return loopback.run(replicas * rows * cols * planes, body, **running)
+
+
+def _distributed_pass(model, inputs, gradients):
+    mine, ranks = model.module, model.grid
+    tiles = [model.scatter(x, at).requires_grad_(x.is_floating_point()) for at, x in enumerate(inputs)]
+    outputs = [y for y in torch.utils._pytree.tree_leaves(model(*tiles)) if isinstance(y, torch.Tensor)]
+    layouts = [lay for lay in model._runner().layouts if lay is not None]
+    parts = [model.tiling.part(g, lay) for g, lay in zip(gradients, layouts, strict=True)]
+    torch.autograd.backward(*differentiable(outputs, parts))
+    trained = [name for name, p in mine.named_parameters(remove_duplicate=False) if p.requires_grad]
+    if ranks.size > 1:
+        assert sent(model) == model.plan.traffic(ranks.rank, trained, inputs=True)
+    return {
+        "outputs": [model.tiling.gathered(y, lay) for y, lay in zip(outputs, layouts, strict=True)],
+        "inputs": [None if x.grad is None else input_gradient(model, at, x.grad) for at, x in enumerate(tiles)],
+        "parameters": {name: p.grad for name, p in mine.named_parameters()},
+        "buffers": {name: b.clone() for name, b in mine.named_buffers()},
+    }
 
 
 def input_gradient(model, at, gradient):
@@ -135,7 +182,7 @@ def difference(found, expected):
         have, want = found[kind], expected[kind]
         keys = list(want) if isinstance(want, dict) else range(len(want))
         sizes = [
-            want[key].abs().double().nan_to_num(posinf=0.0).max().item()
+            (want[key] if want[key].is_complex() else want[key].double()).abs().nan_to_num(posinf=0.0).max().item()
             for key in keys
             if want[key] is not None and want[key].numel()
         ]
@@ -168,28 +215,40 @@ def captured_once(programs=None):
     def captured(module, shapes, *what, **more):
         mode = tuple(m.training for m in module.modules())
         given = tuple((tuple(shape), dtype) for shape, dtype in shapes)
-        read = tuple(repr(buffer) for buffer in module.buffers() if buffer.numel() < 10)  # as code may read them
+        attributes = [value for name, value in vars(module).items() if isinstance(value, PLAIN) and name[0] != "_"]
+        read = tuple(
+            map(repr, (*(b for b in module.buffers() if b.numel() < 10), *attributes))
+        )  # as code may read them
         key = type(module), repr(module), getattr(module, "criterion", None), given, mode, read
         with lock:
-            if key not in programs:
-                programs[key] = real(module, shapes, *what, **more)
-        return programs[key]
+            if key in programs:
+                return programs[key]
+            program = real(module, shapes, *what, **more)
+            if not program.reads.others:  # the tensors of this module alone
+                programs[key] = program
+        return program
 
     lock = threading.Lock()
     with pytest.MonkeyPatch.context() as patch:
-        for place in (capturing, criteria, factory):
+        for place in (capturing, criteria, factory, CONVERSION):
             patch.setattr(place, "captured", captured)
         yield
 
 
-def check(module, *shapes, grids=GRIDS, tolerance=1e-9, **more):
-    """Assert that a module gives the numbers of one process on all of the grids, in float64."""
+def in_turn(grids, number=2):
+    """Return some of the grids: tests take turns."""
+    at = zlib.crc32(os.environ["PYTEST_CURRENT_TEST"].encode())
+    return tuple(grids[(at + more) % len(grids)] for more in range(number))
+
+
+def check(module, *shapes, grids=None, tolerance=1e-9, **more):
+    """Assert that a module gives the numbers of one process on all of the grids, in float64; default: on some."""
     torch.manual_seed(3)
     module = module.double()
     inputs = [torch.randn(shape, dtype=torch.float64) if isinstance(shape, tuple) else shape for shape in shapes]
     expected = serial(module, inputs)
     with captured_once():
-        for grid in grids:
+        for grid in grids or (*BOTH_AXES_AND_REPLICAS, *in_turn(OTHERS, 1)):
             for rank, found in enumerate(distributed(module, inputs, expected["gradients"], grid, **dict(more))):
                 worst, where = difference(found, expected)
                 assert worst <= tolerance, f"grid {grid}, rank {rank}: {where} is off by {worst:.1e}"

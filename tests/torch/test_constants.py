@@ -1,5 +1,6 @@
 """Numbers that code reads from tensors which no input and no parameter reaches, and from buffers."""
 
+import contextlib
 import copy
 import math
 
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import check  # noqa: E402
+from torch_runs import captured_once, check  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -176,8 +177,8 @@ def test_what_depends_on_inputs_is_refused(name):
         ndt.distribute(Convolved(REFUSED[name]), IMAGES, grid)
 
 
-def steps(module, criterion, number, grid, between=None):
-    """Return where training on virtual ranks differs from one process, or None."""
+def steps(module, criterion, number, grid, between=None, once=captured_once):
+    """Return where training on virtual ranks differs from one process, or None; they share what is captured."""
     torch.manual_seed(1)
     module = module.double()
     xs, ts = torch.randn(number, *IMAGES, dtype=torch.float64), torch.randn(number, *IMAGES, dtype=torch.float64)
@@ -203,7 +204,9 @@ def steps(module, criterion, number, grid, between=None):
             model = ndt.distribute(mine, IMAGES, ranks)
             return train(model, mine, model.scatter, model.scatter_target, model.loss)
 
-    for found in nd.loopback.run(math.prod(grid), body):
+    with once():
+        every = nd.loopback.run(math.prod(grid), body)
+    for found in every:
         for name, value in expected.items():
             if not torch.allclose(found[name].double(), value.double(), rtol=1e-9, atol=1e-9):
                 return name, found[name], value
@@ -287,7 +290,59 @@ def change(module, step):
 
 @pytest.mark.parametrize("name", BUFFERS)
 def test_code_reads_buffers(name):
-    assert steps(Counting(BUFFERS[name]), F.mse_loss, 3, (1, 1, 2), change) is None
+    once = contextlib.nullcontext if name == "loose" else captured_once  # of a tensor each rank has its own
+    assert steps(Counting(BUFFERS[name]), F.mse_loss, 3, (1, 1, 2), change, once) is None
+
+
+WAYS = {
+    "item": lambda t: t[0].item(),
+    "float": lambda t: float(t[0]),
+    "iteration": lambda t: sum(float(k) for k in t),
+    "tolist": lambda t: t.tolist()[0],
+    "tolist of itself": lambda t: t.flatten().contiguous().view(2).tolist()[0],
+    "numpy": lambda t: float(t.numpy()[0]),
+    "asarray": lambda t: np.asarray(t)[0],
+    "from_dlpack": lambda t: np.from_dlpack(t)[0],
+    "memoryview": lambda t: memoryview(t.numpy())[0],
+    "format": lambda t: float(f"{t[0]}"),
+    "str": lambda t: float(str(t)[8:].split(",")[0]),
+    "in": lambda t: 2 + (1.25 in t),
+    "nonzero": lambda t: 1 + len((t > 1).nonzero()),
+    "equal": lambda t: 2 + torch.equal(t, t.new_tensor([1.25, 1.5])),
+}
+"""functions of a tensor of two numbers"""
+
+
+class ReadsInAllWays(nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.conv, numbers = nn.Conv2d(4, 4, 1), torch.tensor([1.25, 1.5])
+        if kept:
+            self.register_buffer("numbers", numbers)
+        else:
+            self.numbers = numbers
+
+    def forward(self, x):
+        y = self.conv(x)
+        return [y * read(self.numbers) for read in WAYS.values()]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_change_is_seen_by_all_ways_of_reading(kept):
+    def body(world):
+        with nd.ProcessGrid(world, cols=2) as ranks:
+            module = ReadsInAllWays(kept)
+            model, x, found = ndt.distribute(module, IMAGES, ranks), torch.ones(IMAGES), []
+            for change in (None, 0.25, 2.5):
+                if change is not None:
+                    module.numbers[0] = change
+                ys = [model.gather(y) for y in model(model.scatter(x))]
+                found += [
+                    (name, change) for name, y, z in zip(WAYS, ys, module(x), strict=True) if not torch.allclose(y, z)
+                ]
+            return found
+
+    assert nd.loopback.run(2, body) == [[], []]
 
 
 def averaged(momentum=None, **more):

@@ -106,7 +106,7 @@ CASES = {
 def test_a_step_stays_on_the_device(case, grid):
     replicas, rows, cols = grid
     module, shape = CASES[case]
-    for rank in range(replicas * rows * cols):
+    for rank in (0, 1, replicas * rows * cols - 1):
         with ProcessGrid(
             DeviceTransport(rank, replicas * rows * cols), replicas=replicas, rows=rows, cols=cols
         ) as ranks:

@@ -7,5 +7,6 @@ from .registry import STEPS  # isort: skip
 from . import cells  # noqa: F401  # isort: skip
 from . import numbers  # noqa: F401  # isort: skip
 from . import products  # noqa: F401  # isort: skip
+from . import reads  # noqa: F401  # isort: skip
 
 __all__ = ["STEPS"]
