@@ -110,6 +110,11 @@ class Machine:
     jitter: float = 0.0
     host: str = ""
 
+    @classmethod
+    def default(cls) -> Machine:
+        """Return a machine with common figures, where nobody has measured any: 8 cores a node, 25 Gbit/s between."""
+        return cls(8, Link(2e-6, 5e9), Link(2e-5, 3e9))
+
     def compute(self, alone: float, ranks: int, moved: float = 0.0) -> float:
         """Return the seconds of computing that took `alone` on one core here, and moved so many bytes."""
         by_memory = min(1.0, moved / self.memory_bandwidth / alone) if alone else 0.0

@@ -89,12 +89,13 @@ def check(arguments: argparse.Namespace) -> int:
     job = detect(os.environ)
     ranks = arguments.ranks or (job.size if job and job.size else 1)
     experiment = load(arguments)
-    experiment.validate(ranks)
-    if job is None or job.first:
-        from ..rich_console import Console
-        from ..train import describe
+    if job is not None and not job.first:
+        experiment.validate(ranks)
+        return 0
+    from ..rich_console import Console
+    from ..train import describe
 
-        Console(soft_wrap=True).print(describe(experiment, ranks))
+    Console(soft_wrap=True).print(describe(experiment, ranks))
     return 0
 
 

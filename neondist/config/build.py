@@ -10,7 +10,7 @@ from ..errors import ConfigError, MissingPackageError, UserError
 from ..registry import Distributed, Registered, dist_class, registered, serial_class, suggest
 from ..registry.fields import Field, fields
 from ..registry.functions import Function
-from ..registry.names import below, named
+from ..registry.names import below, called_in_fields, named
 from ..registry.words import bases, words
 from ..yaml_nodes.tree import Node, fault, join
 from .fit import fit
@@ -28,6 +28,9 @@ def find_class(node: Node, path: str, hint: Any = Any) -> type:
             from .. import torch  # noqa: F401 - registers them
         except MissingPackageError as error:
             raise fault(node, path, str(error)) from None
+    for base in bases(hint):
+        if name in (known := called_in_fields(base)):
+            return known[name]
     classes = registered()
     if name in classes:
         found = [cls for cls in below(Registered) if name in named([cls])]

@@ -8,7 +8,7 @@ no distributed test can pass.
 from .box import Box
 from .gradient_window import GradientWindow, halo_volume
 from .grid_shape import GridShape, StripGrid, grid_shape
-from .plan import HaloPlan, Piece, RepartitionPlan, TransferPlan, fold, sources_within
+from .plan import HaloPlan, Kinds, Level, Piece, RepartitionPlan, TransferPlan, fold, sources_within
 from .regions import Overlapping, hulls, looked_at, sources
 from .split import Partition, factorisations, split
 from .upsampling import Upsampling
@@ -19,6 +19,8 @@ __all__ = [
     "GradientWindow",
     "GridShape",
     "HaloPlan",
+    "Kinds",
+    "Level",
     "Overlapping",
     "Partition",
     "Piece",

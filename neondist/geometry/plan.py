@@ -7,16 +7,19 @@ A plan names, for one tile, the cells that it owns, the cells that it needs, and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import Any
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..renamed import Renamed
 from .box import Box
 from .split import Partition
 from .window import Window
+
+Level: TypeAlias = Literal["messages", "extents", "all"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,6 @@ class Piece:
     target: Box
 
 
-@dataclass(frozen=True)
 class TransferPlan:
     """The cells one tile owns and needs, and the pieces it receives, sends, and already has."""
 
@@ -59,12 +61,17 @@ class HaloPlan(TransferPlan):
     """The plan of one tile for one window.
 
     `need` reaches outside the image where the window is padded; `buffer` is the box around everything that the tile
-    keeps in one array: what it owns, what it needs, and the cells that padding is folded from.
+    keeps in one array: what it owns, what it needs, and the cells that padding is folded from. Pieces are computed
+    where they are first asked for.
     """
 
+    own: Box
+    need: Box
     buffer: Box
     extent: tuple[int, ...]
     window: Window
+    #: returns what it receives, sends, and has already
+    pieces: Callable[[], tuple[Sequence[Piece], Sequence[Piece], Sequence[Piece]]] = field(repr=False, compare=False)
     #: whether tiles overlap: what a tile needs beside its own has no owner then, or is outside of the image
     overlaps: bool = False
 
@@ -80,6 +87,26 @@ class HaloPlan(TransferPlan):
             return []
         return self.buffer.outside(self.own if self.overlaps else Box.of(self.extent))
 
+    @property
+    def receives(self) -> tuple[Piece, ...]:  # type: ignore[override]
+        """What it needs of others."""
+        return self._pieces[0]
+
+    @property
+    def sends(self) -> tuple[Piece, ...]:  # type: ignore[override]
+        """What others need of it."""
+        return self._pieces[1]
+
+    @property
+    def local(self) -> tuple[Piece, ...]:  # type: ignore[override]
+        """What it needs of its own cells."""
+        return self._pieces[2]
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...], tuple[Piece, ...]]:
+        receives, sends, local = self.pieces()
+        return tuple(receives), tuple(sends), tuple(local)
+
     @classmethod
     @lru_cache(maxsize=1024)  # virtual ranks, and every look at the same model, ask for the same
     def of(cls, partition: Partition, window: Window, tile: int, outputs: Partition | None = None) -> HaloPlan:
@@ -92,39 +119,72 @@ class HaloPlan(TransferPlan):
         """
         outputs = _output(partition, window) if outputs is None else outputs
         axes = [_axis(partition, window, axis, outputs) for axis in range(len(partition.extent))]
-        here = partition.coords(tile)
-        received = (
-            []
-            if partition.overlaps
-            else _combine(partition, [axis.pieces(at) for axis, at in zip(axes, here, strict=True)])
+        own, places = partition.box(tile), list(zip(axes, partition.coords(tile), strict=True))
+        need, folded = (
+            Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
+            for ranges in ([axis.needs[at] for axis, at in places], [axis.sources(at) for axis, at in places])
         )
-        own, needs = partition.box(tile), [axis.needs[at] for axis, at in zip(axes, here, strict=True)]
-        need = Box(tuple(lo for lo, _ in needs), tuple(hi for _, hi in needs))
-        sends = (
-            []  # whoever shares cells has all that it needs
-            if partition.overlaps
-            else _combine(
-                partition, [axis.pieces_from(at) for axis, at in zip(axes, here, strict=True)], by_needer=True
-            )
-        )
-        sources = [axis.sources(at) for axis, at in zip(axes, here, strict=True)]
-        folded = Box(tuple(lo for lo, _ in sources), tuple(hi for _, hi in sources))
-        return cls(
-            own=own,
-            need=need,
-            receives=tuple(p for p in received if p.peer != tile),
-            sends=tuple(p for p in sends if p.peer != tile),
-            local=tuple(p for p in received if p.peer == tile),
-            buffer=need.hull(own).hull(folded),
-            extent=partition.extent,
-            window=window,
-            overlaps=partition.overlaps,
-        )
+
+        def pieces() -> tuple[list[Piece], list[Piece], list[Piece]]:
+            if partition.overlaps:  # whoever shares cells has all that it needs
+                return [], [], []
+            needed = _combine(partition, [axis.pieces(at) for axis, at in places])
+            shown = _combine(partition, [axis.pieces_from(at) for axis, at in places], by_needer=True)
+            others = ([piece for piece in found if piece.peer != tile] for found in (needed, shown))
+            return *others, [piece for piece in needed if piece.peer == tile]  # type: ignore[return-value]
+
+        buffer = need.hull(own).hull(folded)
+        return cls(own, need, buffer, partition.extent, window, pieces, partition.overlaps)
+
+    @classmethod
+    @lru_cache(maxsize=512)
+    def kinds(cls, cells: Partition, window: Window, outputs: Partition | None = None, level: Level = "all") -> Kinds:
+        """Return the kinds of parts: plans of tiles whose parts are of the same kinds are alike.
+
+        Parameters
+        ----------
+        level : {'messages', 'extents', 'all'}
+            They have messages of the same numbers of cells; or boxes of the same extents, and are trivial or not; or
+            differ in nothing but their place.
+        """
+        outputs = _output(cells, window) if outputs is None else outputs
+        axes = [_axis(cells, window, axis, outputs) for axis in range(len(cells.extent))]
+        return Kinds(cells.parts[: len(axes)], [axis.kinds(level) for axis in axes])
+
+
+class Kinds(NamedTuple):
+    """What tells the parts of each axis apart.
+
+    Attributes
+    ----------
+    parts : tuple of int
+        The number of parts of each axis.
+    axes : sequence of sequences
+        For each axis, the kind of each part.
+    """
+
+    parts: tuple[int, ...]
+    axes: Sequence[Sequence[Hashable]]
+
+    @property
+    def cross(self) -> list[int]:
+        """Tiles among whose parts there is every kind of each axis: some along the axes through tile 0."""
+        found = {0}
+        for axis, kinds in enumerate(self.axes):
+            firsts = {kind: part for part, kind in reversed(list(enumerate(kinds)))}
+            found.update(part * prod(self.parts[axis + 1 :]) for part in firsts.values())
+        return sorted(found)
 
 
 @dataclass(frozen=True)
 class RepartitionPlan(TransferPlan):
     """The plan that moves an array from one partition to another; ranks beyond a partition's tiles own nothing."""
+
+    own: Box
+    need: Box
+    receives: tuple[Piece, ...]
+    sends: tuple[Piece, ...]
+    local: tuple[Piece, ...]
 
     @classmethod
     def of(cls, source: Sequence[Box], target: Sequence[Box], rank: int) -> RepartitionPlan:
@@ -184,6 +244,10 @@ class _Axis:
                 first, last = partition.range(axis, part)
                 if lo < hi and first < hi <= last:
                     needs[part] = lo, min(hi + step - 1, last)
+        for part, (lo, hi) in enumerate(needs):
+            if lo >= hi:  # it sees nothing, and so nothing between its own cells and those of the last output
+                first, last = partition.range(axis, part)
+                needs[part] = (min(max(lo, first), last),) * 2
         self.needs = needs
 
     def _alone(self, window: Window, outputs: Partition) -> bool:
@@ -214,6 +278,29 @@ class _Axis:
     def pieces_from(self, owner: int) -> list[_AxisPiece]:
         """Return what any part needs of `owner`, by needer."""
         return self._by_owner.get(owner, [])
+
+    def kinds(self, level: Level) -> list[Hashable]:
+        """Return for each part what its plan depends on."""
+        of = {"messages": self._messages, "extents": self._extents, "all": self._kind}[level]
+        return [of(part) for part in range(self.parts)]
+
+    def _pieces(self, part: int) -> list[list[_AxisPiece]]:
+        return [] if self.partition.overlaps else [self.pieces(part), self.pieces_from(part)]
+
+    def _messages(self, part: int) -> Hashable:
+        return tuple(tuple((p.part == part, p.hi - p.lo) for p in found) for found in self._pieces(part))
+
+    def _extents(self, part: int) -> Hashable:
+        own, need, seen = self.partition.range(self.axis, part), self.needs[part], self.sources(part)
+        kept = min(own[0], need[0], seen[0]), max(own[1], need[1], seen[1])
+        moves = [(bool(found), any(p.part != part for p in found)) for found in self._pieces(part)]
+        return (*(hi - lo for lo, hi in (own, need, kept)), need == own, need == kept, *moves)
+
+    def _kind(self, part: int) -> Hashable:
+        first, last = self.partition.range(self.axis, part)
+        ends = (end - first for pair in (self.needs[part], self.sources(part)) for end in pair)
+        pieces = (tuple((p.part - part, p.lo - first, p.hi - first) for p in found) for found in self._pieces(part))
+        return (last - first, *ends, *pieces)
 
     @cached_property
     def _by_owner(self) -> dict[int, list[_AxisPiece]]:

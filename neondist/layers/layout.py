@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ..geometry import Box, GridShape, split
+from ..geometry import Box, GridShape
 from ..initializers import Constant, Initializer
 
 Shape = tuple[int, ...]
@@ -32,6 +32,10 @@ class Replicate:
         """Return what of an unfolded array the rank of a tile keeps."""
         return Box.of(shape)
 
+    def cut_extent(self, shape: Shape) -> Shape:
+        """Return the extent of the image, or the vector, along which an array is cut; of one that is not, ()."""
+        return ()
+
     def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
         """Return the shape of a tile's part of an array of this shape."""
         return self.box(shape, grid, tile).shape
@@ -44,9 +48,13 @@ class Tiled(Replicate):
     ndim: int
     cut = True
 
+    def cut_extent(self, shape: Shape) -> Shape:
+        """Return the output's extent."""
+        return shape[: self.ndim]
+
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
         """Return the tile, with all of the other axes."""
-        cells = grid.partition(shape[: self.ndim]).box(tile)
+        cells = grid.partition(self.cut_extent(shape)).box(tile)
         return Box((*cells.lo, *(0 for _ in shape[self.ndim :])), (*cells.hi, *shape[self.ndim :]))
 
 
@@ -60,14 +68,15 @@ class Shard(Replicate):
     input_shape: Shape
     cut = True
 
+    def cut_extent(self, shape: Shape) -> Shape:
+        """Return the input's extent; of a vector, its features."""
+        return self.input_shape[:-1] or self.input_shape
+
     def inputs(self, grid: GridShape, tile: int) -> Box:
         """Return a tile's own part of the input."""
         *extent, channels = self.input_shape
-        if not extent:
-            lo, hi = split(channels, grid.tiles, tile)
-            return Box((lo,), (hi,))
-        cells = grid.partition(extent).box(tile)
-        return Box((*cells.lo, 0), (*cells.hi, channels))
+        cells = grid.partition(self.cut_extent(self.input_shape)).box(tile)
+        return Box((*cells.lo, 0), (*cells.hi, channels)) if extent else cells
 
     def unfolded(self, shape: Shape) -> Shape:
         """Return the shape with the input's axes as they are."""
@@ -89,10 +98,14 @@ class OutputShard(Replicate):
 
     cut = True
 
+    def cut_extent(self, shape: Shape) -> Shape:
+        """Return the outputs."""
+        return shape[-1:]
+
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
         """Return the range of outputs, with all of the other axes."""
-        lo, hi = split(shape[-1], grid.tiles, tile)
-        return Box((*(0 for _ in shape[:-1]), lo), (*shape[:-1], hi))
+        mine = grid.partition(self.cut_extent(shape)).box(tile)
+        return Box((*(0 for _ in shape[:-1]), *mine.lo), (*shape[:-1], *mine.hi))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import inf, prod
+from math import inf
 from typing import Any
 
 from ..errors import ConfigError, UserError
@@ -14,10 +14,9 @@ from ..memory import words
 from .graph import Graph, Lowering, of_layer
 from .layer import LayerPlan
 from .plan import Plan, Training
-from .planner import PASSES
 from .section import Rows
 from .segments import Found, find_regions
-from .stream import Stream, effort
+from .stream import Stream, work_of
 from .streamable import can_stream
 
 Shape = tuple[int, ...]
@@ -110,7 +109,7 @@ def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Pla
         return found
     needed = [(made.needed_by(stream), made) for made, stream in tried]
     count, made = min([(plan.needed, plan), *needed], key=lambda pair: pair[0])
-    layer = max(made.layers, key=lambda each: max(box.size for box in each.kept) * each.input_shape[-1])
+    layer = max(made.layers, key=lambda each: each.largest_view * each.input_shape[-1])
     raise ConfigError(
         f"memory: a rank may use {words(limit)}, but needs {words(count)} at least, most of it for layer"
         f" '{layer.name}'; give more memory, or use more ranks or smaller batches"
@@ -124,7 +123,7 @@ def spared(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Pla
     """
     if plan.grid.tiles > 1 or plan.training.strips is not None or plan.training.recompute or plan.needed < LARGE:
         return plan
-    limit, most = plan.needed // 2, WORTH * _work(plan.graph, None)
+    limit, most = plan.needed // 2, WORTH * work_of(plan.graph, None)
     found, _ = _best(plan, planned, regions, limit, None, most)
     return found or plan
 
@@ -144,7 +143,7 @@ def _best(
     graph, best, tried, alone = plan.graph, None, list[tuple[Plan, Stream]](), isinstance(rows, int)
     ends = [nodes for nodes in range(len(graph.ends) - 1, 0, -1) if can_stream(graph, nodes, plan.grid, regions)]
     whole = {nodes: Stream.of(graph, nodes, plan.grid, 1) for nodes in ends}
-    least = {nodes: _work(graph, _keeping_all(stream)) for nodes, stream in whole.items()}
+    least = {nodes: work_of(graph, _keeping_all(stream)) for nodes, stream in whole.items()}
     for nodes in ends if rows is not None else sorted(ends, key=lambda nodes: least[nodes]):
         if least[nodes] >= most:
             continue
@@ -185,14 +184,14 @@ def _filled(plan: Plan, stream: Stream, limit: int, most: float, alone: bool) ->
     alone : bool
         Whether they are to be as many.
     """
-    tiles, itemsize, samples = range(plan.grid.tiles), plan.itemsize, plan.held_samples(0)
+    tiles, itemsize, samples = plan.classes(stream).tiles, plan.itemsize, plan.held_samples(0)
     found: list[tuple[float, Stream]] = []
 
     def add(stream: Stream) -> None:
-        if (work := _work(plan.graph, stream)) < most:
+        if (work := work_of(plan.graph, stream)) < most:
             found.append((work, stream))
 
-    while _work(plan.graph, _keeping_all(stream)) < most:
+    while work_of(plan.graph, _keeping_all(stream)) < most:
         strips, cuts, left = stream.grid.strips, stream.possible_cuts(), limit - plan.needed_by(stream)
         if left < 0:
             break
@@ -234,15 +233,6 @@ def _fewest(plan: Plan, stream: Stream, limit: int, most: int) -> Stream:
         strips = min(most, 8 * strips, max(strips + 1, int(strips * size / room)))
         stream = stream.in_strips(strips)
     return stream
-
-
-def _work(graph: Graph, stream: Stream | None) -> float:
-    """Return what a training step of a sample takes, in multiplications."""
-    first = 0 if stream is None else len(stream.graph.steps)
-    beside = sum(
-        prod(graph.shapes[graph.steps[at].output][:-1]) * effort(graph, at) for at in range(first, len(graph.steps))
-    )
-    return PASSES * beside + (0 if stream is None else stream.work)
 
 
 @contextmanager

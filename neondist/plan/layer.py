@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from ..errors import PlanError, ShapeError
-from ..geometry import Box, GridShape, HaloPlan, Partition, Piece, Window
+from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Partition, Piece, Window
 from ..halo import GlobalArray, Halo
 from ..layers import Layer
+from .classes import TileClasses, cells_kinds, classes_of
 from .graph import Cut
 
 Shape = tuple[int, ...]
@@ -42,6 +44,32 @@ class LayerCosts:
             self.parameters + other.parameters,
             self.memory + other.memory,
         )
+
+
+class Exchange(NamedTuple):
+    """Cells that windows see of an array, whose other cells travel.
+
+    Attributes
+    ----------
+    cells : Partition
+    window : Window
+    outputs : Partition or None
+        Which outputs each tile computes; None: those of a cut like the input's.
+    channels : int
+    """
+
+    cells: Partition
+    window: Window
+    outputs: Partition | None
+    channels: int
+
+    def plan(self, tile: int) -> HaloPlan:
+        """Return the plan of a tile."""
+        return HaloPlan.of(self.cells, self.window, tile, self.outputs)
+
+    def kinds(self, level: Level = "all") -> Kinds:
+        """Return what tells plans apart."""
+        return HaloPlan.kinds(self.cells, self.window, self.outputs, level)
 
 
 class LayerPlan:
@@ -96,29 +124,31 @@ class LayerPlan:
         cut = {one.direction for one in redistributions if one.adds}
         self.reductions = [one for one in layer.reductions_for(input_shape) if one.group and one.direction not in cut]
         self._halos = layer.halos_for(input_shape, grid)
-        self._gathers = layer.gathers_for(input_shape, grid)
+        gathers = layer.gathers_for(input_shape, grid)
         wide = layer.sees_reach and regions[1] is not None
         seen = layer.reach_for(input_shape) if wide else layer.view_window_for(input_shape, grid)
-        self._seen = seen or Window.of_one(len(input_shape) - 1)
+        self._view = self._over(input_shape, seen or Window.of_one(len(input_shape) - 1))
+        inputs, outputs = regions
+        adds = self.reverse and inputs is not None and outputs is not None
+        self._added = Exchange(outputs, self._halos[0][1], inputs, 0) if adds and outputs is not None else None
+        # strips and blocks keep what they add
+        self._exchanges = [] if adds else [self._over(shape, window) for shape, window in self._halos]
+        self._gathers = gathers and Exchange(grid.partition(gathers[0][:-1]), gathers[1], None, gathers[0][-1])
         largest = max(self.parameters, prod(output_shape), self.view(0).need.size * input_shape[-1])
         if largest > _MOST:
             raise ShapeError(f"would have {largest} numbers, more than any machine can hold; make the layer smaller")
 
     def view(self, tile: int) -> HaloPlan:
         """Return which cells of the input a tile's rank has, and sees."""
-        outputs = None if self.reverse else self.regions[1]  # in reverse it sees its tile alone
-        return HaloPlan.of(self._inputs(self.input_shape), self._seen, tile, outputs)
+        return self._view.plan(tile)
 
     def added_to(self, tile: int) -> HaloPlan | None:
         """Return which cells of the output a tile's rank adds to, and its own, where the halo adds; else None."""
-        inputs, outputs = self.regions
-        if not self.reverse or inputs is None or outputs is None:
-            return None
-        return HaloPlan.of(outputs, self._halos[0][1], tile, inputs)
+        return None if self._added is None else self._added.plan(tile)
 
     def tile(self, tile: int) -> Box:
         """Return a tile's cells of the output."""
-        return (self.regions[1] or self.grid.partition(self.output_shape[:-1])).box(tile)
+        return self.outputs.box(tile)
 
     def outline(self) -> str:
         """Return what all ranks must agree on."""
@@ -133,8 +163,7 @@ class LayerPlan:
             for shape, window in self._halos
         ]
         if self._gathers is not None:
-            shape, window = self._gathers
-            declared.append((shape, HaloPlan.of(self.grid.partition(shape[:-1]), window, tile)))
+            declared.append(((self._gathers.channels,), self._gathers.plan(tile)))
         planned = sorted(piece.source.size * shape[-1] for shape, plan in declared for piece in plan.sends)
         made = sorted(piece.source.size * array.channels for array in arrays for piece in array.plan.sends)
         if made != planned:
@@ -143,34 +172,72 @@ class LayerPlan:
                 f" halos_for and gathers_for declare {planned}; declare every array that make_array returns"
             )
 
+    def products(self, tile: int) -> int:
+        """Return the multiplications of a sample's forward pass that a tile takes: of its own cells, or weights."""
+        weights = self.trained.get("weights")
+        if weights is None:
+            return 0
+        if weights.layout.cut:
+            return weights.size_on(self.grid, tile)
+        box = self.view(tile).own if self.reverse else self.tile(tile)
+        return box.size * prod(weights.shape)
+
     def held_by(self, tile: int) -> int:
         """Return the trained numbers that a tile's rank keeps: all of them, or those of its tile."""
         return sum(p.size_on(self.grid, tile) for p in self.trained.values())
 
+    def kinds(self, level: Level) -> list[Kinds]:
+        """Return what tells tiles apart: their messages and parameters; or the extents of arrays; or all but places."""
+        arrays = [self._view, *filter(None, [self._added])] if level != "messages" else []
+        arrays += [*self._exchanges, *filter(None, [self._gathers])] if level != "extents" else []
+        extents = [extent for one in self.trained.values() if (extent := one.layout.cut_extent(one.shape))]
+        cells = [self.outputs, *map(self.grid.partition, extents)]
+        return [*(one.kinds(level) for one in arrays), *map(cells_kinds, cells)]
+
+    @cached_property
+    def classes(self) -> TileClasses:
+        """The tiles that differ in their messages, or in what they keep of parameters."""
+        return classes_of(self.grid.tiles, self.kinds("messages"))
+
     @cached_property
     def held(self) -> list[int]:
-        """The same for every tile."""
-        return [self.held_by(tile) for tile in range(self.grid.tiles)]
+        """What `held_by` returns, of every tile."""
+        return self.classes.each(self.held_by)
+
+    @property
+    def outputs(self) -> Partition:
+        """The cut of the output."""
+        return self.regions[1] or self.grid.partition(self.output_shape[:-1])
 
     @cached_property
     def tiles(self) -> list[Box]:
         """Every tile's cells of the output."""
-        return (self.regions[1] or self.grid.partition(self.output_shape[:-1])).boxes()
+        return self.outputs.boxes()
 
     @cached_property
     def views(self) -> list[Box]:
         """Every tile's view of the input."""
-        return [plan.need for plan in self._all_views]
+        return [self.view(tile).need for tile in range(self.grid.tiles)]
+
+    @property
+    def unlike(self) -> list[int]:
+        """Tiles in which there are all extents of views along each axis, and of outputs."""
+        return sorted({*self._view.kinds("extents").cross, *cells_kinds(self.outputs).cross})
 
     @cached_property
-    def kept(self) -> list[Box]:
-        """For every tile, the box of the array that holds both its view and the tile itself."""
-        return [plan.buffer for plan in self._all_views]
+    def largest_view(self) -> int:
+        """The most cells of an array that holds both a tile's view and the tile itself."""
+        return prod(map(max, zip(*(self.view(tile).buffer.shape for tile in self.unlike), strict=True)))
 
     @cached_property
     def halo_cells(self) -> list[int]:
         """Cells that each tile receives in a forward pass, channels not counted."""
-        return [sum(plans[tile].halo_volume for plans, _ in self._exchanged) for tile in range(self.grid.tiles)]
+        return self.classes.each(lambda tile: sum(one.plan(tile).halo_volume for one in self._exchanges))
+
+    def messages(self, tile: int) -> tuple[list[int], list[int]]:
+        """Return the numbers of a sample in each message that a tile sends in an exact forward and backward pass."""
+        there, back = self._there_of(tile), self._back_of(tile)
+        return (back, there) if self.reverse else (there, back)
 
     @property
     def forward(self) -> list[list[int]]:
@@ -194,7 +261,7 @@ class LayerPlan:
 
     def sent_bytes(self, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> list[float]:
         """Return the bytes of halos that each tile sends in a training step; the arguments are those of `sent_by`."""
-        return [self.sent_by(tile, samples, itemsize, gradient, forwards) for tile in range(self.grid.tiles)]
+        return self.classes.each(lambda tile: self.sent_by(tile, samples, itemsize, gradient, forwards))
 
     def sent_by(self, tile: int, samples: int, itemsize: int, gradient: bool = True, forwards: int = 1) -> float:
         """Return the bytes of halos that a tile sends in a training step, by its scheme's formula.
@@ -208,7 +275,7 @@ class LayerPlan:
         forwards : int
             How often the layer goes forward.
         """
-        there, back = ([n * samples for n in messages[tile]] for messages in (self.forward, self.backward))
+        there, back = ([n * samples for n in messages] for messages in self.messages(tile))
         needed = gradient or self.reverse  # a transposed convolution's weights need its neighbours' gradients
         returns = self.scheme.mean_bytes(back, itemsize, "backward") if needed else 0
         return forwards * self.scheme.mean_bytes(there, itemsize, "forward") + returns
@@ -231,43 +298,30 @@ class LayerPlan:
 
     @cached_property
     def _there(self) -> list[list[int]]:
-        """What each tile sends to those that see its cells."""
-        return self._numbers([([plan.sends for plan in plans], channels) for plans, channels in self._exchanged])
+        return self.classes.each(self._there_of)
 
     @cached_property
     def _back(self) -> list[list[int]]:
-        """What each tile sends the other way: gradients of the cells that it sees, or those of its outputs."""
+        return self.classes.each(self._back_of)
+
+    def _there_of(self, tile: int) -> list[int]:
+        """Return what a tile sends to those that see its cells."""
+        return _numbers((one.plan(tile).sends, one.channels) for one in self._exchanges)
+
+    def _back_of(self, tile: int) -> list[int]:
+        """Return what a tile sends the other way: gradients of the cells that it sees, or those of its outputs."""
         if self._gathers is not None:
-            shape, window = self._gathers
-            plans = _plans(self.grid.partition(shape[:-1]), window, self.grid.tiles, None)
-            return self._numbers([([plan.sends for plan in plans], shape[-1])])
-        return self._numbers([([plan.receives for plan in plans], channels) for plans, channels in self._exchanged])
-
-    def _numbers(self, halos: Sequence[tuple[Sequence[Sequence[Piece]], int]]) -> list[list[int]]:
-        """Return, for each tile, the numbers of each message, given the pieces of all tiles and their channels."""
-        return [
-            [piece.source.size * channels for pieces, channels in halos for piece in pieces[tile]]
-            for tile in range(self.grid.tiles)
-        ]
-
-    @cached_property
-    def _exchanged(self) -> list[tuple[list[HaloPlan], int]]:
-        """The plans of all tiles for every halo, and its channels."""
-        if self.added_to(0) is not None:  # strips and blocks keep what they add
-            return []
-        return [(_plans(*self._over(shape, window)), shape[-1]) for shape, window in self._halos]
-
-    @cached_property
-    def _all_views(self) -> list[HaloPlan]:
-        return _plans(*self._over(self.input_shape, self._seen))
+            return _numbers([(self._gathers.plan(tile).sends, self._gathers.channels)])
+        return _numbers((one.plan(tile).receives, one.channels) for one in self._exchanges)
 
     def _inputs(self, shape: Shape) -> Partition:
         return self.regions[0] or self.grid.partition(shape[:-1])
 
-    def _over(self, shape: Shape, window: Window) -> tuple[Partition, Window, int, Partition | None]:
-        return self._inputs(shape), window, self.grid.tiles, None if self.reverse else self.regions[1]
+    def _over(self, shape: Shape, window: Window) -> Exchange:
+        outputs = None if self.reverse else self.regions[1]  # in reverse it sees its tile alone
+        return Exchange(self._inputs(shape), window, outputs, shape[-1])
 
 
-@lru_cache(maxsize=64)  # virtual ranks, and every look at the same model, ask for the same
-def _plans(tiles: Partition, window: Window, count: int, outputs: Partition | None) -> list[HaloPlan]:
-    return [HaloPlan.of(tiles, window, tile, outputs) for tile in range(count)]
+def _numbers(halos: Iterable[tuple[Iterable[Piece], int]]) -> list[int]:
+    """Return the numbers of each message, given pieces and their channels."""
+    return [piece.source.size * channels for pieces, channels in halos for piece in pieces]

@@ -48,12 +48,17 @@ class ParameterPlan:
         ConfigError
             The strategy is for another model or more ranks, or cannot be executed within one MPI job.
         """
-        chosen, dtype = self.chosen or AllReduce(), str(self.dtype)
-        specs = [ParameterSpec(name, one.shape, dtype, bool(one.sparse)) for name, one in self.parameters.items()]
-        found = chosen.build(specs, self.grid.size) if isinstance(chosen, StrategyBuilder) else chosen
-        found.check_model(specs)
+        chosen = self.chosen or AllReduce()
+        found = chosen.build(self.specs, self.grid.size) if isinstance(chosen, StrategyBuilder) else chosen
+        found.check_model(self.specs)
         found.check_synchronous()
         return found
+
+    @cached_property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """What a strategy is built for, in the order of the model."""
+        given = self.parameters.items()
+        return tuple(ParameterSpec(name, one.shape, str(self.dtype), bool(one.sparse)) for name, one in given)
 
     @cached_property
     def shares(self) -> dict[str, Share]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,16 +16,18 @@ import numpy as np
 from ..comm import group_of
 from ..costs import Cost
 from ..costs.mean import parts_of
-from ..geometry import GridShape, Partition, split
+from ..geometry import GridShape, Level, Partition, split
 from ..optim import Optimizer
 from ..registry import serial_class
 from ..strategies import Strategy, StrategyBuilder
 from . import report
+from .classes import TileClasses, cells_kinds, classes_of
 from .graph import Graph
 from .layer import LayerCosts, LayerPlan
 from .parameters import ParameterPlan
+from .search import Workload
 from .section import PlannedSection, Rows, Segment, in_segments
-from .stream import Stream
+from .stream import Stream, work_of
 
 Shape = tuple[int, ...]
 LOSS, GRADIENTS = "loss", "gradients"
@@ -82,6 +85,7 @@ class Plan(Sequence[LayerPlan]):
     pretraining: dict[str, list[int]] = field(default_factory=dict)
     stream: Stream | None = None
     idle: int = 0
+    _per_sample: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @overload
     def __getitem__(self, at: int) -> LayerPlan: ...
@@ -208,6 +212,20 @@ class Plan(Sequence[LayerPlan]):
         training = self.training
         return ParameterPlan(named, self.grid, training.dtype, len(training.optimizer.kept), training.strategy)
 
+    @cached_property
+    def workload(self) -> Workload:
+        """What the busiest rank does in a step: it has most cells, and sends most, in each layer."""
+        samples = self.samples(0)
+        flops = sum(2 * samples * (3 if plan.gradient else 2) * plan.products(0) for plan in self)
+        again = 1.0 if self.stream is None else work_of(self.graph, self.stream) / work_of(self.graph, None)
+        moved = self.moved(0) - self.parameters.moved(0)
+        sent = sum(max(plan.sent_by(t, samples, *self._how(plan)) for t in plan.classes.tiles) for plan in self)
+        messages = sum(max(sum(map(len, plan.messages(t))) for t in plan.classes.tiles) for plan in self)
+        several = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
+        sums = sum(several[one.group] > 1 for plan in self for one in plan.reductions if one.group)
+        summed = sum(count for name, count in self.reduced(0).items() if name not in (GRADIENTS, LOSS))
+        return Workload(flops * again, moved * again, messages, sent, sums, summed, self.parameters)
+
     def pretraining_bytes(self) -> list[tuple[str, int, int]]:
         """Return each stage's name, and what the busiest rank and all ranks send in a step of its pretraining."""
         most, size = self.samples(0), self.itemsize
@@ -253,25 +271,42 @@ class Plan(Sequence[LayerPlan]):
             strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.held_samples(0)
             return self._whole(0, tile) + self.parameters.memory(tile) + strips
 
-        return max(map(bytes_of, range(self.grid.tiles)))
+        return max(map(bytes_of, self.classes(stream).tiles))
+
+    def classes(self, stream: Stream | None) -> TileClasses:
+        """Return the tiles that differ in more than their place, where these strips go in such a way."""
+        values = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
+        values |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.shards}
+        values |= {cells for section in self.sections for cells in section.regions.values()}
+        level: Level = "extents" if stream is None and not self.segments else "all"
+        kinds = [kind for plan in self for kind in plan.kinds(level)]
+        kinds += map(cells_kinds, values)
+        kinds += [] if stream is None else stream.kinds
+        tiles = range(self.grid.tiles if self.parameters.shares else 0)
+        owned = [self.parameters.owned_by(tile) for tile in tiles]
+        return classes_of(self.grid.tiles, kinds, [np.array(owned)] if owned else [])
 
     def _whole(self, replica: int, tile: int) -> int:
         """Return the bytes of what does not go in strips from the image on, without parameters."""
-        inputs = self.sections[self.stream is None :]
-        kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
-        numbers = self.length(tile) + self.strip_length(tile) + kept
-        beside = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
-        return (numbers * self.itemsize + beside) * self.held_samples(replica)
+        if tile not in self._per_sample:
+            inputs = self.sections[self.stream is None :]
+            kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
+            numbers = self.length(tile) + self.strip_length(tile) + kept
+            beside = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
+            self._per_sample[tile] = numbers * self.itemsize + beside
+        return self._per_sample[tile] * self.held_samples(replica)
 
     @property
     def needed(self) -> int:
         """What `memory` says of the rank that needs most."""
         return self.needed_by(self.stream)
 
+    trained_in = needed
+
     @property
     def peak(self) -> int:
         """The same on the rank that needs most."""
-        return max(self.arena(0, tile) for tile in range(self.grid.tiles))
+        return max(self.arena(0, tile) for tile in self.classes(self.stream).tiles)
 
     def length(self, tile: int) -> int:
         """Return the numbers of a sample in such a block; sections take turns in it."""
@@ -325,13 +360,14 @@ class Plan(Sequence[LayerPlan]):
     def costs(self, batch_size: int | None = None) -> list[LayerCosts]:
         """Return the costs of every layer in one step of a whole batch."""
         size, found = self.itemsize, []
-        shares = [self.samples(replica, batch_size) for replica in range(self.grid.replicas)]
+        shares = Counter(self.samples(replica, batch_size) for replica in range(self.grid.replicas))
         for index, plan in enumerate(self):
-            view = max(box.size for box in plan.kept) * plan.input_shape[-1] * size
+            view = plan.largest_view * plan.input_shape[-1] * size
+            sent = {samples: plan.sent_bytes(samples, *self._how(plan)) for samples in shares}
             found.append(
                 LayerCosts(
-                    sent_most=round(max(plan.sent_bytes(shares[0], *self._how(plan)))),
-                    sent_all=round(sum(sum(plan.sent_bytes(samples, *self._how(plan))) for samples in shares)),
+                    sent_most=round(max(sent[self.samples(0, batch_size)])),
+                    sent_all=round(sum(count * sum(sent[samples]) for samples, count in shares.items())),
                     parameters=plan.parameters,
                     memory=(1 + (index > 0)) * view * self.held_samples(0) + max(plan.held) * self._per_parameter,
                 )

@@ -156,12 +156,13 @@ def grid_text(grid: GridShape) -> str:
 def _shapes(plans: Sequence[LayerPlan]) -> list[Column]:
     schemes = [scheme_text(p.scheme) if p.window is not None or p.reverse else "-" for p in plans]
     plain = all(text in ("halo", "-") for text in schemes)
-    views = [_extents(p.views, p.input_shape[-1]) if p.window is not None else "-" for p in plans]
+    seen = [[p.view(tile).need for tile in p.unlike] for p in plans]
+    views = ["-" if p.window is None else _extents(v, p.input_shape[-1]) for p, v in zip(plans, seen, strict=True)]
     return [
         Column("layer", [p.name for p in plans], "total", right=False),
         Column("class", [p.cls for p in plans], right=False),
         Column("output", [by(p.output_shape) for p in plans], right=False),
-        Column("tile", [_extents(p.tiles, p.output_shape[-1]) for p in plans], right=False),
+        Column("tile", [_extents(map(p.tile, p.unlike), p.output_shape[-1]) for p in plans], right=False),
         Column("view", views, right=False),
         *([] if plain else [Column("scheme", schemes, right=False)]),
     ]
@@ -192,7 +193,7 @@ def by(shape: Iterable[object]) -> str:
     return "×".join(map(str, shape))
 
 
-def _extents(boxes: Sequence[Box], channels: int) -> str:
+def _extents(boxes: Iterable[Box], channels: int) -> str:
     """Return the extents of all tiles: '9-10×14×16'."""
     axes = zip(*(box.shape for box in boxes), strict=True)
     ranges = [(min(axis), max(axis)) for axis in axes]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from ..geometry import Box, GridShape, HaloPlan, Overlapping, Partition, Window, looked_at, sources
+from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Overlapping, Partition, Window, looked_at, sources
 from ..layers import Activation, Shard, said_with
 from .graph import Graph, Step
 from .layer import LayerPlan
@@ -150,6 +150,10 @@ class Segment:
     def tile(self, tile: int) -> Box:
         """Return a tile's cells of the output."""
         return self.plans[-1].tile(tile)
+
+    def kinds(self, level: Level) -> list[Kinds]:
+        """Return what tells tiles apart."""
+        return [kind for plan in self.plans for kind in plan.kinds(level)]
 
     def added_to(self, tile: int) -> None:
         """Return None: in strips no halo adds to what others have."""

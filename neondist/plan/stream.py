@@ -9,10 +9,11 @@ from itertools import pairwise
 from math import prod
 from operator import ge
 
-from ..geometry import Box, GridShape, Overlapping, Partition, StripGrid, hulls
+from ..geometry import Box, GridShape, Kinds, Overlapping, Partition, StripGrid, hulls
 from ..layers import Layer, said_with
+from .classes import cells_kinds, of_strips
 from .graph import Graph, Step
-from .planner import operations
+from .planner import PASSES, operations
 from .section import PlannedSection
 from .segments import Found
 from .traced import needed_by, section_of, trace
@@ -357,6 +358,14 @@ class Stream:
         most = max(part.held(tile, itemsize) for part in self.parts)
         return most + self.saved(tile, itemsize) + self.kept(tile) * itemsize
 
+    @property
+    def kinds(self) -> list[Kinds]:
+        """What tells tiles apart: their strips, and what they have of a value that is cut."""
+        strips = [kind for part in self.parts for plan in part.section.placed.values() for kind in plan.kinds("all")]
+        strips += [cells_kinds(cells) for part in self.parts for cells in part.cells]
+        wide = [cells_kinds(part.wide) for part in self.parts if part.wide is not None]
+        return [*(of_strips(kind, self.grid.strips) for kind in strips if kind.axes), *wide]
+
     def kept(self, tile: int) -> int:
         """Return the numbers of a sample that are kept of gradients: of the cut above and of the one below."""
         cut = [part for part in self.parts if part.wide is not None]
@@ -371,6 +380,15 @@ def effort(graph: Graph, at: int) -> float:
         return 0.0
     computed = 0.0 if step.layer is None else operations(step.layer, graph.shapes[step.inputs[0]])
     return computed + MOVED * graph.shapes[step.output][-1]
+
+
+def work_of(graph: Graph, stream: Stream | None) -> float:
+    """Return what a training step of a sample takes, in multiplications."""
+    first = 0 if stream is None else len(stream.graph.steps)
+    beside = sum(
+        prod(graph.shapes[graph.steps[at].output][:-1]) * effort(graph, at) for at in range(first, len(graph.steps))
+    )
+    return PASSES * beside + (0 if stream is None else stream.work)
 
 
 def _leaves(step: Step) -> bool:

@@ -33,6 +33,11 @@ def below(cls: type) -> Iterator[type]:
         yield from below(sub)
 
 
+def called_in_fields(base: type) -> dict[str, type]:
+    """Return the classes below `base` by the short names that mean them where only such a class can stand."""
+    return {name: cls for cls in below(base) for name in vars(cls).get("_called_in_fields", ())}
+
+
 def suggest(name: str, choices: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" or, where nothing is near, the list of choices."""
     choices = sorted(choices)

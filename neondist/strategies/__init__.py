@@ -2,10 +2,11 @@
 
 A builder makes a `Strategy` from the parameters and the number of replicas (or a resource spec): a pure function, which
 needs no MPI. A `Strategy` is a value: it is compared, printed, saved and loaded. `parameter_spec`, `partition` (the
-rules by which a parameter is divided), `strategy`, and the builders: `all_reduce`, `server`, `parallax`.
+rules by which a parameter is divided), `strategy`, and the builders: `all_reduce`, `server`, `parallax`, `auto`.
 """
 
 from .all_reduce import AllReduce, PartitionedAllReduce, RandomAxisPartitionAR, ShardedOptimizer
+from .auto import AutoStrategy
 from .builder import Resources, StrategyBuilder, as_builder, as_strategy
 from .compressor import check_compressor
 from .parallax import Parallax
@@ -13,9 +14,13 @@ from .parameter_spec import ParameterSpec
 from .server import PS, PartitionedPS, PSLoadBalancing, UnevenPartitionedPS
 from .strategy import ParameterStrategy, Strategy
 
+Auto = AutoStrategy  # the name is also that of a border scheme, in files too
+
 __all__ = [
     "PS",
     "AllReduce",
+    "Auto",
+    "AutoStrategy",
     "PSLoadBalancing",
     "Parallax",
     "ParameterSpec",

@@ -10,6 +10,7 @@ from typing import Protocol, cast, runtime_checkable
 
 from ..errors import ConfigError
 from ..registry import Registered, registered, suggest
+from ..registry.names import called_in_fields
 from ..registry.ranges import integer
 from .parameter_spec import ParameterSpec
 from .strategy import ParameterStrategy, Strategy
@@ -27,8 +28,13 @@ class Resources(Protocol):
         Devices that can own parameters.
     """
 
-    replicas: int
-    servers: int
+    @property
+    def replicas(self) -> int:
+        """Data-parallel copies."""
+
+    @property
+    def servers(self) -> int:
+        """Devices that can own parameters."""
 
 
 class StrategyBuilder(Registered, ABC):
@@ -89,7 +95,7 @@ def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
         return builder
     matched = re.fullmatch(r"\s*(\w+)\s*(\(.*\))?\s*", str(builder), re.DOTALL)
     name, arguments = matched.groups() if matched else (str(builder), None)
-    choices = registered(StrategyBuilder)
+    choices = called_in_fields(StrategyBuilder) | registered(StrategyBuilder)
     if name not in choices:
         raise ConfigError(f"strategy: unknown builder '{builder}'{suggest(name, choices)}")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
@@ -50,6 +50,16 @@ class ParameterStrategy:
     sync: bool = True
     staleness: int = 0
 
+    @property
+    def division(self) -> str:
+        """The partition as text: 'axis 0: 5+5', or '-'."""
+        return "-" if self.partition is None else f"axis {self.partition[0]}: {_listed(self.partition[1], '+')}"
+
+    @property
+    def holders(self) -> str:
+        """The owners as text: '0,1', or 'all'."""
+        return _listed(self.owners, ",") if self.owners else "all"
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -64,6 +74,8 @@ class Strategy:
     specs : dict of str to ParameterSpec
         The parameters that it is for, in the order of the model.
     parameters : dict of str to ParameterStrategy
+    grid : dict of str to int, optional
+        Replicas, planes, rows and cols that a planner has chosen with it.
     places : dict of str to str
         'FILE:LINE' of each parameter, and of the file under ''; empty where it was not loaded.
     """
@@ -73,6 +85,7 @@ class Strategy:
     servers: int
     specs: dict[str, ParameterSpec]
     parameters: dict[str, ParameterStrategy]
+    grid: dict[str, int] | None = None
     places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def error(self, problem: str, name: str = "") -> ConfigError:
@@ -168,6 +181,7 @@ class Strategy:
                 entry["partition"] = {"axis": one.partition[0], "sizes": one.partition[1]}
             entries[name] = {"shape": list(spec.shape), "dtype": spec.dtype, "sparse": spec.sparse, **entry}
         head = {"format": FORMAT, "builder": self.builder, "replicas": self.replicas, "servers": self.servers}
+        head |= {"grid": self.grid} if self.grid else {}
         return yaml.safe_dump(head | {"parameters": entries}, sort_keys=False, default_flow_style=None, width=2**31)
 
 
@@ -177,10 +191,8 @@ def _count(n: int, noun: str) -> str:
 
 def _row(spec: ParameterSpec, one: ParameterStrategy) -> tuple[str, ...]:
     shape = " x ".join(map(str, spec.shape)) or "scalar"
-    division = "-" if one.partition is None else f"axis {one.partition[0]}: {_listed(one.partition[1], '+')}"
     mode = str(one.staleness) if one.sync else "asynchronous"
-    owners = _listed(one.owners, ",") if one.owners else "all"
-    return spec.name, shape, one.kind, division, owners, str(one.group), one.compressor or "-", mode
+    return spec.name, shape, one.kind, one.division, one.holders, str(one.group), one.compressor or "-", mode
 
 
 def _listed(numbers: list[int], separator: str) -> str:
@@ -190,6 +202,7 @@ def _listed(numbers: list[int], separator: str) -> str:
 
 
 _TOP = "format", "builder", "replicas", "servers", "parameters"
+_GRID = "replicas", "planes", "rows", "cols"
 _ENTRY = "shape", "dtype", "sparse", *(each.name for each in fields(ParameterStrategy))
 
 
@@ -201,7 +214,7 @@ class _StrategyFile:
 
     def strategy(self) -> Strategy:
         """Return the strategy; raise ConfigError at the first wrong field."""
-        top = self._mapping(self.root, "", _TOP)
+        top = self._mapping(self.root, "", _TOP, ("grid",))
         if top["format"].value != FORMAT:
             raise fault(top["format"], "format", f"is {top['format']}; expected {FORMAT}")
         replicas, servers = (self._integer(top[name], name, 1) for name in ("replicas", "servers"))
@@ -211,7 +224,15 @@ class _StrategyFile:
         for name, node in entries.items():
             specs[name], found[name] = self._entry(name, node, max(replicas, servers))
         places = {name: node.place for name, node in entries.items()} | {"": self.root.place}
-        return Strategy(builder, replicas, servers, specs, found, places)
+        grid = self._grid(top["grid"]) if "grid" in top else None
+        return Strategy(builder, replicas, servers, specs, found, grid, places)
+
+    def _grid(self, node: Node) -> dict[str, int]:
+        given = value_of(node, "grid", dict, f"a mapping with {', '.join(_GRID)}")
+        for name, child in given.items():
+            if name not in _GRID:
+                raise fault(child, join("grid", name), f"unknown field; expected {', '.join(_GRID)}")
+        return {name: self._integer(child, join("grid", name), 1) for name, child in given.items()}
 
     def _entry(self, name: str, node: Node, owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
         path = join("parameters", name)
@@ -257,10 +278,10 @@ class _StrategyFile:
             raise fault(given["sizes"], join(path, "sizes"), f"add up to {sum(sizes)}; axis {axis} has {shape[axis]}")
         return axis, sizes
 
-    def _mapping(self, node: Node, path: str, names: Iterable[str]) -> dict[str, Node]:
+    def _mapping(self, node: Node, path: str, names: Iterable[str], more: Sequence[str] = ()) -> dict[str, Node]:
         given = value_of(node, path, dict, "a mapping with " + ", ".join(names))
         for name, child in given.items():
-            if name not in names:
+            if name not in (*names, *more):
                 raise fault(child, join(path, name), f"unknown field; expected {', '.join(names)}")
         for name in names:
             if name not in given:

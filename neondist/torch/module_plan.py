@@ -17,6 +17,7 @@ from ..layers import Parameter
 from ..plan import report
 from ..plan.blocks import COPIES
 from ..plan.parameters import ParameterPlan
+from ..plan.search import Workload
 from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .costs import PlanCosts, StepCosts, paths, shape_given
@@ -189,6 +190,21 @@ class ModulePlan:
     def memory(self, rank: int = 0) -> int:
         """Return the bytes of what a rank's steps make, parameters, their gradients and the optimiser's arrays."""
         return self.steps.memory(rank) + self.parameters.memory(rank)
+
+    @property
+    def trained_in(self) -> int:
+        """Bytes of the rank that needs most in training."""
+        return self.memory(self.all_costs.fullest)
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What the busiest rank does in a training step."""
+        total = self.all_costs.total
+        kinds = [kind for (kind, _, _), count in self.all_costs.traffic.items() if count.any()]
+        sums, moved = kinds.count("sum"), self.all_costs.moved()
+        neighbours = min(8, self.grid.tiles - 1)  # of a tile; each step's messages are not counted
+        messages = (len(kinds) - sums) * neighbours
+        return Workload(total.flops, moved, messages, total.sent_most, sums, total.summed, self.parameters)
 
     def moved(self, rank: int = 0) -> int:
         """Return the bytes that a training step reads and writes, at least; the same for all ranks."""

@@ -118,12 +118,13 @@ class SchemeChannel:
             return Piece(indices.peer - first, box, box)
 
         every = transfer.receives(grid.rank)
+        receives = [piece(p, p.peer) for p in every if p.peer != grid.rank]
+        sends = [piece(p, grid.rank) for p in transfer.sends(grid.rank)]
+        local = [piece(p, grid.rank) for p in every if p.peer == grid.rank]
         return HaloPlan(
             own=_box(own),
             need=_box(need),
-            receives=tuple(piece(p, p.peer) for p in every if p.peer != grid.rank),
-            sends=tuple(piece(p, grid.rank) for p in transfer.sends(grid.rank)),
-            local=tuple(piece(p, grid.rank) for p in every if p.peer == grid.rank),
+            pieces=lambda: (receives, sends, local),
             buffer=_box(own) if _box(need).empty else _box(need).hull(_box(own)),
             extent=tuple(n for _, n in whole),
             window=Window(1, padding=0, fill=fill, ndim=len(extent)),

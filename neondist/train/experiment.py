@@ -25,7 +25,8 @@ from ..plan import Plan
 from ..registry import Registered, suggest
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index
-from ..strategies import Strategy, StrategyBuilder
+from ..strategies import Strategy, StrategyBuilder, as_strategy
+from ..strategies.auto import of_grid
 from .callbacks.best import Best, KeepBest
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
 from .callbacks.curves import Curves
@@ -147,6 +148,8 @@ class FitExperiment(Registered):
         self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
         self.loggers = list(loggers or ())
         settle(model, backend, dtype, seed)
+        strategy = as_strategy(strategy) if isinstance(strategy, str) else strategy
+        self.grid = of_grid(strategy, self.grid)
         model.execute(accumulate, sync, recompute, strips, memory, strategy)
         model.nonfinite = nonfinite
 

@@ -32,7 +32,9 @@ specs = st.lists(
 
 
 def test_every_builder_is_tried_here():
-    assert {text.partition("(")[0] for text in BUILDERS} == set(registered(strategies.StrategyBuilder))
+    assert {text.partition("(")[0] for text in BUILDERS} == set(registered(strategies.StrategyBuilder)) - {
+        "AutoStrategy"
+    }
 
 
 @given(specs, st.integers(1, 7), st.sampled_from(sorted(BUILDERS)))

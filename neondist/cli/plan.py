@@ -1,0 +1,112 @@
+"""`neondist plan`: which grid and strategy make a step fastest on a machine, and what each parameter's would be."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..config import place
+from ..console import emit
+from ..errors import ConfigError, UserError
+from . import options
+from .experiment import load
+
+ERROR = "predicted, not measured: `neondist bench model` compares predictions with measured steps on this machine"
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    one = commands.add_parser("plan", help="choose a grid and a strategy by a cost model; no MPI", allow_abbrev=False)
+    options.experiment(one, "ranks to plan for (default: the replicas of --resources, or 1); nothing is started")
+    one.add_argument("--resources", type=options.file, metavar="FILE", help="a resource spec: nodes and their devices")
+    one.add_argument(
+        "--machine", type=options.file, metavar="FILE", help="of `bench model calibrate`; default: common figures"
+    )
+    one.add_argument(
+        "--to", type=options.file, metavar="FILE.yaml", help="write the strategy, which --strategy replays"
+    )
+    one.set_defaults(command=plan)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Print the table and the choice; write the strategy if asked to."""
+    from ..cluster import ResourceSpec
+    from ..machine import Machine, read
+    from ..plan import search
+    from ..rich_console import Console
+
+    experiment = load(arguments)
+    resources = None if arguments.resources is None else ResourceSpec(arguments.resources)
+    ranks = arguments.ranks or (resources.replicas if resources is not None else 1)
+    machine = Machine.default() if arguments.machine is None else read(arguments.machine)
+    try:
+        if not experiment.dist_flag:
+            raise ConfigError("dist_flag: false runs in one process; plan needs dist_flag: true")
+        limit, within = _limits(experiment, ranks, machine)
+        builders = _builders(experiment.model)
+        found = search.choices(_plans(experiment, ranks), builders, machine, resources)
+        choice, runner_up, left = search.best(found, limit, within)
+    except UserError as error:
+        raise place(error) from None
+    Console(soft_wrap=True).print(search.table(choice, runner_up, left, ERROR))
+    if arguments.to is not None:
+        choice.strategy.save(arguments.to)
+        emit(Path(arguments.to))
+    return 0
+
+
+def _builders(model: Any) -> Sequence[Any]:
+    """Return the strategy that the experiment names, or those of which the planner chooses."""
+    from ..strategies import AutoStrategy
+    from ..strategies.auto import candidates
+
+    given, model.strategy = model.strategy, None
+    return candidates() if given is None or isinstance(given, AutoStrategy) else [given]
+
+
+def _limits(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]:
+    """Return the bytes of a rank where memory is limited, and what makes a plan of strips within a limit."""
+    from ..memory import PROCESS, words
+
+    model, memory = experiment.model, experiment.model.memory
+    model.memory = model.room = None
+    if memory is None:
+        return None, None
+    here = min(ranks, machine.cores_per_node)
+    if memory // here <= PROCESS:
+        raise ConfigError(
+            f"memory: {words(memory)} for {here} ranks on a machine; each of them takes {words(PROCESS)} before it"
+            f" holds any image: give more than {words(PROCESS * here)}"
+        )
+    return memory // here - PROCESS, partial(_in_strips, experiment)
+
+
+def _in_strips(experiment: Any, plan: Any, limit: int) -> Any:
+    from ..memory import PROCESS
+
+    model = experiment.model
+    model.memory = (limit + PROCESS) * plan.grid.size
+    try:
+        return model.within(model.plan(experiment.dataset.sample_shape, plan.grid, experiment.batch_size))
+    finally:
+        model.memory = None
+
+
+def _plans(experiment: Any, ranks: int) -> list[Any]:
+    """Return the plans of all grids to compare; the error of the last one, if there is none."""
+    from ..plan.search import grids
+
+    model, dataset, batch = experiment.model, experiment.dataset, experiment.batch_size
+    dataset.check()
+    shape, found, error = dataset.sample_shape, [], None
+    for grid in grids(ranks, experiment.grid, batch, shape[:-1]):
+        try:
+            found.append(model.plan(shape, grid, batch))
+        except UserError as problem:
+            error = problem
+    if not found and error is not None:
+        raise error
+    return found

@@ -1,0 +1,104 @@
+"""The strategy of the fastest step that fits into memory, by a cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..machine import Machine
+from ..memory import as_bytes, words
+from .all_reduce import AllReduce, PartitionedAllReduce, ShardedOptimizer
+from .builder import StrategyBuilder, builder_text
+from .parameter_spec import ParameterSpec
+from .partition import part_bytes
+from .server import PS, PSLoadBalancing
+from .strategy import ParameterStrategy, Strategy
+
+SLOTS = 2
+"""numbers that an optimiser keeps of each trained one, where it is not known: Adam's"""
+
+
+def candidates() -> list[StrategyBuilder]:
+    """Return the exact synchronous builders among which a planner chooses."""
+    return [AllReduce(), PartitionedAllReduce(), ShardedOptimizer(), PS(), PSLoadBalancing()]
+
+
+@dataclass(frozen=True)
+class SyncCosts:
+    """The synchronisation of a step.
+
+    Attributes
+    ----------
+    seconds : float
+        Of collectives, and of the update.
+    held : int
+        Bytes of parameters, gradients and the optimiser's arrays on the fullest rank.
+    """
+
+    seconds: float
+    held: int
+
+
+def sync_costs(
+    parameters: dict[str, ParameterStrategy], specs: Sequence[ParameterSpec], ranks: int, slots: int, machine: Machine
+) -> SyncCosts:
+    """Return what it costs to synchronise the gradients of some parameters over ranks, and to update them.
+
+    Gradients without owners take one allreduce for each group. Owners get the others' shares, and send values to all:
+    the rank that owns most is the last.
+    """
+    whole, shared, sliced, slices, itemsize, groups = 0, 0, 0, 1, 1, set[int]()
+    owned = [0] * ranks
+    for spec in specs:
+        one = parameters[spec.name]
+        if not one.owners:
+            whole += spec.nbytes
+            groups.add(one.group)
+            continue
+        shared += spec.nbytes
+        if len(one.owners) > 1 and one.partition is None:  # even slices of all such parameters together
+            sliced += spec.size
+            slices, itemsize = len(one.owners), spec.nbytes // max(1, spec.size)
+            continue
+        for owner, nbytes in zip(one.owners, part_bytes(spec, one.partition), strict=True):
+            owned[owner] += nbytes
+    most, link = max(owned) + (-(-sliced // slices) * itemsize if sliced else 0), machine.link(ranks)
+    seconds = sum(machine.allreduce(ranks, whole / len(groups)) for _ in groups)
+    if shared and ranks > 1:
+        seconds += 2 * link.seconds(ranks - 1, max(shared - most, (ranks - 1) * most))
+    seconds += (3 + 2 * slots) * (whole + most) / machine.memory_bandwidth
+    return SyncCosts(seconds, 2 * (whole + shared) + slots * (whole + most))
+
+
+class AutoStrategy(StrategyBuilder):
+    """The builder whose strategy makes a step fastest, by a cost model of links and memory; `Auto` in files.
+
+    Of equal ones the first by name. `neondist plan` chooses the grid as well, for a machine and a network.
+
+    Parameters
+    ----------
+    memory : int or str, optional
+        The most that a rank may hold of parameters, gradients and the optimiser's arrays (two for each parameter).
+    """
+
+    _called_in_fields = ("Auto",)
+
+    def __init__(self, memory: int | str | None = None) -> None:
+        self.limit = None if memory is None else as_bytes("memory", memory)
+
+    def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
+        """Return what the best builder assigns."""
+        machine, ranks = Machine.default(), max(replicas, servers)
+        made = {builder_text(builder): builder.assign(specs, replicas, servers) for builder in candidates()}
+        costs = {name: sync_costs(each, specs, ranks, SLOTS, machine) for name, each in made.items()}
+        fitting = [name for name, cost in costs.items() if self.limit is None or cost.held <= self.limit]
+        if not fitting:
+            least = min(cost.held for cost in costs.values())
+            raise ConfigError(f"strategy: Auto: no strategy takes less than {words(least)}; give more memory or ranks")
+        return made[min(fitting, key=lambda name: (costs[name].seconds, name))]
+
+
+def of_grid(strategy: Strategy | StrategyBuilder | None, grid: dict[str, int]) -> dict[str, int]:
+    """Return the factors of a grid, or, where none are given, those of a strategy that has them."""
+    return dict(strategy.grid) if isinstance(strategy, Strategy) and strategy.grid and not grid else grid

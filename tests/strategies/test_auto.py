@@ -1,0 +1,123 @@
+"""The planner's choice of a grid and a strategy: the best of all by its own costs, within memory, and replayed."""
+
+from dataclasses import replace
+
+import pytest
+
+import neondist as nd
+from neondist.cli import main
+from neondist.machine import Link, Machine
+from neondist.plan import search
+from neondist.strategies import AutoStrategy, ParameterSpec, Strategy, as_builder
+from neondist.strategies.auto import SLOTS, candidates, sync_costs
+
+SHAPE, BATCH = (21, 18, 2), 4
+SLOW = Machine(2, Link(1e-5, 1e8), Link(1e-3, 1e7), speed=1e9)
+SPECS = [ParameterSpec("a", (300, 7)), ParameterSpec("b", (7,)), ParameterSpec("c", (64, 64, 3))]
+FILE = """
+!FitExperiment
+dataset: !Synthetic {shape: [21, 18, 2], classes: 3, train: 8, test: 4}
+model: !ConvnetDist
+  layers:
+    - !ConvLayerDist {out_channels: 4, kernel_size: 3, scheme: !Auto {}}
+    - !FCLayerDist {out_features: 3}
+  cost: !CrossEntropy {}
+  optimizer: !Adam {}
+batch_size: 4
+strategy: !Auto {memory: 1GiB}
+"""
+
+
+def network():
+    layers = [nd.ConvLayerDist(4, 3), nd.MaxPoolingLayerDist(2), nd.BatchNormLayerDist(), nd.FCLayerDist(3)]
+    return nd.ConvnetDist(layers, cost=nd.CrossEntropy(), optimizer=nd.Adam())
+
+
+def every_choice(ranks, machine=SLOW):
+    model = network()
+    plans = [model.plan(SHAPE, grid, BATCH) for grid in search.grids(ranks, {}, BATCH, SHAPE[:-1])]
+    return search.choices(plans, candidates(), machine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+def test_the_choice_is_the_best_of_all(ranks):
+    found = every_choice(ranks)
+    grids = {(r, p, q) for r in range(1, BATCH + 1) for p in range(1, 7) for q in range(1, 7) if r * p * q == ranks}
+    assert {(c.plan.grid.replicas, c.plan.grid.rows, c.plan.grid.cols) for c in found} == grids
+    assert len(found) == len(grids) * len(candidates())
+    choice, runner_up, left = search.best(found, None)
+    assert choice.total == min(each.total for each in found) <= runner_up.total
+    assert not left
+    assert [search.named(each) for each in found] == [search.named(each) for each in every_choice(ranks)]
+    rest = [each for each in found if each.total == choice.total]
+    assert choice.strategy.builder == min(each.strategy.builder for each in rest)
+
+
+def test_the_choice_fits_into_memory():
+    found = every_choice(4)
+    needs = sorted({search.held(each) for each in found})
+    assert len(needs) > 2
+    for limit in needs:
+        choice, _, left = search.best(found, limit)
+        faster = [each for each in found if each.order < choice.order]
+        assert search.held(choice) <= limit < min([search.held(each) for each in faster], default=limit + 1)
+        assert len(left) == len(faster)
+    with pytest.raises(nd.ConfigError, match=r"needs .* at least with any grid and strategy; give more memory"):
+        search.best(found, needs[0] - 1)
+
+
+def test_memory_of_a_choice_is_that_of_its_plan():
+    for choice in every_choice(4):
+        if choice.plan.grid.replicas == 1:
+            model = network()
+            model.execute(strategy=replace(choice.strategy, grid=None))
+            needed, bound = model.plan(SHAPE, choice.plan.grid, BATCH).needed, search.held(choice)
+            if choice.strategy.builder in ("AllReduce", "ShardedOptimizer", "PS"):
+                assert bound == needed
+            assert needed <= bound <= needed + choice.sync.held
+
+
+def test_the_builder_chooses_the_best_that_fits():
+    machine = Machine.default()
+    costs = {}
+    for builder in candidates():
+        costs[str(type(builder).__name__)] = sync_costs(builder.assign(SPECS, 4, 4), SPECS, 4, SLOTS, machine)
+    for limit in sorted({cost.held for cost in costs.values()}):
+        fitting = {name: cost.seconds for name, cost in costs.items() if cost.held <= limit}
+        best = min(fitting, key=lambda name: (fitting[name], name))
+        assert nd.strategies.Auto(limit).build(SPECS, 4).parameters == as_builder(best).build(SPECS, 4).parameters
+    with pytest.raises(nd.ConfigError, match="no strategy takes less than"):
+        nd.strategies.Auto(1).build(SPECS, 4)
+
+
+def test_the_name_means_what_its_field_wants(tmp_path):
+    file = tmp_path / "one.yaml"
+    file.write_text(FILE)
+    from neondist.config import load_experiment
+
+    found = load_experiment(file)
+    assert isinstance(found.model.strategy, AutoStrategy)
+    assert found.model.strategy.arguments() == {"memory": "1GiB"}
+    assert type(found.model.leaves[0].scheme) is nd.Auto
+    assert isinstance(as_builder("Auto"), AutoStrategy)
+    assert as_builder("Auto(memory='1GiB')").arguments() == {"memory": "1GiB"}
+
+
+def test_a_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.yaml").write_text(FILE)
+    assert main(["plan", "one.yaml", "-n", "4", "--to", "chosen.yaml"]) == 0
+    first = capsys.readouterr().out
+    assert main(["plan", "one.yaml", "-n", "4"]) == 0
+    assert capsys.readouterr().out == first.replace("chosen.yaml\n", "")
+    for word in ("conv1/weights", "synchroniser", "runner-up", "reason: "):
+        assert word in first
+    strategy = Strategy.load("chosen.yaml")
+    assert strategy.grid == {"replicas": 4, "planes": 1, "rows": 1, "cols": 1}
+    assert Strategy.load("chosen.yaml") == strategy
+    assert main(["check", "one.yaml", "-n", "4", "--strategy", "chosen.yaml"]) == 0
+    assert "4 ranks (4 replicas, 1 rows, 1 cols)" in capsys.readouterr().out
+    text = (tmp_path / "chosen.yaml").read_text()
+    (tmp_path / "chosen.yaml").write_text(text.replace("rows: 1", "rows: 0"))
+    assert main(["check", "one.yaml", "-n", "4", "--strategy", "chosen.yaml"]) == 2
+    assert "chosen.yaml:5: grid.rows: expected an integer of at least 1" in capsys.readouterr().err
