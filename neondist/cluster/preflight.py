@@ -40,7 +40,8 @@ def memory():
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
 def mpi():
     os.stat(os.path.join(os.path.dirname(mpirun), "prted"))
-    return subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20).stdout.split()[-1]
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20).stdout
+    return said.splitlines()[0].split()[-1]
 found = attempt(importlib.util.find_spec, "neondist")
 print("MARK" + json.dumps({"host": os.uname().nodename, "python": "%d.%d" % sys.version_info[:2],
     "neondist": found and attempt(metadata.version, "neondist"), "package": found and os.path.dirname(found.origin),

@@ -84,10 +84,10 @@ def several_machines(env: Mapping[str, str]) -> bool:
 
 def monitor_addresses(env: Mapping[str, str]) -> list[str]:
     """Return the addresses of this machine at which ranks reach their supervisor."""
-    import psutil
-
     if not several_machines(env):
         return [LOOPBACK]
+    import psutil
+
     every = [one for interface in psutil.net_if_addrs().values() for one in interface]
     found = [one.address for one in every if one.family in (socket.AF_INET, socket.AF_INET6)]
     others = [one for one in found if not ipaddress.ip_address(one.partition("%")[0]).is_link_local and one != "::1"]

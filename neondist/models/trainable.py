@@ -111,7 +111,6 @@ class TrainableModel(Registered, Trainable, ABC):
     backend: str | Backend
     batch_size: int
     compiled: Any
-    parameters: Parameters | None
     input: GlobalArray
     nonfinite: str
     nonfinite_monitor: NonFiniteMonitor

@@ -24,6 +24,8 @@ _FOLDED = frozenset(
 )
 """Functions with results whose shapes depend on values."""
 _TENSOR: Any = torch.Tensor
+_MASKED = torch.masked_select, _TENSOR.masked_select
+_CHOOSING = *_MASKED, torch.repeat_interleave, _TENSOR.repeat_interleave
 _BATCH_NORMS = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.forward.__code__
 _OF_VALUES = (
     _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__dlpack__, _TENSOR.__format__, _TENSOR.__repr__, _TENSOR.tolist,
@@ -203,11 +205,27 @@ class _Calls(TorchFunctionMode):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         values = {id(leaf): self._values.read(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         if not values or None in values.values():
-            return None
+            return self._chosen(func, *args, **kwargs) if func in _CHOOSING else None
         args, kwargs = pytree.tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)
         with torch._C.DisableTorchFunction(), no_dispatch():
             found = func(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, _literal, found)
+
+    def _chosen(self, func: Any, x: Any, where: Any = None, dim: int | None = None, **more: Any) -> Any:
+        """Return the elements of a tensor that known repeats or a known mask choose; None: these are not known."""
+        masks = func in _MASKED
+        where = more.get("mask" if masks else "repeats", where)
+        value = self._values.read(where) if isinstance(where, torch.Tensor) else None
+        if value is None:
+            return None
+        with torch._C.DisableTorchFunction(), no_dispatch():
+            if masks:
+                shape = torch.broadcast_shapes(x.shape, value.shape)
+                places = value.expand(shape).flatten().nonzero()[:, 0]
+            else:
+                places = torch.repeat_interleave(value.expand(x.numel() if dim is None else x.shape[dim]))
+        x = x.expand(shape) if masks else x
+        return (x.flatten() if dim is None else x).index_select(dim or 0, _literal(places))
 
     def _averaged(
         self, count: Any, x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,

@@ -75,6 +75,7 @@ class DistributedModule(nn.Module):
         dtypes: Sequence[torch.dtype | None],
         grid: ProcessGrid,
         compiler: Callable[..., Any] | None = None,
+        spatial: int | None = None,
         **how: Any,
     ) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class DistributedModule(nn.Module):
             check_module(module)
             self._watch = Watch(module)
             self.execution = Execution.of(module, **how)
-            self.wires = Wires(grid, len(shapes[0]) - 2)
+            self.wires = Wires(grid, len(shapes[0]) - 2 if spatial is None else spatial)
             self.tiling, self._criteria = Tiling(self.wires, self._shapes), Criteria(self.wires)
             self._runner()
         self.wires.connect(device_of(module))

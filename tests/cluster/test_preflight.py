@@ -19,10 +19,15 @@ AGENT_SCRIPT = """#!/bin/sh
 host=$3; shift 3
 case $host in
     gone) echo "ssh: connect to host gone port 22: No route to host" >&2; exit 255;;
-    older) export PYTHONPATH="$OLDER:$PYTHONPATH";;
+    older) export PYTHONPATH="$OLDER:$PYTHONPATH" MPI_THERE=4.1.6;;
     bare) unset PYTHONPATH;;
 esac
 exec sh -c "cd /; $*"
+"""
+MPIRUN = """#!/bin/sh
+echo "mpirun (Open MPI) ${MPI_THERE:-5.0.11}"
+echo
+echo "Report bugs to https://www.open-mpi.org/community/help/"
 """
 ODD = ["a b", "$HOME", "`id`", "'", '"', ";#", "$(touch x)", "*", "ü", "-x", ""]
 posix = pytest.mark.skipif(os.name != "posix", reason="a shell script")
@@ -42,7 +47,7 @@ def check(tmp_path, monkeypatch):
     (folder / "file.yaml").write_text("text")
     (tmp_path / "agent").write_text(AGENT_SCRIPT)
     (tmp_path / "agent").chmod(0o755)
-    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
+    (tmp_path / "mpirun").write_text(MPIRUN)
     (tmp_path / "mpirun").chmod(0o755)
     (tmp_path / "prted").touch()
     (tmp_path / "older" / "neondist-0.0.1.dist-info").mkdir(parents=True)
@@ -82,6 +87,13 @@ def test_all_problems_of_all_nodes_at_once(check):
     assert any(line.startswith("fine: ") and "too few for 1000000 ranks" in line for line in lines)
     assert sum("missing.py cannot be read" in line for line in lines) == 3
     assert sum("no_mpirun is missing or does not run" in line for line in lines) == 3
+
+
+@posix
+def test_another_mpi(check):
+    """Its version is in the first line of several."""
+    (report,) = check(resources("older"))[1:]
+    assert "Open MPI 4.1.6 there, 5.0.11 on the chief; install the same version" in report.problems
 
 
 @posix

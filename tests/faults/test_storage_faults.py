@@ -1,4 +1,4 @@
-"""A disk that refuses any one call: one message, exit code 2, nothing half written, and the earlier run goes on."""
+"""A disk that refuses any one call, and a process that ends before it: nothing half written, and the run goes on."""
 
 import os
 import shutil
@@ -11,10 +11,23 @@ import pytest
 SHARE = 97  # about 20 of all faults; `python tests/helpers/storage_faults.py FOLDER 4` tries 500
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="compiles a library to preload")
-def test_faults_at_some_of_all_calls(tmp_path):
+def tried(folder, *words):
     script = Path(__file__).parents[1] / "helpers" / "storage_faults.py"
-    command = [sys.executable, script, tmp_path, str(SHARE)]
+    command = [sys.executable, script, folder, *map(str, words)]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 wrong" in done.stdout
+
+
+linux = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="compiles a library to preload")
+
+
+@linux
+def test_faults_at_some_of_all_calls(tmp_path):
+    tried(tmp_path, SHARE)
+
+
+@linux
+def test_ends_before_some_of_all_calls(tmp_path):
+    """One command and the same anew: one in 150 of all calls, others in each suite."""
+    tried(tmp_path, 150, int(os.environ["NEONDIST_SEED"]) % 150, "kill", "fresh", "GB", "resume")

@@ -38,15 +38,20 @@ class _Sentinel(Runner):
         padded = {dim: ends for dim, *ends in view.pads}
         pieces = [piece for arriving in self.channels[id(view)].arriving.values() for piece in arriving]
         result = step.run(*tensors)
+
+        def is_idle(cells, other):
+            given = [*tensors[:at], other, *tensors[at + 1 :]]
+            return not any(_differ(step.run(*given), result) for _ in map(cells.fill_, FILLS))
+
+        if is_idle(whole := tensors[at].clone(), whole):  # dilated windows may see no cell of a small image
+            return
         for k, want in enumerate(self.channels[id(view)].transfer.wants):
             last, (before, after) = want.extent(self.wires.place) - 1, padded.get(want.dim, (0, 0))
             for line in {*([] if before else [0]), *([] if after else [last])}:
                 if not any(piece.target[k][0] <= line < piece.target[k][1] for piece in pieces):
                     continue
                 other = tensors[at].clone()
-                cells = other.select(want.dim, line + before)
-                given = [*tensors[:at], other, *tensors[at + 1 :]]
-                if not any(_differ(step.run(*given), result) for _ in map(cells.fill_, FILLS)):
+                if is_idle(other.select(want.dim, line + before), other):
                     self.idle.append(f"line {line} of {last + 1} along dimension {want.dim}, for {step.name}")
 
 

@@ -224,7 +224,8 @@ def captured_once(programs=None):
             if key in programs:
                 return programs[key]
             program = real(module, shapes, *what, **more)
-            if not program.reads.others:  # the tensors of this module alone
+            others = program.reads.others
+            if not any(value is other for value in vars(module).values() for other in others):  # this module's alone
                 programs[key] = program
         return program
 

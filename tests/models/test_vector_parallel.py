@@ -41,7 +41,7 @@ def train(model, shape, grid):
     return {"loss": np.array(losses), "y": whole, "dx": dx} | model.state() | model.optimizer_state()
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.lists(st.integers(1, 11), max_size=4), st.sampled_from([(9,), (3,), (4, 3, 2)]), st.sampled_from(GRIDS),
     st.sampled_from(sorted(OPTIMIZERS)), st.booleans(), st.sampled_from([{}, {"recompute": True}, {"accumulate": 2}]),

@@ -55,7 +55,7 @@ def embedded(model_of_grid, shape):
     return body
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.sampled_from(SYNCHRONOUS), st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(SHAPES),
     st.sampled_from([(1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 3, 1)]),
@@ -135,7 +135,7 @@ def test_rows_that_momentum_moves_travel_from_their_owners():
     assert sent_by("PS", 100_000, 20, "Adam") < 20_000
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 9), st.randoms())
 def test_ranges_may_end_within_a_row(ranks, width, rows, random):
     """Sums over ranks, and values, are those of whole tables."""
