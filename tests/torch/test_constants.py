@@ -117,8 +117,9 @@ class Convolved(nn.Module):
 
 
 def test_code_reads_constants():
-    """All in one module, whose outputs they are: it is captured once."""
-    check(Convolved(lambda y: [function(y) for function in CONSTANTS.values()]), IMAGES, grids=((1, 2, 2),))
+    """All in one module, whose outputs they are; each rank captures it, of which the other waits for the end."""
+    module = Convolved(lambda y: [function(y) for function in CONSTANTS.values()])
+    check(module, IMAGES, grids=((1, 1, 2),), timeout=240)
 
 
 def test_criteria_read_constants():
