@@ -23,7 +23,7 @@ if not INSIDE:  # nothing is drawn on MPI's ranks, each of which would import it
     from hypothesis import settings
 
     # how long an example takes says nothing on a machine that others use too
-    settings.register_profile("neondist", deadline=None, derandomize=True)
+    settings.register_profile("neondist", deadline=None, derandomize=True, max_examples=40)
     settings.load_profile("neondist")
 
 

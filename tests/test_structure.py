@@ -182,12 +182,15 @@ COMPUTES = ("layers", "costs", "optim", "runtime", "parallel", "halo")
 ON_HOST = (
     "costs/labels.py",
     "halo/old_names.py",
+    "parallel/compressed.py",
+    "parallel/compressors.py",
     "parallel/flags.py",
+    "parallel/rows.py",
     "parallel/shard.py",
     "runtime/debug/",
     "runtime/observers/",
 )
-"""what targets, flags policies of 0.1 and whole arrays are made of stays on the host, and what somebody watches"""
+"""what targets, flags, messages, policies of 0.1 and whole arrays are made of stays on the host, and what is watched"""
 KINDS = {"ndarray", "dtype", "float64", "finfo", "iinfo", "shape"}
 
 

@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,7 +38,7 @@ class TorchTable(Kernels):
 
     @cached_property
     def torch(self) -> Any:
-        """PyTorch and what calls it, None where it cannot be imported."""
+        """TorchCalls, or None where PyTorch cannot be imported."""
         try:
             import torch
 
@@ -51,7 +50,7 @@ class TorchTable(Kernels):
         before = torch.get_num_threads()
         self._closing.callback(torch.set_num_threads, before)
         torch.set_num_threads(min(count_threads(), before))  # it may have been imported before the launcher set it
-        return SimpleNamespace(conv=torch_conv, pool=torch_pool, matmul=matmul)
+        return TorchCalls(torch_conv, torch_pool, matmul)
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return the matrix product: NumPy's has one thread where other kernels have several (`HostKernels`)."""
@@ -187,6 +186,14 @@ class TorchTable(Kernels):
     def _pools(self, x: np.ndarray, out: Ints) -> bool:
         """Tell whether torch's pooling is the faster."""
         return 0 not in (x.size, *out) and x.shape[-1] >= _FEW and x.ndim > 3 and self.torch is not None
+
+
+class TorchCalls(NamedTuple):
+    """The functions that call PyTorch: modules, which are imported at first use."""
+
+    conv: Any
+    pool: Any
+    matmul: Any
 
 
 class TorchKernels(HostKernels, TorchTable):

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from ..comm import agree as agree_on
 from ..data import Split
 from ..errors import UserError
 from ..io.environment import environment
-from ..models import Model, ModelStep, Whole
-from ..plan import Plan
+from ..models import Model, ModelStep, TrainableModel, made_of_layers
+from ..plan import ModelPlan
 from ..runtime.observers.clock import KINDS, Clock
 from ..runtime.observers.trace import write_trace
 from ..train import FitExperiment
@@ -85,7 +85,6 @@ def bench_step(
     lo, hi = grid.sample_range(len(batch))
     mine = batch[lo:hi]
     x, targets = dataset.train.images(mine, model.dtype), labels_for(plan, dataset.train.targets(mine))
-    layers_of = cast(Model, model)  # what looks at layers is refused where there are none
     memory.forget_peak()
     model.build(dataset.sample_shape, len(batch), grid, plan)
     made = {"bench": "step", "batch_size": len(batch), "steps": steps, "sample_shape": list(dataset.sample_shape)}
@@ -100,7 +99,7 @@ def bench_step(
             model.train_batch(images, labels, batch_size=len(batch))
         return max(grid.world.allgather(time.perf_counter() - begin))
 
-    with _baseline(layers_of, grid, x, targets, len(batch), threads, against) as (baseline, agreement):
+    with _baseline(model, grid, x, targets, len(batch), threads, against) as (baseline, agreement):
         train(WARM_UP)
         count = max(1, round(ROUND / train(1)))
         rounds = [(train(count), *_their_turn(baseline, grid, count)) for _ in range(-(-steps // count))]
@@ -128,8 +127,9 @@ def bench_step(
         made["reading"] = {"seconds_per_step": seconds, "ratio": median(ratios), "ratios": ratios}
     layers = _by_layer(model, grid, lambda: train(count), count)
     if roofline:
-        machine = peaks(layers_of, grid.world)
-        made, layers = made | {"machine": machine}, roofline_rows(layers_of, layers, machine)
+        of_layers = made_of_layers(model, "roofline", "leave it out")
+        machine = peaks(of_layers, grid.world)
+        made, layers = made | {"machine": machine}, roofline_rows(of_layers, layers, machine)
         if made["backend"] == "torch":
             found = allocations(lambda: train(1))
             made |= {"allocations": grid.world.bcast([one._asdict() for one in found])}
@@ -138,7 +138,7 @@ def bench_step(
     return made | {"layers": layers}
 
 
-def labels_for(plan: Plan, targets: np.ndarray) -> np.ndarray:
+def labels_for(plan: ModelPlan, targets: np.ndarray) -> np.ndarray:
     """Return labels, those of images for each of their cells where the model tells of cells."""
     cells = plan.label_cells
     if targets.ndim > 1 or not cells:
@@ -147,7 +147,9 @@ def labels_for(plan: Plan, targets: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(whole)
 
 
-def _read(split: Split, plan: Plan, grid: ProcessGrid, dtype: Any, batch: int) -> Generator[tuple[Any, np.ndarray]]:
+def _read(
+    split: Split, plan: ModelPlan, grid: ProcessGrid, dtype: Any, batch: int
+) -> Generator[tuple[Any, np.ndarray]]:
     """Yield a replica's shares of one batch after the other, for ever, read ahead as in training."""
     parts = (np.arange(first, first + batch) % len(split) for first in itertools.count(0, batch))
     with closing(split.batches((part[slice(*grid.sample_range(batch))] for part in parts), dtype)) as batches:
@@ -157,12 +159,13 @@ def _read(split: Split, plan: Plan, grid: ProcessGrid, dtype: Any, batch: int) -
 
 @contextmanager
 def _baseline(
-    model: Model, grid: ProcessGrid, x: Any, targets: Any, batch: int, threads: int, against: str | None
+    trained: TrainableModel, grid: ProcessGrid, x: Any, targets: Any, batch: int, threads: int, against: str | None
 ) -> Iterator[tuple[TorchBaseline | None, dict[str, Any]]]:
     """Start PyTorch's side on rank 0, and compare loss and gradients of the first weights."""
     if not against:
         yield None, {}
         return
+    model = made_of_layers(trained, "against", "leave it out")
     whole, state = model.gather_input(x), model.state()
     local = np.repeat(model.local_targets(targets, batch)[..., None], model.output.channels, axis=-1)
     labels = model.output.gather(local)[..., 0]
@@ -209,7 +212,7 @@ def _without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
     return loss, gradients
 
 
-def _by_layer(model: Whole, grid: ProcessGrid, train: Any, count: int) -> list[dict[str, Any]]:
+def _by_layer(model: TrainableModel, grid: ProcessGrid, train: Any, count: int) -> list[dict[str, Any]]:
     """Return what a step of every layer, or part of a module, takes, from steps that are watched."""
     plan, clock, before = model.compiled, Clock(), model.ledger()
     with grid.observers.watched_by(clock):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean, median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from ..comm import SingleTransport
 from ..errors import ConfigError, LaunchError
-from ..models import Model
+from ..models import made_of_layers
 from ..train import FitExperiment
 from .step import ROUND, WARM_UP, labels_for
 from .torch_baseline import TorchBaseline
@@ -134,7 +134,7 @@ class TorchSide:
     def __init__(self, experiment: FitExperiment, threads: int, settings: Mapping[str, str]) -> None:
         self.threads, self.settings = threads, settings
         grid, dataset = experiment.open_grid(SingleTransport()), experiment.dataset
-        self.model = cast(Model, experiment.model)
+        self.model = made_of_layers(experiment.model, "networks", "name others")
         plan = self.model.plan(dataset.sample_shape, grid.shape, experiment.batch_size)
         dataset.open(grid.reading(plan.wide_tiles))
         batch = np.arange(experiment.batch_size) % len(dataset.train)

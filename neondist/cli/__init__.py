@@ -1,8 +1,8 @@
-"""The command line: neondist run | evaluate | predict | sweep | check | bench | doctor | data.
+"""The command line: neondist run | launch | evaluate | predict | sweep | check | bench | doctor | data.
 
 arguments: what can be typed; options: what several commands share. experiment: from words to an experiment. A file for
-each command, which adds its options and runs it: run (and check), apply (evaluate, predict), sweep, bench, doctor,
-data, files (init, schema, report). complete: what shells are told.
+each command, which adds its options and runs it: run (and check), launch, apply (evaluate, predict), sweep, bench,
+doctor, data, files (init, schema, report). complete: what shells are told.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import OutputError, UserError
+from ..heartbeat import send
 from ..io.files import REMEDY, reason
-from ..launcher.cleanup import mark
 from ..launcher.parent_watch import die_with_launcher
 from ..launcher.report import report
 from ..signals import INTERRUPTED, Signals, listening
@@ -42,14 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             signals.restore()
     signals = listening() or Signals(whole_process=True).listen()
     die_with_launcher(os.environ)
-    mark(os.environ, "listens")
+    send(os.environ, "listens")
     try:
         code = _flushed(sys.argv[1:], signals)
+    except SystemExit as end:
+        send(os.environ, "failed" if isinstance(end.code, str) else f"ended {end.code or 0}")
+        raise
     except BaseException:  # an interruption may have become something else on its way
+        send(os.environ, "failed")
         if not signals.interrupted:
             raise
+        code = INTERRUPTED
     signals.end()
-    mark(os.environ, "done")
+    send(os.environ, f"ended {code}")
     if signals.interrupted:
         os._exit(INTERRUPTED)  # threads may still be at work
     return code

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..launcher.report import speaks
-from . import apply, bench, data, doctor, files, options, run, sweep
+from . import apply, bench, data, doctor, files, launch, options, run, sweep
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,8 +27,11 @@ class _Parser(argparse.ArgumentParser):
         if "--" in words:  # a launcher may append options to these words
             at = words.index("--")
             words = [*words[:at], *map(options.word, words[at + 1 :])]
+        words, script = launch.split_script(words)
         found = super().parse_args(plain(words), namespace)
-        found.words = words
+        found.words, found.script = words, script
+        if script:
+            found.stops = found.watched = False
         found.folder = options.folder(found) if found.stops else None
         return found
 
@@ -37,11 +40,12 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser; `arguments.command(arguments)` runs what was asked for."""
     top = _Parser(prog="neondist", description="Train convolutional networks whose samples are split over MPI ranks.")
     # stops: SIGTERM and SIGUSR1 ask it to stop, instead of ending it, and it writes to `folder`; watched: it must not
-    # hang; watchdog: who watches; restarts, elastic: as `run` has them; begun: when the job began for the first time
-    top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, begun=None)
+    # hang; watchdog: who watches; restarts, elastic, lease: as `run` has them; begun: when the job first began
+    top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
+    top.set_defaults(resources=None)  # of `launch`
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, apply, sweep, bench, doctor, data, files):
+    for command in (run, launch, apply, sweep, bench, doctor, data, files):
         command.add(commands)
     return top
 

@@ -33,12 +33,14 @@ def load(arguments: argparse.Namespace) -> Any:
 def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     """Return the experiment once it is right on every rank: file, data and grid; collective."""
 
+    from ..models import made_of_layers
+
     def check(experiment: Any) -> None:
         experiment.validate(ranks)
         what, remedy = getattr(arguments, "of_layers", None) or ("", "")
-        if what and not experiment.model.leaves:
-            raise ConfigError(f"{what}: is for layers of neondist, and {experiment.model} has none; {remedy}")
-        replicas, cells = experiment.grid.get("replicas", 1), prod(experiment.dataset.sample_shape[:-1])
+        if what:
+            made_of_layers(experiment.model, what, remedy)
+        replicas, cells = experiment.grid.get("replicas", 1) or ranks, prod(experiment.dataset.sample_shape[:-1])
         if ranks > replicas * cells and not arguments.force:
             raise LaunchError(
                 f"{ranks} ranks for images of {cells} cells: some would hold no cell; give at most {replicas * cells}"

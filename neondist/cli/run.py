@@ -11,8 +11,7 @@ from typing import Any
 
 from ..comm import Transport
 from ..config import dump
-from ..job import detect
-from ..launcher.launch import STARTED
+from ..job import STARTED, detect
 from ..launcher.ranks import new_watchdog, on_ranks
 from ..train import Hook
 from . import options
@@ -24,6 +23,16 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 def add(commands: Any) -> None:
     """Say what can be typed."""
     one = commands.add_parser("run", help="train what a YAML file describes", allow_abbrev=False)
+    add_options(one)
+    one.set_defaults(command=run, stops=True, watched=True)
+
+    one = commands.add_parser("check", help="validate a YAML file and print every layer's plan", allow_abbrev=False)
+    options.experiment(one, "ranks to plan for (default 1); nothing is started")
+    one.set_defaults(command=check)
+
+
+def add_options(one: argparse.ArgumentParser) -> None:
+    """Add the file and the options of `run`."""
     options.experiment(one)
     one.add_argument(
         "--output", type=options.path, metavar="DIR", help="where to write (default runs/NAME OF THE FILE)"
@@ -55,11 +64,10 @@ def add(commands: Any) -> None:
         "--elastic", type=bounds, metavar="MIN:MAX",
         help="with --restarts: go on on the ranks that are left, MIN or more; begins on MAX, or -n",
     )  # fmt: skip
-    one.set_defaults(command=run, stops=True, watched=True)
-
-    one = commands.add_parser("check", help="validate a YAML file and print every layer's plan", allow_abbrev=False)
-    options.experiment(one, "ranks to plan for (default 1); nothing is started")
-    one.set_defaults(command=check)
+    one.add_argument(
+        "--lease", type=duration, metavar="TIME",
+        help="with -n: a rank that is stopped or unreachable for so long is lost (default 15s)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -40,7 +40,8 @@ class ProcessGrid:
     ----------
     comm : mpi4py communicator or Transport, optional
         Default MPI.COMM_WORLD, looked up here and not at import.
-    replicas : int
+    replicas : int, optional
+        None: as many as there are ranks for, where rows and cols default to 1.
     rows, cols : int, optional
         Default: the most square factorisation of size / replicas.
     planes : int
@@ -57,7 +58,12 @@ class ProcessGrid:
 
     @checked
     def __init__(
-        self, comm: Any = None, replicas: int = 1, rows: int | None = None, cols: int | None = None, planes: int = 1
+        self,
+        comm: Any = None,
+        replicas: int | None = 1,
+        rows: int | None = None,
+        cols: int | None = None,
+        planes: int = 1,
     ) -> None:
         self.world, self.observers = _transport(comm), Observers()
         if self.world.size > 1:
@@ -65,7 +71,7 @@ class ProcessGrid:
             check_alike(self.world, {CALL: "ProcessGrid", **asked})
         self.shape: GridShape = grid_shape(self.world.size, replicas, rows, cols, planes)
         self.size, self.rank = self.world.size, self.world.rank
-        self.replicas, self.planes = replicas, planes
+        self.replicas, self.planes = self.shape.replicas, planes
         self.rows, self.cols = self.shape.rows, self.shape.cols
         self.replica, self.tile = divmod(self.rank, self.shape.tiles)
         place, self.col = divmod(self.tile, self.cols)

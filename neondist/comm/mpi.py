@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import threads
 from ..errors import LaunchError
+from ..heartbeat import send
 from ..job import detect, torchrun_ranks
 from .large_counts import MOST, box_type, chunks
 from .segments import forget_names, tidy_start
@@ -241,6 +242,7 @@ class MPITransport(Transport):
 
     def abort(self, code: int) -> None:
         """End the job on all ranks with this exit code."""
+        send(os.environ, f"ended {code}")
         self.comm.Abort(code)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from ..geometry import split
 from ..namespace import namespace, to_host
 from .grid import ProcessGrid
 from .transport import Done, ReduceOp, Request, Transport
@@ -96,6 +99,37 @@ class Reductions:
             return array[None]
         with self.grid.observers.during("wait", "", self.direction, group):
             return namespace(array).asarray(transport.allgather_array(to_host(array)))
+
+    def sum_encoded(
+        self, group: str, codes: np.ndarray, encode: Callable[[Any], np.ndarray], decode: Callable[[np.ndarray], Any]
+    ) -> tuple[np.ndarray, slice, Any]:
+        """Return the codes of the sum of numbers that travel encoded; collective over one of GROUPS.
+
+        Each rank decodes a slice of all ranks' codes, and adds the numbers up in the order of ranks.
+
+        Parameters
+        ----------
+        codes : ndarray, 1-D
+            This rank's numbers, one code each; recorded once, as an array that is reduced.
+        encode, decode : callable
+            From numbers to codes, and back.
+
+        Returns
+        -------
+        codes, slice, array
+            The codes of the whole sum; this rank's slice of it, and what encoding that has left out.
+        """
+        transport = self._record(group, codes)
+        bounds = [split(codes.size, transport.size, rank) for rank in range(transport.size)]
+        lo, hi = bounds[transport.rank]
+        with self.grid.observers.during("wait", "", self.direction, group):
+            shares = transport.all_to_all([codes[start:stop] for start, stop in bounds], [(hi - lo,)] * len(bounds))
+            total = decode(shares[0])
+            for share in shares[1:]:
+                total += decode(share)
+            mine = encode(total)
+            found = transport.all_to_all([mine] * len(bounds), [(stop - start,) for start, stop in bounds])
+        return np.concatenate(found), slice(lo, hi), total - decode(mine)
 
     def all_to_all(self, group: str, sends: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         """Send an array to every rank of one of GROUPS, and return what each sent to this one; collective over it."""

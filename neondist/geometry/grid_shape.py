@@ -98,9 +98,11 @@ def _in_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
 
 
 def grid_shape(
-    ranks: int, replicas: int = 1, rows: int | None = None, cols: int | None = None, planes: int = 1
+    ranks: int, replicas: int | None = 1, rows: int | None = None, cols: int | None = None, planes: int = 1
 ) -> GridShape:
     """Return the grid for this many ranks; rows and cols default to the most square factorisation.
+
+    Without a number of replicas (None) rows and cols default to 1, and there are as many replicas as ranks allow.
 
     Raises
     ------
@@ -110,6 +112,8 @@ def grid_shape(
     for field, value in {"replicas": replicas, "rows": rows, "cols": cols, "planes": planes}.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise GridError(f"{field} {value!r}: needs an integer of at least 1")
+    if replicas is None:
+        replicas, rows, cols = max(1, ranks // ((rows or 1) * (cols or 1) * planes)), rows or 1, cols or 1
     per_plane, rest = divmod(ranks, replicas * planes)
     choices = factorisations(per_plane, 2) if not rest else []
     fitting = [(r, c) for r, c in choices if rows in (None, r) and cols in (None, c)]

@@ -1,4 +1,4 @@
-"""A job's files go with it, even if mpirun or this process is killed: Open MPI's, and the marks of its ranks.
+"""A job's files go with it, even if mpirun or this process is killed: Open MPI's.
 
 mpirun removes its session files and the ranks' shared memory in the end, unless it is killed. So both get folders of
 their own, and a process that nobody knows waits at a pipe until this process and mpirun are gone, and removes them.
@@ -14,12 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..job import detect
 from .mpirun import Mpirun
 
 SHARED_MEMORY = Path("/dev/shm")
-MARKS = "NEONDIST_MARKS"
-"""A folder of the job, in which its ranks leave marks for `neondist run -n N`."""
 USERS = "NEONDIST_TMPDIR"
 """What the user has for TMPDIR, for the ranks."""
 # without a word, something was killed: a rank that starts MPI may make the folders anew before it ends too
@@ -34,20 +31,12 @@ class JobFolders:
     ----------
     environment : variables to add
     held : file descriptors that mpirun must inherit
-    marks : where ranks leave marks
     orderly : whether mpirun, as far as is known, has ended by itself
     """
 
     environment: dict[str, str] = field(default_factory=dict)
     held: tuple[int, ...] = ()
-    marks: Path | None = None
     orderly: bool = True
-
-    def marked(self, what: str) -> set[int] | None:
-        """Return the ranks that have told so; None where they cannot."""
-        if self.marks is None:
-            return None
-        return {int(path.name.rpartition("-")[2]) for path in self.marks.glob(f"{what}-[0-9]*")}
 
 
 @contextmanager
@@ -62,7 +51,7 @@ def job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
         yield JobFolders()
         return
     folders = [tempfile.mkdtemp(prefix=PREFIX)]
-    new = {"TMPDIR": folders[0], MARKS: folders[0], USERS: env.get("TMPDIR", "")}
+    new = {"TMPDIR": folders[0], USERS: env.get("TMPDIR", "")}
     if BACKING not in env and os.access(SHARED_MEMORY, os.W_OK):
         folders.append(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
         new[BACKING] = folders[-1]
@@ -78,7 +67,7 @@ def job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
         )
     finally:
         os.close(end)
-    job = JobFolders(new, (held,), Path(folders[0]))
+    job = JobFolders(new, (held,))
     try:
         yield job
     finally:
@@ -89,14 +78,6 @@ def job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
         if job.orderly:
             with suppress(subprocess.TimeoutExpired):
                 remover.wait(10)
-
-
-def mark(env: Mapping[str, str], what: str) -> None:
-    """Let a rank tell `neondist run -n N`, if that has started it, what it has come to."""
-    job = detect(env) if MARKS in env else None
-    if job is not None:
-        with suppress(OSError):
-            Path(env[MARKS], f"{what}-{job.rank}").touch()
 
 
 def restore_tmpdir(env: MutableMapping[str, str]) -> None:

@@ -8,11 +8,20 @@ from contextlib import suppress
 
 _RULE = b"-" * 60
 # mpirun closing pipes of, or answering, ranks that are gone
-_EVENTS = re.compile(rb"\[warn\] Epoll|\[[^\]\s]+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH")
+_EVENTS = re.compile(
+    rb"\[warn\] Epoll|\[[^\]\s]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH|plm:ssh: Warning: setpgid\(.*failed in parent)"
+)
+# MPI's own end of a rank: because another one is gone, as a rule
+_OF_MPI = re.compile(rb"\[[^\]\s]+:\d+\] \*\*\* ")
+_SIGNAL = re.compile(rb"noticed that process rank (\d+)[^\n]*\s+exited on (signal \d+ \([^)]*\))")
+_LOST_NODE = re.compile(rb"Remote daemon: .* on node (\S+)")
 _ENDINGS = (
     b"MPI_ABORT was invoked on rank",
     b"detected that one or more processes exited with non-zero status",
     b"has exited due to process rank",
+    b"has lost communication with a remote daemon",
+    b"noticed that process rank",
+    b"An MPI communication peer process has unexpectedly disconnected",
 )
 
 
@@ -30,14 +39,26 @@ class Filter:
     Attributes
     ----------
     left_out : messages about exit codes
+    of_mpi : lines of ranks that MPI has ended
     spoken : whether anything else has come
     """
 
     def __init__(self) -> None:
-        self.left_out, self.spoken = b"", False
+        self.left_out, self.of_mpi, self.spoken = b"", b"", False
         self.line = b""
         self.block: list[bytes] = []
         self.dropped = False
+
+    @property
+    def lost_node(self) -> str:
+        """The node whose daemon mpirun has lost, '' if it has lost none."""
+        found = _LOST_NODE.search(self.left_out)
+        return found[1].decode(errors="replace") if found else ""
+
+    @property
+    def signals(self) -> dict[int, str]:
+        """The signals that have ended ranks, as far as mpirun says so."""
+        return {int(rank): text.decode(errors="replace") for rank, text in _SIGNAL.findall(self.left_out)}
 
     def feed(self, chunk: bytes) -> bytes:
         """Return what can be passed on, now that these bytes have come."""
@@ -73,7 +94,9 @@ class Filter:
     def _whole_line(self) -> bytes:
         rule = self.line.startswith(_RULE)
         if not self.block and not rule:
-            if self._after_message() or _EVENTS.match(self.line):
+            fatal = _OF_MPI.match(self.line)
+            if fatal or self._after_message() or _EVENTS.match(self.line):
+                self.of_mpi += self.line if fatal else b""
                 self.line = b""
                 return b""
             return self._pass()

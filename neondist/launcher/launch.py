@@ -1,64 +1,97 @@
-"""mpirun with the same command on every rank: whether the machine carries them, what they are told, how they ended."""
+"""mpirun with the same command on every rank: whether the machine carries them, what they are told."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import ipaddress
 import os
 import re
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from .. import memory, safe_path, threads
 from ..console import say
 from ..errors import LaunchError
-from ..job import LAUNCHED
+from ..heartbeat import SUPERVISOR
+from ..job import LAUNCHED, STARTED
 from . import pinning
 from .cleanup import job_folders
+from .monitor import LEASE, LOOPBACK, Monitor
 from .mpirun import REMEDY, Mpirun, find_mpirun
-from .supervise import supervise
+from .placement import placed
+from .supervise import Ending, supervise
 
-STARTED = "NEONDIST_STARTED"
-"""When the job was started, as time.time() tells; set by `neondist run -n N` for its ranks."""
 PER_CORE = 16
 """Ranks that may share a core: more than anybody tries a cut with, and fewer than make a machine stand still."""
 EACH = 64 << 20
 """Bytes of a rank that has loaded its libraries and nothing else."""
 FORCE = "--force starts them all the same"
+_HANDED_ON = (SUPERVISOR, LAUNCHED, STARTED, *threads.VARIABLES, "TTY_COMPATIBLE", "TERM", "COLUMNS", "LINES")
 _ALLOCATIONS = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "COBALT_NODEFILE")
+_HOST_FILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
 
 
-def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> int:
-    """Start `arguments.ranks` ranks of the same command under mpirun; return the job's exit code.
+def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> Ending:
+    """Start `arguments.ranks` ranks of the same command under mpirun; return how the job ended.
 
     `heard` are the names of signals that came before.
     """
     mpirun, ranks = ready(os.environ), arguments.ranks
-    command = [*mpirun.command(ranks), *safe_path.command("neondist", *words(arguments))]
-    env = environment(mpirun, ranks, os.environ)
-    if arguments.begun is not None:
-        env[STARTED] = str(arguments.begun)
-    with job_folders(mpirun, env) as job:
+    if arguments.stops and heard:
+        say(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
+    with placed(arguments, mpirun, ranks) if arguments.resources else nullcontext() as placement:
+        env = environment(mpirun, ranks, os.environ, pins=placement is None)
+        if arguments.begun is not None:
+            env[STARTED] = str(arguments.begun)
+        addresses = monitor_addresses(os.environ) if placement is None else placement.addresses()
+        with job_folders(mpirun, env) as job, Monitor(ranks, addresses, arguments.lease or LEASE) as monitor:
+            env |= {**job.environment, **monitor.environment}
+            names = [name for name in _HANDED_ON if name in env]
+            if placement is None:
+                command = [*mpirun.command(ranks, names), *safe_path.command(*rank_words(arguments))]
+            else:
+                command = placement.command(mpirun, rank_words(arguments), names, os.environ)
+                env = placement.environment(env)
+            ending = supervise(command, env, job.held, arguments.stops, monitor, heard)
+            job.orderly = ending.code < 128
+    return ending
 
-        def listen() -> bool:
-            marked = job.marked("listens")
-            return marked is None or len(marked) == ranks
 
-        if arguments.stops and heard:
-            say(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
-        code = supervise(command, {**env, **job.environment}, job.held, arguments.stops, listen, heard)
-        job.orderly = code < 128
-        done = job.marked("done")
-    if code == 0 and done is not None and len(done) < ranks:
-        gone = ", ".join(str(rank) for rank in range(ranks) if rank not in done)
-        say(
-            f"error: rank {gone} ended before the command did, without a word: os._exit in code of your own?",
-            sys.stderr,
-        )
-        return 1
-    return code
+def launch_script(arguments: argparse.Namespace) -> int:
+    """Start a script on all ranks under mpirun, and return the job's exit code."""
+    ready(os.environ)
+    return show_loss(launch(arguments), arguments)
+
+
+def show_loss(ending: Ending, arguments: argparse.Namespace) -> int:
+    """Say what the job has lost, if it has lost anything; return its exit code."""
+    if ending.loss:
+        goes_on = "go on with --resume, or let --restarts K do so" if arguments.stops else "start the command again"
+        say(f"error: {ending.loss}; {goes_on}", sys.stderr)
+    return ending.code
+
+
+def several_machines(env: Mapping[str, str]) -> bool:
+    """Whether mpirun may start ranks on other machines than this one, as far as the environment tells."""
+    slurm = env.get("SLURM_JOB_NUM_NODES", "1") != "1"
+    return slurm or any(name in env for name in (*_ALLOCATIONS, *_HOST_FILES))
+
+
+def monitor_addresses(env: Mapping[str, str]) -> list[str]:
+    """Return the addresses of this machine at which ranks reach their supervisor."""
+    if not several_machines(env):
+        return [LOOPBACK]
+    import psutil
+
+    every = [one for interface in psutil.net_if_addrs().values() for one in interface]
+    found = [one.address for one in every if one.family in (socket.AF_INET, socket.AF_INET6)]
+    others = [one for one in found if not ipaddress.ip_address(one.partition("%")[0]).is_link_local and one != "::1"]
+    return list(dict.fromkeys([LOOPBACK, *others]))
 
 
 def ready(env: Mapping[str, str]) -> Mpirun:
@@ -73,7 +106,7 @@ def refuse_crowd(ranks: int, env: Mapping[str, str]) -> None:
 
     In the allocation of a batch system mpirun spreads them over machines that are not known here.
     """
-    if env.get("SLURM_JOB_NUM_NODES", "1") != "1" or any(name in env for name in _ALLOCATIONS):
+    if several_machines(env):
         return
     cores, free = threads.cores(), memory.free_memory()
     if ranks > PER_CORE * cores:
@@ -86,23 +119,31 @@ def refuse_crowd(ranks: int, env: Mapping[str, str]) -> None:
         )
 
 
+def rank_words(arguments: argparse.Namespace) -> list[str]:
+    """Return the module that every rank runs, and its words."""
+    if arguments.resources is not None and arguments.script:
+        return ["neondist.launcher.script", os.path.abspath(arguments.file), *arguments.script[1:]]
+    return ["neondist", *words(arguments)]
+
+
 def words(arguments: argparse.Namespace) -> list[str]:
-    """Return what every rank is told: the same command without -n, and without what tells how ranks are started."""
-    told, given = [], iter(arguments.words)
+    """Return the words of every rank: the same command without -n, and without what tells how ranks are started."""
+    launched = arguments.words[:1] == ["launch"]
+    told, given = ["run"] if launched else [], iter(arguments.words[2:] if launched else arguments.words)
     for word in given:
-        if word in ("-n", "--restarts", "--elastic"):
+        if word in ("-n", "--restarts", "--elastic", "--lease"):
             next(given)
-        elif not re.fullmatch(r"-n\d+|--(restarts|elastic)=.*", word):
+        elif not re.fullmatch(r"-n\d+|--(restarts|elastic|lease)=.*", word):
             told.append(word)
     return told
 
 
-def environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str]) -> dict[str, str]:
+def environment(mpirun: Mpirun, ranks: int, env: Mapping[str, str], pins: bool = True) -> dict[str, str]:
     """Return the environment of the ranks; a number of threads that the user has set stays, and rules pinning."""
     new = {**mpirun.environment(), **env, LAUNCHED: str(ranks), STARTED: str(time.time())}
     if not threads.chosen(env):
         new.update(dict.fromkeys(threads.VARIABLES, str(threads.share(ranks))))
-    new |= pinning.environment(ranks, new)
+    new |= pinning.environment(ranks, new) if pins else {}
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
         new.update(COLUMNS=str(size.columns), LINES=str(size.lines))

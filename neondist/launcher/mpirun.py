@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +28,17 @@ class Mpirun:
         """Whether Open MPI's options apply."""
         return "Open MPI" in self.version or "OpenRTE" in self.version
 
-    def command(self, ranks: int) -> list[str]:
-        """Return the words that start `ranks` processes of the words to follow."""
+    def command(self, ranks: int, variables: Iterable[str] = ()) -> list[str]:
+        """Return the words that start `ranks` processes of the words to follow.
+
+        `variables` are those of this process's environment that ranks on other machines get; Open MPI's own they do.
+        """
         words = [self.path, "-n", str(ranks)]
         if self.is_open_mpi:
             # its slots are physical cores, so that even `ranks <= cores()` may be refused; costs nothing if not needed.
             # Unbound, because the ranks bind themselves (pinning.py): a rank's threads would share one core.
             words += ["--map-by", ":oversubscribe", "--bind-to", "none"]
+            words += [word for name in variables for word in ("-x", name)]
         return words
 
     def environment(self) -> dict[str, str]:

@@ -15,11 +15,12 @@ from typing import TypeVar
 from .. import threads
 from ..comm import Transport
 from ..errors import LaunchError, RemoteError, UserError
+from ..heartbeat import descriptor
 from ..job import Job, detect
 from ..train import Watchdog
 from . import pinning, restarts
 from .cleanup import restore_tmpdir
-from .launch import launch, ready, refuse_crowd
+from .launch import launch, ready, refuse_crowd, show_loss
 from .parent_watch import end_with_parent
 from .report import show
 
@@ -28,7 +29,7 @@ STALL_TIMEOUT = 600.0
 PATIENCE = 24 * 3600.0
 """seconds that a virtual rank waits for a message of another, which may have a core's work before it"""
 # it waits outside of this process, in which nothing runs but faulthandler's own thread, for that one to write
-_TELL = 'read word && printf "%s\\n" "$0" >&2'
+_TELL = 'read word && printf "%s\\n" "$0" >&2 && echo failed'
 
 
 def on_ranks(
@@ -68,7 +69,7 @@ def on_ranks(
                 watches.stop()
         if arguments.restarts is not None:
             return restarts.with_restarts(arguments, prepared)
-        return launch(arguments, arguments.signals.heard)
+        return show_loss(launch(arguments, arguments.signals.heard), arguments)
     if arguments.watched:
         arguments.watchdog = new_watchdog(arguments, job)
         arguments.watchdog.open()
@@ -147,10 +148,10 @@ def _on_virtual_ranks(arguments: argparse.Namespace, body: Callable[[Transport],
 
 def must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     """Tell whether ranks have to be started; LaunchError if they could not run."""
-    if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None):
+    if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None and arguments.resources is None):
         return False
     ready(os.environ)
-    if not arguments.force:
+    if not arguments.force and arguments.resources is None:
         refuse_crowd(arguments.ranks, os.environ)
     return True
 
@@ -191,7 +192,13 @@ def _patient(job: Job, watchdog: Watchdog | None, place: str) -> AbstractContext
 @contextmanager
 def _limited(seconds: float, text: str) -> Iterator[None]:
     """End this process with exit code 1, and say `text`, if the block takes longer than so many seconds."""
-    teller = subprocess.Popen(["/bin/sh", "-c", _TELL, text], stdin=subprocess.PIPE, start_new_session=True)
+    supervisor, silent = descriptor(os.environ), subprocess.DEVNULL
+    teller = subprocess.Popen(
+        ["/bin/sh", "-c", _TELL, text],
+        stdin=subprocess.PIPE,
+        stdout=silent if supervisor is None else supervisor,
+        start_new_session=True,
+    )
     assert teller.stdin is not None
     faulthandler.dump_traceback_later(seconds, exit=True, file=teller.stdin.fileno())
     try:

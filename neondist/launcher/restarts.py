@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,8 +13,7 @@ from typing import Any
 from ..console import say
 from ..errors import DataError, LaunchError, UserError
 from ..job import Job
-from ..signals import INTERRUPTED
-from .launch import launch
+from .launch import launch, show_loss
 
 KEEP = 2
 """Checkpoints that stay, so that there is one if the newest is damaged."""
@@ -45,27 +43,22 @@ def settle(arguments: argparse.Namespace, job: Job | None) -> None:
 
 
 def with_restarts(arguments: argparse.Namespace, experiment: Any) -> int:
-    """Start the job of `neondist run`, and start it again as often as it may if a rank or mpirun is lost."""
+    """Start the job of `neondist run`, and start it again as often as it may if a rank, a node or mpirun is lost."""
     heard, folder, begun = arguments.signals.heard, arguments.folder, time.time()
     words = list(arguments.words)
     if experiment.checkpoint.keep < KEEP:
         words += ["--set", f"checkpoint.keep={KEEP}"]
     for number in range(1, arguments.restarts + 1):
         arguments, before = _changed(arguments, words=words, begun=begun), checkpoints(folder)
-        code = launch(arguments, heard)
-        if not is_loss(code) or heard:
-            return code
+        ending = launch(arguments, heard)
+        if not ending.loss or heard:
+            return show_loss(ending, arguments)
         source = "as it began"
         if checkpoints(folder).items() - before.items():  # those that are gone were of the run that it replaces
             source, words = f"from {make_whole(folder).name}", resuming_words(words)
         arguments = _changed(arguments, ranks=_left(arguments, experiment))
-        say(f"restart {number} of {arguments.restarts}: {_why(code)}; goes on {source}, on {arguments.ranks} ranks")
-    return launch(_changed(arguments, words=words), heard)
-
-
-def is_loss(code: int) -> bool:
-    """Tell whether an exit code says that a rank, or mpirun, was killed by a signal, such as the kernel's."""
-    return code > 128 and code != INTERRUPTED
+        say(f"restart {number} of {arguments.restarts}: {ending.loss}; goes on {source}, on {arguments.ranks} ranks")
+    return show_loss(launch(_changed(arguments, words=words), heard), arguments)
 
 
 def checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -120,13 +113,6 @@ def _left(arguments: argparse.Namespace, experiment: Any) -> int:
                 continue
             return ranks
     return int(arguments.ranks)
-
-
-def _why(code: int) -> str:
-    try:
-        return f"a rank or mpirun was lost ({signal.Signals(code - 128).name})"
-    except ValueError:
-        return f"a rank or mpirun was lost (exit code {code})"
 
 
 def _changed(arguments: argparse.Namespace, **fields: Any) -> argparse.Namespace:

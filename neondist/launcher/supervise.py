@@ -1,4 +1,4 @@
-"""Watching over mpirun: signals go to it, its exit code comes back, nothing is left behind."""
+"""Watching over mpirun: signals go to it, its exit code or a loss comes back, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -10,20 +10,37 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from math import inf
+from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
 
-import psutil
-
-from ..signals import STOPPED
+from ..signals import INTERRUPTED, STOPPED
 from .filter_mpirun import Filter, copy
+from .monitor import ENDED, Monitor
 from .parent_watch import end_child_with_us
 
-_UNNOTICED = 20
-"""seconds in which mpirun does not see that processes of it have ended, after which it is not waited for"""
+_UNNOTICED = 20.0
+"""seconds in which mpirun does not see that its ranks end, after which it is ended"""
+_GRACE = 2.0
+"""seconds that mpirun has to end and to remove its files after a loss"""
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job has ended.
+
+    Attributes
+    ----------
+    code : int
+        Of `neondist run`: never 0 after a loss.
+    loss : str
+        The rank or node that was lost, in words; '' if there is none.
+    """
+
+    code: int
+    loss: str = ""
 
 
 def supervise(
@@ -31,14 +48,14 @@ def supervise(
     env: Mapping[str, str],
     inherited: Sequence[int] = (),
     gently: bool = False,
-    ready: Callable[[], bool] = lambda: True,
+    monitor: Monitor | None = None,
     heard: Sequence[str] = (),
-) -> int:
-    """Run a command to its end and return its exit code, 128 + n if signal n ended it.
+) -> Ending:
+    """Run a command to its end; the exit code is 128 + n if signal n ended it, and above 128 after a loss.
 
     It inherits the file descriptors `inherited`. With `gently`, SIGTERM is passed on as SIGUSR1, which asks the ranks
     to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint. Both wait until the
-    ranks are `ready`: who does not listen yet would be killed. `heard` are names of signals that came before.
+    ranks that the monitor knows listen: others would be killed. `heard` are names of signals that came before.
     """
     job = _Job(gently)
     before = _handle(job.forward)  # before the start, so that no signal ends this process and leaves the other
@@ -46,7 +63,7 @@ def supervise(
         for name in heard:
             job.forward(getattr(signal, name))
         if job.asked:
-            return STOPPED
+            return Ending(STOPPED)
         job.process = process = subprocess.Popen(
             command,
             env=dict(env),
@@ -60,63 +77,78 @@ def supervise(
         messages = Filter()
         copiers = [_copier(process.stderr, sys.stderr.fileno(), messages), _copier(process.stdout, 1)]
         job.send(job.waiting)
-        mpirun, code = _Mpirun(process), None
-        while code is None and not ready():
-            code = mpirun.wait(0.1)
-        job.ready = True
-        job.send(job.asked)
+        code = None
         while code is None:
-            code = mpirun.wait(1)
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(0.1)
+            if not job.ready and (monitor is None or monitor.all_sent("listens")):
+                job.ready = True
+                job.send(job.asked)
+            if code is None and monitor is not None and (monitor.loss or _lingers(monitor)):
+                code = 128 + signal.SIGKILL if monitor.loss else monitor.code
+                monitor.end_ranks()
+                _end(process)
+        if monitor is not None:
+            monitor.settle()
         for copier in filter(None, copiers):
             copier.join(timeout=10)  # whoever reads us may be slow
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    ended = [number for number in job.received if number in ENDING]
-    if ended and code not in (0, STOPPED):
-        return 128 + ended[0]
-    if code not in (0, STOPPED) and not messages.spoken:  # no rank has said why: mpirun's message names the one
-        sys.stderr.write(messages.left_out.decode(errors="replace"))
-    return 128 - code if code < 0 else code
+    signals = [number for number in job.received if number in ENDING]
+    ending = _judge(code, signals, monitor, messages)
+    if not ending.loss:
+        sys.stderr.write(messages.of_mpi.decode(errors="replace"))
+        if ending.code not in (0, STOPPED) and not messages.spoken:  # no rank has said why: mpirun names the one
+            sys.stderr.write(messages.left_out.decode(errors="replace"))
+    return ending
 
 
-class _Mpirun:
-    """Waits for mpirun, and ends it where it does not notice that a process that it has started is gone.
-
-    A rank that has ended stays a zombie then, and those that are left wait for it. Where it starts ranks without a
-    process of its own, as some batch systems let it, it is left alone.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self._looked, self._well = time.monotonic(), inf  # when processes of it were looked for, and all there last
-
-    def wait(self, seconds: float) -> int | None:
-        """Return its exit code; None: it runs on after so many seconds."""
-        with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(seconds)
-        now = time.monotonic()
-        if now - self._looked >= 1:
-            self._looked = now
-            running, ended = _children(self.process.pid)
-            if ended:
-                self._well = min(self._well, now)
-            elif running:
-                self._well = now
-            if now - self._well >= _UNNOTICED:
-                self.process.kill()
-                self.process.wait()
-                return 1
-        return None
+def _lingers(monitor: Monitor) -> bool:
+    """Whether the ranks have ended, or one has failed, and mpirun does not notice."""
+    return monitor.ending is not None and time.monotonic() - monitor.ending > _UNNOTICED
 
 
-def _children(number: int) -> tuple[int, int]:
-    """Return how many of a process's children run, and how many ranks among them have ended, which it has not seen."""
-    with suppress(psutil.Error):
-        children = psutil.Process(number).children()
-        ended = [child.name() for child in children if child.status() == psutil.STATUS_ZOMBIE]
-        return len(children) - len(ended), ended.count(os.path.basename(sys.executable))
-    return 1, 0  # nobody can tell
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End mpirun, whose ranks are gone; it hangs where it waits for a daemon that is."""
+    process.terminate()
+    try:
+        process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: Filter) -> Ending:
+    """Return how the job ended, from mpirun's exit code, signals that came for it, and what the ranks have sent."""
+    killed, code = code < 0, 128 - code if code < 0 else code
+    if code in (0, STOPPED) and (monitor is None or not monitor.without_word()):
+        return Ending(code)
+    if ended and code != 0:
+        return Ending(128 + ended[0])
+    if monitor is None or code == INTERRUPTED:
+        return Ending(code)
+    loss = monitor.loss
+    if killed:
+        loss = f"mpirun was killed ({_name(code - 128)})"
+    elif node := messages.lost_node:
+        loss = f"node {node} was lost: its daemon was killed, or the network to it failed"
+    elif monitor.lost in messages.signals:
+        loss = f"{monitor.describe(monitor.lost)} was killed by {messages.signals[monitor.lost]}"
+    elif not loss and code == 0:
+        loss = f"{monitor.describe(monitor.without_word()[0])} {ENDED}"
+    elif not loss and code > 128:
+        loss = f"a rank was killed ({_name(code - 128)})"
+    if not loss:
+        return Ending(code)
+    return Ending(code if code > 128 else 128 + signal.SIGKILL, loss)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"exit code {128 + number}"
 
 
 def _copier(source: IO[bytes] | None, target: int, messages: Filter | None = None) -> threading.Thread | None:

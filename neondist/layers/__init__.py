@@ -11,6 +11,7 @@ from .conv import ConvLayer, ConvLayerDist
 from .crop import CropLayer, CropLayerDist, PadLayer, PadLayerDist
 from .deconv import DeconvLayer, DeconvLayerDist
 from .dropout import DropoutLayer, DropoutLayerDist
+from .embedding import EmbeddingLayer, EmbeddingLayerDist
 from .functions import Activation, Identity, Logistic, RectLin, ReLU, Softmax, Tanh
 from .global_avg_pooling import GlobalAvgPoolingLayer, GlobalAvgPoolingLayerDist
 from .group_norm import GroupNormLayer, GroupNormLayerDist, InstanceNormLayer, InstanceNormLayerDist
@@ -44,6 +45,8 @@ __all__ = [
     "Dist",
     "DropoutLayer",
     "DropoutLayerDist",
+    "EmbeddingLayer",
+    "EmbeddingLayerDist",
     "FCLayer",
     "FCLayerDist",
     "GlobalAvgPoolingLayer",

@@ -105,6 +105,10 @@ class LayerDescription(Node):
     sums_image = False
     #: whether, in strips and blocks, its view is what `reach_for` says, and no halo of its own travels
     sees_reach = False
+    #: whether it can give ranges of outputs, of whole vectors, as of a pair of fully connected layers the first does
+    can_split_outputs = False
+    #: whether it does
+    splits_outputs = False
     #: whether cells inside of the image differ in what is done with them
     by_place = False
 

@@ -84,13 +84,26 @@ class Shard(Replicate):
 
 
 @dataclass(frozen=True)
+class OutputShard(Replicate):
+    """The last axis is the layer's outputs, and each rank of a replica keeps its range of these."""
+
+    cut = True
+
+    def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
+        """Return the range of outputs, with all of the other axes."""
+        lo, hi = split(shape[-1], grid.tiles, tile)
+        return Box((*(0 for _ in shape[:-1]), lo), (*shape[:-1], hi))
+
+
+@dataclass(frozen=True)
 class Parameter:
     """Shape and first values of one array of a layer.
 
     `layout` says which part each rank keeps: Replicate, all of it; Tiled, what belongs to its own output tile; Shard,
-    what multiplies its own input tile. Shapes, names and first values of whole arrays are the same with any.
-    `decays` says whether it is more than a bias, or a scale of a norm, which weight decay may leave alone; None: if it
-    has several axes.
+    what multiplies its own input tile; OutputShard, what gives its own range of outputs. Shapes, names and first values
+    of whole arrays are the same with any. `decays` says whether it is more than a bias, or a scale of a norm, which
+    weight decay may leave alone; None: if it has several axes. `sparse` says how many of its rows (first axis) a sample
+    changes at most, where these are few: rows of gradients that are not 0 travel with their ids; 0: it is dense.
     """
 
     shape: Shape
@@ -99,6 +112,7 @@ class Parameter:
     fan_out: int = 1
     layout: Replicate = field(default_factory=Replicate)
     decays: bool | None = None
+    sparse: int = 0
 
     def size_on(self, grid: GridShape, tile: int) -> int:
         """Return how many of its numbers the rank of a tile keeps."""

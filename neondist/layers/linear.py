@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
+from ..errors import ShapeError
 from ..initializers import FanInUniform, Initializer
 from ..registry.ranges import Count
 from .base import Dist, Layer, Parameter, Shape
 from .context import StepContext
 from .functions import Activation
-from .layout import Shard
+from .layout import OutputShard, Replicate, Shard
 from .reduction import Reduction
 
 
@@ -21,6 +22,10 @@ class FCLayer(Layer):
     that, which it alone keeps, and one sum over the tiles joins the products. Input (N, *spatial, C) local or (N, C)
     cut over the tiles; output (N, out_features) whole, or cut for the next fully connected layer.
 
+    With `split` 'outputs' each rank keeps the columns of its range of outputs instead: input (N, C) whole, output cut,
+    for a fully connected layer with 'inputs' that follows. Such a pair needs one sum over the tiles in fprop, and one
+    in bprop (Shoeybi et al. 2019).
+
     Parameters
     ----------
     out_features : int
@@ -28,11 +33,14 @@ class FCLayer(Layer):
     activation : Activation, optional
     weights_init : Initializer, optional
         Default FanInUniform.
+    split : {'inputs', 'outputs'}
+        The axis of the weights that is divided over the tiles.
     """
 
     saves_output = False
     saves_beside = (0, 0)
-    layout = Shard
+    layout: type[Replicate] = Shard
+    can_split_outputs = True
 
     def __init__(
         self,
@@ -41,27 +49,39 @@ class FCLayer(Layer):
         bias: bool = True,
         activation: Activation | None = None,
         weights_init: Initializer | None = None,
+        split: Literal["inputs", "outputs"] = "inputs",
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         self.out_features, self.bias, self.activation = out_features, bias, activation
         self.weights_init = weights_init or FanInUniform()
+        self.divide(split)
+
+    def divide(self, split: str) -> None:
+        """Divide the weights over the tiles along 'inputs' or 'outputs', before the layer is planned."""
+        self.splits_outputs = split == "outputs"
+        self.layout = Replicate if self.splits_outputs else Shard  # of the input
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
         """Return (out_features,)."""
+        if self.splits_outputs and len(input_shape) > 1:
+            raise ShapeError(f"split: outputs needs a vector, but its input has shape {input_shape}; use split: inputs")
         return (self.out_features,)
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
-        """Return the sum that joins the outputs."""
+        """Return the sum that joins the outputs, or the gradients of the inputs."""
+        if self.splits_outputs:
+            return [Reduction("backward", "tiles", each=prod(input_shape))]
         return [Reduction("forward", "tiles", each=self.out_features)]
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
         """Return 'weights' and 'bias'."""
         inputs = prod(input_shape)
         shape = (inputs, self.out_features)
-        found = {"weights": Parameter(shape, self.weights_init, *shape, Shard(input_shape))}
+        layout = OutputShard() if self.splits_outputs else Shard(input_shape)
+        found = {"weights": Parameter(shape, self.weights_init, *shape, layout)}
         if self.bias:
-            found["bias"] = Parameter((self.out_features,))
+            found["bias"] = Parameter((self.out_features,), layout=layout if self.splits_outputs else Replicate())
         return found
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
@@ -73,16 +93,29 @@ class FCLayer(Layer):
         return products
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return the sum."""
-        return ctx.reduced
+        """Return the sum, or this rank's range of outputs."""
+        if not self.splits_outputs:
+            return ctx.reduced
+        ctx.save(view=view, seen=view.shape)
+        products = self.kernels.matmul(view, ctx.params["weights"])
+        if self.bias:
+            products += ctx.params["bias"]
+        return products
+
+    def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Return the gradient of the inputs by this rank's outputs."""
+        return self.kernels.matmul(dy, ctx.params["weights"].T) if ctx.needs_input_gradient else None
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view."""
         ctx.grads["weights"] = self.kernels.matmul(ctx.view.T, dy)
         if self.bias:
-            ctx.grads["bias"] = ctx.local_contribution(dy.sum(axis=0))
+            by_bias = dy.sum(axis=0)
+            ctx.grads["bias"] = by_bias if self.splits_outputs else ctx.local_contribution(by_bias)
         if not ctx.needs_input_gradient:
             return None
+        if self.splits_outputs:
+            return ctx.reduced
         return self.kernels.matmul(dy, ctx.params["weights"].T).reshape(ctx.seen)
 
 

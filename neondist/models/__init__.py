@@ -11,11 +11,11 @@ from .dist import ConvnetDist, DistModel, GBDist, MLPDist
 from .distribute import distribute
 from .gb import GB
 from .mlp import MLP
-from .model import Model
+from .model import Model, made_of_layers
 from .reconstruction import Reconstruction
 from .stimulus import optimal_stimulus
-from .train_step import ModelStep
-from .trainable import Trainable, Whole
+from .train_step import ModelStep, TrainStep
+from .trainable import Trainable, TrainableModel
 
 __all__ = [
     "GB",
@@ -29,8 +29,10 @@ __all__ = [
     "Model",
     "ModelStep",
     "Reconstruction",
+    "TrainStep",
     "Trainable",
-    "Whole",
+    "TrainableModel",
     "distribute",
+    "made_of_layers",
     "optimal_stimulus",
 ]

@@ -16,7 +16,7 @@ from ..parallel import Flag, ParameterShard, finite
 from ..plan import LayerPlan, micro_batches
 from .model import Model
 from .reconstruction import Reconstruction, ReconstructionCost
-from .train_step import TrainStep
+from .train_step import LayerStep
 
 
 class Autoencoder:
@@ -159,7 +159,7 @@ class Autoencoder:
         return [(self.shard.slot(name), slot.reshape(shape)) for name, slot in self.slots.items()]
 
 
-class StageStep(TrainStep):
+class StageStep(LayerStep):
     """A step of pretraining."""
 
     owner: Autoencoder

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..backends import Backend, get_backend
-from ..comm import ProcessGrid, Reductions
+from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..geometry import GridShape
@@ -18,22 +18,23 @@ from ..layers import Context, Node, Sequential
 from ..memory import PROCESS, as_bytes, share_of
 from ..namespace import to_host
 from ..optim import SGD, Optimizer
-from ..parallel import SYNCS, GradientSync, Parameters, ParameterShard, TrainedSubset, gather, load
-from ..plan import GRADIENTS, LOSS, Plan, Training, compile_plan, largest_of, micro_batches
+from ..parallel import SYNCS, GradientSync, LayerParameters, ParameterShard, TrainedSubset, gather, load
+from ..plan import Plan, Training, compile_plan, largest_of, micro_batches
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index, integer, shape_of
 from ..renamed import Renamed
 from ..runtime import Executor
-from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
+from .layer_model import LayerModel
 from .passes import ModelPass, images_for
 from .targets import are_whole, local_targets, random_batch
 from .train_step import ModelStep
-from .trainable import Whole
+from .trainable import TrainableModel
+from .vectors import alternate
 
 
-class Model(Whole):
+class Model(LayerModel):
     """A chain of layers, trained by gradient descent.
 
     Parameters
@@ -101,16 +102,14 @@ class Model(Whole):
         What `nd.pretrain` trains first; empty but for GB.
     """
 
-    num_pretrain_epochs = num_initial_epochs = 0
-    pretrain_optimizer: Optimizer
-    stages: Sequence[Any] = ()
-    trained: Parameters | TrainedSubset
+    trained: LayerParameters | TrainedSubset
     sync: GradientSync
     has_dist_twin = True
     distributed = False
     trial_batch = random_batch
     #: why its layers cannot be executed in strips, if they cannot
     no_strips = ""
+    vector_parallel = False
     trouble = Renamed("nonfinite_monitor")
 
     def __init__(
@@ -142,7 +141,7 @@ class Model(Whole):
         self.momentum: float | None = None
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
-        self.parameters: Parameters | None = None
+        self.parameters: LayerParameters | None = None
         self.pending: dict[str, Any] | None = None
         self.last_pass: ModelPass | None = None
         self._name_layers()
@@ -201,6 +200,8 @@ class Model(Whole):
             Global; default one sample for each replica.
         """
         grid = grid or GridShape()
+        if self.vector_parallel:
+            alternate(self.layers, tuple(input_shape))
         memory = None if self.memory is None else share_of(self.memory, grid.size)
         how = self.accumulate, self.recompute, self.strips, memory
         training = Training(
@@ -253,7 +254,9 @@ class Model(Whole):
         self.output = GlobalArray(
             self.grid, (batch_size, *self.output_shape), dtype=str(self.dtype), backend=context.backend
         )
-        self.parameters = self.trained = Parameters(self.leaves, context, self._sync, plan.shares)
+        self.parameters = self.trained = LayerParameters(
+            self.leaves, context, self._sync, plan.parameters.shares, plan.parameters.compressors
+        )
         self.sync = self.parameters.sync
         samples = largest_of(micro_batches(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)
@@ -421,30 +424,11 @@ class Model(Whole):
         return {"model": parameters.arrays(), "optimizer": parameters.slots(self.slots)}
 
     @property
-    def bytes_sent(self) -> int:
-        """Bytes of halos that this rank has sent since `build`."""
-        return sum(layer.bytes_sent for layer in self.built.layers.values())
-
-    @property
-    def bytes_summed(self) -> int:
-        """Bytes that this rank has given into sums over ranks, or sent so that vectors are cut anew, since `build`."""
-        return sum(reductions.bytes_reduced for _, reductions in self._reductions())
-
-    def ledger(self) -> Ledger:
-        """Return all messages and the sums over ranks since `build`: how many of each size, and to whom."""
-        return ledger(self.leaves, self._reductions(), self.grid.replica * self.grid.shape.tiles)
-
-    @property
     def whole(self) -> Model:
         """The model itself; of a stage of pretraining it is the model that the stage belongs to."""
         return self
 
     # Inside.
-
-    def _reductions(self) -> list[tuple[str, Reductions]]:
-        layers = [(str(layer.name), array.reductions) for layer in self.leaves for array in layer.arrays]
-        whole = [(GRADIENTS, self.parameters.reductions)] if self.parameters is not None else []
-        return [*layers, (LOSS, self.output.reductions), *whole]
 
     def _name_layers(self) -> None:
         counts: dict[str, int] = {}
@@ -470,14 +454,6 @@ class Model(Whole):
                     " use the layer's twin, or nd.distribute"
                 )
 
-    @property
-    def built(self) -> Parameters:
-        """The parameters; ConfigError if there are none yet."""
-        if self.parameters is None:
-            name = type(self).__name__
-            raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")
-        return self.parameters
-
     def _samples(self, x: Any, batch_size: int | None) -> int:
         """Return the number of samples over all replicas, and check that this rank's share of them came."""
         grid = self.built.context.grid
@@ -489,3 +465,10 @@ class Model(Whole):
                 " give batch_size where a batch is smaller than the model was built for"
             )
         return whole
+
+
+def made_of_layers(model: TrainableModel, what: str, remedy: str) -> Model:
+    """Return a model of neondist's layers; ConfigError for another, about `what` they are needed for."""
+    if not isinstance(model, Model):
+        raise ConfigError(f"{what}: is for layers of neondist, and {model} has none; {remedy}")
+    return model

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import PassError, ShapeError
 from ..halo import GlobalArray
 from ..lazy import LazyTile
-from ..parallel import Parameters
+from ..parallel import LayerParameters
 from ..runtime import Executor, Pass
 
 
@@ -17,7 +17,7 @@ class ModelPass:
     Parameters
     ----------
     executor, run : Executor, Pass
-    parameters : Parameters
+    parameters : LayerParameters
     ends : pair of GlobalArray
         The model's input and output.
 
@@ -32,7 +32,7 @@ class ModelPass:
     between = False
 
     def __init__(
-        self, executor: Executor, run: Pass, parameters: Parameters, ends: tuple[GlobalArray, GlobalArray]
+        self, executor: Executor, run: Pass, parameters: LayerParameters, ends: tuple[GlobalArray, GlobalArray]
     ) -> None:
         self._executor, self._run, self._parameters, self._ends = executor, run, parameters, ends
         self.output, self.trains = run.output.copy(), run.phase.training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ from .trainable import Trainable
 
 
 class TrainStep(ABC):
-    """What a step is for a model and for a stage; what they count stays theirs."""
+    """A step of a model of either kind, or of a stage of pretraining, whose counts stay its owner's."""
 
     def __init__(self, owner: Trainable) -> None:
         self.owner = owner
-        model: Any = owner.whole  # a Model
-        self.model, self.parameters = model, model.built
+
+    @abstractmethod
+    def saved(self, batch: int) -> Callable[[], None]:
+        """Keep what a forward pass changes; return the function that puts it back."""
 
     @abstractmethod
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
@@ -32,26 +35,34 @@ class TrainStep(ABC):
         """
 
     @abstractmethod
+    def locate(self, x: Any, targets: Any, batch: int, put_back: Callable[[], None]) -> str:
+        """Return in words what was not finite first; collective.
+
+        Parameters
+        ----------
+        put_back : callable
+            Undoes a forward pass, for another one.
+        """
+
+    @abstractmethod
     def update(self) -> None:
         """Change what is trained by its gradients."""
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def run(self, x: Any, targets: Any, batch: int) -> float:
         """Return the mean cost; where a step is skipped NaN, with everything but the count of steps as before."""
-        owner, model, grid = self.owner, self.model, self.model.context.grid
-        state = self.parameters.buffers
-        kept, memory = state.copy(), SchemeMemory(model.leaves, model.nonfinite == "skip")
-        with grid.observers.during("step"):
+        owner, model = self.owner, self.owner.whole
+        put_back, observers = self.saved(batch), owner.grid.observers
+        with observers.during("step"):
             loss, good = self.gradients(x, targets, batch)
             if good:
-                with grid.observers.during("update"):
+                with observers.during("update"):
                     self.update()
         where = None
         if not good:
-            memory.put_back()
-            where = locate(grid, x, lambda: self.gradients(x, targets, batch))
-            memory.put_back()
-            state[...] = kept
+            put_back()
+            where = self.locate(x, targets, batch, put_back)
+            put_back()
         model.nonfinite_monitor.after_step(owner.step, model.nonfinite, where)
         owner.step += 1
         if not good:
@@ -60,7 +71,31 @@ class TrainStep(ABC):
         return loss
 
 
-class ModelStep(TrainStep):
+class LayerStep(TrainStep):
+    """A step of layers."""
+
+    def __init__(self, owner: Trainable) -> None:
+        super().__init__(owner)
+        model: Any = owner.whole  # a Model
+        self.model, self.parameters = model, model.built
+
+    def saved(self, batch: int) -> Callable[[], None]:
+        """Keep running statistics, and what border schemes remember."""
+        buffers = self.parameters.buffers
+        kept, memory = buffers.copy(), SchemeMemory(self.model.leaves, self.model.nonfinite == "skip")
+
+        def put_back() -> None:
+            memory.put_back()
+            buffers[...] = kept
+
+        return put_back
+
+    def locate(self, x: Any, targets: Any, batch: int, put_back: Callable[[], None]) -> str:
+        """Compute the gradients once more, and look at everything in between."""
+        return locate(self.owner.grid, x, lambda: self.gradients(x, targets, batch))
+
+
+class ModelStep(LayerStep):
     """A step of what `model.trained` is."""
 
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:

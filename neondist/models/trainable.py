@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -14,13 +15,10 @@ from ..comm import ProcessGrid
 from ..data import Dataset
 from ..errors import ConfigError
 from ..geometry import GridShape
-from ..halo import GlobalArray
-from ..layers import Layer
+from ..halo import ExchangePolicy, GlobalArray
 from ..optim import Optimizer
 from ..parallel import GradientSync, Parameters, ParameterShard
 from ..registry import Registered
-from ..runtime import Executor
-from ..runtime.debug import guarded
 from ..runtime.observers.ledger import Ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder
@@ -65,7 +63,7 @@ class Trainable(Protocol):
         """Whether it reads images strip by strip, and has no more of them in memory."""
 
     @property
-    def whole(self) -> Whole:
+    def whole(self) -> TrainableModel:
         """The model itself, or the one that the stage belongs to."""
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
@@ -91,43 +89,68 @@ class Trainable(Protocol):
         """
 
 
-class Whole(Registered, Trainable, ABC):
+class TrainableModel(Registered, Trainable, ABC):
     """A model that an experiment can train: what the loop and its hooks ask of it beside that.
 
     Attributes
     ----------
-    layers, leaves : sequence
-        Those of neondist that it is made of, and all single ones.
     batch_size : int
         That it is built for, over all replicas.
     compiled : what `plan` has returned
     memory : int or None
         Bytes that the processes on one machine may use together, where somebody has said so.
+    vector_parallel : bool or None
+        Whether fully connected layers are divided by outputs and inputs in turn; None: they cannot be.
     room : int or None
         Bytes that a rank has, where it is known. If a step takes more, and no `memory` is asked for, it is streamed.
     """
 
     memory: int | None = None
     room: int | None = None
+    vector_parallel: bool | None = None
     backend: str | Backend
     batch_size: int
     compiled: Any
     input: GlobalArray
-    layers: Sequence[Any]
-    leaves: Sequence[Layer]
-    parameters: Parameters | None
-    executor: Executor
-    last_pass: Any
-    slots: dict[str, Any]
     nonfinite: str
     nonfinite_monitor: NonFiniteMonitor
-    num_pretrain_epochs: int
+    num_pretrain_epochs = num_initial_epochs = 0
     pretrain_optimizer: Optimizer
     distributed: bool
+    accumulate = 1
+    stages: Sequence[Any] = ()
 
+    @property
+    @abstractmethod
+    def built(self) -> Parameters:
+        """The trained parameters; ConfigError if the model is not built."""
+
+    @property
+    @abstractmethod
+    def schemes(self) -> Mapping[str, ExchangePolicy]:
+        """The border schemes, by layer or path of a module."""
+
+    @property
+    def exchanged(self) -> Mapping[str, Sequence[GlobalArray]]:
+        """The arrays whose border schemes may remember earlier steps, in checkpoints too, by layer."""
+        return {}
+
+    @property
+    def subject_of_outputs(self) -> Any:
+        """What a message about the outputs is about."""
+        return self
+
+    @abstractmethod
     def guard(self, seed: int) -> None:
         """Look for mistakes of a user's layers and border schemes in all steps of a built model; see DebugHalo."""
-        self.executor, self.last_pass = guarded(self.executor, self.leaves, seed), None
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Have the running mean of the weights in their place meanwhile, where the optimiser keeps one."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Finish what steps have put off; collective."""
+        return
 
     @abstractmethod
     def execute(
@@ -198,8 +221,7 @@ class Whole(Registered, Trainable, ABC):
 
     def _repr_html_(self) -> str:
         built = getattr(self, "compiled", None) is not None
-        classes = ", ".join(type(layer).__name__ for layer in self.layers)
-        return (self.summary() if built else Summary(f"{self} (not built): {classes}"))._repr_html_()
+        return (self.summary() if built else Summary(f"{self} (not built)"))._repr_html_()
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
         """Take note that an epoch begins or, if samples of it have been `seen`, goes on; `epoch` counts from 0."""
@@ -229,6 +251,6 @@ class Whole(Registered, Trainable, ABC):
         return bool(self.compiled.streams)
 
     @property
-    def whole(self) -> Whole:
+    def whole(self) -> TrainableModel:
         """The model itself; of a stage of pretraining it is the model that the stage belongs to."""
         return self

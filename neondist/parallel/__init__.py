@@ -1,16 +1,22 @@
 """How ranks that hold the same parameters, or samples of the same batch, come to one gradient.
 
-parameters: all arrays of a model in flat buffers. shard: one array of one layer, and the part of it on a rank.
-subset: some of them. sync: sums over ranks. flags: what ranks tell each other with them.
+parameters: the trained arrays of a model in flat buffers. layer_parameters: those of layers. shard: one array, and the
+part of it on a rank.
+subset: some of them. sync: sums over ranks. flags: what ranks tell each other with them. compressors: sums in fewer
+bytes; rows: those of sparse parameters; compressed: the gradients that travel so.
 """
 
+from .compressors import SyncState, compressed_bytes
 from .flags import HEADER, ControlFlags, Flag
+from .layer_parameters import LayerParameters
 from .parameters import Parameters, gather, load
+from .rows import ROWS, message_bytes
 from .shard import ParameterShard
 from .subset import TrainedSubset
 from .sync import SYNCS, AllReduce, Bucketed, GradientSync, finite
 
 __all__ = [
-    "HEADER", "SYNCS", "AllReduce", "Bucketed", "ControlFlags", "Flag", "GradientSync", "ParameterShard", "Parameters",
-    "TrainedSubset", "finite", "gather", "load",
+    "HEADER", "ROWS", "SYNCS", "AllReduce", "Bucketed", "ControlFlags", "Flag", "GradientSync", "LayerParameters",
+    "ParameterShard", "Parameters", "SyncState", "TrainedSubset", "compressed_bytes", "finite", "gather", "load",
+    "message_bytes",
 ]  # fmt: skip

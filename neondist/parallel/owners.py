@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ..comm import Reductions
 from ..namespace import namespace
 from ..strategies.shares import Share
+from .rows import RowExchange, Table
 
 CHUNK = 1 << 20
 """Numbers of each owner that travel together: what is packed beside the flat arrays is a few times as long."""
@@ -38,6 +39,8 @@ class Owners:
         Over the grid's ranks.
     shares : sequence of Share
         Of the parameters, which lie side by side in the flat arrays.
+    widths : sequence of int, optional
+        Numbers of a row of each parameter that is sparse, else 0. Rows travel where they are not 0, or have changed.
 
     Attributes
     ----------
@@ -47,7 +50,7 @@ class Owners:
         Of this rank's part of each parameter, in an array of what it owns alone.
     """
 
-    def __init__(self, reductions: Reductions, shares: Sequence[Share]) -> None:
+    def __init__(self, reductions: Reductions, shares: Sequence[Share], widths: Sequence[int] = ()) -> None:
         self.reductions, self.rank = reductions, reductions.grid.rank
         ends = list(accumulate((prod(share.shape) for share in shares), initial=0))
         self._parts = [
@@ -60,7 +63,19 @@ class Owners:
         self.sizes = [sum(part.size for part in parts) for parts in self._parts]
         own = list(accumulate((part.size for part in self._parts[self.rank]), initial=0))
         self.spans = list(pairwise(own))
-        self._chunks = [_chunks(parts) for parts in self._parts]
+        ranks = range(reductions.grid.size)
+        tables = {at: (width, [_flat_range(shares[at], rank) for rank in ranks]) for at, width in enumerate(widths)}
+        self._rows = RowExchange(
+            reductions,
+            [
+                Table(ends[at], width, found)
+                for at, (width, ranges) in tables.items()
+                if width
+                if len(found := [one for one in ranges if one is not None]) == len(ranges)
+            ],
+        )
+        sparse = {table.start for table in self._rows.tables}
+        self._chunks = [_chunks([part for part in parts if part.start not in sparse]) for parts in self._parts]
 
     @property
     def size(self) -> int:
@@ -80,6 +95,7 @@ class Owners:
 
         The other parts stay this rank's shares.
         """
+        self._rows.reduce(gradients)
         for chunks in self._rounds():
             mine = chunks[self.rank]
             sends = [_packed(gradients, parts) for parts in chunks]
@@ -89,8 +105,19 @@ class Owners:
                 total += share
             _unpacked(total, gradients, mine)
 
-    def broadcast(self, values: Any) -> None:
-        """Take over the parts of a flat array that other ranks own from them; collective."""
+    def rows(self, values: Any) -> list[Any]:
+        """Return copies of what this rank owns of sparse parameters."""
+        return self._rows.before(values)
+
+    def broadcast(self, values: Any, before: Sequence[Any] | None = None) -> None:
+        """Take over the parts of a flat array that other ranks own from them; collective.
+
+        Parameters
+        ----------
+        before : sequence of array, optional
+            What `rows` has returned of the values that all ranks had. Default: all rows travel.
+        """
+        self._rows.broadcast(values, before)
         for chunks in self._rounds():
             mine = _packed(values, chunks[self.rank])
             shapes = [(sum(part.size for part in parts),) for parts in chunks]
@@ -103,6 +130,16 @@ class Owners:
         """Yield the parts of each rank that travel together."""
         for at in range(max(map(len, self._chunks))):
             yield [chunks[at] if at < len(chunks) else [] for chunks in self._chunks]
+
+
+def _flat_range(share: Share, rank: int) -> tuple[int, int] | None:
+    """Return the range of the flat parameter that a rank's part is; None: it is none."""
+    box, rest = share.boxes[rank], share.shape[1:]
+    if not box.size:
+        return 0, 0
+    if box.shape[1:] != rest:
+        return None
+    return box.lo[0] * prod(rest), box.hi[0] * prod(rest)
 
 
 def _chunks(parts: Sequence[_Part]) -> list[list[_Part]]:

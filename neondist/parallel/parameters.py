@@ -1,8 +1,9 @@
-"""All arrays of a model in flat buffers: one update, one allreduce, whatever the number of layers."""
+"""The trained arrays of a model in flat buffers: one update, one allreduce, whatever their number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -10,84 +11,45 @@ from typing import Any
 
 import numpy as np
 
-from .. import rng
+from ..comm import ProcessGrid
 from ..errors import ShapeError
-from ..layers import Context, Layer, Parameter
 from ..namespace import namespace, to_host
 from ..optim import FlatLayout, Optimizer
 from ..strategies.shares import Share
+from .compressed import CompressedGradients
 from .flags import HEADER, Flag
 from .owners import Owners
 from .shard import ParameterShard
 from .sync import AllReduce, GradientSync, finite
 
 
-class Views(dict[str, Any]):
-    """Arrays by name that live in a flat buffer: assigning copies the values in, so they stay there."""
-
-    def __setitem__(self, name: str, values: Any) -> None:
-        array, values = self._fitting(name, values)
-        array[...] = values
-
-    def _fitting(self, name: str, values: Any) -> tuple[Any, Any]:
-        """Return the array of a name and values of its shape, of the same kind; otherwise KeyError or ShapeError."""
-        if name not in self:
-            raise KeyError(f"no array '{name}'; this layer has {', '.join(self) or 'none'}")
-        array = super().__getitem__(name)
-        values = namespace(array).asarray(values)
-        if values.shape != array.shape:
-            raise ShapeError(f"'{name}' of shape {values.shape}: expected {array.shape}")
-        return array, values
-
-
-class Gradients(Views):
-    """Gradients by name: what is assigned is added to what was assigned since `begin`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stale: set[str] = set()
-
-    def begin(self) -> None:
-        """Let everything be zero, which costs nothing until it is read."""
-        self.stale.update(self)
-
-    def __setitem__(self, name: str, values: Any) -> None:
-        array, values = self._fitting(name, values)
-        if name in self.stale:
-            self.stale.discard(name)
-            array[...] = values
-        elif values is not array:  # as it is after grads[name] += values
-            array += values
-
-    def __getitem__(self, name: str) -> Any:
-        array = super().__getitem__(name)
-        if name in self.stale:
-            self.stale.discard(name)
-            array[...] = 0
-        return array
-
-    def settle(self) -> None:
-        """Make zero what nothing was assigned to."""
-        for name in list(self.stale):
-            self[name]
-
-
 class Parameters:
-    """The trained arrays of all layers, their gradients and the arrays that are kept beside them.
+    """The trained arrays of a model of either kind, their gradients, and the order in which they lie.
 
-    Binds `params`, `grads` and `state` of every layer to views of the buffers, and fills in first values, which depend
-    on the seed, the layer's name and the shard's index alone.
+    What every rank updates alike comes first, with what travels compressed at its end; then the arrays that are cut
+    over the tiles, this rank's part; from `owned` on, those whose parts have owners, whole.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+    trained : iterable of ParameterShard
+    zeros : callable
+        Returns a flat array of so many zeros.
+    sync : type of GradientSync
+    shares : mapping of str to Share, optional
+        The parts of owners, by full name.
+    compressors : mapping of str to str, optional
+        Texts, by full name, of parameters whose gradients travel compressed.
 
     Attributes
     ----------
     first : int
         The model's node where what is trained begins.
-    layers : dict of str to Layer
+    trained : list of ParameterShard
+        In the order of the flat arrays.
+    spans : list of (start, stop)
+        The place of each in them.
     values, grads : flat arrays
-        What every rank updates alike comes first; then the arrays that are cut over the tiles, this rank's part; from
-        `owned` on, those whose parts have owners, whole.
-    buffers : flat array
-        What is kept but not trained.
     version : int
         Counts the changes of the values.
     sync : GradientSync
@@ -100,50 +62,38 @@ class Parameters:
 
     def __init__(
         self,
-        layers: Iterable[Layer],
-        context: Context,
+        grid: ProcessGrid,
+        trained: Iterable[ParameterShard],
+        zeros: Callable[[int], Any],
         sync: type[GradientSync] = AllReduce,
         shares: Mapping[str, Share] | None = None,
+        compressors: Mapping[str, str] | None = None,
     ) -> None:
-        self.context, shares = context, shares or {}
-        self.layers = {str(layer.name): layer for layer in layers}
-        trained = [
-            ParameterShard(layer, name, parameter, context.grid)
-            for layer, one in self.layers.items()
-            for name, parameter in one.parameters_for(one.input_shape).items()
-        ]
-        self.trained = sorted(trained, key=lambda shard: (shard.full_name in shares, shard.parameter.layout.cut))
-        self.kept = [
-            ParameterShard(layer, name, parameter, context.grid)
-            for layer, one in self.layers.items()
-            for name, parameter in one.state_for(one.input_shape).items()
-        ]
+        self.grid, shares, compressors = grid, shares or {}, compressors or {}
+
+        def place(shard: ParameterShard) -> tuple[bool, bool, str, bool]:
+            compressor = compressors.get(shard.full_name, "")
+            return shard.full_name in shares, shard.cut, compressor, shard.parameter.layout.cut
+
+        self.trained = sorted(trained, key=place)
         ends = list(accumulate((prod(shard.local_shape) for shard in self.trained), initial=0))
         self.spans = list(pairwise(ends))
         self.owned_names = shares.keys()
         self._shares = [shares.get(shard.full_name) for shard in self.trained]
-        first_owned = next((at for at, share in enumerate(self._shares) if share), len(self.trained))
-        self.owned, summed = ends[first_owned], self.trained[:first_owned]
+        self.first_owned = next((at for at, share in enumerate(self._shares) if share), len(self.trained))
+        self.owned, summed = ends[self.first_owned], self.trained[: self.first_owned]
         self.shared = sum(prod(shard.local_shape) for shard in summed if not shard.cut)
-        self.values, self.buffers = self._flat(self.trained), self._flat(self.kept)
-        buffer = context.backend.xp.zeros((HEADER + self.values.size,), context.dtype)
+        packed = [(one.full_name, one.local_shape, compressors[one.full_name]) for one in summed if place(one)[2]]
+        exact = self.shared - sum(prod(shape) for _, shape, _ in packed)
+        self.values, buffer = zeros(ends[-1]), zeros(HEADER + ends[-1])
         self.grads = buffer[HEADER:]
-        self.sync = sync(context.grid, buffer[: HEADER + self.owned], self.spans[:first_owned], self.shared)
+        self.sync = sync(grid, buffer[: HEADER + self.owned], self.spans[: self.first_owned], self.shared, exact)
         self.reductions = self.sync.reductions
-        self.owners = Owners(self.reductions, [share for share in self._shares if share])
-        self._spans: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
-        for shard, span in zip(summed, self.spans, strict=False):
-            self._spans[shard.layer].append(span)
+        self.compressed = CompressedGradients(self.reductions, self.grads[exact : self.shared], packed)
+        owned = [(one, share) for one, share in zip(self.trained, self._shares, strict=True) if share]
+        widths = [prod(one.parameter.shape[1:]) * bool(one.parameter.sparse) for one, _ in owned]
+        self.owners = Owners(self.reductions, [share for _, share in owned], widths)
         self.version = 0
-        for one in self.layers.values():
-            one.params, one.grads, one.state = Views(), Gradients(), Views()
-        for shard, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
-            dict.__setitem__(self.layers[shard.layer].params, shard.name, value)
-            dict.__setitem__(self.layers[shard.layer].grads, shard.name, gradient)
-        for shard, value in zip(self.kept, self.cut(self.buffers, self.kept), strict=True):
-            dict.__setitem__(self.layers[shard.layer].state, shard.name, value)
-        for shard, value in self.arrays():
-            self._begin(shard, value)
 
     def cut(self, flat: Any, shards: list[ParameterShard] | None = None) -> list[Any]:
         """Return the parts of a flat array that belong to the shards (default the trained ones), as views."""
@@ -154,18 +104,6 @@ class Parameters:
             start = stop
         return parts
 
-    def begin_gradients(self) -> None:
-        """Let all gradients be zero."""
-        self.sync.begin()
-        for layer in self.layers.values():
-            layer.grads.begin()
-
-    def ready(self, layer: Layer) -> None:
-        """Take note that this rank's shares in a layer's gradients are complete."""
-        layer.grads.settle()
-        for span in self._spans[str(layer.name)]:
-            self.sync.ready(span)
-
     def sum_gradients(self, for_update: bool = False) -> None:
         """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas.
 
@@ -174,9 +112,7 @@ class Parameters:
         for_update : bool
             Whether the sums are wanted for `update` alone: those of parameters that have owners, by the owners.
         """
-        with self.context.grid.observers.during("sync"):
-            for layer in self.layers.values():
-                layer.grads.settle()
+        with self.grid.observers.during("sync"):
             owned = self.grads[self.owned :]
             if for_update and owned.size:
                 self.owners.reduce(owned)
@@ -184,7 +120,17 @@ class Parameters:
             elif owned.size:
                 self.reductions.allreduce("world", owned)
                 self.sync.note(finite(owned))
+            self.sync.note(self.compressed.finite())
             self.sync.finish()
+            if not for_update:
+                self.reductions.allreduce("world", self.compressed.gradients)
+            elif self._usable():
+                self.compressed.sum()
+
+    def _usable(self) -> bool:
+        """Return whether all that is known of the gradients is finite, the same on every rank."""
+        sync = self.sync
+        return bool(self.compressed.gradients.size and not sync.header[Flag.NON_FINITE] and finite(sync.told))
 
     def update(
         self,
@@ -211,9 +157,22 @@ class Parameters:
     def publish(self, held: Any) -> None:
         """Take over the values of what this rank updates, and those of other owners from them; collective."""
         owned = self.values[self.owned :]
+        before = self.owners.rows(owned)
         self.values[: self.owned] = held[: self.owned]
         self.owners.unpack(held[self.owned :], owned)
-        self.owners.broadcast(owned)
+        self.owners.broadcast(owned, before)
+
+    @contextmanager
+    def replaced(self, held: Any) -> Iterator[None]:
+        """Have other values of what this rank updates in place meanwhile; collective."""
+        kept = self.values.copy()
+        self.publish(held)
+        self.version += 1
+        try:
+            yield
+        finally:
+            self.values[...] = kept
+            self.version += 1
 
     def new_slots(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's arrays for what this rank updates."""
@@ -237,7 +196,7 @@ class Parameters:
         """Return sums of parts over the ranks that have them; a tile's parameters are those of the first replica."""
         if all(cut):
             return self.reductions.allreduce("tiles", sums)
-        if self.context.grid.replica:
+        if self.grid.replica:
             sums[namespace(sums).asarray(cut)] = 0
         return self.reductions.allreduce("world", sums)
 
@@ -246,20 +205,11 @@ class Parameters:
 
         The flags are heard. All this comes in one copy: the only time that a step waits for the device.
         """
-        xp, sync = self.context.backend.xp, self.sync
+        xp, sync = namespace(self.grads), self.sync
         good = finite(self.grads[: self.shared]).reshape(1)
         told = to_host(xp.concatenate([sync.header, good, loss]))
         sync.flags.heard[...] = told[:HEADER]
         return float(told[-1]), bool(told[HEADER]) and not sync.flags.heard[Flag.NON_FINITE]
-
-    def arrays(self) -> list[tuple[ParameterShard, Any]]:
-        """Return all arrays, trained and kept: views of this rank's part."""
-        found = [(shard, self.layers[shard.layer].params[shard.name]) for shard in self.trained]
-        return found + [(shard, self.layers[shard.layer].state[shard.name]) for shard in self.kept]
-
-    def gradients(self) -> list[tuple[ParameterShard, Any]]:
-        """Return the gradients of all trained arrays: views of this rank's part."""
-        return [(shard, self.layers[shard.layer].grads[shard.name]) for shard in self.trained]
 
     def slots(self, flat: dict[str, Any]) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""
@@ -272,17 +222,6 @@ class Parameters:
                 one = shard.slot(slot, share)
                 found.append((one, array[start:stop].reshape(one.local_shape)))
         return found
-
-    def _flat(self, shards: list[ParameterShard]) -> Any:
-        return self.context.backend.xp.zeros((sum(prod(e.local_shape) for e in shards),), self.context.dtype)
-
-    def _begin(self, shard: ParameterShard, array: Any) -> None:
-        """Fill in first values."""
-        stream = rng.key(self.context.seed, "weights", shard.layer, shard.name)
-        parameter: Parameter = shard.parameter
-        index = rng.box_index(shard.unfolded, shard.box.slices).reshape(array.shape)
-        values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
-        array[...] = self.context.backend.from_host(values, array.dtype)
 
 
 def gather(arrays: Iterable[tuple[ParameterShard, Any]]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class GradientSync(ABC):
     shared : int
         So many numbers from the start are gradients that all ranks add up; the others, which belong to a tile, are
         added up by the replicas.
+    exact : int, optional
+        So many of the first are added up here; the rest of `shared` travels compressed. Default: all.
 
     Attributes
     ----------
@@ -51,12 +53,15 @@ class GradientSync(ABC):
     reductions : Reductions
     """
 
-    def __init__(self, grid: ProcessGrid, buffer: Any, spans: Sequence[FlatRange], shared: int) -> None:
+    def __init__(
+        self, grid: ProcessGrid, buffer: Any, spans: Sequence[FlatRange], shared: int, exact: int | None = None
+    ) -> None:
         self.flags, self.reductions = ControlFlags(), Reductions(grid)
         self.reductions.direction = "backward"
         self.header, self.grads, self.shared = buffer[:HEADER], buffer[HEADER:], shared
+        self.exact = shared if exact is None else exact
         #: the flags and the shared gradients
-        self.told = buffer[: HEADER + shared]
+        self.told = buffer[: HEADER + self.exact]
         self.good: Any = True
 
     def begin(self) -> None:
@@ -140,10 +145,12 @@ class Bucketed(GradientSync):
     #: bytes from which on a bucket is full
     full = 2 << 20
 
-    def __init__(self, grid: ProcessGrid, buffer: Any, spans: Sequence[FlatRange], shared: int) -> None:
-        super().__init__(grid, buffer, spans, shared)
+    def __init__(
+        self, grid: ProcessGrid, buffer: Any, spans: Sequence[FlatRange], shared: int, exact: int | None = None
+    ) -> None:
+        super().__init__(grid, buffer, spans, shared, exact)
         own = self._cut([span for span in spans if span[0] >= shared], "replicas")
-        common = self._cut([span for span in spans if span[1] <= shared], "world")
+        common = self._cut([span for span in spans if span[1] <= self.exact], "world")
         first = common.pop() if common else Bucket(self.told, "world", 0, 0)
         self.last = Bucket(buffer[: HEADER + first.stop], "world", first.start, first.stop)
         self.early = [*own, *common]

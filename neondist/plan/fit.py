@@ -61,6 +61,11 @@ def compile_plan(
                 tiles, moved = found.get(id(layer), (None, None)), whole.redistributions(step, gradient)
                 moved = [cut for cut in moved if step.output > stop or cut.direction == "forward"]
                 with _named(chain, layer):
+                    if layer.splits_outputs and step.output not in whole.shards:
+                        raise ConfigError(
+                            "split: outputs needs fully connected layers with split: inputs behind it, and an"
+                            " elementwise activation; use split: inputs"
+                        )
                     plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, moved))
         return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream, idle=idle)
 

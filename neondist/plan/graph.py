@@ -142,7 +142,7 @@ class Graph:
             Whether somebody needs the gradient of its input.
         """
         found, (first, *_) = [], step.inputs
-        if step.output in self.shards:
+        if step.output in self.shards and not (step.layer and step.layer.splits_outputs):
             (features,) = self.shapes[step.output]
             found += [Cut("forward", features, adds=True), Cut("backward", features)]
         if needed and self.wants_shard(step) and first not in self.shards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -118,6 +119,12 @@ class LayerPlan:
     def tile(self, tile: int) -> Box:
         """Return a tile's cells of the output."""
         return (self.regions[1] or self.grid.partition(self.output_shape[:-1])).box(tile)
+
+    def outline(self) -> str:
+        """Return what all ranks must agree on."""
+        cells = "\n".join(map(repr, (self.tiles, self.views, self.halo_cells)))
+        cut = hashlib.sha256(cells.encode()).hexdigest()[:8]
+        return f"'{self.name}': {self.cls} {self.input_shape} -> {self.output_shape}, {self.window}, tiles {cut}"
 
     def check_arrays(self, arrays: Sequence[GlobalArray], tile: int) -> None:
         """Raise PlanError if the arrays of the built layer would send other cells than the plan says."""

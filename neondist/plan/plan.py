@@ -16,15 +16,13 @@ from ..comm import group_of
 from ..costs import Cost
 from ..costs.mean import parts_of
 from ..geometry import GridShape, Partition, split
-from ..layers import Parameter
 from ..optim import Optimizer
-from ..parallel import HEADER
 from ..registry import serial_class
-from ..strategies import AllReduce, ParameterSpec, Strategy, StrategyBuilder
-from ..strategies.shares import Share, shares_of
+from ..strategies import Strategy, StrategyBuilder
 from . import report
 from .graph import Graph
 from .layer import LayerCosts, LayerPlan
+from .parameters import ParameterPlan
 from .section import PlannedSection, Rows, Segment, in_segments
 from .stream import Stream
 
@@ -145,6 +143,15 @@ class Plan(Sequence[LayerPlan]):
         kinds = ((name, plans, serial_class(type(plans[0].layer)).__name__) for name, plans in self.units.items())
         return {name: kind if len(plans) == 1 else f"segment of {len(plans)}" for name, plans, kind in kinds}
 
+    def outline(self) -> list[str]:
+        """Return what all ranks must agree on, beside the strategy, a fact a line."""
+        arrays = (
+            f"'{plan.name}/{name}': {parameter.shape}, {parameter.layout}"
+            for plan in self
+            for name, parameter in {**plan.trained, **plan.layer.state_for(plan.input_shape)}.items()
+        )
+        return [*(plan.outline() for plan in self), *arrays]
+
     def row_of(self, name: str) -> str:
         """Return in which row a layer is told; that of what is no layer is its own."""
         return next((row for row, plans in self.units.items() if name in [plan.name for plan in plans]), name)
@@ -168,19 +175,12 @@ class Plan(Sequence[LayerPlan]):
 
         By layer, and under 'gradients' and 'loss', as the ledger records them; what gives nothing is left out.
         """
-        replica, tile = divmod(rank, self.grid.tiles)
-        size, samples = self.itemsize, self.samples(replica, batch_size)
+        size, samples = self.itemsize, self.samples(rank // self.grid.tiles, batch_size)
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
         calls = len(micro_batches(samples, self.training.accumulate))
         found = {plan.name: plan.reduced_bytes(samples, size, ranks, calls) for plan in self}
-        parameters = [p for plan in self for p in plan.trained.values()]
-        shared, own = (
-            sum(p.size_on(self.grid, tile) for p in parameters if self._cut(p) is cut) for cut in (False, True)
-        )
-        shared -= sum(prod(share.shape) for share in self.shares.values())
-        norms = self.training.optimizer.norms_for(sum(map(self._cut, parameters)) + len(self.shares))
-        found[GRADIENTS] = size * ((HEADER + shared) * (self.grid.size > 1) + own * (self.grid.replicas > 1))
-        found[GRADIENTS] += 8 * norms * (ranks["world" if self.shares else "tiles"] > 1)
+        norms = self.training.optimizer.norms_for(self.parameters.parts)
+        found[GRADIENTS] = self.parameters.reduced(rank, norms)
         tiled = len(self.output_shape) > 1
         whole, inside = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
         once, each = ranks[whole or "tiles"] > 1, inside is not None and ranks[inside] > 1
@@ -196,47 +196,17 @@ class Plan(Sequence[LayerPlan]):
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
-        found = {plan.name: sum(one.sent(self.grid.tiles, tile) for one in plan.redistributions) for plan in self}
-        found = {name: numbers * samples for name, numbers in found.items()}
-        owned, whole = self.owned_by(rank), sum(prod(share.shape) for share in self.shares.values())
-        found[GRADIENTS] = whole - owned + owned * (self.grid.size - 1)
-        return {name: numbers * self.itemsize for name, numbers in found.items() if numbers}
-
-    # The parameters.
+        sent = {plan.name: sum(one.sent(self.grid.tiles, tile) for one in plan.redistributions) for plan in self}
+        found = {name: numbers * samples * self.itemsize for name, numbers in sent.items()}
+        found[GRADIENTS] = self.parameters.redistributed(rank, samples)
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
 
     @cached_property
-    def strategy(self) -> Strategy:
-        """Partition, owners and synchronisation of each parameter.
-
-        Raises
-        ------
-        ConfigError
-            The strategy is for another model or more ranks, or cannot be executed within one MPI job.
-        """
-        given, dtype = self.training.strategy or AllReduce(), str(self.training.dtype)
-        specs = [
-            ParameterSpec(f"{plan.name}/{name}", parameter.shape, dtype)
-            for plan in self
-            for name, parameter in plan.trained.items()
-        ]
-        found = given.build(specs, self.grid.size) if isinstance(given, StrategyBuilder) else given
-        found.check_model(specs)
-        found.check_synchronous()
-        return found
-
-    @cached_property
-    def shares(self) -> dict[str, Share]:
-        """The parts of parameters that ranks own, by '<layer name>/<parameter>'; tiles hold those that are cut."""
-        names = [f"{plan.name}/{name}" for plan in self for name, one in plan.trained.items() if not self._cut(one)]
-        return shares_of(self.strategy, self.grid.size, names)
-
-    def _cut(self, parameter: Parameter) -> bool:
-        """Return whether the parts of tiles differ."""
-        return parameter.layout.cut and self.grid.tiles > 1
-
-    def owned_by(self, rank: int) -> int:
-        """Return how many numbers of the parameters that have owners a rank owns."""
-        return sum(share.boxes[rank].size for share in self.shares.values())
+    def parameters(self) -> ParameterPlan:
+        """The trained parameters of all layers."""
+        named = {f"{plan.name}/{name}": parameter for plan in self for name, parameter in plan.trained.items()}
+        training = self.training
+        return ParameterPlan(named, self.grid, training.dtype, len(training.optimizer.kept), training.strategy)
 
     def pretraining_bytes(self) -> list[tuple[str, int, int]]:
         """Return each stage's name, and what the busiest rank and all ranks send in a step of its pretraining."""
@@ -252,7 +222,7 @@ class Plan(Sequence[LayerPlan]):
         Kernels' scratch space is not counted.
         """
         replica, tile = divmod(rank, self.grid.tiles)
-        return self.arena(replica, tile) + self._parameters(rank)
+        return self.arena(replica, tile) + self.parameters.memory(rank)
 
     def moved(self, rank: int) -> int:
         """Return the bytes that a rank reads and writes in a training step, at least.
@@ -266,8 +236,7 @@ class Plan(Sequence[LayerPlan]):
             view = plans[0].view(tile).buffer.size * plans[0].input_shape[-1]
             output = plans[-1].tile(tile).size * plans[-1].output_shape[-1]
             numbers += self.samples(replica) * ((2 + (at > 0)) * view + 2 * output)
-        parameters = sum(plan.held_by(tile) for plan in self)
-        return self.itemsize * (numbers + (3 + 2 * len(self.training.optimizer.kept)) * parameters)
+        return self.itemsize * numbers + self.parameters.moved(rank)
 
     def arena(self, replica: int, tile: int) -> int:
         """Return the bytes of one block for all views and gradients, and of what is saved or recomputed from.
@@ -282,7 +251,7 @@ class Plan(Sequence[LayerPlan]):
 
         def bytes_of(tile: int) -> int:
             strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.held_samples(0)
-            return self._whole(0, tile) + self._parameters(tile) + strips
+            return self._whole(0, tile) + self.parameters.memory(tile) + strips
 
         return max(map(bytes_of, range(self.grid.tiles)))
 
@@ -293,12 +262,6 @@ class Plan(Sequence[LayerPlan]):
         numbers = self.length(tile) + self.strip_length(tile) + kept
         beside = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
         return (numbers * self.itemsize + beside) * self.held_samples(replica)
-
-    def _parameters(self, rank: int) -> int:
-        """Return the bytes of parameters, gradients and the optimiser's arrays on a rank."""
-        held = sum(plan.held_by(rank % self.grid.tiles) for plan in self)
-        of_others = sum(prod(share.shape) for share in self.shares.values()) - self.owned_by(rank)
-        return held * self._per_parameter - of_others * self.itemsize * len(self.training.optimizer.kept)
 
     @property
     def needed(self) -> int:
@@ -399,8 +362,7 @@ class Plan(Sequence[LayerPlan]):
 
     def describe(self) -> str:
         """Return the same as plain text, with the grid above: what `neondist check` prints."""
-        dtype, shape = self.training.dtype, report.by(self.input_shape)
-        head = f"{dtype} on {report.grid_text(self.grid)}, inputs {shape}, batches of {self.batch_size}"
+        head = report.headline(self.training.dtype, self.grid, self.input_shape, self.batch_size)
         return report.as_text(head, self.table())
 
     @property

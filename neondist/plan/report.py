@@ -141,6 +141,11 @@ def as_text(head: str, shown: Any) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
+def headline(dtype: Any, grid: GridShape, input_shape: Sequence[int], batch_size: int) -> str:
+    """Return the line above a plan."""
+    return f"{dtype} on {grid_text(grid)}, inputs {by(input_shape)}, batches of {batch_size}"
+
+
 def grid_text(grid: GridShape) -> str:
     """Return '6 ranks (1 replicas, 3 rows, 2 cols)'."""
     ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks"

@@ -134,6 +134,7 @@ class Segment:
     """
 
     saves_input, saves_output, keeps_output, gives_shards, layout = True, True, False, False, None
+    splits_outputs = False
     only_activates, saves_activated, clears, in_place, activation, saves_beside = False, True, False, False, None, None
     restores = False
 

@@ -155,7 +155,7 @@ class LayerTask(Task):
             ctx.offer(partial(ctx.xp.empty, shape, layer.context.dtype))
         elif layer.gathers is None or not needed:
             ctx.offer(partial(run.workspace.gradient_place, self.at, self.inputs[0], run.samples))
-        return ctx, self._redistributed("backward", self.joins, dy)
+        return ctx, dy if layer.splits_outputs else self._redistributed("backward", self.joins, dy)
 
     def _computed_back(self, run: SectionPass, ctx: StepContext, dy: Any) -> Any:
         layer, space = self.layer, run.workspace

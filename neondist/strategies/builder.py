@@ -91,7 +91,7 @@ def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
     name, arguments = matched.groups() if matched else (str(builder), None)
     choices = registered(StrategyBuilder)
     if name not in choices:
-        raise ConfigError(f"unknown strategy '{builder}'{suggest(name, choices)}")
+        raise ConfigError(f"strategy: unknown builder '{builder}'{suggest(name, choices)}")
     try:
         call = cast(ast.Call, ast.parse(f"_{arguments or '()'}", mode="eval").body)
         given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
@@ -99,13 +99,16 @@ def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
             raise ValueError(arguments)
     except (ValueError, SyntaxError, AttributeError, MemoryError, RecursionError):
         raise ConfigError(
-            f"strategy '{builder}': invalid arguments; expected names and values, such as PS(staleness=2)"
+            f"strategy: '{builder}': invalid arguments; expected names and values, such as PS(staleness=2)"
         ) from None
     known = choices[name]().arguments()
     for key in given:
         if key not in known:
-            raise ConfigError(f"strategy '{builder}': {name} has no argument '{key}'{suggest(key, known) or ''}")
-    return cast(StrategyBuilder, choices[name](**given))
+            raise ConfigError(f"strategy: '{builder}': {name} has no argument '{key}'{suggest(key, known) or ''}")
+    try:
+        return cast(StrategyBuilder, choices[name](**given))
+    except ConfigError as error:
+        raise ConfigError(f"strategy: '{builder}': {error}") from None
 
 
 def as_strategy(strategy: StrategyBuilder | Strategy | str) -> StrategyBuilder | Strategy:
@@ -118,4 +121,9 @@ def as_strategy(strategy: StrategyBuilder | Strategy | str) -> StrategyBuilder |
     """
     if not isinstance(strategy, str):
         return strategy
-    return Strategy.load(strategy) if strategy.endswith((".yaml", ".yml")) else as_builder(strategy)
+    if not strategy.endswith((".yaml", ".yml")):
+        return as_builder(strategy)
+    try:
+        return Strategy.load(strategy)
+    except ConfigError as error:
+        raise ConfigError(f"strategy: {error}") from None

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..errors import ConfigError
 from ..geometry import Box, split
 from .strategy import ParameterStrategy, Strategy
 
@@ -42,7 +41,7 @@ def shares_of(strategy: Strategy, ranks: int, names: Iterable[str] | None = None
     chosen = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
     owners = 1 + max((owner for one in strategy.parameters.values() for owner in one.owners), default=-1)
     if owners > ranks:
-        raise ConfigError(f"strategy: has {owners} owners, but the job has {ranks} ranks; build it for {ranks}")
+        raise strategy.error(f"has {owners} owners, but the job has {ranks} ranks; build it for {ranks}")
     devices = min(max(strategy.replicas, strategy.servers), ranks)
     holders = [owner * ranks // devices for owner in range(devices)]
     sliced = [name for name, one in chosen.items() if len(one.owners) > 1 and one.partition is None]

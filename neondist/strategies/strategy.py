@@ -64,6 +64,8 @@ class Strategy:
     specs : dict of str to ParameterSpec
         The parameters that it is for, in the order of the model.
     parameters : dict of str to ParameterStrategy
+    places : dict of str to str
+        'FILE:LINE' of each parameter, and of the file under ''; empty where it was not loaded.
     """
 
     builder: str
@@ -71,6 +73,12 @@ class Strategy:
     servers: int
     specs: dict[str, ParameterSpec]
     parameters: dict[str, ParameterStrategy]
+    places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def error(self, problem: str, name: str = "") -> ConfigError:
+        """Return an error about a parameter, or about all, at its place in the strategy's file."""
+        place = self.places.get(name) or self.places.get("")
+        return ConfigError(f"{place or 'strategy'}: {problem}")
 
     @property
     def digest(self) -> str:
@@ -97,31 +105,25 @@ class Strategy:
         theirs = {spec.name: spec for spec in parameters}
         for name, spec in theirs.items():
             if name not in self.specs:
-                raise ConfigError(f"strategy: no entry for parameter '{name}'; build it for this model")
+                raise self.error(f"no entry for parameter '{name}'; build it for this model")
             for what in ("shape", "dtype", "sparse"):
                 ours, wanted = getattr(self.specs[name], what), getattr(spec, what)
                 if ours != wanted:
-                    raise ConfigError(
-                        f"strategy: parameter '{name}' has {what} {ours}, but {wanted} in the model; build it for this"
-                        " model"
-                    )
+                    problem = f"parameter '{name}' has {what} {ours}, but {wanted} in the model"
+                    raise self.error(f"{problem}; build it for this model", name)
         for name in self.specs:
             if name not in theirs:
-                raise ConfigError(f"strategy: parameter '{name}' does not exist in the model; build it for this model")
+                raise self.error(f"parameter '{name}' does not exist in the model; build it for this model", name)
 
     def check_synchronous(self) -> None:
-        """Raise ConfigError if a parameter's updates need servers beside the MPI job, or a compressor."""
+        """Raise ConfigError if a parameter's updates need servers beside the MPI job."""
         for name, one in self.parameters.items():
             if not one.sync or one.staleness:
                 wanted = f"staleness {one.staleness}" if one.sync else "sync false"
-                raise ConfigError(
-                    f"strategy: parameter '{name}' has {wanted}, which needs parameter servers; they are not available"
-                    " yet, so use sync: true and staleness: 0"
-                )
-            if one.compressor:
-                raise ConfigError(
-                    f"strategy: parameter '{name}' has compressor {one.compressor}; compressors are not available yet,"
-                    " so use none"
+                raise self.error(
+                    f"parameter '{name}' has {wanted}, which needs parameter servers; they are not available yet, so"
+                    " use sync: true and staleness: 0",
+                    name,
                 )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -208,7 +210,8 @@ class _StrategyFile:
         specs, found = {}, {}
         for name, node in entries.items():
             specs[name], found[name] = self._entry(name, node, max(replicas, servers))
-        return Strategy(builder, replicas, servers, specs, found)
+        places = {name: node.place for name, node in entries.items()} | {"": self.root.place}
+        return Strategy(builder, replicas, servers, specs, found, places)
 
     def _entry(self, name: str, node: Node, owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
         path = join("parameters", name)
@@ -225,6 +228,9 @@ class _StrategyFile:
             compression = check_compressor(None if compressor.value is None else str(compressor.value))
         except ConfigError as error:
             raise fault(node, path, str(error)) from None
+        if compression and (kind == "server" or given["owners"].value):
+            remedy = "needs kind: allreduce and owners: []; write null"
+            raise fault(compressor, join(path, "compressor"), f"{compression} {remedy}")
         group, staleness = (self._integer(given[key], join(path, key), 0) for key in ("group", "staleness"))
         if staleness and not sync:
             raise fault(given["staleness"], join(path, "staleness"), f"{staleness} needs sync: true")

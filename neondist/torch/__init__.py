@@ -29,6 +29,7 @@ try:
     from .by_hand import halo, reduce
     from .by_name import TorchLoss, TorchOptimizer
     from .convert import from_torch, to_torch
+    from .distributed_optimizer import DistributedOptimizer
     from .distributing import distribute
     from .errors import UnsupportedOperator
     from .experiment import TorchModel
@@ -43,6 +44,7 @@ except (ImportError, AttributeError) as error:  # a newer one may work
 
 __all__ = [
     "DistributedModule",
+    "DistributedOptimizer",
     "TorchLoss",
     "TorchModel",
     "TorchOptimizer",

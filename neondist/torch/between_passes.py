@@ -5,6 +5,7 @@ Counters, caches and results for whoever looks are harmless. What the next forwa
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ def observed(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None
 
 def _drawn() -> int:
     """Return a number for the state of generators that are not PyTorch's."""
-    return hash((random.getstate(), repr(np.random.get_state(legacy=False))))  # of a long array the ends, and the place
+    return hash((random.getstate(), pickle.dumps(np.random.get_state(legacy=False))))
 
 
 class _Watching(TorchDispatchMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -84,6 +85,22 @@ class TorchOptimizer(Scheduled, Registered):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"name: made a {type(optimizer).__name__}, and not a torch.optim.Optimizer")
         return optimizer
+
+    @cached_property
+    def elementwise(self) -> bool:
+        """Whether an update of two halves of a parameter is that of the whole."""
+        values = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
+        whole, *halves = (torch.nn.Parameter(part.clone()) for part in (values, values[:2], values[2:]))
+        groups: list[list[torch.nn.Parameter]] = [[whole], halves]
+        for tensors in groups:
+            optimizer = self.made(tensors)
+            for step in range(2):
+                gradient = (values.sin() + step).split(4 // len(tensors))
+                for tensor, part in zip(tensors, gradient, strict=True):
+                    tensor.grad = part.clone()
+                with TRACING:
+                    optimizer.step()
+        return torch.allclose(whole, torch.cat(tuple(halves)), rtol=1e-9, atol=0)
 
     @property
     def kept(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from .graph import GRADIENTS, SAME, Step, Value, has_gradients
+from .graph import SAME, Step, Value, has_gradients
 from .layout import Shape
 from .plan import TorchPlan
 from .traffic import Ranks, WayBack, traffic_of
@@ -100,12 +100,6 @@ class PlanCosts:
     def total(self) -> StepCosts:
         """What all steps cost."""
         return self.of(self.names)
-
-    @property
-    def gradients(self) -> int:
-        """The bytes that a rank gives into the sum of all parameters' gradients."""
-        found = self.traffic["sum", GRADIENTS, "backward"]
-        return int(found.max())
 
     @cached_property
     def fullest(self) -> int:

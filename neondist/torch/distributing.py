@@ -31,6 +31,7 @@ def distribute(
     scheme: Schemes = "halo",
     memory: int | str | None = None,
     strips: Strips = None,
+    spatial: int | None = None,
 ) -> DistributedModule:
     """Return a PyTorch module whose images are cut into tiles, one per rank, with the numbers of one process.
 
@@ -44,7 +45,7 @@ def distribute(
         The same on every rank; it is neither copied nor changed.
     example_shape : sequence of int
         (N, C, *spatial), of the whole batch and the whole image. For a module of several inputs, a sequence of shapes;
-        those of other rank than the first are cut along the batch alone.
+        those of other rank than the first are cut along the batch alone. (N, features) has no spatial axes.
     grid : ProcessGrid, optional
         Default: all ranks.
     gather_at : sequence of str
@@ -73,6 +74,9 @@ def distribute(
         Rows of the results that go at once through windows and what follows, up to the next exchange or sum over the
         image; in training once more on the way back, instead of keeping what is in between. 'auto': as many as a cache
         holds.
+    spatial : int, optional
+        0: inputs are no images, such as sequences (N, length, features). Replicas share the batch, and the ranks of a
+        replica hold all of its samples. Default: what follows the channels of the first input.
 
     Returns
     -------
@@ -99,6 +103,9 @@ def distribute(
     if transport not in ("mpi", "torch"):
         raise ConfigError(f"transport: {transport!r}; choose 'mpi' or 'torch'")
     shapes = _shapes(example_shape)
+    axes = len(shapes[0]) - 2
+    if spatial not in (None, 0, axes) or (spatial == 0 and max(map(len, shapes)) > 4):
+        raise ConfigError(f"spatial: {spatial!r}; expected {axes}, or 0 for inputs of four axes at most")
     dtypes: list[Any] = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(shapes)
     if len(dtypes) != len(shapes) or not all(each is None or isinstance(each, torch.dtype) for each in dtypes):
         raise ConfigError(f"dtype: expected a torch.dtype, or one for each of {len(shapes)} inputs, got {dtype!r}")
@@ -109,7 +116,7 @@ def distribute(
         grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
     limit = None if memory is None else share_of(as_bytes("memory", memory), grid.size)
     return DistributedModule(
-        module, shapes, dtypes, grid, compiler,
+        module, shapes, dtypes, grid, compiler, spatial,
         gather_at=gather_at, recompute=recompute, scheme=scheme, strips=strips, memory=limit,
     )  # fmt: skip
 
@@ -121,8 +128,8 @@ def _shapes(example_shape: Any) -> list[tuple[int, ...]]:
         found = [tuple(int(n) for n in shape) for shape in shapes]
     except (TypeError, ValueError):
         found = []
-    if not found or len(found[0]) not in (3, 4, 5) or any(n < 1 for n in found[0]):
+    if not found or len(found[0]) not in (2, 3, 4, 5) or any(n < 1 for n in found[0]):
         raise ConfigError(
-            f"example_shape: {example_shape!r}; expected (N, C, *spatial), of one to three spatial axes and all > 0"
+            f"example_shape: {example_shape!r}; expected (N, C, *spatial), of three spatial axes at most and all > 0"
         )
     return found

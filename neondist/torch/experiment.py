@@ -15,17 +15,18 @@ from torch import nn
 from ..comm import ProcessGrid, all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..geometry import GridShape
-from ..halo import GlobalArray
+from ..halo import ExchangePolicy, GlobalArray
 from ..io.output import WEIGHTS
 from ..layers import Parameter
 from ..memory import as_bytes, share_of
-from ..models import Whole
-from ..parallel import HEADER, AllReduce, Flag, ParameterShard
+from ..models import TrainableModel
+from ..parallel import SYNCS, ParameterShard
+from ..plan import GRADIENTS, LOSS
 from ..registry.ranges import Count, Index
 from ..rng import key
 from ..runtime.observers.ledger import Ledger, ledger
-from ..runtime.observers.nonfinite import NonFiniteMonitor, first
-from ..strategies import Strategy, StrategyBuilder
+from ..runtime.observers.nonfinite import NonFiniteMonitor
+from ..strategies import Strategy, StrategyBuilder, as_strategy
 from .blocks import ModuleBlocks, TracedImage
 from .by_name import TorchLoss, TorchOptimizer, unwrapped
 from .distributing import distribute
@@ -36,14 +37,15 @@ from .judging import LossOfCells, Owned, channels_last, metric_targets
 from .layout import axes_of
 from .module import DistributedModule
 from .module_plan import ModulePlan
-from .registry import TRACING
-from .schemes import Schemes
-from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights, slots_of
+from .parameters import MODULE, ModuleParameters
+from .schemes import Schemes, chosen
+from .train_step import ModuleStep
+from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-class TorchModel(Whole):
+class TorchModel(TrainableModel):
     """A PyTorch module, trained by the loop that trains models of neondist's own layers.
 
     Parameters
@@ -76,6 +78,8 @@ class TorchModel(Whole):
         How windows come by cells of other tiles; default: exactly.
     strips : int or 'auto', optional
         Rows that go at once through windows and what follows; those of `distribute`.
+    sync, strategy : optional
+        Messages and owners of gradients and updates, as in Model.
 
     Notes
     -----
@@ -83,9 +87,6 @@ class TorchModel(Whole):
     """
 
     distributed = True
-    accumulate, num_pretrain_epochs, num_initial_epochs = 1, 0, 0
-    layers, leaves, stages = (), (), ()
-    parameters = None
 
     def __init__(
         self,
@@ -103,6 +104,8 @@ class TorchModel(Whole):
         recompute: bool = False,
         scheme: Schemes = "halo",
         strips: Count | Literal["auto"] | None = None,
+        sync: Literal["allreduce", "bucketed"] = "allreduce",
+        strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
         self.cost, self.optimizer = loss or TorchLoss(), optimizer or TorchOptimizer()
         self._arguments |= {"loss": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
@@ -112,8 +115,10 @@ class TorchModel(Whole):
         self.momentum: float | None = None
         self.step, self.uncounted, self.learning_rate_scale = 0, 0, 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
-        self.slots: dict[str, Any] = {}
+        self.strategy = None if strategy is None else as_strategy(strategy)
+        self._sync = SYNCS[sync]
         self._guard: int | None = None
+        self.parameters: ModuleParameters | None = None
         self._plans: dict[Any, ModulePlan] = {}
         self._feed = unwrapped(self._arguments["feed"] or channels_first)
 
@@ -129,13 +134,14 @@ class TorchModel(Whole):
         memory: int | str | None = None,
         strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
-        """Say whether to recompute, rows of strips, and what ranks may take; refuse what is for layers alone."""
+        """Say how a step is executed; refuse micro-batches, which are for layers alone."""
         self.recompute = self.recompute if recompute is None else recompute
         self.memory = self.memory if memory is None else as_bytes("memory", memory)
         self.strips = self.strips if strips is None else strips
-        given = {"accumulate": accumulate, "sync": sync, "strategy": strategy}
-        for name in (name for name, value in given.items() if value is not None and value is not False):
-            raise ConfigError(f"{name}: is for layers of neondist, and a TorchModel has none; leave it out")
+        self._sync = self._sync if sync is None else SYNCS[sync]
+        self.strategy = self.strategy if strategy is None else as_strategy(strategy)
+        if accumulate is not None:
+            raise ConfigError("accumulate: is for layers of neondist, and a TorchModel has none; leave it out")
 
     def plan(
         self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
@@ -217,14 +223,20 @@ class TorchModel(Whole):
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         if self.compiled.wide_tiles is not None:
             self.input.cut(self.compiled.wide_tiles, self.compiled.wide_tiles)
-        self.sync = AllReduce(self.grid, np.zeros(HEADER), [], 0)
         self._models: dict[int, DistributedModule] = {}
         self._captured: set[tuple[int, bool]] = set()
         model = self._of(batch_size)
         if self.weights is not None:
             with self._about("weights: "):
                 load_weights(model, self.weights)
-        self.torch_optimizer = self.optimizer.made(p for p in model.parameters() if p.requires_grad)
+        if self.parameters is not None:
+            self.parameters.close()
+        planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
+        updated = {name: tensors[name] for name in self.compiled.updated}
+        held = planned.shares, planned.compressors
+        self.parameters = ModuleParameters(updated, self.grid, self._sync, *held)
+        self.sync = self.parameters.sync
+        self.torch_optimizer = self.optimizer.made(self.parameters.updated.values())
         self._rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
         cut = axes_of(self.compiled.output.layout)
         owns = all(part == 0 for axis, part in enumerate(model.wires.place) if axis not in cut)
@@ -232,42 +244,22 @@ class TorchModel(Whole):
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one step, and return the loss of the whole batch; NaN if it was skipped; collective."""
-        batch, optimizer, observers = batch_size or self.batch_size, self.torch_optimizer, self.grid.observers
-        model = self._of(batch)
-        with observers.during("step"), self._about():
-            kept = [buffer.clone() for buffer in model.buffers()]
-            optimizer.zero_grad()
-            with observers.during("cost"):
-                _, loss = self._loss(model, x, targets, batch)
-                loss.backward()
-            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            norms = torch._foreach_norm([loss.detach(), *gradients.values()], float("inf"))
-            self.sync.begin()
-            self.sync.note(all(map(torch.isfinite, norms)))
-            self.sync.tell()
-            self.sync.flags.heard[...] = self.sync.header
-            where = None
-            if self.sync.flags.ranks(Flag.NON_FINITE):
-                names = "the loss", *(f"the gradient of '{name}'" for name in gradients)
-                bad = {name: not norm.isfinite() for name, norm in zip(names, norms, strict=True)}
-                where = first(self.grid.world, bad)
-                with torch.no_grad():
-                    for buffer, before in zip(model.buffers(), kept, strict=True):
-                        buffer.copy_(before)
-            else:
-                with observers.during("update"), TRACING:  # an optimiser computes otherwise while others trace
-                    self._set_rates()
-                    optimizer.step()
-            self.nonfinite_monitor.after_step(self.step, self.nonfinite, where)
-        self.step += 1
-        self.uncounted += where is not None
-        return float("nan") if where is not None else loss.item()
+        with self._about():
+            return ModuleStep(self).run(x, targets, batch_size or self.batch_size)
+
+    def loss_of(self, x: Any, targets: Any, batch: int, training: bool = True) -> tuple[tuple[Any, Any], torch.Tensor]:
+        """Return this rank's outputs and labels, and the loss of the whole batch; collective."""
+        model = self._of(batch, training)
+        features, labels = self._fed(x, targets, batch)
+        model.step = self.step
+        with self._seeded():
+            output = model(features)
+        return (output, labels), model.loss(self.cost.criterion, output, labels)
 
     def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
         """Return this rank's outputs and labels, channels last, and on rank 0 the loss times the samples."""
-        model = self._of(batch_size, training=False)
         with self.grid.observers.during("cost"), torch.no_grad(), self._about():
-            (output, labels), loss = self._loss(model, x, targets, batch_size)
+            (output, labels), loss = self.loss_of(x, targets, batch_size, training=False)
         y = channels_last(output)
         return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
@@ -276,6 +268,18 @@ class TorchModel(Whole):
         if self._arguments["feed"] is not None:
             raise ConfigError("feed: makes labels of whole images; evaluate without --block, and with memory for them")
         return LossOfCells(self.cost)
+
+    @property
+    def built(self) -> ModuleParameters:
+        """The parameters; ConfigError if there are none yet."""
+        if self.parameters is None:
+            raise ConfigError("TorchModel is not built yet; call model.build(input_shape, batch_size) first")
+        return self.parameters
+
+    @property
+    def schemes(self) -> dict[str, ExchangePolicy]:
+        """The border schemes, by path of a module."""
+        return chosen(self.scheme, dict(self.module.named_modules()), self.recompute)
 
     def guard(self, seed: int) -> None:
         """Look for mistakes of rules and border schemes of the user's own in the steps from now on."""
@@ -292,17 +296,14 @@ class TorchModel(Whole):
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return all that a checkpoint holds: the module's state, and what the optimiser remembers."""
-        model = self._of(self.batch_size)
-        prefix = "module/"
-        begin_slots(model, self.torch_optimizer, [name.removeprefix(prefix) for name in slots])
-        groups = {"model": kept_tensors(model), "optimizer": slots_of(model, self.torch_optimizer)}
-        return {
-            group: [
-                (ParameterShard(prefix[:-1], name, Parameter(array.shape), self.grid), array)
-                for name, array in ((name, as_array(tensor)) for name, tensor in tensors.items())
-            ]
-            for group, tensors in groups.items()
+        names = [name.removeprefix(f"{MODULE}/") for name in slots]
+        begin_slots(self.built.updated, self.torch_optimizer, names)
+        arrays = {name: as_array(tensor) for name, tensor in kept_tensors(self.module).items()}
+        shards = {
+            name: ParameterShard(MODULE, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
         }
+        kept = [(shards[name], array) for name, array in arrays.items()]
+        return {"model": kept, "optimizer": self.built.slots_kept_by(self.torch_optimizer)}
 
     def export(self, folder: Path) -> None:
         """Write the weights as a state_dict, weights.safetensors; collective."""
@@ -320,7 +321,8 @@ class TorchModel(Whole):
 
     def ledger(self) -> Ledger:
         """Return all messages and sums since `build`."""
-        found = ledger([], [("flags", self.sync.reductions), ("loss", self.output.reductions)], 0)
+        reductions = [(GRADIENTS, self.sync.reductions), (LOSS, self.output.reductions)]
+        found = ledger([], reductions, self.grid.replica * self.grid.shape.tiles)
         for model in self._models.values():
             found += model.wires.ledger
         return found
@@ -345,7 +347,14 @@ class TorchModel(Whole):
         memory = None if limit is None else share_of(limit, grid.size)
         execution = Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
         program = self._factory.program(shape, True)
-        return ModulePlan.of(module, program, execution, shape, input_shape, grid, self.optimizer, limit)
+        given = program, execution, shape, input_shape, grid
+        plan = ModulePlan.of(module, *given, self.optimizer, self.dtype, self.strategy, limit)
+        if plan.parameters.partitioned and not self.optimizer.elementwise:
+            raise ConfigError(
+                f"strategy: {self.optimizer.found.__name__} updates whole parameters, and cannot update parts of them;"
+                " choose one without partitions, such as PSLoadBalancing"
+            )
+        return plan
 
     def _sample_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = tuple(self.shape or (input_shape[-1], *input_shape[:-1]))
@@ -367,19 +376,13 @@ class TorchModel(Whole):
             )  # fmt: skip
             if self._guard is not None:
                 made.guard(self._guard)
+            made.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated)
             self._models[batch] = made
         model = self._models[batch].train(training)
         if (batch, training) not in self._captured:  # before `_seeded`: tracing touches the state of random numbers
             _ = model.plan
             self._captured.add((batch, training))
         return model
-
-    def _loss(self, model: DistributedModule, x: Any, targets: Any, batch: int) -> tuple[tuple[Any, Any], torch.Tensor]:
-        features, labels = self._fed(x, targets, batch)
-        model.step = self.step
-        with self._seeded():
-            output = model(features)
-        return (output, labels), model.loss(self.cost.criterion, output, labels)
 
     def _fed(self, x: Any, targets: Any, batch: int) -> tuple[torch.Tensor, Any]:
         """Return what `feed` gives; if it fails on one rank, or gives something wrong, so does this on all."""
@@ -388,7 +391,8 @@ class TorchModel(Whole):
         with all_or_none(self.grid.world) if self.grid.size > 1 else nullcontext():
             return fed(self._feed, x, targets, shape, DTYPES[str(self.dtype)], self.input)
 
-    def _set_rates(self) -> None:
+    def set_rates(self) -> None:
+        """Give the optimiser the learning rate and the momentum of the next step."""
         if self.optimizer.schedule is not None or self.learning_rate_scale != 1:
             for group, rate in zip(self.torch_optimizer.param_groups, self._rates, strict=True):
                 if rate is not None:

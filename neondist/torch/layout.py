@@ -64,8 +64,8 @@ class Mesh:
 
     @classmethod
     def of(cls, grid: GridShape, spatial: int) -> Mesh:
-        """Return that of a grid, for images of so many spatial axes."""
-        return cls((grid.replicas, *grid.parts(spatial)))
+        """Return that of a grid, for images of so many spatial axes; 0: tensors of four axes at most are no images."""
+        return cls((grid.replicas, *grid.parts(spatial or 3)))
 
     @property
     def size(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class DistributedModule(nn.Module):
         dtypes: Sequence[torch.dtype | None],
         grid: ProcessGrid,
         compiler: Callable[..., Any] | None = None,
+        spatial: int | None = None,
         **how: Any,
     ) -> None:
         super().__init__()
@@ -88,13 +89,14 @@ class DistributedModule(nn.Module):
         self._current: tuple[Any, _Prepared] | None = None
         self.step = 0
         self._versions: tuple[int, ...] = ()
+        self._deferred = set[int]()
         self._backward = BackwardCheck(grid)
         grid.check("distribute")
         with all_or_none(grid.world):
             check_module(module)
             self._watch = Watch(module)
             self.execution = Execution.of(module, **how)
-            self.wires = Wires(grid, len(shapes[0]) - 2)
+            self.wires = Wires(grid, len(shapes[0]) - 2 if spatial is None else spatial)
             self.tiling, self._criteria = Tiling(self.wires, self._shapes), Criteria(self.wires)
             self._runner()
         self.wires.connect(device_of(module))
@@ -151,6 +153,10 @@ class DistributedModule(nn.Module):
                 self.tiling.note(tensor, layout)
                 self._backward.watch_output(tensor, self.tiling.noted)
         return outputs
+
+    def defer_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave it to a synchroniser to sum gradients of these parameters, the module's own, over the ranks."""
+        self._deferred.update(map(id, parameters))
 
     def guard(self, seed: int = 0) -> None:
         """Look for mistakes of rules and border schemes of your own in passes from now on: slow, and the same numbers.
@@ -310,7 +316,9 @@ class DistributedModule(nn.Module):
                 plan.compile(self._compiler)
             in_parts = lowering is not None and lowering.in_parts
             overlaps = lowering.overlaps if lowering is not None else ()
-            prepared = _Prepared(Runner(self.wires, plan), tree, layouts, digest, in_parts, dtypes, overlaps)
+            prepared = _Prepared(
+                Runner(self.wires, plan, self._deferred), tree, layouts, digest, in_parts, dtypes, overlaps
+            )
             before = self._watch.settled(before, program.reads)
             if len(self._runners) >= REMEMBERED:
                 del self._runners[next(iter(self._runners))]

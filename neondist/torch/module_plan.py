@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from ..errors import ConfigError
 from ..geometry import GridShape, Overlapping, Partition
+from ..layers import Parameter
 from ..plan import report
 from ..plan.blocks import COPIES
+from ..plan.parameters import ParameterPlan
+from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .costs import PlanCosts, StepCosts, paths, shape_given
 from .execution import Execution
-from .graph import Value
+from .graph import GRADIENTS, Value
 from .layout import Mesh, cut
-from .plan import TorchPlan
+from .parameters import MODULE
+from .plan import TorchPlan, Traffic
+from .traffic import WayBack
 from .transfer import Wanted
 
 ROWS = 40
@@ -43,9 +50,9 @@ class ModulePlan:
     weights : int
         Bytes of parameters and buffers.
     trained : tuple of str
-        The parameters that require gradients.
-    optimizer : TorchOptimizer or None
-        What they are trained by.
+        The parameters that require gradients, under all of their names.
+    parameters : ParameterPlan
+        Those of them that outputs depend on, each once.
     limit : int or None
         What ranks on a machine may take, where somebody has said so.
     told : str
@@ -60,12 +67,12 @@ class ModulePlan:
     steps: TorchPlan
     weights: int
     trained: tuple[str, ...]
-    optimizer: TorchOptimizer | None
+    parameters: ParameterPlan
     limit: int | None
     told: str
     wide_tiles: Partition | None
     streams = False
-    layers, segments, label_cells = (), (), ()
+    label_cells = ()
 
     @classmethod
     def of(
@@ -77,6 +84,8 @@ class ModulePlan:
         input_shape: tuple[int, ...],
         grid: GridShape,
         optimizer: TorchOptimizer | None,
+        dtype: np.dtype,
+        strategy: StrategyBuilder | Strategy | None,
         limit: int | None,
     ) -> ModulePlan:
         """Return the plan of a module that is executed so, given what torch.export found in it for inputs of a shape.
@@ -92,9 +101,11 @@ class ModulePlan:
             raise ConfigError("factory: the module returns no tensor")
         weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
         trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
+        slots = 0 if optimizer is None else optimizer.kept
+        parameters = ParameterPlan(_updated(module, steps), grid, dtype, slots, strategy)
         told, overlaps = (lowering.told, lowering.overlaps) if lowering else ("", ())
         wide = _wide_tiles(overlaps, input_shape[:-1], mesh)
-        return cls(grid, input_shape, shape[0], steps, weights, trained, optimizer, limit, told, wide)
+        return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, limit, told, wide)
 
     @property
     def needed(self) -> int:
@@ -114,22 +125,45 @@ class ModulePlan:
         return self.steps.values[next(out for out in self.steps.outputs if isinstance(out, int))]
 
     @property
+    def updated(self) -> list[str]:
+        """The names of the parameters that a training step changes."""
+        return [name.removeprefix(f"{MODULE}/") for name in self.parameters.parameters]
+
+    @property
     def thinnest(self) -> int:
         """The fewest cells along an axis of what is cut into tiles; 1 if nothing is."""
         atoms = [atom for value in self.steps.values for dim in value.layout_or_none or () for atom in dim]
         return min((atom.extent for atom in atoms if atom.axis), default=1)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    @property
-    def units(self) -> dict[str, list[Any]]:
-        """Layers of neondist, of which there are none."""
-        return {}
+    def outline(self) -> list[str]:
+        """Return what all ranks must agree on, beside the strategy, a fact a line."""
+        return [f"module: {self.steps.digest}"]
 
     def each_needs(self) -> Iterator[tuple[str, int]]:
-        """Yield nothing: what a pass takes is known of the whole alone, `needed`."""
-        yield from ()
+        """Yield the name of each step, and the bytes of what it reads and makes on rank 0."""
+        for step in self.steps.steps:
+            yield step.name, sum(self.steps.values[value].nbytes for value in (*step.inputs, *step.outputs))
+
+    def bytes(self, rank: int) -> int:
+        """Return the bytes of halos, and of keys and values in rings, that a rank sends in a training step."""
+        return sum(count for (kind, _, _), count in self._traffic(rank).items() if kind in ("halo", "ring"))
+
+    def reduced(self, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank gives into sums in a training step, by step, and of 'gradients'.
+
+        Those of the loss are not known.
+        """
+        found = Counter({GRADIENTS: self.parameters.reduced(rank)})
+        for (kind, name, _), count in self._traffic(rank).items():
+            found[name] += count * (kind == "sum")
+        return {name: count for name, count in found.items() if count}
+
+    def redistributed(self, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank sends in redistributions of a training step, by step, and of 'gradients'."""
+        found = Counter({GRADIENTS: self.parameters.redistributed(rank)})
+        for (kind, name, _), count in self._traffic(rank).items():
+            found[name] += count * (kind == "redistribution")
+        return {name: count for name, count in found.items() if count}
 
     def row_of(self, name: str) -> str:
         """Return under which name a step is told in tables; that of what is no step is its own."""
@@ -148,37 +182,27 @@ class ModulePlan:
         return {row: self.all_costs.of(inside) for row, inside in names.items()}
 
     @cached_property
-    def kept(self) -> int:
-        """How many numbers the optimiser keeps of each trained one."""
-        return 0 if self.optimizer is None else self.optimizer.kept
-
-    @cached_property
     def all_costs(self) -> PlanCosts:
         """The costs of all steps."""
-        return PlanCosts(self.steps, self.trained, self.kept)
+        return PlanCosts(self.steps, self.trained, self.parameters.slots)
 
     def memory(self, rank: int = 0) -> int:
         """Return the bytes of what a rank's steps make, parameters, their gradients and the optimiser's arrays."""
-        parameters = [self.steps.values[self.steps.parameters[name]] for name in self.trained_here]
-        return self.steps.memory(rank) + (2 + self.kept) * sum(value.nbytes for value in parameters)
-
-    @property
-    def trained_here(self) -> list[str]:
-        """Those of `trained` that the module's steps read."""
-        return [name for name in self.trained if name in self.steps.parameters]
+        return self.steps.memory(rank) + self.parameters.memory(rank)
 
     def moved(self, rank: int = 0) -> int:
         """Return the bytes that a training step reads and writes, at least; the same for all ranks."""
-        parameters = sum(self.steps.values[self.steps.parameters[name]].nbytes for name in self.trained_here)
-        return self.all_costs.moved() + (3 + 2 * self.kept) * parameters
+        return self.all_costs.moved() + self.parameters.moved(rank)
 
     def table(self) -> Any:
         """Return a table of modules for a rich console to print, what ranks do together, and a legend."""
         costs = self.costs()
-        total, sums = self.all_costs.total, self.all_costs.gradients
+        total, sums, sent = self.all_costs.total, self.parameters.reduced(0), self.parameters.redistributed(0)
         notes = [f"{len(self.steps.steps)} steps; memory is that of rank {self.all_costs.fullest}, which needs most"]
         if sums:
             notes.append(f"sum of gradients: a rank gives {report.size(sums)} a step")
+        if sent:
+            notes.append(f"gradients to owners, and values from them: a rank sends {report.size(sent)} a step")
         if self.all_costs.uncounted:
             names = ", ".join(dict.fromkeys(self.all_costs.uncounted))
             notes.append(f"flops without those of {names}, which could not be counted")
@@ -187,10 +211,13 @@ class ModulePlan:
 
     def describe(self) -> str:
         """Return the same as plain text, with the grid above."""
-        shape = report.by(self.input_shape)
-        return report.as_text(
-            f"{report.grid_text(self.grid)}, inputs {shape}, batches of {self.batch_size}", self.table()
-        )
+        head = report.headline(self.parameters.dtype, self.grid, self.input_shape, self.batch_size)
+        return report.as_text(head, self.table())
+
+    def _traffic(self, rank: int) -> Traffic:
+        """Return what steps send in a training step, but for the sum of gradients."""
+        found = self.steps.traffic(rank, self.trained)
+        return {account: count for account, count in found.items() if account[1] != GRADIENTS}
 
     @cached_property
     def _rows(self) -> dict[str, str]:
@@ -208,3 +235,17 @@ def _wide_tiles(overlaps: Sequence[Wanted], extent: tuple[int, ...], mesh: Mesh)
         return None
     ranges = (overlaps[0].get(dim, (0, [(0, n)]))[1] for dim, n in enumerate(extent, 2))
     return Overlapping(extent, mesh.parts[1:], 1, tuple(map(tuple, ranges)))
+
+
+def _updated(module: nn.Module, steps: TorchPlan) -> dict[str, Parameter]:
+    """Return the parameters that a training step changes, each under its first name."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    reached = WayBack(steps, [name for aliases in names.values() for name in aliases]).reached
+    return {
+        f"{MODULE}/{aliases[0]}": Parameter(tuple(parameter.shape))
+        for parameter, aliases in names.items()
+        if any(steps.parameters.get(name) in reached for name in aliases)
+    }

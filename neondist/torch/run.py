@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,10 +23,15 @@ class Runner:
     """Runs one plan on this rank; keeps the plan's channels and nothing of a pass.
 
     What a pass has sent is compared with what was planned.
+
+    Parameters
+    ----------
+    deferred : collection of int
+        Parameters, by id(), whose gradients are not summed over the ranks in a backward pass.
     """
 
-    def __init__(self, wires: Wires, plan: TorchPlan) -> None:
-        self.wires, self.plan = wires, plan
+    def __init__(self, wires: Wires, plan: TorchPlan, deferred: Collection[int] = ()) -> None:
+        self.wires, self.plan, self.deferred = wires, plan, deferred
         self.channels = {
             id(step): SchemeChannel(wires, step)
             if step.scheme is not None
@@ -112,7 +117,7 @@ class Runner:
     def _entered(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         ids = self.plan.parameters
         found = {value: parameters[name] for name, value in ids.items()}
-        trained = [name for name in ids if parameters[name].requires_grad]
+        trained = [name for name in ids if parameters[name].requires_grad and id(parameters[name]) not in self.deferred]
         if self.wires.mesh.axes and trained and torch.is_grad_enabled():
             tensors = Parameters.apply(self.wires, *(parameters[name] for name in trained))
             found.update({ids[name]: tensor for name, tensor in zip(trained, tensors, strict=True)})

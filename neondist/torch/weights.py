@@ -90,7 +90,8 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(OPTIMIZER)}
         with all_or_none(world):
             if optimizer is not None:
-                begin_slots(model, optimizer, (name[len(OPTIMIZER) :] for name in shapes if name.startswith(OPTIMIZER)))
+                begun = (name[len(OPTIMIZER) :] for name in shapes if name.startswith(OPTIMIZER))
+                begin_slots(dict(model.named_parameters()), optimizer, begun)
             tensors = kept_tensors(model, optimizer)
             check_fit(path, shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         fresh = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
@@ -120,14 +121,14 @@ def kept_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"the module's state {name!r} is a {type(value).__name__}; files hold tensors only")
-    slots = {} if optimizer is None else slots_of(model, optimizer)
+    slots = {} if optimizer is None else slots_of(dict(model.named_parameters()), optimizer)
     return found | {OPTIMIZER + name: value for name, value in slots.items()}
 
 
-def slots_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return what an optimiser remembers, by 'PARAMETER/WHAT': the tensors themselves."""
+def slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return what an optimiser keeps of parameters, by 'PARAMETER/SLOT': the tensors themselves."""
     found: dict[str, torch.Tensor] = {}
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise ConfigError("optimizer: has a parameter that is not the model's; make it of model.parameters()")
@@ -142,8 +143,8 @@ def slots_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     return found
 
 
-def begin_slots(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Let an optimiser make what it remembers of parameters, which it does in its first step; weights stay.
+def begin_slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Let an optimiser make what it keeps of parameters, which it does in its first step; their values stay.
 
     Parameters
     ----------
@@ -153,8 +154,8 @@ def begin_slots(model: nn.Module, optimizer: torch.optim.Optimizer, names: Itera
     wanted = {name.rpartition("/")[0] for name in names}
     if not wanted:
         return
-    before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in model.parameters()]
-    for name, parameter in model.named_parameters():
+    before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters.values()]
+    for name, parameter in parameters.items():
         new = name in wanted and parameter.requires_grad and not optimizer.state.get(parameter)
         parameter.grad = torch.zeros_like(parameter) if new else None
     with torch.no_grad():

@@ -12,14 +12,14 @@ from ..data import Dataset
 from ..errors import ConfigError
 from ..halo import scheme_text
 from ..io.hdf5 import checksum
-from ..plan import LayerPlan, Plan
+from ..plan import ModelPlan
 from ..version import __version__
 from .validate import Experiment
 
 _FEW = 10  # numbers that are told one by one
 
 
-def outline(experiment: Experiment, plan: Plan, resume: bool | str = False) -> list[str]:
+def outline(experiment: Experiment, plan: ModelPlan, resume: bool | str = False) -> list[str]:
     """Return what all ranks must agree on, a fact a line: the plan, the weights' layout, how to train."""
     model, dataset = experiment.model, experiment.dataset
     shape = tuple(dataset.sample_shape)
@@ -34,14 +34,9 @@ def outline(experiment: Experiment, plan: Plan, resume: bool | str = False) -> l
         f"optimizer: {type(model.optimizer).__name__} {_plain(model.optimizer.arguments())}",
         f"cost: {type(model.cost).__name__} {_plain(model.cost.arguments())}",
         *(f"augment: {type(step).__name__} {_plain(step.arguments())}" for step in experiment.augment),
-        *map(_layer, plan),
-        *(f"'{layer.name}': scheme {scheme_text(layer.scheme)}" for layer in model.leaves if layer.scheme is not None),
-        *(
-            f"'{layer.name}/{name}': {parameter.shape}, {parameter.layout}"
-            for layer in plan
-            for name, parameter in {**layer.trained, **layer.layer.state_for(layer.input_shape)}.items()
-        ),
-        *([f"strategy: {plan.strategy.builder} {plan.strategy.digest}"] if isinstance(plan, Plan) else []),
+        *plan.outline(),
+        *(f"'{name}': scheme {scheme_text(scheme)}" for name, scheme in model.schemes.items()),
+        f"strategy: {plan.parameters.strategy.builder} {plan.parameters.strategy.digest}",
     ]
 
 
@@ -84,11 +79,6 @@ def check_consistency(world: Transport, lines: list[str]) -> None:
         f"the ranks disagree: rank 0 has {pair[0]}, rank {odd} has {pair[1]};"
         " start all ranks with the same files, options and version of neondist"
     ).on_all_ranks()
-
-
-def _layer(plan: LayerPlan) -> str:
-    cut = _digest([repr(plan.tiles), repr(plan.views), repr(plan.halo_cells)])[:8]
-    return f"'{plan.name}': {plan.cls} {plan.input_shape} -> {plan.output_shape}, {plan.window}, tiles {cut}"
 
 
 def _without_places(arguments: dict[str, object]) -> dict[str, object]:

@@ -20,7 +20,7 @@ from ..io.files import write_text
 from ..io.output import CHECKPOINT, clear, has_run, held, is_new, present, tidy
 from ..memory import least_room, room_for
 from ..metrics import Metric, Misclassification
-from ..models import Whole
+from ..models import TrainableModel
 from ..plan import Plan
 from ..registry import Registered, suggest
 from ..registry.arguments import checked
@@ -71,6 +71,10 @@ class FitExperiment(Registered):
     epochs : int
     dist_flag : bool
         True: the image is cut over the ranks. False: the serial classes, in one process.
+    dist_mode : {'halopar', 'vecpar', 'datapar', 'halodatapar'}, optional
+        Short for a grid: one replica whose images are cut into tiles; one whose fully connected layers are divided by
+        outputs and inputs in turn, with one sum over ranks a pair; a replica on each rank; replicas of several tiles,
+        where `grid` says how many.
     grid : mapping, optional
         replicas, rows, cols, planes; what is not given follows from the number of ranks.
     backend, dtype, seed : optional
@@ -105,11 +109,12 @@ class FitExperiment(Registered):
     def __init__(
         self,
         dataset: Dataset,
-        model: Whole,
+        model: TrainableModel,
         *,
         batch_size: Count = 128,
         epochs: Count = 1,
         dist_flag: bool = True,
+        dist_mode: Literal["halopar", "vecpar", "datapar", "halodatapar"] | None = None,
         grid: Mapping[str, Count | None] | None = None,
         backend: str | None = None,
         dtype: Literal["float32", "float64"] | None = None,
@@ -129,7 +134,15 @@ class FitExperiment(Registered):
     ) -> None:
         self.dataset, self.model = dataset, model
         self.batch_size, self.epochs, self.dist_flag = int(batch_size), int(epochs), bool(dist_flag)
-        self.grid = grid_factors(grid)
+        self.dist_mode = dist_mode
+        self.grid = mode_factors(dist_mode, grid_factors(grid))
+        if dist_mode is not None and not self.dist_flag:
+            raise ConfigError(f"dist_mode: {dist_mode} needs dist_flag: true; leave out one of them")
+        if dist_mode == "vecpar":
+            if model.vector_parallel is None:
+                name = type(model).__name__
+                raise ConfigError(f"dist_mode: vecpar divides fully connected layers; {name} has none, use halopar")
+            model.vector_parallel = True
         self.metrics, self.augment = all_metrics(metrics), list(augment or ())
         self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
         self.loggers = list(loggers or ())
@@ -271,8 +284,7 @@ def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: b
         if grid.rank == 0:
             tidy(folder)
             texts = {"environment.json": to_json(facts)} | ({} if resolved is None else {"experiment.yaml": resolved})
-            if isinstance(model.compiled, Plan):
-                texts["strategy.yaml"] = model.compiled.strategy.to_yaml()
+            texts["strategy.yaml"] = model.compiled.parameters.strategy.to_yaml()
             for name, text in texts.items():
                 write_text(folder / name, text)
             if not resume:
@@ -349,6 +361,26 @@ def grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
     return {key: int(value) for key, value in (grid or {}).items() if value is not None}
 
 
+def mode_factors(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str, Any]:
+    """Return the factors of the grid under a `dist_mode`; ConfigError if given ones do not go with it."""
+    modes: dict[str, dict[str, int | None]] = {
+        "halopar": {"replicas": 1},
+        "vecpar": {"replicas": 1},
+        "datapar": {"replicas": None, "planes": 1, "rows": 1, "cols": 1},
+        "halodatapar": {},
+    }
+    wanted = modes[dist_mode] if dist_mode is not None else {}
+    for key, value in wanted.items():
+        if value is not None and grid.get(key, value) != value:
+            raise ConfigError(
+                f"dist_mode: {dist_mode} has {key}: {value}, but grid has {key}: {grid[key]}; leave out {key}, or"
+                " take halodatapar"
+            )
+    if dist_mode == "halodatapar" and not grid:
+        raise ConfigError("dist_mode: halodatapar needs a grid that says how many replicas, such as {replicas: 2}")
+    return {**wanted, **grid}
+
+
 def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
     """Return the misclassification and the metrics that are asked for beside it; ConfigError for two of one name."""
     found: dict[str, Metric] = {}
@@ -359,7 +391,7 @@ def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
     return list({Misclassification.name: Misclassification(), **found}.values())
 
 
-def settle(model: Whole, backend: str | None, dtype: str | None, seed: int | None) -> None:
+def settle(model: TrainableModel, backend: str | None, dtype: str | None, seed: int | None) -> None:
     """Give the model what the experiment says in its place."""
     if backend is not None:
         model.backend = backend

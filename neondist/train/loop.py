@@ -15,7 +15,6 @@ from ..data import Dataset, Split
 from ..errors import ConfigError
 from ..metrics import Metric, Misclassification, Outputs
 from ..models import Model, Trainable
-from ..models.averaged import averaged
 from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
@@ -77,12 +76,11 @@ def train_loop(
         while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
             _train_epoch(run, hooks, model.seed if seed is None else seed)
             if run.stop is None:
-                with averaged(model.whole):
+                with model.whole.averaged():
                     found = judge(run, metrics)
                 _close_epoch(run, found)
                 _call(hooks, lambda hook: hook.after_epoch(run))
-        for layer in model.whole.leaves:
-            layer.settle()
+        model.whole.settle()
         _call(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
     except BaseException as error:
         for hook in hooks:

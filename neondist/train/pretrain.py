@@ -11,7 +11,7 @@ import numpy as np
 from ..comm import Transport
 from ..data import Dataset, Split
 from ..metrics import Metric
-from ..models import Autoencoder, Model, Reconstruction, Whole
+from ..models import Autoencoder, Model, Reconstruction, TrainableModel
 from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
@@ -56,7 +56,7 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
 
 
 def pretrain_stages(
-    model: Whole,
+    model: TrainableModel,
     dataset: Dataset,
     batch_size: int,
     hooks: Iterable[Hook],

@@ -13,7 +13,7 @@ from ..errors import ConfigError, GridError, UserError
 from ..geometry import GridShape, grid_shape, split
 from ..memory import free_memory, require_room
 from ..metrics import Metric
-from ..models import Whole
+from ..models import TrainableModel
 from ..plan import Plan
 from .callbacks.best import Best
 from .callbacks.checkpoint import CheckpointSchedule
@@ -26,11 +26,11 @@ class Experiment(Protocol):
     """What an experiment is made of."""
 
     dataset: Dataset
-    model: Whole
+    model: TrainableModel
     batch_size: int
     epochs: int
     dist_flag: bool
-    grid: dict[str, int]
+    grid: dict[str, Any]
     metrics: list[Metric]
     augment: list[Transform]
     checkpoint: CheckpointSchedule
@@ -69,7 +69,7 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
     with about(dataset):
         if not plan.streams:
             _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
-    with about(model.layers[-1] if model.layers else model):
+    with about(model.subject_of_outputs):
         model.cost.check(plan.output_shape, dataset.classes)
     model.optimizer.check(experiment.epochs)
     if model.num_pretrain_epochs:

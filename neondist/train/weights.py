@@ -7,11 +7,11 @@ from contextlib import suppress
 from ..io.checkpoint import Piece, take
 from ..io.checkpoint.read import Opened
 from ..io.checkpoint.texts import plain_json
-from ..models import Whole
+from ..models import TrainableModel
 from ..optim import AVERAGE
 
 
-def take_weights(file: Opened, model: Whole) -> None:
+def take_weights(file: Opened, model: TrainableModel) -> None:
     """Fill a model with a checkpoint's weights, or with their running mean, if it has one; collective."""
     arrays = model.kept_arrays()["model"]
     take(file, arrays, strict=True)

@@ -233,8 +233,8 @@ def test_means_are_of_the_whole_batch_on_every_grid(name):
     def job(comm, replicas, how):
         return trained(name, nd.ProcessGrid(comm, replicas=replicas), **how)
 
-    ways = [(1, 1, {"accumulate": 3}), (2, 2, {}), (3, 1, {"recompute": True}), (4, 2, {"accumulate": 2})]
-    for ranks, replicas, how in [*ways, (6, 2, {"strips": 2})]:
+    ways = [(1, 1, {"accumulate": 3}), (2, 2, {}), (3, 1, {"recompute": True}), (6, 2, {"strips": 2})]
+    for ranks, replicas, how in [(4, 2, {"accumulate": 2}), ways[list(COSTS).index(name) % 4]]:
         for found in loopback.run(ranks, lambda comm, r=replicas, h=how: job(comm, r, h)):
             assert worst(found, whole) < 1e-10
 

@@ -1,4 +1,4 @@
-"""200 damaged files of each format: read right, or refused in one message that names the file; never anything else."""
+"""100 damaged files of each format: read right, or refused in one message that names the file; never anything else."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from fuzz import check_outcomes, damaged, outcome, survive
 
 import neondist as nd
 
-CASES = 200
+CASES = 100
 
 
 def made(path, **options):

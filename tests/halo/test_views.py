@@ -23,7 +23,7 @@ def on_ranks(extent, window, parts):
 
 
 @given(windows(), st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_views_and_dot_test(drawn, parts):
     extent, window = drawn
     assume(slides(extent, window))

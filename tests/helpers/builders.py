@@ -11,3 +11,6 @@ BUILDERS = {
     "UnevenPartitionedPS",
     "Parallax(chunk_size=1)",
 }
+
+#: of each builder one that a job can execute, with its defaults; and another one
+SYNCHRONOUS = [*sorted({text.partition("(")[0] for text in BUILDERS}), "RandomAxisPartitionAR(seed=5)"]

@@ -9,6 +9,7 @@ from storage_faults import GB
 from neondist.errors import ConfigError
 from neondist.io.output import has_run, is_new
 from neondist.launcher import restarts
+from neondist.launcher.supervise import Ending
 
 RECORD = json.dumps({"stage": "one", "epoch": 0}) + "\n"
 NOTHING = {
@@ -70,7 +71,7 @@ def test_a_restart_goes_on_from_what_the_job_itself_has_written(tmp_path, monkey
     def launch(arguments, heard):
         started.append(arguments.words)
         Path(tmp_path, "checkpoint-00000003.h5").unlink(missing_ok=True)  # killed while it removes the earlier run
-        return 137 if len(started) == 1 else 0
+        return Ending(137, "rank 1 was lost") if len(started) == 1 else Ending(0)
 
     monkeypatch.setattr(restarts, "launch", launch)
     arguments = argparse.Namespace(

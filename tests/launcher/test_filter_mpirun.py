@@ -13,6 +13,11 @@ EXIT = (
 ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n\nNOTE: x\n" + RULE
 CALLED = RULE + b"prterun has exited due to process rank 1 with PID 0 on node vm calling\n" + RULE + b"\n"
 SIGNAL = RULE + b"prterun noticed that process rank 1 exited on signal 9 (Killed).\n" + RULE
+LOST = (
+    RULE
+    + b"PRTE has lost communication with a remote daemon.\n\n  HNP daemon   : [prterun-vm-1@0,0] on node vm\n"
+    + (b"  Remote daemon: [prterun-vm-1@0,3] on node nodeC\n\nThis is\n" + RULE)
+)
 
 
 def run(data, size):
@@ -33,7 +38,8 @@ def run(data, size):
         (b"[warning] mine\n[warn] Ep", b"[warning] mine\n[warn] Ep"),
         (b"[vm:0712] PMIX ERROR: PMIX_ERR_UNREACH in file x.c at line 3146\nx\n", b"x\n"),
         (b"[vm:0712] PMIX ERROR: PMIX_ERR_INIT in file x.c\n", b"[vm:0712] PMIX ERROR: PMIX_ERR_INIT in file x.c\n"),
-        (SIGNAL, SIGNAL),
+        (SIGNAL, b""),
+        (LOST + b"[nodeC:0] *** MPI_ERRORS_ARE_FATAL (processes\nx\n", b"x\n"),
         (b"a\n\nb\n", b"a\n\nb\n"),
         (b"no end", b"no end"),
         (RULE + b"one rule only\n", RULE + b"one rule only\n"),
@@ -57,3 +63,11 @@ def test_what_is_left_out_is_kept_for_jobs_that_say_nothing_else(said, spoken):
         messages.feed(data)
     messages.flush()
     assert (messages.spoken, messages.left_out) == (spoken, EXIT)
+
+
+def test_what_mpirun_says_of_losses():
+    messages = Filter()
+    messages.feed(LOST + SIGNAL + b"[nodeC:0] *** on a NULL communicator\n")
+    assert (messages.lost_node, messages.signals) == ("nodeC", {1: "signal 9 (Killed)"})
+    assert messages.of_mpi == b"[nodeC:0] *** on a NULL communicator\n"
+    assert (Filter().lost_node, Filter().signals) == ("", {})

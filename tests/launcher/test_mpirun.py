@@ -9,6 +9,7 @@ from neondist import safe_path, threads
 from neondist.cli.arguments import parser
 from neondist.errors import LaunchError
 from neondist.launcher import launch, mpirun
+from neondist.launcher.supervise import Ending
 
 OPEN = mpirun.Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11")
 OTHER = mpirun.Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0")
@@ -93,7 +94,14 @@ def test_what_the_user_has_set_stays():
 def test_launch_starts_the_same_command(monkeypatch):
     called = []
     monkeypatch.setattr(launch, "ready", lambda env: OPEN)
-    monkeypatch.setattr(launch, "supervise", lambda command, *_, **__: called.append(command) or 7)
-    assert launch.launch(parser().parse_args(["run", "e.yaml", "-n", "2", "--resume"])) == 7
+    monkeypatch.setattr(launch, "supervise", lambda command, *_, **__: called.append(command) or Ending(7))
+    assert launch.launch(parser().parse_args(["run", "e.yaml", "-n", "2", "--resume"])) == Ending(7)
     (command,) = called
-    assert command[7:] == [sys.executable, safe_path.__file__, "neondist", "run", "e.yaml", "--resume"]
+    assert command[command.index(sys.executable) :] == [
+        sys.executable,
+        safe_path.__file__,
+        "neondist",
+        "run",
+        "e.yaml",
+        "--resume",
+    ]

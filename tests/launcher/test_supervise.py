@@ -10,11 +10,12 @@ import pytest
 from processes import alive, kill
 
 from neondist.launcher import supervise as supervising
+from neondist.launcher.monitor import Monitor
 
 PARENT = """\
 import os, sys
 from neondist.launcher.supervise import supervise
-sys.exit(supervise(sys.argv[1:], os.environ, gently="GENTLY" in os.environ))
+sys.exit(supervise(sys.argv[1:], os.environ, gently="GENTLY" in os.environ).code)
 """
 
 
@@ -105,24 +106,30 @@ def test_a_job_that_fails_without_a_word_is_told_of_by_mpirun():
     assert (process.returncode, err) == (3, notice)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("ended", [1, 2])
-def test_a_launcher_that_does_not_see_its_ranks_end_is_ended(ended, monkeypatch):
-    """Where the other rank runs on, and where none does."""
-    monkeypatch.setattr(supervising, "_UNNOTICED", 2)
+@pytest.mark.parametrize("words", [("ended 0", "ended 0"), ("ended 3", None)])
+def test_a_launcher_that_does_not_see_its_ranks_end_is_ended(words, monkeypatch):
+    """Where all have, and where one has failed while the other runs on."""
+    monkeypatch.setattr(supervising, "_UNNOTICED", 0.5)
     blind = (
-        "import subprocess, sys, time\n"
-        "ranks = [subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(40)']) for _ in range(2)]\n"
-        f"for rank in ranks[:{ended}]: rank.kill()\n"
-        "time.sleep(50)\n"
+        "import os, time\n"
+        "from neondist import heartbeat\n"
+        f"for rank, word in enumerate({words}):\n"
+        "    if os.fork() == 0:\n"
+        "        os.environ.update(PMIX_RANK=str(rank), NEONDIST_LAUNCHED='2')\n"
+        "        heartbeat.connect(os.environ)\n"
+        "        heartbeat.send(os.environ, word) if word else time.sleep(60)\n"
+        "        os._exit(0)\n"
+        "time.sleep(60)\n"
     )
-    began = time.monotonic()
-    assert supervising.supervise([sys.executable, "-c", blind], os.environ) == 1
-    assert time.monotonic() - began < 40
+    with Monitor(2) as monitor:
+        env = {**os.environ, **monitor.environment}
+        ending = supervising.supervise([sys.executable, "-c", blind], env, monitor=monitor)
+    assert ending == supervising.Ending(3 if None in words else 0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_what_is_no_rank_may_end_unseen(monkeypatch):
-    monkeypatch.setattr(supervising, "_UNNOTICED", 0)
-    slow = "import subprocess, time; other = subprocess.Popen(['true']); time.sleep(4)"
-    assert supervising.supervise([sys.executable, "-c", slow], os.environ) == 0
+def test_a_launcher_that_ends_well_without_its_ranks_has_lost_them():
+    """So does mpirun when the daemon of a node is killed."""
+    with Monitor(2) as monitor:
+        ending = supervising.supervise(["true"], os.environ, monitor=monitor)
+    assert ending.code == 137
+    assert ending.loss.startswith("rank 0 of 2 ended without a word")

@@ -15,13 +15,13 @@ WIDEST = "everything", "segmentation"
 GRIDS = [(p, 1, r) for p in (1, 2, 3, 4, 6, 9) for r in range(1, p + 1) if p % r == 0]
 GRIDS += [(2, 2, 1), (4, 2, 2), (6, 3, 1), (8, 2, 2), (12, 2, 3), (6, 6, 1)]
 OTHERS = [(1, 1, 1), (4, 2, 2), (9, 1, 3)]
-# every third grid for the networks that have nearly everything, every sixth for each of the others; on other backends
+# every sixth grid for the networks that have nearly everything, every twelfth for each of the others; on other backends
 # one grid for each
 CASES = [
     (kind, *case)
     for at, kind in enumerate(KINDS)
     for case in [
-        *((grid, "numpy") for grid in (GRIDS[2 * WIDEST.index(kind) :: 3] if kind in WIDEST else GRIDS[at % 6 :: 6])),
+        *((grid, "numpy") for grid in (GRIDS[2 * WIDEST.index(kind) :: 6] if kind in WIDEST else GRIDS[at % 12 :: 12])),
         *((OTHERS[at % 3], name) for name in KERNELS[-1:] if name != "numpy"),
     ]
 ]

@@ -103,7 +103,8 @@ def test_everything_is_what_one_process_computes(name, scheme):
     if name == "branches" and "overlap" in scheme:
         pytest.skip("overlap_tile is for chains")
     expected = on_ranks(1, lambda comm: passes(comm, layers, shape, "halo"))[0]
-    for ranks, rows in [(2, 1), (4, 2), (9, 9)]:
+    at = list(NETWORKS).index(name) + SCHEMES.index(scheme)
+    for ranks, rows in [(4, 2), [(2, 1), (9, 9)][at % 2]]:
         for found in on_ranks(ranks, lambda comm, rows=rows: passes(comm, layers, shape, scheme, rows)):
             assert worst(found, expected) < 1e-10, (ranks, rows)
 

@@ -95,24 +95,50 @@ def test_rules_of_each_builder():
     assert kinds(strategies.RandomAxisPartitionAR(seed=5), (4, 6), sparse={0})[0].partition[0] == 0
 
 
-RESNET_LIKE = [(7, 7, 3, 64), *[(3, 3, n, n) for n in (64, 128, 256, 512) for _ in range(4)], (512, 1000)]
-VGG_LIKE = [
-    *[(3, 3, n, n) for n in (64, 128, 256, 512, 512) for _ in range(3)],
-    (512, 4096),
-    (4096, 4096),
-    (4096, 1000),
-]
+def resnet_50():
+    """Return the shapes of ResNet-50's parameters, norms and biases included."""
+    found, channels = [(7, 7, 3, 64), (64,), (64,)], 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convs = [(1, 1, channels, width), (3, 3, width, width), (1, 1, width, 4 * width)]
+            for conv in [*convs, *([(1, 1, channels, 4 * width)] if block == 0 else [])]:
+                found += [conv, conv[-1:], conv[-1:]]
+            channels = 4 * width
+    return [*found, (2048, 1000), (1000,)]
+
+
+def vgg_16():
+    """Return the shapes of VGG-16's parameters, of which the first dense layer has three quarters."""
+    found, channels = [], 3
+    for width, convs in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(convs):
+            found += [(3, 3, channels, width), (width,)]
+            channels = width
+    for shape in ((25088, 4096), (4096, 4096), (4096, 1000)):
+        found += [shape, shape[-1:]]
+    return found
 
 
 @pytest.mark.parametrize(("shapes", "builder", "ranks"), [
-    (RESNET_LIKE, strategies.PSLoadBalancing(), 2), (RESNET_LIKE, strategies.PSLoadBalancing(), 4),
-    (VGG_LIKE, strategies.PSLoadBalancing(), 2), (VGG_LIKE, strategies.PartitionedPS(), 4),
-    (VGG_LIKE, strategies.ShardedOptimizer(), 4),
+    *((resnet_50(), builder, ranks) for ranks in (2, 4, 8) for builder in (
+        strategies.PSLoadBalancing(), strategies.PartitionedPS(), strategies.UnevenPartitionedPS(),
+        strategies.PartitionedAllReduce(), strategies.ShardedOptimizer(),
+    )),
+    (vgg_16(), strategies.PartitionedPS(), 2), (vgg_16(), strategies.UnevenPartitionedPS(), 4),
+    (vgg_16(), strategies.ShardedOptimizer(), 4), (vgg_16(), strategies.ShardedOptimizer(), 8),
 ])  # fmt: skip
 def test_owners_hold_about_as_much(shapes, builder, ranks):
     parameters = [ParameterSpec(f"p{at}", shape) for at, shape in enumerate(shapes)]
     loads = builder.build(parameters, ranks).loads
     assert max(loads) <= 1.2 * sum(loads) / ranks
+
+
+def test_no_owner_has_more_than_the_largest_part_above_the_mean():
+    """The bound of the greedy rule, where one parameter outweighs all others."""
+    parameters = [ParameterSpec(f"p{at}", shape) for at, shape in enumerate(vgg_16())]
+    for ranks in (2, 4, 8):
+        loads = strategies.PSLoadBalancing().build(parameters, ranks).loads
+        assert max(loads) == max(spec.nbytes for spec in parameters)  # it is alone on its owner
 
 
 @pytest.mark.parametrize(("make", "says"), [
@@ -162,6 +188,9 @@ def saved(tmp_path, **changes):
     ({"partition": {"axis": 0, "sizes": [3]}}, "sizes", "add up to 3"),
     ({"shape": []}, "partition", "scalar"),
     ({"compressor": "zip"}, "w", "zip"),
+    ({"compressor": "topk(1.5)"}, "w", "(0, 1]"),
+    ({"compressor": "fp16"}, "compressor", "needs kind: allreduce"),
+    ({"compressor": "fp16", "kind": "allreduce"}, "compressor", "owners: []"),
     ({"sync": "yes!"}, "sync", "true or false"),
     ({"staleness": -1}, "staleness", "at least 0"),
     ({"staleness": 2, "sync": False}, "staleness", "sync: true"),

@@ -27,6 +27,7 @@ COLLECTIVE = {
     "DistributedModule.gather": ("gather", lambda s: s.model.gather(s.y)),
     "loss.backward": ("backward of loss 1", lambda s: s.loss.backward(retain_graph=True)),
     "y.backward": ("backward of an output", lambda s: s.y.sum().backward(retain_graph=True)),
+    "DistributedOptimizer": ("DistributedOptimizer", lambda s: ndt.DistributedOptimizer(s.model, torch.optim.SGD)),
     "halo": ("halo", lambda s: ndt.halo(s.tile, WINDOW, s.grid)),
     "halo's backward": ("backward of halo", lambda s: s.view.sum().backward(retain_graph=True)),
     "reduce": ("reduce sum over tiles", lambda s: ndt.reduce(s.tile.sum(), "sum", s.grid)),
@@ -39,7 +40,7 @@ LOCAL = {
     "DistributedModule", "TorchLoss", "TorchModel", "TorchOptimizer", "TorchTransport", "UnsupportedOperator", "rule",
     "rules", "world",
 }  # fmt: skip
-LOCAL_METHODS = {"guard", "train", "state_dict", "load_state_dict", "scatter", "scatter_target"}
+LOCAL_METHODS = {"defer_gradients", "guard", "train", "state_dict", "load_state_dict", "scatter", "scatter_target"}
 CALLS = dict(COLLECTIVE.values())
 PROGRAMS = {}
 

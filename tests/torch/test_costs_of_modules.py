@@ -96,7 +96,8 @@ def test_costs_add_up_to_the_traffic_of_all_ranks(shape, recompute):
     assert total.sent_most == max(sent) <= sum(cost.sent_most for cost in costs.values())
     summed = [sum(n for (kind, name, _), n in one.items() if kind == "sum" and name != "gradients") for one in each]
     assert total.summed == max(summed)
-    assert plan.all_costs.gradients == max(one.get(("sum", "gradients", "backward"), 0) for one in each)
+    summed = plan.all_costs.traffic["sum", "gradients", "backward"]
+    assert summed.max() == max(one.get(("sum", "gradients", "backward"), 0) for one in each)
     mine = {(kind, name): n for (kind, name, direction), n in each[0].items() if direction == "forward"}
     assert all(kind in costs[plan.row_of(name)].crosses for kind, name in mine)
     assert total.memory == sum(cost.memory for cost in costs.values()) == plan.memory(plan.all_costs.fullest)
@@ -146,7 +147,7 @@ def test_a_ring_computes_the_scores_once_more(monkeypatch):
 def test_the_table_has_the_totals():
     plan = planned(GridShape(1, 2, 3))
     lines, total = plan.describe().splitlines(), plan.all_costs.total
-    assert lines[0] == "6 ranks (1 replicas, 2 rows, 3 cols), inputs 17×14×2, batches of 4"
+    assert lines[0] == "float32 on 6 ranks (1 replicas, 2 rows, 3 cols), inputs 17×14×2, batches of 4"
     foot = next(line for line in lines if line.startswith("total"))
     sizes = [report.size(n) for n in (total.sent_most, total.sent_all, total.summed)]
     expected = [*sizes, report.number(total.flops), f"{total.parameters:,}", report.size(total.memory)]
@@ -154,7 +155,7 @@ def test_the_table_has_the_totals():
     rows = {line.split()[0]: line for line in lines if line}
     assert "4×4×17×14" in rows["first.0"]
     assert "halo" in rows["first.0"]
-    assert f"sum of gradients: a rank gives {report.size(plan.all_costs.gradients)} a step" in lines
+    assert f"sum of gradients: a rank gives {report.size(plan.parameters.reduced(0))} a step" in lines
 
 
 def test_thousands_of_ranks_are_planned_at_once():

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch_runs import Function, check  # noqa: E402
+from torch_runs import Function, check, in_turn  # noqa: E402
 
 GRIDS = ((1, 1, 2), (1, 3, 1), (1, 2, 2), (2, 1, 2))
 
@@ -150,4 +150,4 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_spectra_are_those_of_one_process(name):
     torch.manual_seed(0)
-    check(MODULES[name](), (2, 3, 13, 11), grids=GRIDS)
+    check(MODULES[name](), (2, 3, 13, 11), grids=in_turn(GRIDS))

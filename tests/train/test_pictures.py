@@ -18,7 +18,7 @@ def is_png(path):
     return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize(("ranks", "grid"), [(1, None), (6, {"replicas": 2, "rows": 1}), (25, {"rows": 5})])
+@pytest.mark.parametrize(("ranks", "grid"), [(1, None), (6, {"replicas": 2, "rows": 1}), (10, {"rows": 5})])
 def test_pictures_of_a_run(tmp_path, pictures, ranks, grid):
     def data():
         return Synthetic((4, 7, 3), classes=4, train=10, test=4)  # over 5 rows one tile of each column is empty

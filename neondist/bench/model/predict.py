@@ -13,6 +13,7 @@ from ...geometry import GridShape, grid_shape
 from ...geometry.split import factorisations, split
 from ...halo import as_scheme
 from ...machine import Machine
+from ...models import Model
 from ...plan.choices import Choice, choose
 from .rank_profile import LONG, QUICK, RankProfile, profile_rank
 
@@ -72,7 +73,7 @@ def _schemes(
 ) -> Row:
     """Return the best exact schemes of the layers, where there are any, and the step's prediction with them."""
     made = experiment()
-    if not made.model.leaves:  # a module's windows have the scheme that its file says
+    if not isinstance(made.model, Model):  # a module's windows have the scheme that its file says
         return {"schemes": [], "seconds_with_schemes": row["seconds_per_step"], "bytes_with_schemes": row["bytes_sent"]}
     figures = replace(
         machine.figures(shape.tiles),

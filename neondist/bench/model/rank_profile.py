@@ -10,7 +10,8 @@ from statistics import median
 from typing import Any
 
 from ...geometry import GridShape
-from ...models import Whole
+from ...models import TrainableModel
+from ...plan import Plan
 from ...runtime.observers.clock import Clock
 from ..roofline import products
 from .dry_run import Notes, dry_run_grid
@@ -52,7 +53,7 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
     least : float
         Seconds to compute, in a few turns, of which the fastest counts.
     """
-    model: Whole = experiment.model
+    model: TrainableModel = experiment.model
     step, notes, samples = _prepared(experiment, shape)
     step()
     turns = [_timed(step, least / TURNS), _timed(step, least / TURNS)]
@@ -63,7 +64,8 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
         for _ in range(count):
             step()
     spent = {}
-    for name, plans in model.compiled.units.items():
+    plan = model.compiled
+    for name, plans in plan.units.items() if isinstance(plan, Plan) else ():
         taken = (clock.seconds[name, "forward"] + clock.seconds[name, "backward"]) / (count * max(1, samples))
         works = [products(plan) / max(1, prod(plan.output_shape[:-1])) for plan in plans]
         share = taken / max(1, sum(work * plan.layer.tile.size for work, plan in zip(works, plans, strict=True)))
@@ -72,13 +74,13 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
             if cells := plan.layer.tile.size:
                 spent[plan.name] = taken / cells if alone else work * share
     noise = median(turns) / min(turns) - 1
-    held, moved = (what(model.grid.rank) for what in (model.compiled.memory, model.compiled.moved))
-    return RankProfile(min(turns), notes, held, moved, spent, noise, recomputed(model))
+    held, moved = (what(model.grid.rank) for what in (plan.memory, plan.moved))
+    again = recomputed(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
+    return RankProfile(min(turns), notes, held, moved, spent, noise, again)
 
 
-def recomputed(model: Whole) -> float:
+def recomputed(plan: Plan, tile: int) -> float:
     """Return the products of rows that two strips of a segment compute, over those of all layers once, forward."""
-    plan, tile = model.compiled, model.grid.tile
     whole = sum(products(one) * one.layer.tile.size / max(1, prod(one.output_shape[:-1])) for one in plan)
     done = once = 0.0
     for segment in plan.segments:

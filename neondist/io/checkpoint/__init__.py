@@ -2,7 +2,8 @@
 
 pieces: which rank holds which part of an array. stream: parts to rank 0 and back, in blocks, so that no rank holds a
 cut array whole. checksum: that over the file. write, read: the HDF5 file. keep: older files beside the newest.
-weights: a file's weights alone. scheme_memory: what border schemes remember.
+weights: a file's weights alone. scheme_memory: what border schemes remember. sync_state: that of gradient
+synchronisation.
 """
 
 from .keep import kept_files
@@ -10,6 +11,7 @@ from .pieces import Piece
 from .read import Facts, opened
 from .scheme_memory import REMEMBERED, memory_of, remind
 from .stream import collect, scatter
+from .sync_state import restore_sync, sync_pieces
 from .weights import Taken, take
 from .write import write
 
@@ -23,7 +25,9 @@ __all__ = [
     "memory_of",
     "opened",
     "remind",
+    "restore_sync",
     "scatter",
+    "sync_pieces",
     "take",
     "write",
 ]

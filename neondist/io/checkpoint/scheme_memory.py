@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ import numpy as np
 from ...comm import Transport, agree
 from ...errors import DataError, ShapeError
 from ...geometry import Box
-from ...layers import Layer
+from ...halo import GlobalArray
 from ...namespace import to_host
 from .pieces import Piece
 from .read import Opened
@@ -25,6 +25,10 @@ REMEMBERED, GROUP = "remembered", "borders"
 MOST = 1 << 20  # samples of a batch
 Remembered: TypeAlias = "tuple[int, int, str, int, int]"
 """Number of the array in its layer, samples of its batches, direction, arrays remembered, numbers in all of them."""
+
+
+Exchanged: TypeAlias = Mapping[str, Sequence[GlobalArray]]
+"""The arrays that exchange halos, by layer."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +45,26 @@ class Memory:
     pieces: list[Piece]
 
 
-def memory_of(leaves: Sequence[Layer], owner: str, world: Transport) -> Memory:
-    """Return what the schemes of these layers remember; collective.
+def memory_of(exchanged: Exchanged, owner: str, world: Transport) -> Memory:
+    """Return what the schemes of layers remember; collective.
 
     Parameters
     ----------
-    leaves : single layers of a built model
+    exchanged : mapping of str to sequence of GlobalArray
+        The arrays of each layer of a built model.
     owner : what has to be the same for a run that goes on with it
     """
     mine: dict[str, list[Remembered]] = {}
     values: dict[str, Any] = {}
-    for layer in leaves:
+    for name, those in exchanged.items():
         entries, arrays = [], []  # type: list[Remembered], list[np.ndarray]
-        for at, array in enumerate(layer.arrays):
+        for at, array in enumerate(those):
             for (samples, direction), kept in sorted(array.remembered().items()):
                 if kept:
                     entries.append((at, samples, direction, len(kept), sum(map(len, kept))))
                     arrays += map(to_host, kept)
-        mine[str(layer.name)] = entries
-        values[str(layer.name)] = np.concatenate([np.empty(0, layer.context.dtype), *arrays])
+        mine[name] = entries
+        values[name] = np.concatenate([np.empty(0, those[0].dtype if those else np.float32), *arrays])
     everyone = world.allgather(mine)
     layers = {name: [ranks[name] for ranks in everyone] for name in mine}
     layers = {name: ranks for name, ranks in layers.items() if any(map(_numbers, ranks))}
@@ -69,7 +74,7 @@ def memory_of(leaves: Sequence[Layer], owner: str, world: Transport) -> Memory:
     return Memory(json.dumps({"of": owner, "layers": layers}), pieces)
 
 
-def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) -> str:
+def remind(file: Opened, exchanged: Exchanged, owner: str, world: Transport) -> str:
     """Let schemes go on with what a checkpoint says that they remembered; collective.
 
     Returns what to tell the user: nothing, or that they begin anew because the file's `owner` is another.
@@ -82,7 +87,6 @@ def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) 
     text = file.facts.texts.get(REMEMBERED)
     if text is None:
         return ""
-    by_name = {str(layer.name): layer for layer in leaves}
     try:
         told = plain_json(text, dict)
         before, layers = of_kind("'of'", told["of"], str), of_kind("'layers'", told["layers"], dict)
@@ -92,11 +96,11 @@ def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) 
         for name, ranks in layers.items():
             for entries in of_kind(name, ranks, list):
                 for entry in of_kind(name, entries, list):
-                    _check(name, entry, len(by_name[name].arrays))
+                    _check(name, entry, len(exchanged[name]))
             numbers = [_numbers(entries) for entries in ranks]
             if file.facts.group(GROUP).get(name) != (sum(numbers),) or len(ranks) != world.size:
                 raise ValueError(name)
-            dtype = by_name[name].context.dtype
+            dtype = exchanged[name][0].dtype
             pieces.append(_piece(name, ranks, np.empty(numbers[world.rank], dtype)))
     except (KeyError, TypeError, ValueError, AttributeError, MemoryError) as problem:
         raise DataError(f"{file.facts.path}: says nothing sensible of border schemes ({problem!r})") from None
@@ -105,7 +109,7 @@ def remind(file: Opened, leaves: Sequence[Layer], owner: str, world: Transport) 
     try:
         for (name, ranks), piece in zip(layers.items(), pieces, strict=True):
             for at, memory in _cut(ranks[world.rank], piece.array).items():
-                array = by_name[name].arrays[at]
+                array = exchanged[name][at]
                 array.remember({key: [*map(array.backend.from_host, flat)] for key, flat in memory.items()})
     except (ShapeError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
         error = DataError(f"{file.facts.path}: what border schemes remember does not fit the model ({problem})")

@@ -12,8 +12,9 @@ from typing import Any
 
 from ...errors import ConfigError, DataError
 from ...halo import scheme_text
-from ...io.checkpoint import REMEMBERED, Piece, memory_of, opened, remind, write
+from ...io.checkpoint import REMEMBERED, Piece, memory_of, opened, remind, restore_sync, sync_pieces, write
 from ...io.checkpoint.texts import LARGEST, of_kind, plain_json, whole
+from ...parallel import SyncState
 from ...registry import suggest
 from ...registry.ranges import integer, real
 from ...version import __version__
@@ -252,10 +253,11 @@ class Checkpoint(Hook):
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         world = run.grid.world
-        remembered = memory_of(run.model.whole.leaves, _owner(run), world)
+        remembered = memory_of(run.model.whole.exchanged, _owner(run), world)
         if remembered.text:
             texts[REMEMBERED] = remembered.text
-        write(self.path, [*_pieces(run), *remembered.pieces], texts, world, self.schedule.keep, run.step)
+        pieces = [*_pieces(run), *remembered.pieces, *sync_pieces(_sync_states(run), world)]
+        write(self.path, pieces, texts, world, self.schedule.keep, run.step)
         self.written, self.last = _place(run), time.monotonic()
 
     def _minutes_are_over(self, run: TrainState) -> bool:
@@ -285,7 +287,9 @@ def restore(path: Path, run: TrainState) -> None:
         except DataError as problem:
             raise DataError(f"{path}: {problem}, or run without --resume") from None
         file.fill(_pieces(run))
-        if note := remind(file, run.model.whole.leaves, _owner(run), run.grid.world):
+        if note := remind(file, run.model.whole.exchanged, _owner(run), run.grid.world):
+            run.notes.append(note)
+        if note := restore_sync(file, _sync_states(run), run.grid.world):
             run.notes.append(note)
 
 
@@ -293,9 +297,14 @@ def _pieces(run: TrainState) -> list[Piece]:
     return [Piece.of(*each, group) for group, arrays in run.model.kept_arrays().items() for each in arrays]
 
 
+def _sync_states(run: TrainState) -> list[SyncState]:
+    """Return what gradient synchronisation keeps from step to step."""
+    return run.model.whole.built.compressed.state()
+
+
 def _owner(run: TrainState) -> str:
     """Return what has to be the same, so that border schemes may go on with what they remembered."""
-    schemes = {layer.name: scheme_text(layer.scheme) for layer in run.model.whole.leaves if layer.scheme is not None}
+    schemes = {name: scheme_text(scheme) for name, scheme in run.model.whole.schemes.items()}
     different = sorted(set(schemes.values()))
     told = different[0] if len(different) == 1 else ", ".join(f"{name}: {text}" for name, text in schemes.items())
     shape = run.grid.shape

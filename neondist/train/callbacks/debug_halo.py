@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...models import Whole
+from ...models import TrainableModel
 from ...registry.arguments import checked
 from ..state import TrainState
 from .hook import Hook
@@ -32,7 +32,7 @@ class DebugHalo(Hook):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def guard(self, model: Whole) -> None:
+    def guard(self, model: TrainableModel) -> None:
         """Guard all layers of a built model, before its first step."""
         model.guard(self.seed)
 

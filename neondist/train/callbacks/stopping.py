@@ -146,6 +146,4 @@ class TimeLimit(Hook):
 
 def _saving(run: TrainState) -> float:
     """Return how many seconds a checkpoint may take, before one has been measured."""
-    parameters = run.model.whole.parameters
-    size = 0 if parameters is None else parameters.values.nbytes
-    return float(size * (1 + len(run.model.whole.slots)) / DISK)
+    return float(run.model.whole.compiled.parameters.memory(run.grid.rank) / DISK)

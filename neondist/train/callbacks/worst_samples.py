@@ -16,7 +16,6 @@ from ...geometry import Box
 from ...io.files import replacing
 from ...metrics.classes import as_classes
 from ...models import Trainable
-from ...models.averaged import averaged
 from ...namespace import to_host
 from ..loop import judged
 from ..state import TrainState
@@ -45,7 +44,7 @@ class WorstSamples(Hook):
             cost = model.whole.cost_of_cells()
         except ConfigError:
             return
-        with averaged(model.whole):
+        with model.whole.averaged():
             losses = losses_of(model, cost, split, run.batch_size)
             order = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
             worst = order[: min(MOST, run.batch_size)]

@@ -16,6 +16,7 @@ from ...io.checkpoint import opened
 from ...io.checkpoint.checksum import BLOCK
 from ...io.checkpoint.texts import of_kind, plain_json, whole
 from ...io.regular_file import open_regular
+from ...models import Model
 from ...registry import Registered
 from ..experiment import FitExperiment
 from ..validate import grid_shape_of
@@ -59,7 +60,7 @@ def _extents_told(model: Any, images: Images) -> Iterator[None]:
         yield
     except ShapeError as error:
         extents, channels = images.shape[1:-1], images.shape[-1]
-        for step in (2, 4, 8, 16, 32, 64) if model.leaves else ():
+        for step in (2, 4, 8, 16, 32, 64) if isinstance(model, Model) else ():
             fits = tuple(max(step, n // step * step) for n in extents)
             with suppress(ShapeError):
                 forward_plan(model, (*fits, channels), GridShape(), 1)

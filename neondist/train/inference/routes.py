@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...formats.cache import ChunkCache
 from ...geometry import Box, GridShape
 from ...memory import PROCESS, free_memory, share_of, words
-from ...models import Whole
+from ...models import Model, TrainableModel
 from ...namespace import to_host
 from ...plan import Plan, Training, compile_plan
 from ...plan.blocks import COPIES, fitted, fitted_blocks, not_in_blocks
@@ -68,7 +68,7 @@ class InBlocks:
 
     Parameters
     ----------
-    model : Whole
+    model : TrainableModel
         Built for one of the images, on one rank.
     plan : BlockPlan, or what is like it
     run : callable
@@ -131,7 +131,7 @@ class InTiles:
 
     collective = True
 
-    def __init__(self, model: Whole, images: Images, batch: int, grid: ProcessGrid, plan: Any) -> None:
+    def __init__(self, model: TrainableModel, images: Images, batch: int, grid: ProcessGrid, plan: Any) -> None:
         self.model, self.images, self.batch, self.grid, self.dtype = model, images, batch, grid, model.dtype
         model.build(images.shape[1:], batch, grid, plan)
         self.parts, self.output_shape = -(-images.shape[0] // batch), model.output_shape
@@ -198,7 +198,7 @@ def choose(
     if before is not None and block is None:
         batch, block = (before[1], None) if before[0] == "whole" else (batch, max(before[1]))
     limit = grid.world.bcast(_limit(memory, grid.size))
-    if not model.leaves:
+    if not isinstance(model, Model):
         return _choose_module(model, images, grid, batch, block, limit, beyond)
     alone = forward_plan(model, shape, GridShape(), 1)
     graph = alone.graph

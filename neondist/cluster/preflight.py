@@ -1,0 +1,210 @@
+"""Check of all nodes before a job is started over them, in parallel, over the connections that mpirun will use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import LaunchError
+from .resources import Node, ResourceSpec
+from .ssh_config import python_of, settings_of, ssh_command
+
+PATIENCE = 60.0
+"""seconds for a node"""
+SKEW = 30.0
+"""seconds by which a node's clock may differ"""
+EACH = 64 << 20
+"""bytes that a rank takes at least"""
+_MARK = "neondist-preflight "
+# needs nothing but Python; its argument is a list in JSON: [path of mpirun, working folder, a file that shows whether
+# that is shared, files to compare]
+_PROGRAM = """
+import hashlib, importlib.util, json, os, subprocess, sys, time
+from importlib import metadata
+mpirun, folder, witness, files = json.loads(sys.argv[1])
+def attempt(function, *words):
+    try: return function(*words)
+    except Exception: return None
+def digest(path):
+    with open(path, "rb") as file: return hashlib.sha256(file.read()).hexdigest()
+def memory():
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+def mpi():
+    os.stat(os.path.join(os.path.dirname(mpirun), "prted"))
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20).stdout
+    return said.splitlines()[0].split()[-1]
+found = attempt(importlib.util.find_spec, "neondist")
+print("MARK" + json.dumps({"host": os.uname().nodename, "python": "%d.%d" % sys.version_info[:2],
+    "neondist": found and attempt(metadata.version, "neondist"), "package": found and os.path.dirname(found.origin),
+    "mpi4py": attempt(metadata.version, "mpi4py"), "mpi": attempt(mpi), "memory": attempt(memory),
+    "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    "clock": time.time(), "folder": os.path.isdir(folder), "shared": os.path.exists(witness),
+    "files": [attempt(digest, path) for path in files]}))
+""".replace("MARK", _MARK)
+
+
+@dataclass
+class NodeReport:
+    """Facts about a node, and what keeps it from taking part.
+
+    Attributes
+    ----------
+    node : Node
+    ranks : int
+        That it is to run.
+    python : str
+        Path of its Python.
+    facts : dict
+        What the check has found; empty for a node that does not answer.
+    problems : list of str
+    skew : float
+        Seconds by which its clock is ahead.
+    """
+
+    node: Node
+    ranks: int
+    python: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    skew: float = 0.0
+
+    def row(self) -> tuple[str, ...]:
+        """Return what a table says of it."""
+        facts = self.facts
+        if not facts:
+            return (self.node.address, str(self.ranks), *["-"] * (len(COLUMNS) - 2))
+        where = "shared" if facts["shared"] else "copied" if facts["folder"] and all(facts["files"]) else "missing"
+        free = "?" if facts["memory"] is None else f"{facts['memory'] / 2**30:.1f} GiB"
+        versions = (str(facts[name] or "none") for name in ("python", "neondist", "mpi4py", "mpi"))
+        return (
+            self.node.address, str(self.ranks), *versions, str(facts["cores"]), free, f"{self.skew:+.1f} s", where
+        )  # fmt: skip
+
+
+COLUMNS = "node", "ranks", "python", "neondist", "mpi4py", "Open MPI", "cores", "free memory", "clock", "files"
+
+
+def check_nodes(
+    resources: ResourceSpec,
+    ranks: Mapping[str, int],
+    config: Path,
+    mpirun: str,
+    files: Sequence[Path],
+    env: Mapping[str, str],
+) -> list[NodeReport]:
+    """Check all nodes of a job at the same time, and return what was found; nothing is started.
+
+    Parameters
+    ----------
+    resources : ResourceSpec
+    ranks : mapping of addresses to numbers of ranks
+        Nodes without any are left out.
+    config : Path
+        An ssh_config, as of `write_ssh_config`.
+    mpirun : str
+        Its path, which has to be the same on all nodes: its daemons are started from the folder around it.
+    files : sequence of Path
+        Those that every node must have, with the same content.
+    env : mapping
+        This process's environment, which may name another agent than ssh.
+    """
+    folder = Path.cwd()
+    witness = folder / f".neondist-{secrets.token_hex(8)}"
+    words = [mpirun, str(folder), str(witness), [str(folder / file) for file in files]]
+    reports = []
+    for node in (node for node in resources.nodes if ranks.get(node.address)):
+        where = f"ssh.{node.ssh_config}.python_venv"
+        python = python_of(settings_of(resources, node), where, sys.executable)
+        reports.append(NodeReport(node, ranks[node.address], python))
+    with suppress(OSError):
+        witness.touch()
+    try:
+        asyncio.run(_ask_all(reports, config, json.dumps(words), env))
+    finally:
+        with suppress(OSError):
+            witness.unlink()
+    first = next((one.facts for one in reports if one.node.chief and one.facts), {})
+    for report in reports:
+        report.problems += list(_problems(report, first, mpirun, folder, files))
+    return reports
+
+
+def refuse(reports: Iterable[NodeReport]) -> None:
+    """Raise LaunchError, with all problems of all nodes, if there are any."""
+    reports = list(reports)
+    found = [f"{report.node.address}: {problem}" for report in reports for problem in report.problems]
+    if found:
+        count = sum(bool(report.problems) for report in reports)
+        raise LaunchError("\n  ".join([f"{count} of {len(reports)} nodes cannot take part:", *found]))
+
+
+async def _ask_all(reports: Sequence[NodeReport], config: Path, words: str, env: Mapping[str, str]) -> None:
+    await asyncio.gather(*(_ask(report, config, words, env) for report in reports))
+
+
+async def _ask(report: NodeReport, config: Path, words: str, env: Mapping[str, str]) -> None:
+    """Run the check on a node, and note what it says."""
+    command = [report.python, "-c", _PROGRAM, words]
+    if report.node.ssh_config is not None:
+        command = ssh_command(report.node, config, command, env)
+    began, pipe = time.time(), asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=dict(env)
+        )
+    except OSError as error:
+        report.problems.append(f"{command[0]} cannot be run ({error.strerror}); give python_venv, or install OpenSSH")
+        return
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), PATIENCE)
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
+        report.problems.append(f"no answer within {PATIENCE:g} s; check that it is up and not overloaded")
+        return
+    line = next((line for line in out.decode(errors="replace").splitlines() if line.startswith(_MARK)), "")
+    if line:
+        report.facts = json.loads(line.removeprefix(_MARK))
+        report.skew = report.facts["clock"] - (began + time.time()) / 2
+        return
+    said = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1][:300]
+    if process.returncode == 255 and report.node.ssh_config is not None:
+        said += f"; check address, username, port and key_file: ssh -F {config} {report.node.address}"
+        report.problems.append(f"cannot be reached: {said}")
+    else:
+        report.problems.append(f"{report.python} does not run ({said}); set python_venv to its virtual environment")
+
+
+def _problems(
+    report: NodeReport, first: Mapping[str, Any], mpirun: str, folder: Path, files: Sequence[Path]
+) -> Iterable[str]:
+    """Yield what keeps a node that answers from taking part, in comparison with the chief."""
+    facts = report.facts
+    if not facts:
+        return
+    if facts["package"] is None:
+        yield f"{report.python} has no neondist; install it there, or set python_venv"
+    if facts["mpi"] is None:
+        yield f"{mpirun} is missing or does not run; install Open MPI at the same path on all nodes"
+    for name, title in (("python", "Python"), ("neondist", "neondist"), ("mpi4py", "mpi4py"), ("mpi", "Open MPI")):
+        if first and facts[name] is not None and facts[name] != first[name]:
+            yield f"{title} {facts[name]} there, {first[name]} on the chief; install the same version"
+    if not facts["folder"]:
+        yield f"the folder {folder} is missing; share it, or copy it to the same path"
+    else:
+        for file, found, other in zip(files, facts["files"], first.get("files", facts["files"]), strict=True):
+            if found is None or found != other:
+                yield f"{file} {'cannot be read' if found is None else 'has another content'}; share or copy it"
+    if facts["memory"] is not None and facts["memory"] < report.ranks * EACH:
+        yield f"{facts['memory'] >> 20} MiB are free, too few for {report.ranks} ranks; give it fewer cpus or gpus"
+    if abs(report.skew) > SKEW:
+        yield f"its clock is {report.skew:+.0f} s from the chief's; synchronise it (chrony or ntpd)"

@@ -1,0 +1,144 @@
+"""Ranks of a job on the nodes of a resource file: the check before the start, and what mpirun is given for each."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import threads
+from ..cluster import ResourceSpec
+from ..cluster.preflight import COLUMNS, NodeReport, check_nodes, refuse
+from ..cluster.ssh_config import settings_of, write_ssh_config
+from ..console import say
+from ..errors import LaunchError
+from .monitor import LOOPBACK
+from .mpirun import REMEDY, Mpirun
+
+_SSH_ARGS, _HOST_FILE = "PRTE_MCA_plm_ssh_args", "PRTE_MCA_prte_default_hostfile"
+
+
+@dataclass
+class Placement:
+    """Nodes that have passed the check, in the order of their ranks.
+
+    Attributes
+    ----------
+    resources : ResourceSpec
+    config : Path
+        The ssh_config.
+    reports : list of NodeReport
+    """
+
+    resources: ResourceSpec
+    config: Path
+    reports: list[NodeReport]
+
+    def command(
+        self, mpirun: Mpirun, words: Sequence[str], variables: Sequence[str], env: Mapping[str, str]
+    ) -> list[str]:
+        """Return the words that start the same command on every node, by its own Python, with its own variables.
+
+        Threads are shared by the ranks of a node, where the user has not chosen their number.
+        """
+        parts: list[str] = []
+        for report in self.reports:
+            own = settings_of(self.resources, report.node).shared_envs
+            if not threads.chosen({**env, **own}):
+                own = {**dict.fromkeys(threads.VARIABLES, str(max(1, report.facts["cores"] // report.ranks))), **own}
+            names = [name for name in variables if name not in threads.VARIABLES]
+            start = ["-n", str(report.ranks), *(word for name in names for word in ("-x", name))]
+            start = mpirun.command(report.ranks, names)[1:] if not parts else start
+            start += ["--host", f"{report.node.address}:{report.ranks}"]
+            if own:
+                start += ["env", *(f"{name}={value}" for name, value in own.items())]
+            here = str(Path(report.facts["package"]) / "safe_path.py")
+            parts += [":", *start, report.python, here, *words]
+        return [mpirun.path, *parts[1:]]
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment for mpirun, whose daemons are started as the nodes were checked."""
+        kept = {name: value for name, value in env.items() if name != _HOST_FILE}
+        return {**kept, _SSH_ARGS: f"{env.get(_SSH_ARGS, '')} -F {self.config}".strip()}
+
+    def addresses(self) -> list[str]:
+        """Return the chief's addresses, if they are this machine's: where ranks on other nodes reach the supervisor."""
+        found: list[str] = []
+        try:
+            infos = socket.getaddrinfo(self.resources.chief.address, None, type=socket.SOCK_STREAM)
+        except OSError:
+            infos = []
+        for family, *_, place in infos:
+            with socket.socket(family, socket.SOCK_STREAM) as trial:
+                try:
+                    trial.bind((place[0], 0))
+                except OSError:
+                    continue
+            found.append(str(place[0]))
+        return list(dict.fromkeys([LOOPBACK, *found]))
+
+
+def slots_of(resources: ResourceSpec) -> dict[str, int]:
+    """Return how many ranks each node takes: one for each GPU, or, where there is none, each CPU."""
+    return {node.address: len(node.gpus or node.cpus) for node in resources.nodes}
+
+
+def place(resources: ResourceSpec, ranks: int) -> dict[str, int]:
+    """Return how many of so many ranks each node runs, filled in the order of the file.
+
+    Raises
+    ------
+    LaunchError
+        The nodes take fewer.
+    """
+    left, found = ranks, {}
+    for address, slots in slots_of(resources).items():
+        found[address] = min(slots, left)
+        left -= found[address]
+    if left:
+        raise LaunchError(
+            f"-n {ranks}: the resource file has {resources.replicas} devices; give at most so many ranks, or list more"
+            " cpus or gpus"
+        )
+    return found
+
+
+@contextmanager
+def placed(arguments: argparse.Namespace, mpirun: Mpirun, ranks: int) -> Iterator[Placement]:
+    """Check the nodes of the resource file, show what was found, and give the place of each rank.
+
+    Raises
+    ------
+    LaunchError
+        Nodes cannot take part; the message names all of them.
+    """
+    resources = arguments.resources
+    counts = place(resources, ranks)
+    if not mpirun.is_open_mpi:
+        raise LaunchError(f"`neondist launch` needs Open MPI's mpirun, and {mpirun.path} is another; {REMEDY}")
+    with tempfile.TemporaryDirectory(prefix="neondist-", dir=_folder()) as folder:
+        config = Path(folder, "ssh_config")
+        write_ssh_config(resources, config, os.environ)
+        files = [Path(arguments.file), *(Path(one) for one in arguments.modules if one.endswith(".py"))]
+        reports = check_nodes(resources, counts, config, mpirun.path, files, os.environ)
+        show(reports)
+        refuse(reports)
+        yield Placement(resources, config, reports)
+
+
+def show(reports: Sequence[NodeReport]) -> None:
+    """Print a table of what was found."""
+    rows = [COLUMNS, *(report.row() for report in reports)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _folder() -> str | None:
+    """Return where temporary files go: mpirun splits the options of ssh at blanks."""
+    return "/tmp" if " " in tempfile.gettempdir() else None

@@ -1,0 +1,25 @@
+"""A rank that runs a script of the user's as `python SCRIPT WORD...` does; `neondist launch` starts it."""
+
+import os
+import runpy
+import sys
+
+from ..heartbeat import send
+from .cleanup import restore_tmpdir
+from .parent_watch import die_with_launcher, end_with_parent
+
+if __name__ == "__main__":
+    die_with_launcher(os.environ)
+    end_with_parent()
+    restore_tmpdir(os.environ)
+    del sys.argv[0]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        send(os.environ, "failed" if isinstance(end.code, str) else f"ended {end.code or 0}")
+        raise
+    except BaseException:
+        send(os.environ, "failed")
+        raise
+    send(os.environ, "ended 0")

@@ -1,0 +1,84 @@
+"""Rows of a table by their numbers."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from ..errors import DataError
+from ..initializers import Gaussian, Initializer
+from ..registry.ranges import Count
+from .base import Dist, Layer, Parameter, Shape
+from .context import StepContext
+
+
+class EmbeddingLayer(Layer):
+    """Rows of the trained table 'weights' (num_embeddings, dim) by their ids, whole numbers from 0.
+
+    Input (N, *spatial, C) ids, local; output (N, *spatial, C * dim), local. Of vectors (N, L) the ids are those of L
+    places: output (N, L, dim), this rank's tile of the places. The gradient has few rows that are not 0, and these
+    alone travel, with their ids.
+
+    Parameters
+    ----------
+    num_embeddings : int
+        Rows of the table.
+    dim : int
+        Numbers of a row.
+    weights_init : Initializer, optional
+        Default Gaussian(1).
+    """
+
+    saves_output = False
+
+    def __init__(
+        self, num_embeddings: Count, dim: Count, *, weights_init: Initializer | None = None, name: str | None = None
+    ) -> None:
+        super().__init__(name=name)
+        self.num_embeddings, self.dim = num_embeddings, dim
+        self.weights_init = weights_init or Gaussian(1.0)
+
+    def output_shape_for(self, input_shape: Shape) -> Shape:
+        """Return the places of the ids, and the numbers of each."""
+        if len(input_shape) == 1:
+            return *input_shape, self.dim
+        return *input_shape[:-1], input_shape[-1] * self.dim
+
+    def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
+        """Return 'weights'."""
+        shape = self.num_embeddings, self.dim
+        return {"weights": Parameter(shape, self.weights_init, *shape, sparse=prod(input_shape))}
+
+    def forward(self, ctx: StepContext, view: Any) -> Any:
+        """Return the rows.
+
+        Raises
+        ------
+        DataError
+            An id is no row of the table.
+        """
+        xp, seen = ctx.xp, view.shape
+        if view.ndim == 2:
+            view = view[:, ctx.output_box.slices[0]]
+        wrong = ~((view >= 0) & (view < self.num_embeddings) & (view == xp.floor(view)))
+        if wrong.any():
+            raise DataError(
+                f"layer '{self.name}': id {view[wrong][0]:g} is not in the table of {self.num_embeddings} rows; give"
+                f" whole numbers from 0 to {self.num_embeddings - 1}, or a larger num_embeddings"
+            )
+        ids = view.astype("i8")
+        ctx.save(ids=ids.reshape(-1), seen=seen)
+        return ctx.params["weights"][ids].reshape(*ids.shape[: 1 + len(self.output_shape[:-1])], self.output_shape[-1])
+
+    def backward(self, ctx: StepContext, dy: Any) -> Any:
+        """Add the gradients of the rows; ids have none."""
+        if ctx.needs_weight_gradients and ctx.ids.size:
+            order = ctx.xp.argsort(ctx.ids, kind="stable")
+            ids, starts = ctx.xp.unique(ctx.ids[order], return_index=True)
+            gradient = ctx.grads["weights"]
+            gradient[ids] += ctx.xp.add.reduceat(dy.reshape(-1, self.dim)[order], starts, axis=0)
+        return ctx.xp.zeros(ctx.seen, dy.dtype) if ctx.needs_input_gradient else None
+
+
+class EmbeddingLayerDist(Dist, EmbeddingLayer):
+    """An embedding over tiles."""

@@ -1,0 +1,96 @@
+"""What hooks, checkpoints and benchmarks ask of a model of neondist's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ..comm import Reductions
+from ..errors import ConfigError
+from ..halo import ExchangePolicy, GlobalArray
+from ..layers import Layer
+from ..optim import AVERAGE
+from ..parallel import LayerParameters
+from ..plan import GRADIENTS, LOSS
+from ..runtime import Executor
+from ..runtime.debug import guarded
+from ..runtime.observers.ledger import Ledger, ledger
+from .trainable import TrainableModel
+
+
+class LayerModel(TrainableModel):
+    """A model that is made of layers.
+
+    Attributes
+    ----------
+    layers, leaves : sequence
+        Its layers and containers, and all single layers.
+    executor : Executor
+    last_pass : the pass that `bprop` goes back through
+    slots : dict of str to array
+        The optimiser's.
+    """
+
+    layers: Sequence[Any]
+    leaves: Sequence[Layer]
+    executor: Executor
+    last_pass: Any
+    slots: dict[str, Any]
+    parameters: LayerParameters | None
+
+    @property
+    def built(self) -> LayerParameters:
+        """The parameters; ConfigError if there are none yet."""
+        if self.parameters is None:
+            name = type(self).__name__
+            raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")
+        return self.parameters
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of halos that this rank has sent since `build`."""
+        return sum(layer.bytes_sent for layer in self.built.layers.values())
+
+    @property
+    def bytes_summed(self) -> int:
+        """Bytes that this rank has given into sums over ranks, or sent so that vectors are cut anew, since `build`."""
+        return sum(reductions.bytes_reduced for _, reductions in self._reductions())
+
+    def ledger(self) -> Ledger:
+        """Return all messages and the sums over ranks since `build`: how many of each size, and to whom."""
+        return ledger(self.leaves, self._reductions(), self.grid.replica * self.grid.shape.tiles)
+
+    @property
+    def schemes(self) -> dict[str, ExchangePolicy]:
+        """The border schemes of the layers."""
+        return {str(layer.name): layer.scheme for layer in self.leaves if layer.scheme is not None}
+
+    @property
+    def exchanged(self) -> dict[str, Sequence[GlobalArray]]:
+        """The arrays of the layers."""
+        return {str(layer.name): layer.arrays for layer in self.leaves}
+
+    @property
+    def subject_of_outputs(self) -> Any:
+        """The last layer."""
+        return self.layers[-1]
+
+    def guard(self, seed: int) -> None:
+        """Look for mistakes of a user's layers and border schemes in all steps of a built model; see DebugHalo."""
+        self.executor, self.last_pass = guarded(self.executor, self.leaves, seed), None
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Have the running mean of the weights in their place meanwhile, where the optimiser keeps one."""
+        average = self.slots.get(AVERAGE)
+        return nullcontext() if average is None or self.step == self.uncounted else self.built.replaced(average)
+
+    def settle(self) -> None:
+        """Finish what layers have put off; collective."""
+        for layer in self.leaves:
+            layer.settle()
+
+    def _reductions(self) -> list[tuple[str, Reductions]]:
+        layers = [(str(layer.name), array.reductions) for layer in self.leaves for array in layer.arrays]
+        whole = [(GRADIENTS, self.parameters.reductions)] if self.parameters is not None else []
+        return [*layers, (LOSS, self.output.reductions), *whole]

@@ -1,0 +1,38 @@
+"""Vector parallelism: fully connected layers in pairs, with one sum over ranks a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import UserError
+
+Shape = tuple[int, ...]
+
+
+def alternate(nodes: Sequence[Any], input_shape: Shape) -> None:
+    """Divide layers that follow each other by outputs and inputs in turn, the last one by inputs.
+
+    A layer that reads an image is divided by inputs: each rank has its tile of these.
+    """
+    shape, run = input_shape, []  # type: Shape, list[tuple[Any, Shape]]
+    for node in nodes:
+        if getattr(node, "can_split_outputs", False):
+            run.append((node, shape))
+        else:
+            _divide(run)
+            run = []
+        try:
+            shape = node.output_shape_for(shape)
+        except UserError:  # the plan says which layer
+            break
+    _divide(run)
+
+
+def _divide(run: Sequence[tuple[Any, Shape]]) -> None:
+    """Divide layers that follow each other, given with the shapes of their inputs."""
+    follows = False  # whether the layer behind is divided by inputs
+    for layer, shape in reversed(run):
+        by_outputs = follows and len(shape) == 1 and layer.gives_shards
+        layer.divide("outputs" if by_outputs else "inputs")
+        follows = not by_outputs

@@ -1,0 +1,249 @@
+"""Sums of gradients over ranks in fewer bytes, with error feedback: what a step leaves out, the next one adds.
+
+What all ranks add to their gradients is kept: the sum that they get and what they leave out are the exact sum together,
+up to rounding. All arrays are flat ones of the host.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
+from math import ceil, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import rng
+from ..comm import Reductions
+
+Shape = tuple[int, ...]
+
+
+class SyncState(NamedTuple):
+    """An array that synchronisation keeps from step to step.
+
+    Attributes
+    ----------
+    name : str
+        '<layer name>/<parameter>/<what it is>'.
+    array : ndarray
+    replicated : bool
+        Whether it is the same on all ranks; otherwise what counts is the sum over ranks.
+    """
+
+    name: str
+    array: np.ndarray
+    replicated: bool
+
+
+class Compressor(ABC):
+    """A way to send the gradients of some parameters.
+
+    Parameters
+    ----------
+    shapes : mapping of str to tuple
+        Of the parameters, which lie side by side.
+    argument : float
+    dtype : dtype of gradients
+
+    Attributes
+    ----------
+    residual : flat array
+        Error feedback: what this rank has not sent yet.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], argument: float, dtype: np.dtype) -> None:
+        self.shapes, self.argument, self.dtype = dict(shapes), argument, dtype
+        self.spans = list(pairwise(accumulate(map(prod, self.shapes.values()), initial=0)))
+        self.residual = np.zeros(self.spans[-1][1], dtype)
+
+    @staticmethod
+    @abstractmethod
+    def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
+        """Return the bytes that a rank gives into the sum of one parameter's gradient."""
+
+    @abstractmethod
+    def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sum over all ranks, and what this rank leaves out of its gradients; collective."""
+
+    def commit(self) -> None:
+        """Take note that the last sum is used."""
+        return
+
+    def parts(self, flat: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield each parameter's name and its part of a flat array, as a view of the parameter's shape."""
+        for (name, shape), (start, stop) in zip(self.shapes.items(), self.spans, strict=True):
+            yield name, flat[start:stop].reshape(shape)
+
+    def state(self) -> list[SyncState]:
+        """Return what is kept from step to step: views."""
+        return [SyncState(f"{name}/error_feedback", part, False) for name, part in self.parts(self.residual)]
+
+
+class HalfPrecision(Compressor):
+    """Numbers of 16 bits; each rank adds up a slice in full precision. What it rounds off is in its residual."""
+
+    @staticmethod
+    def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
+        """Return two bytes a number."""
+        return 2 * prod(shape)
+
+    def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sum, and the rounding errors of this rank's gradients and of its slice of the sum."""
+        codes = self.encode(gradients)
+        gradients -= self.decode(codes)
+        total, mine, error = reductions.sum_encoded("world", codes, self.encode, self.decode)
+        gradients[mine] += error
+        return self.decode(total), gradients
+
+    @abstractmethod
+    def encode(self, array: np.ndarray) -> np.ndarray:
+        """Return numbers in 16 bits (uint16); those out of range become the largest."""
+
+    @abstractmethod
+    def decode(self, codes: np.ndarray) -> np.ndarray:
+        """Return the numbers."""
+
+
+class Float16(HalfPrecision):
+    """IEEE half precision."""
+
+    def encode(self, array: np.ndarray) -> np.ndarray:
+        """Return the nearest float16."""
+        return array.clip(-65504.0, 65504.0).astype(np.float16).view(np.uint16)
+
+    def decode(self, codes: np.ndarray) -> np.ndarray:
+        """Return the numbers."""
+        return codes.view(np.float16).astype(self.dtype)
+
+
+class BFloat16(HalfPrecision):
+    """The first 16 bits of a float32."""
+
+    def encode(self, array: np.ndarray) -> np.ndarray:
+        """Return the nearest bfloat16, of two the even one."""
+        most = 3.3895e38
+        bits = array.clip(-most, most).astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+    def decode(self, codes: np.ndarray) -> np.ndarray:
+        """Return the numbers."""
+        return (codes.astype(np.uint32) << 16).view(np.float32).astype(self.dtype)
+
+
+class TopK(Compressor):
+    """The largest share of each gradient, as indices and values (Aji and Heafield 2017; Stich et al. 2018)."""
+
+    @staticmethod
+    def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
+        """Return those of indices and values."""
+        return ceil(argument * prod(shape)) * (np.dtype(_index(prod(shape))).itemsize + itemsize)
+
+    def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sum of all ranks' largest, in the order of ranks, and the others of this rank."""
+        index = _index(gradients.size)
+        chosen = [start + self._largest(gradients[start:stop]) for start, stop in self.spans]
+        places = np.concatenate(chosen).astype(index)
+        sent = np.concatenate([places.view(np.uint8), gradients[places].view(np.uint8)])
+        total = np.zeros_like(gradients)
+        for message in reductions.gather("world", sent):
+            total[message[: places.nbytes].view(index)] += message[places.nbytes :].view(self.dtype)
+        gradients[places] = 0
+        return total, gradients
+
+    def _largest(self, gradient: np.ndarray) -> np.ndarray:
+        least = gradient.size - ceil(self.argument * gradient.size)
+        return np.sort(np.argpartition(np.abs(gradient), least)[least:]) if least else np.arange(gradient.size)
+
+
+class PowerSGD(Compressor):
+    """A matrix of low rank by one step of subspace iteration (Vogels, Karimireddy and Jaggi 2019).
+
+    Attributes
+    ----------
+    factors : dict of str to array
+        The right factor of each parameter's last sum, with which the next step begins.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], argument: float, dtype: np.dtype) -> None:
+        super().__init__(shapes, argument, dtype)
+        sizes = {name: (cols, min(int(argument), rows, cols)) for name, (rows, cols) in self._matrices()}
+        self.factors = {
+            name: rng.normal(rng.key("powersgd", name), np.arange(prod(size))).reshape(size).astype(dtype)
+            for name, size in sizes.items()
+        }
+
+    @staticmethod
+    def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
+        """Return those of both factors."""
+        rows, cols = _matrix(shape)
+        return min(int(argument), rows, cols) * (rows + cols) * itemsize
+
+    def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sum of the projections on the common left factor, and what this rank's leaves out."""
+        shares = {name: gradients[slice(*span)].reshape(_matrix(self.shapes[name])) for name, span in self._places()}
+        lefts = self._summed(reductions, {name: share @ self.factors[name] for name, share in shares.items()})
+        lefts = {name: np.linalg.qr(left.astype(np.float64))[0].astype(self.dtype) for name, left in lefts.items()}
+        rights = {name: shares[name].T @ left for name, left in lefts.items()}
+        for name, share in shares.items():
+            share -= lefts[name] @ rights[name].T
+        self._rights = self._summed(reductions, rights)
+        return np.concatenate([(lefts[name] @ right.T).ravel() for name, right in self._rights.items()]), gradients
+
+    def commit(self) -> None:
+        """Begin the next step with the last right factors."""
+        for name, right in self._rights.items():
+            self.factors[name][...] = right
+
+    def state(self) -> list[SyncState]:
+        """Return the residual and the right factors."""
+        factors = [SyncState(f"{name}/powersgd", factor, True) for name, factor in self.factors.items()]
+        return [*super().state(), *factors]
+
+    def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        return ((name, _matrix(shape)) for name, shape in self.shapes.items())
+
+    def _places(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        return zip(self.shapes, self.spans, strict=True)
+
+    @staticmethod
+    def _summed(reductions: Reductions, factors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the sums over all ranks, which travel in one message."""
+        flat = reductions.allreduce("world", np.concatenate([factor.ravel() for factor in factors.values()]))
+        ends = pairwise(accumulate((factor.size for factor in factors.values()), initial=0))
+        return {
+            name: flat[start:stop].reshape(factor.shape)
+            for (name, factor), (start, stop) in zip(factors.items(), ends, strict=True)
+        }
+
+
+KINDS: dict[str, type[Compressor]] = {"fp16": Float16, "bf16": BFloat16, "topk": TopK, "powersgd": PowerSGD}
+
+
+def compressor_of(text: str, shapes: Mapping[str, Shape], dtype: np.dtype) -> Compressor:
+    """Return the compressor of a canonical text, such as 'topk(0.01)', for some parameters."""
+    kind, argument = _parsed(text)
+    return kind(shapes, argument, dtype)
+
+
+def compressed_bytes(text: str, shape: Shape, itemsize: int) -> int | None:
+    """Return the bytes of a parameter's gradient; None: as it is it has fewer, and is not compressed."""
+    kind, argument = _parsed(text)
+    found = kind.nbytes(shape, argument, itemsize)
+    return found if found < prod(shape) * itemsize else None
+
+
+def _parsed(text: str) -> tuple[type[Compressor], float]:
+    name, _, argument = text.rstrip(")").partition("(")
+    return KINDS[name], float(argument or 0)
+
+
+def _index(size: int) -> type[np.integer]:
+    return np.int32 if size < 1 << 31 else np.int64
+
+
+def _matrix(shape: Shape) -> tuple[int, int]:
+    """Return rows and columns of the matrix that a gradient is seen as, cut between two axes such that both are few."""
+    cuts = [(prod(shape[:at]), prod(shape[at:])) for at in range(len(shape) + 1)]
+    return min(cuts, key=sum)

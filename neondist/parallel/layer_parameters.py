@@ -1,0 +1,152 @@
+"""The arrays of layers as views of flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+from .. import rng
+from ..errors import ShapeError
+from ..layers import Context, Layer, Parameter
+from ..namespace import namespace
+from ..strategies.shares import Share
+from .parameters import Parameters
+from .shard import ParameterShard
+from .sync import AllReduce, GradientSync
+
+
+class Views(dict[str, Any]):
+    """Arrays by name that live in a flat buffer: assigning copies the values in, so they stay there."""
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        array, values = self._fitting(name, values)
+        array[...] = values
+
+    def _fitting(self, name: str, values: Any) -> tuple[Any, Any]:
+        """Return the array of a name and values of its shape, of the same kind; otherwise KeyError or ShapeError."""
+        if name not in self:
+            raise KeyError(f"no array '{name}'; this layer has {', '.join(self) or 'none'}")
+        array = super().__getitem__(name)
+        values = namespace(array).asarray(values)
+        if values.shape != array.shape:
+            raise ShapeError(f"'{name}' of shape {values.shape}: expected {array.shape}")
+        return array, values
+
+
+class Gradients(Views):
+    """Gradients by name: what is assigned is added to what was assigned since `begin`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stale: set[str] = set()
+
+    def begin(self) -> None:
+        """Let everything be zero, which costs nothing until it is read."""
+        self.stale.update(self)
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        array, values = self._fitting(name, values)
+        if name in self.stale:
+            self.stale.discard(name)
+            array[...] = values
+        elif values is not array:  # as it is after grads[name] += values
+            array += values
+
+    def __getitem__(self, name: str) -> Any:
+        array = super().__getitem__(name)
+        if name in self.stale:
+            self.stale.discard(name)
+            array[...] = 0
+        return array
+
+    def settle(self) -> None:
+        """Make zero what nothing was assigned to."""
+        for name in list(self.stale):
+            self[name]
+
+
+class LayerParameters(Parameters):
+    """The arrays of all layers.
+
+    Binds `params`, `grads` and `state` of every layer to views of the buffers, and fills in first values, which depend
+    on the seed, the layer's name and the shard's index alone.
+
+    Attributes
+    ----------
+    layers : dict of str to Layer
+    buffers : flat array
+        What is kept but not trained.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        context: Context,
+        sync: type[GradientSync] = AllReduce,
+        shares: Mapping[str, Share] | None = None,
+        compressors: Mapping[str, str] | None = None,
+    ) -> None:
+        self.context = context
+        self.layers = {str(layer.name): layer for layer in layers}
+        trained = self._shards({name: one.parameters_for(one.input_shape) for name, one in self.layers.items()})
+        kept = self._shards({name: one.state_for(one.input_shape) for name, one in self.layers.items()})
+        super().__init__(context.grid, trained, self._zeros, sync, shares, compressors)
+        self.kept, self.buffers = kept, self._zeros(sum(prod(shard.local_shape) for shard in kept))
+        self._spans: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
+        for shard, span in zip(self.trained[: self.first_owned], self.spans, strict=False):
+            self._spans[shard.layer].append(span)
+        for one in self.layers.values():
+            one.params, one.grads, one.state = Views(), Gradients(), Views()
+        for shard, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
+            dict.__setitem__(self.layers[shard.layer].params, shard.name, value)
+            dict.__setitem__(self.layers[shard.layer].grads, shard.name, gradient)
+        for shard, value in zip(self.kept, self.cut(self.buffers, self.kept), strict=True):
+            dict.__setitem__(self.layers[shard.layer].state, shard.name, value)
+        for shard, value in self.arrays():
+            self._begin(shard, value)
+
+    def begin_gradients(self) -> None:
+        """Let all gradients be zero."""
+        self.sync.begin()
+        for layer in self.layers.values():
+            layer.grads.begin()
+
+    def ready(self, layer: Layer) -> None:
+        """Take note that this rank's shares in a layer's gradients are complete."""
+        layer.grads.settle()
+        for span in self._spans[str(layer.name)]:
+            self.sync.ready(span)
+
+    def sum_gradients(self, for_update: bool = False) -> None:
+        """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas."""
+        for layer in self.layers.values():
+            layer.grads.settle()
+        super().sum_gradients(for_update)
+
+    def arrays(self) -> list[tuple[ParameterShard, Any]]:
+        """Return all arrays, trained and kept: views of this rank's part."""
+        found = [(shard, self.layers[shard.layer].params[shard.name]) for shard in self.trained]
+        return found + [(shard, self.layers[shard.layer].state[shard.name]) for shard in self.kept]
+
+    def gradients(self) -> list[tuple[ParameterShard, Any]]:
+        """Return the gradients of all trained arrays: views of this rank's part."""
+        return [(shard, self.layers[shard.layer].grads[shard.name]) for shard in self.trained]
+
+    def _shards(self, described: Mapping[str, Mapping[str, Parameter]]) -> list[ParameterShard]:
+        return [
+            ParameterShard(layer, name, parameter, self.context.grid)
+            for layer, parameters in described.items()
+            for name, parameter in parameters.items()
+        ]
+
+    def _zeros(self, size: int) -> Any:
+        return self.context.backend.xp.zeros((size,), self.context.dtype)
+
+    def _begin(self, shard: ParameterShard, array: Any) -> None:
+        """Fill in first values."""
+        stream = rng.key(self.context.seed, "weights", shard.layer, shard.name)
+        parameter = shard.parameter
+        index = rng.box_index(shard.unfolded, shard.box.slices).reshape(array.shape)
+        values = parameter.initializer.values(stream, index, parameter.fan_in, parameter.fan_out)
+        array[...] = self.context.backend.from_host(values, array.dtype)

@@ -1,0 +1,179 @@
+"""An optimiser of PyTorch for a distributed module, under a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..comm import all_or_none
+from ..errors import ConfigError
+from ..geometry import GridShape
+from ..layers import Parameter
+from ..plan import ParameterPlan
+from ..strategies import Strategy, StrategyBuilder, as_strategy
+from .by_name import TorchOptimizer
+from .module import DistributedModule
+from .parameters import MODULE, ModuleParameters
+from .weights import as_array
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """An optimiser of torch.optim whose gradients, updates and state a strategy divides over the ranks; collective.
+
+    Gradients are synchronised when `backward` ends. Those of parameters that have owners are then None in the module,
+    and in `param_groups` of the owners: clip them with `clip_grad_norm_` of this class.
+
+    Parameters
+    ----------
+    model : DistributedModule
+        What `distribute` has returned. Its parameters become views of one flat buffer.
+    optimizer : class
+        Of torch.optim, such as torch.optim.Adam, or a function of parameters and the arguments.
+    strategy : StrategyBuilder or Strategy or str, optional
+        A builder of `nd.strategies`, its name, or the path of a strategy file. Default: AllReduce.
+    **arguments
+        Of the optimiser, such as lr.
+
+    Raises
+    ------
+    ConfigError
+        On every rank: the strategy does not suit the model or the grid, or divides parameters among owners though the
+        optimiser updates whole ones.
+
+    Examples
+    --------
+    >>> optimizer = ndt.DistributedOptimizer(model, torch.optim.Adam, "ShardedOptimizer", lr=0.01)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: DistributedModule,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        strategy: StrategyBuilder | Strategy | str | None = None,
+        **arguments: Any,
+    ) -> None:
+        if not isinstance(model, DistributedModule):
+            raise ConfigError(f"model: expected what distribute returns, got {type(model).__name__}")
+        grid = model.grid
+        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)})
+        with all_or_none(grid.world):
+            made = TorchOptimizer(optimizer, arguments)
+            tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+            planned = _planned(tensors, grid.shape, strategy)
+            if planned.partitioned and not made.elementwise:
+                raise ConfigError(f"strategy: {made.found.__name__} updates whole parameters, not parts of them")
+            self.parameters = ModuleParameters(tensors, grid, shares=planned.shares)
+        self.grid, self.strategy, self._order = grid, planned.strategy, list(tensors)
+        self.optimizer = made.made(self.parameters.updated[name] for name in self._order)
+        self._fixed = False
+        super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
+        self._fixed = True
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        model.defer_gradients(tensors.values())
+        self._in_backward = False
+        self._sums: np.ndarray | None = None
+        for tensor in tensors.values():
+            tensor.register_hook(self._begin_pass)
+
+    def step(self, closure: Any = None) -> Any:
+        """Update what this rank owns, and take over the values of other owners; collective.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes the loss and its gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.parameters.owned_names:
+            self.grid.check("DistributedOptimizer.step")
+        self.optimizer.step()
+        self.parameters.broadcast()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the module's parameters, and of the parts that this rank owns."""
+        for tensor in (*self.parameters.tensors.values(), *self.parameters.updated.values()):
+            if set_to_none:
+                tensor.grad = None
+            elif tensor.grad is not None:
+                tensor.grad.zero_()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before; collective."""
+        self.grid.check("clip_grad_norm_", {"max_norm": float(max_norm)})
+        squares = {True: 0.0, False: 0.0}
+        gradients = []
+        for name, (_, share) in self.parameters.shards.items():
+            if (gradient := self.parameters.updated[name].grad) is not None:
+                gradients.append(gradient)
+                squares[share is None] += float(gradient.double().square().sum())
+        owned = self.parameters.reductions.allreduce("world", np.array([squares[False]]))
+        norm = torch.tensor(squares[True] + owned[0]).sqrt()
+        if norm > max_norm:
+            for gradient in gradients:
+                gradient.mul_(float(max_norm / (norm + 1e-6)))  # as torch.nn.utils.clip_grad_norm_
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the whole, as the optimiser in one process has it; collective."""
+        self.grid.check("DistributedOptimizer.state_dict")
+        state: dict[int, dict[str, Any]] = {at: {} for at in range(len(self._order))}
+        for shard, array in self.parameters.slots_kept_by(self.optimizer):
+            name, _, slot = shard.name.rpartition("/")
+            state[self._order.index(name)][slot] = torch.from_numpy(shard.gather(array))
+        groups = self.optimizer.state_dict()["param_groups"]
+        return {"state": {at: slots for at, slots in state.items() if slots}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, on any number of ranks and under any strategy, or in one process."""
+        state = {}
+        for at, slots in state_dict["state"].items():
+            shard, share = self.parameters.shards[self._order[at]]
+            part = shard.slot("", share)
+            state[at] = {
+                slot: torch.from_numpy(part.part_of(as_array(value)).copy())
+                if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shard.parameter.shape)
+                else value
+                for slot, value in slots.items()
+            }
+        self.optimizer.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups after construction: owners and the flat buffer are fixed."""
+        if self._fixed:
+            raise ConfigError("add_param_group: the strategy divides the parameters at construction; make a new one")
+        super().add_param_group(param_group)
+
+    def _begin_pass(self, gradient: torch.Tensor) -> None:
+        """Set sums of earlier passes aside, before a pass adds to them."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._sums = self.parameters.set_aside()
+        self.parameters.sync.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
+
+    def _synchronise(self) -> None:
+        self._in_backward = False
+        self.parameters.sum_gradients(for_update=True)
+        if self._sums is not None:
+            self.parameters.grads += self._sums
+        for name, (_, share) in self.parameters.shards.items():
+            if share is not None:
+                self.parameters.tensors[name].grad = None
+
+
+def _planned(
+    tensors: Mapping[str, nn.Parameter], grid: GridShape, strategy: StrategyBuilder | Strategy | str | None
+) -> ParameterPlan:
+    named = {f"{MODULE}/{name}": Parameter(tuple(tensor.shape)) for name, tensor in tensors.items()}
+    dtype = as_array(next(iter(tensors.values()))).dtype
+    return ParameterPlan(named, grid, dtype, 0, None if strategy is None else as_strategy(strategy))

@@ -1,0 +1,155 @@
+"""A module's trained parameters in flat buffers, as views of which its gradients are synchronised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..comm import ProcessGrid
+from ..errors import ConfigError
+from ..layers import Parameter
+from ..parallel import AllReduce, GradientSync, Parameters, ParameterShard
+from ..strategies.shares import Share
+from .weights import as_array, slots_of
+
+MODULE = "module"
+"""The layer's name of a module's arrays in checkpoints and strategies."""
+
+
+class ModuleParameters(Parameters):
+    """The trained parameters of a module.
+
+    Their data and gradients become views of the flat buffers: a gradient is moved there as soon as it is complete, and
+    is this rank's share until `sum_gradients` has returned. Gradients that autograd does not compute stay None.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.nn.Parameter
+        The module's own, by name, on the CPU and of one dtype.
+    grid : ProcessGrid
+    sync : type of GradientSync
+    shares : mapping of str to Share, optional
+    compressors : mapping of str to str, optional
+
+    Attributes
+    ----------
+    tensors : dict of str to torch.nn.Parameter
+        The module's own.
+    shards : dict of str to (ParameterShard, Share or None)
+    updated : dict of str to torch.nn.Parameter
+        What this rank's optimiser updates: the module's parameters, or views of the parts that this rank owns.
+
+    Raises
+    ------
+    ConfigError
+        Parameters of several dtypes, of one that NumPy does not have, or on another device.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, nn.Parameter],
+        grid: ProcessGrid,
+        sync: type[GradientSync] = AllReduce,
+        shares: Mapping[str, Share] | None = None,
+        compressors: Mapping[str, str] | None = None,
+    ) -> None:
+        if any(_is_synchronised(tensor) for tensor in tensors.values()):
+            raise ConfigError("model: has a DistributedOptimizer already; distribute another copy of the module")
+        kinds = {f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors.values()}
+        if not kinds <= {"torch.float32 on cpu"} and not kinds <= {"torch.float64 on cpu"}:
+            raise ConfigError(
+                f"strategy: the parameters are {', '.join(sorted(kinds))}; expected all float32, or all float64, on cpu"
+            )
+        dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
+        shards = [ParameterShard(MODULE, name, Parameter(tuple(one.shape)), grid) for name, one in tensors.items()]
+        super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
+        self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
+        self._views: dict[str, torch.Tensor] = {}
+        arrays = zip(self.trained, self._shares, self.cut(self.values), self.cut(self.grads), strict=True)
+        for shard, share, value, gradient in arrays:
+            tensor = self.tensors[shard.name] = tensors[shard.name]
+            value[...] = as_array(tensor)
+            tensor.data, tensor.grad = torch.from_numpy(value), None
+            self._views[shard.name] = torch.from_numpy(gradient)
+            self.updated[shard.name] = tensor if share is None else nn.Parameter(self._part(share, tensor.data))
+        self.shards = {shard.name: (shard, share) for shard, share in zip(self.trained, self._shares, strict=True)}
+        spans = {shard.name: span for shard, span in zip(self.trained, self.spans, strict=True)}
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(partial(self._complete, name, spans[name]))
+            for name, tensor in self.tensors.items()
+        ]
+
+    def close(self) -> None:
+        """Leave the module's parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_gradients(self) -> None:
+        """Let no parameter have a gradient."""
+        self.sync.begin()
+        for tensor in self.tensors.values():
+            tensor.grad = None
+
+    def sum_gradients(self, for_update: bool = False) -> None:
+        """Add up every rank's share over all ranks, or, for `update`, at the owners; collective."""
+        for name, tensor in self.tensors.items():
+            if tensor.grad is None:
+                self._views[name].zero_()
+        super().sum_gradients(for_update)
+        for name, (_, share) in self.shards.items():
+            if share is not None:
+                there = self.tensors[name].grad is not None
+                self.updated[name].grad = self._part(share, self._views[name]) if there else None
+
+    def set_aside(self) -> np.ndarray | None:
+        """Return the sums of earlier passes, and let the gradients be zero; None if there are no sums."""
+        names = [name for name, part in self.updated.items() if part.grad is not None]
+        for name in names:
+            if self.shards[name][1] is None:
+                self._move(name)
+            self.tensors[name].grad = self._views[name]
+        sums = self.grads.copy() if names else None
+        self.grads[...] = 0
+        return sums
+
+    def broadcast(self) -> None:
+        """Take over the values of what this rank does not own from the owners; collective."""
+        self.version += 1
+        self.owners.broadcast(self.values[self.owned :])
+
+    def slots_kept_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
+        """Return an optimiser's state of `updated` as arrays: parts of parameters' shape, and others that are whole."""
+        found = []
+        for full_name, tensor in slots_of(self.updated, optimizer).items():
+            name, _, slot = full_name.rpartition("/")
+            shard, share = self.shards[name]
+            array = as_array(tensor)
+            if tensor.shape == self.updated[name].shape:
+                found.append((shard.slot(slot, share), array))
+            else:
+                found.append((ParameterShard(MODULE, full_name, Parameter(array.shape), self.grid), array))
+        return found
+
+    def _complete(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
+        """Move a gradient that is complete to its place."""
+        self._move(name)
+        self.sync.ready(span)
+
+    def _move(self, name: str) -> None:
+        tensor, view = self.tensors[name], self._views[name]
+        if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr():
+            view.copy_(tensor.grad)
+            tensor.grad = view
+
+    def _part(self, share: Share, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(share.shape)[share.boxes[self.grid.rank].slices]
+
+
+def _is_synchronised(tensor: nn.Parameter) -> bool:
+    hooks = (tensor._post_accumulate_grad_hooks or {}).values()
+    return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), ModuleParameters) for hook in hooks)

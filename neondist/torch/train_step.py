@@ -1,0 +1,56 @@
+"""A training step of a PyTorch module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..models import TrainStep
+from ..runtime.observers.nonfinite import first
+from .registry import TRACING
+
+
+class ModuleStep(TrainStep):
+    """A step of a TorchModel."""
+
+    owner: Any  # a TorchModel, whose module imports this one
+
+    def saved(self, batch: int) -> Callable[[], None]:
+        """Keep the module's buffers."""
+        buffers = list(self.owner.module.buffers())
+        kept = [buffer.clone() for buffer in buffers]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, kept, strict=True):
+                    buffer.copy_(before)
+
+        return put_back
+
+    def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
+        """Go forward and back, and synchronise the gradients."""
+        owner, parameters = self.owner, self.owner.built
+        parameters.begin_gradients()
+        with owner.grid.observers.during("cost"):
+            _, loss = owner.loss_of(x, targets, batch)
+            self.finite = bool(loss.isfinite())
+            parameters.sync.note(self.finite)
+            loss.backward()
+        parameters.sum_gradients(for_update=True)
+        return parameters.hear(loss.detach().numpy().reshape(1))
+
+    def locate(self, x: Any, targets: Any, batch: int, put_back: Callable[[], None]) -> str:
+        """Return the first gradient that is not finite on a rank; collective."""
+        bad = {"the loss": not self.finite}
+        for name, tensor in self.owner.built.tensors.items():
+            bad[f"the gradient of '{name}'"] = tensor.grad is not None and not tensor.grad.isfinite().all()
+        return first(self.owner.grid.world, bad) or "the sum of the gradients over all ranks"
+
+    def update(self) -> None:
+        """Let the optimiser change what this rank owns, and take over the rest."""
+        with TRACING:  # an optimiser computes otherwise while others trace
+            self.owner.set_rates()
+            self.owner.torch_optimizer.step()
+        self.owner.built.broadcast()

@@ -1,0 +1,168 @@
+"""The check of nodes before a job is started: what it finds, and the ssh_config that it shares with mpirun."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import neondist as nd
+from neondist.cluster import Node, SSHConfig
+from neondist.cluster.preflight import COLUMNS, check_nodes, refuse
+from neondist.cluster.ssh_config import AGENT, OWN, python_of, ssh_command, write_ssh_config
+from neondist.errors import ConfigError, LaunchError
+from neondist.launcher.placement import place
+
+# each node is this machine, but for its name
+AGENT_SCRIPT = """#!/bin/sh
+[ "$1" = -F ] && [ -f "$2" ] || exit 3
+host=$3; shift 3
+case $host in
+    gone) echo "ssh: connect to host gone port 22: No route to host" >&2; exit 255;;
+    older) export PYTHONPATH="$OLDER:$PYTHONPATH" MPI_THERE=4.1.6;;
+    bare) unset PYTHONPATH;;
+esac
+exec sh -c "cd /; $*"
+"""
+MPIRUN = """#!/bin/sh
+echo "mpirun (Open MPI) ${MPI_THERE:-5.0.11}"
+echo
+echo "Report bugs to https://www.open-mpi.org/community/help/"
+"""
+ODD = ["a b", "$HOME", "`id`", "'", '"', ";#", "$(touch x)", "*", "ü", "-x", ""]
+posix = pytest.mark.skipif(os.name != "posix", reason="a shell script")
+
+
+def resources(*addresses, **ssh):
+    nodes = [{"address": "here", "chief": True}, *({"address": each, "ssh_config": "g"} for each in addresses)]
+    return nd.ResourceSpec({"nodes": nodes, "ssh": {"g": ssh}})
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """A function that checks nodes, from a folder with an odd name that has file.yaml."""
+    folder = tmp_path / "it's $HOME"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "file.yaml").write_text("text")
+    (tmp_path / "agent").write_text(AGENT_SCRIPT)
+    (tmp_path / "agent").chmod(0o755)
+    (tmp_path / "mpirun").write_text(MPIRUN)
+    (tmp_path / "mpirun").chmod(0o755)
+    (tmp_path / "prted").touch()
+    (tmp_path / "older" / "neondist-0.0.1.dist-info").mkdir(parents=True)
+    (tmp_path / "older" / "neondist-0.0.1.dist-info" / "METADATA").write_text("Name: neondist\nVersion: 0.0.1\n")
+
+    def run(spec, ranks=None, files=("file.yaml",), mpirun="mpirun"):
+        env = {**os.environ, AGENT: str(tmp_path / "agent"), "OLDER": str(tmp_path / "older")}
+        config = tmp_path / "config"
+        write_ssh_config(spec, config, env)
+        counts = {node.address: 1 for node in spec.nodes} | (ranks or {})
+        return check_nodes(spec, counts, config, str(tmp_path / mpirun), [folder / file for file in files], env)
+
+    return run
+
+
+@posix
+def test_what_is_found(check):
+    reports = check(resources("a", "b"))
+    assert [report.problems for report in reports] == [[]] * 3
+    for report in reports:
+        row = dict(zip(COLUMNS, report.row(), strict=True))
+        assert (row["node"], row["files"], row["Open MPI"]) == (report.node.address, "shared", "5.0.11")
+        assert row["neondist"] == nd.__version__
+    refuse(reports)
+    assert not [name for name in os.listdir() if name != "file.yaml"]
+
+
+@posix
+def test_all_problems_of_all_nodes_at_once(check):
+    reports = check(resources("gone", "older", "fine"), {"fine": 10**6}, ["file.yaml", "missing.py"], "no_mpirun")
+    with pytest.raises(LaunchError) as error:
+        refuse(reports)
+    first, *lines = str(error.value).split("\n  ")
+    assert first == "4 of 4 nodes cannot take part:"
+    assert any(line.startswith("gone: cannot be reached: ssh: connect to host gone") for line in lines)
+    assert "older: neondist 0.0.1 there, " in str(error.value)
+    assert any(line.startswith("fine: ") and "too few for 1000000 ranks" in line for line in lines)
+    assert sum("missing.py cannot be read" in line for line in lines) == 3
+    assert sum("no_mpirun is missing or does not run" in line for line in lines) == 3
+
+
+@posix
+def test_another_mpi(check):
+    """Its version is in the first line of several."""
+    (report,) = check(resources("older"))[1:]
+    assert "Open MPI 4.1.6 there, 5.0.11 on the chief; install the same version" in report.problems
+
+
+@posix
+def test_a_python_that_is_not_there_and_one_without_neondist(check, tmp_path):
+    (report,) = check(resources("a", python_venv="source /no/such/venv/bin/activate"))[1:]
+    assert "/no/such/venv/bin/python does not run" in report.problems[0]
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
+    (tmp_path / "venv" / "pyvenv.cfg").write_text(f"home = {os.path.dirname(os.path.realpath(sys.executable))}\n")
+    (report,) = check(resources("bare", python_venv=str(tmp_path / "venv")))[1:]
+    assert any("has no neondist" in problem for problem in report.problems)
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("source /opt/venv/bin/activate", "/opt/venv/bin/python"), (". '/a b/bin/activate'", "/a b/bin/python"),
+    ("/opt/venv", "/opt/venv/bin/python"), ("", "default"),
+])  # fmt: skip
+def test_virtual_environments(text, found):
+    assert python_of(SSHConfig(python_venv=text), "ssh.g.python_venv", "default") == found
+
+
+@pytest.mark.parametrize("text", [
+    "rm -rf /", "source /v/bin/activate; id", "source /v/bin/activate && id", "source venv/bin/activate", "'", "$(id)",
+    "conda activate x", "source $HOME/bin/activate", "exec /v/bin/activate",
+])  # fmt: skip
+def test_shell_commands_are_no_virtual_environments(text):
+    with pytest.raises(ConfigError, match=r"ssh\.g\.python_venv: .* is no virtual environment"):
+        python_of(SSHConfig(python_venv=text), "ssh.g.python_venv", "default")
+
+
+@posix
+@pytest.mark.parametrize("word", ODD)
+def test_words_arrive_as_they_are(word, tmp_path):
+    words = [sys.executable, "-c", "import sys; print(ascii(sys.argv[1:]))", word, "end"]
+    command = ssh_command(Node("a"), tmp_path, words, {AGENT: "agent"})
+    assert command[:4] == ["agent", "-F", str(tmp_path), "a"]
+    done = subprocess.run(["sh", "-c", command[4]], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.strip() == ascii([word, "end"])
+
+
+@pytest.mark.parametrize("name", ["key", "a b", "100%", "it's", "#x", "$HOME"])
+def test_openssh_reads_what_is_written(name, tmp_path):
+    """Where OpenSSH is installed, which also shows how it understands the file."""
+    (tmp_path / name).touch()
+    config, key = tmp_path / "config", tmp_path / name
+    write_ssh_config(resources("b", username="ana", port=2201, key_file=str(key)), config, {OWN: "/nowhere"})
+    try:
+        done = subprocess.run(["ssh", "-F", config, "-G", "b"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("needs ssh")
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
+    assert (found["user"], found["port"], found["batchmode"]) == ("ana", "2201", "yes")
+    assert found["identityfile"].replace("%%", "%") == str(key)
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "${HOME}"])
+def test_key_files_that_openssh_would_take_for_others(name, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=r"ssh\.g\.key_file"):
+        write_ssh_config(resources("b", key_file=str(tmp_path / name)), tmp_path / "config", {})
+
+
+def test_places_of_ranks():
+    spec = nd.ResourceSpec(
+        {"nodes": [{"address": "a", "chief": True, "cpus": [0, 1]}, {"address": "b", "gpus": [0, 1, 2], "cpus": [0]}],
+         "ssh": {"username": "x"}}
+    )  # fmt: skip
+    assert place(spec, 5) == {"a": 2, "b": 3}
+    assert place(spec, 1) == {"a": 1, "b": 0}
+    with pytest.raises(LaunchError, match="has 5 devices"):
+        place(spec, 6)

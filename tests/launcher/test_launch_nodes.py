@@ -1,0 +1,176 @@
+"""`neondist launch` over fake nodes, and over real sshd on two ports, with paths and variables that want quoting."""
+
+import getpass
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_runs import EXPERIMENT, call, here, neondist, start
+from fake_nodes import FakeNodes, missing, needs_mpirun
+
+import yaml
+from neondist.cluster.ssh_config import OWN
+
+fake = pytest.mark.skipif(bool(missing()), reason=missing())
+SCRIPT = """
+import json, os, socket, sys, time
+import neondist as nd
+grid = nd.ProcessGrid()
+facts = [socket.gethostname(), sys.argv[1:], os.environ.get("ODD"), sys.prefix, os.getcwd()]
+found = grid.world.allgather(facts)
+if grid.rank == 0:
+    print(json.dumps(found), flush=True)
+if "--wait" in sys.argv:
+    time.sleep(300)
+"""
+ODD = "a b '\" $HOME `id`, ; %"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "it's a $HOME"
+    made.mkdir()
+    (made / "script.py").write_text(SCRIPT)
+    (made / "toy.yaml").write_text(EXPERIMENT)
+    return made
+
+
+def write(folder, addresses, **ssh):
+    nodes = [{"address": platform.node(), "chief": True}]
+    nodes += [{"address": address, "ssh_config": f"of {address}"} for address in addresses]
+    groups = {f"of {address}": {"shared_envs": {"ODD": ODD}, **ssh.get(address, {})} for address in addresses}
+    (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": nodes, "ssh": groups}))
+
+
+@fake
+@needs_mpirun
+def test_a_script_and_an_experiment_on_fake_nodes(folder, tmp_path):
+    nodes = FakeNodes(tmp_path, "nodeB", "nodeC")
+    write(folder, nodes.nodes)
+    try:
+        code, out, err = call(neondist("launch", "nodes.yaml", "script.py", "x y", "--flag"), folder, **nodes.env)
+        assert code == 0, err
+        *_, last = out.splitlines()
+        rest = [["x y", "--flag"], ODD, sys.prefix, str(folder)]
+        assert json.loads(last)[1:] == [["nodeB", *rest], ["nodeC", *rest]]
+        assert json.loads(last)[0][:2] == [platform.node(), ["x y", "--flag"]]
+        assert [line.split()[0] for line in out.splitlines()[:4]] == ["node", platform.node(), "nodeB", "nodeC"]
+        code, out, err = call(
+            neondist("launch", "nodes.yaml", "toy.yaml", "-n", 2, "--output", "out"), folder, **nodes.env
+        )
+        assert code == 0, err
+        assert "ConvnetDist on 2 ranks" in out
+        assert not nodes.processes()
+    finally:
+        nodes.end()
+
+
+def test_nodes_that_cannot_take_part(folder, monkeypatch):
+    """All are named, in one message, with exit code 2; nothing is started."""
+    write(folder, ["nodeB", "nodeC"])
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "false")
+    code, _, err = here(folder, "launch", "nodes.yaml", "toy.yaml", "--output", "out")
+    assert code == 2, err
+    assert [line.split(":")[0].strip() for line in err.splitlines()] == ["error", "nodeB", "nodeC"]
+    assert not (folder / "out").exists() or not list((folder / "out").iterdir())
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["-n", 9], "-n 9: the resource file has 3 devices"), (["--virtual", 2], "--virtual runs all ranks"),
+    (["--elastic", "1:2"], "give --restarts too"),
+])  # fmt: skip
+def test_options_that_do_not_fit(folder, words, message):
+    write(folder, ["nodeB", "nodeC"])
+    code, _, err = here(folder, "launch", "nodes.yaml", "toy.yaml", *words)
+    assert (code, message in err) == (2, True), err
+
+
+def test_mistakes_with_scripts(folder):
+    write(folder, ["nodeB"])
+    for words, message in (
+        (["no.py"], "no.py: no such script"),
+        (["--restarts", "2", "script.py"], "--restarts: is for"),
+    ):
+        code, _, err = here(folder, "launch", "nodes.yaml", *words)
+        assert (code, message in err) == (2, True), err
+
+
+class Sshd:
+    """Servers on ports of their own, each under a host name of its own."""
+
+    def __init__(self, folder, *nodes):
+        self.key, own, self.servers = folder / "a key", [], []
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key], check=True)
+        shutil.copy(folder / "a key.pub", folder / "authorized")
+        self.ports = {}
+        for node in nodes:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self.ports[node] = port = free.getsockname()[1]
+            host = folder / f"host_{node}"
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", host], check=True)
+            options = [f"HostKey={host}", f"AuthorizedKeysFile={folder / 'authorized'}", "StrictModes=no", "UsePAM=no",
+                       "ListenAddress=127.0.0.1", "PidFile=none", "PermitRootLogin=prohibit-password"]  # fmt: skip
+            words = ["/usr/sbin/sshd", "-D", "-f", "/dev/null", "-p", str(port), *(f"-o{one}" for one in options)]
+            named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', node, *words]
+            self.servers.append(subprocess.Popen(named, env={"PATH": os.environ["PATH"]}))
+            own += [f"Host {node}", "  HostName 127.0.0.1"]
+        (folder / "own").write_text("\n".join([*own, "Host *", f"  UserKnownHostsFile {folder / 'known'}"]) + "\n")
+        self.env = {OWN: str(folder / "own"), "PRTE_MCA_prte_do_not_resolve": "1"}
+
+    def settings(self, node, **more):
+        return {"username": getpass.getuser(), "port": self.ports[node], "key_file": str(self.key), **more}
+
+
+def without_sshd():
+    if not Path("/usr/sbin/sshd").exists() or not shutil.which("ssh"):
+        return "needs openssh-server"
+    return missing()
+
+
+@pytest.mark.skipif(bool(without_sshd()), reason=without_sshd())
+@needs_mpirun
+def test_sshd_on_two_ports_with_two_virtual_environments(folder, tmp_path):
+    Path("/run/sshd").mkdir(exist_ok=True)
+    # a virtual environment beside this one, with its packages; MPI's library is found by a variable of that node
+    other = tmp_path / "other env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(other)], check=True)
+    (packages,) = other.glob("lib/python*/site-packages")
+    ours = next(path for path in sys.path if path.endswith("site-packages"))
+    root = Path(__file__).parents[2]
+    (packages / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n{root}\n")
+    servers = Sshd(tmp_path, "nodeB", "nodeC")
+    envs = {"ODD": ODD, "LD_LIBRARY_PATH": f"{sys.prefix}/lib", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    venvs = {"nodeB": f"source {sys.prefix}/bin/activate", "nodeC": f"source '{other}/bin/activate'"}
+    write(folder, venvs, **{n: servers.settings(n, python_venv=venv, shared_envs=envs) for n, venv in venvs.items()})
+    try:
+        for _ in range(600):
+            with socket.socket() as trial:
+                if all(trial.connect_ex(("127.0.0.1", port)) == 0 for port in servers.ports.values()):
+                    break
+            time.sleep(0.05)
+        words = neondist("launch", "nodes.yaml", "script.py", "--wait", f"run-{os.getpid()}")
+        job = start(words, folder, **servers.env)
+        lines = []
+        while not lines or (lines[-1] and not lines[-1].startswith("[")):
+            lines.append(job.stdout.readline())
+        job.send_signal(signal.SIGTERM)
+        _, err = job.communicate(timeout=60)
+        assert job.returncode == 128 + signal.SIGTERM, err
+        rest = list(words[-2:]), ODD
+        assert json.loads(lines[-1])[1:] == [
+            ["nodeB", *rest, sys.prefix, str(folder)], ["nodeC", *rest, str(other), str(folder)]
+        ]  # fmt: skip
+        while subprocess.run(["pgrep", "-f", f"run-{os.getpid()}$"], capture_output=True, check=False).stdout:
+            time.sleep(0.05)
+    finally:
+        for one in servers.servers:
+            one.terminate()
+            one.wait()

@@ -1,0 +1,83 @@
+"""Wrong strategies in experiments and files: exit code 2, file and line, and nothing is started."""
+
+import pytest
+from cli_runs import here
+
+import neondist as nd
+from neondist import strategies
+
+EXPERIMENT = """!FitExperiment
+dataset: !Synthetic {{shape: [6, 6, 1], classes: 3, train: 12, test: 4}}
+model: !MLPDist
+  layers:
+    - !FCLayerDist {{out_features: 8}}
+    - !FCLayerDist {{out_features: 3}}
+batch_size: 4
+strategy: {strategy}
+"""
+SPECS = {"fc1/weights": (36, 8), "fc1/bias": (8,), "fc2/weights": (8, 3), "fc2/bias": (3,)}
+
+
+def saved(tmp_path, ranks=2, change=("", ""), **shapes):
+    """Write a strategy of the experiment's model, parameters of which have other shapes; None leaves one out."""
+    specs = [nd.ParameterSpec(name, shape) for name, shape in (SPECS | shapes).items() if shape is not None]
+    path = tmp_path / "s.yaml"
+    strategies.PartitionedPS().build(specs, ranks).save(path)
+    path.write_text(path.read_text().replace(*change, 1))
+    lines = path.read_text().splitlines()
+    return path, lambda text: next(at for at, line in enumerate(lines, 1) if line.strip().startswith(text))
+
+
+def run(tmp_path, strategy, *words):
+    (tmp_path / "e.yaml").write_text(EXPERIMENT.format(strategy=strategy))
+    code, out, err = here(tmp_path, "run", "e.yaml", "-n", 2, "--output", "out", *words)
+    assert (code, out) == (2, "")
+    assert not (tmp_path / "out").exists()
+    return err
+
+
+@pytest.mark.parametrize(("strategy", "says"), [
+    ("PSS", "strategy: unknown builder 'PSS'; did you mean 'PS'"),
+    ("!PSS {}", "did you mean"),
+    ("PS(stale=1)", "PS has no argument 'stale'"),
+    ("!PS {stalenes: 1}", "did you mean 'staleness'"),
+    ("!AllReduce {chunk_size: 0}", "strategy.chunk_size: expected an integer of at least 1"),
+    ("!AllReduce {compressor: gzip}", "strategy.compressor: invalid value 'gzip'"),
+    ("!AllReduce {compressor: topk(0)}", "a share in (0, 1]"),
+    ("!AllReduce {compressor: topk(1.01)}", "a share in (0, 1]"),
+    ("!AllReduce {compressor: powersgd}", "invalid value 'powersgd'"),
+    ("\"AllReduce(compressor='topk(2)')\"", "a share in (0, 1]"),
+    ("!PS {staleness: 1, sync: false}", "staleness: 1 needs sync=True"),
+    ("missing.yaml", "missing.yaml: no such file"),
+    ("3", "strategy: expected an object"),
+])  # fmt: skip
+def test_wrong_builders_name_file_and_line(tmp_path, strategy, says):
+    err = run(tmp_path, strategy)
+    assert err.startswith("error: e.yaml:8: ")
+    assert says in err
+
+
+@pytest.mark.parametrize(("changes", "place", "says"), [
+    ({"fc2/weights": (8, 4)}, "fc2/weights:", "'fc2/weights' has shape (8, 4), but (8, 3) in the model"),
+    ({"fc2/bias": None}, "format:", "no entry for parameter 'fc2/bias'"),
+    ({"fc3/bias": (3,)}, "fc3/bias:", "'fc3/bias' does not exist"),
+    ({"ranks": 4}, "format:", "has 4 owners, but the job has 2 ranks"),
+    ({"change": ("compressor: null", "compressor: zip")}, "fc1/weights:", "'zip'"),
+    ({"change": ("compressor: null", "compressor: fp16")}, "fc1/weights:", "fp16 needs kind: allreduce"),
+    ({"change": ("owners: [0, 1]", "owners: [0, 9]")}, "fc1/weights:", "owner 9 does not exist"),
+    ({"change": ("staleness: 0", "staleness: 3")}, "fc1/weights:", "which needs parameter servers"),
+])  # fmt: skip
+def test_wrong_files_name_their_own_line(tmp_path, changes, place, says):
+    path, line_of = saved(tmp_path, **changes)
+    start = 1 if place == "format:" else line_of(place)
+    for strategy, words in ((path, ()), ("AllReduce", ("--strategy", path))):
+        err = run(tmp_path, strategy, *words)
+        assert says in err
+        line = int(err.split(f"{path}:")[1].split(":")[0])
+        assert 0 <= line - start <= 12  # of the entry, or of a field of it
+
+
+def test_a_scalar_cannot_be_partitioned(tmp_path):
+    path, line_of = saved(tmp_path, change=("shape: [36, 8]", "shape: []"))
+    err = run(tmp_path, path)
+    assert f"{path}:{line_of('partition:')}: parameters.fc1/weights.partition: a scalar cannot be partitioned" in err

@@ -1,0 +1,237 @@
+"""Training PyTorch modules under each strategy: the numbers of one process, bytes as planned, slots on owners alone."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from builders import BUILDERS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch_runs import captured_once
+
+import neondist as nd
+import neondist.torch as ndt
+from neondist.io.checkpoint import Piece, opened, write
+from neondist.plan import GRADIENTS
+
+SYNCHRONOUS = [*sorted({text.partition("(")[0] for text in BUILDERS}), "RandomAxisPartitionAR(seed=5)"]
+GRIDS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+SHAPE, BATCH = (7, 9, 2), 7
+OPTIMIZERS = {
+    "SGD": ({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}, 1e-12),
+    "Adam": ({"lr": 0.01}, 1e-8),
+    "Adagrad": ({"lr": 0.05, "weight_decay": 0.02}, 1e-8),
+}
+
+
+class Net(nn.Module):
+    """Convolutions, norms, dropout, a tied weight, one that is frozen, one unused, a number and an unused output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.twice = nn.Conv2d(6, 6, 3, padding=1, groups=2)
+        self.again = self.twice
+        self.scale, self.unused = nn.Parameter(torch.tensor(1.5)), nn.Linear(3, 3)
+        self.frozen, self.last = nn.Conv2d(6, 6, 1).requires_grad_(False), nn.Linear(6, 10)
+        self.beside = nn.Linear(6, 2)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        x = self.drop(self.norm(self.first(x)).relu())
+        x = self.frozen(self.again(self.twice(x) * self.scale)).mean((2, 3))
+        return self.last(x), self.beside(x)
+
+
+def first_output(output, labels):
+    return nn.functional.cross_entropy(output[0], labels)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def once():
+    with captured_once():
+        yield
+
+
+def built(optimizer, grid, strategy=None, sync=None):
+    made = ndt.TorchOptimizer(optimizer, OPTIMIZERS[optimizer][0])
+    model = ndt.TorchModel(Net, loss=ndt.TorchLoss(first_output), optimizer=made, dtype="float64")
+    model.execute(strategy=strategy, sync=sync)
+    model.build(SHAPE, BATCH, grid)
+    return model
+
+
+def trained(model, steps=range(5)):
+    """Train steps, of which the last of all has fewer samples; return losses and whole arrays."""
+    grid, losses = model.grid, []
+    for step in steps:
+        rng, samples = np.random.default_rng(step), 5 if step == 4 else BATCH
+        x, labels = rng.normal(size=(BATCH, *SHAPE)), rng.integers(0, 10, BATCH)
+        mine, tile = slice(*grid.sample_range(samples)), grid.tile_box(SHAPE[:-1]).slices
+        model.step = step
+        losses.append(model.train_batch(x[(mine, *tile)], labels[mine], batch_size=samples))
+    return {"loss": np.array(losses)} | {
+        shard.full_name: shard.gather(array) for arrays in model.kept_arrays().values() for shard, array in arrays
+    }
+
+
+@cache
+def serial(optimizer):
+    return trained(built(optimizer, nd.ProcessGrid.serial()))
+
+
+@settings(max_examples=12)
+@given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS, GRIDS, ("allreduce", "bucketed"))))
+def test_numbers_are_those_of_one_process(optimizer, strategy, shape, sync):
+    replicas, rows, cols = shape
+
+    def body(world):
+        grid = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols)
+        model = built(optimizer, grid, strategy, sync)
+        found = trained(model)
+        plan, sent = model.compiled, 0
+        for account, count in model.ledger().items():
+            sent += account.nbytes * count * (account.layer == GRADIENTS)
+        planned = plan.reduced(grid.rank).get(GRADIENTS, 0) + plan.redistributed(grid.rank).get(GRADIENTS, 0)
+        return found, sent, 5 * planned
+
+    expected, tolerance = serial(optimizer), OPTIMIZERS[optimizer][1]
+    for found, sent, planned in nd.loopback.run(replicas * rows * cols, body):
+        assert sent == planned
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@settings(max_examples=4)
+@given(
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.lists(st.tuples(*map(st.sampled_from, (SYNCHRONOUS, GRIDS))), min_size=3, max_size=3),
+)
+def test_a_checkpoint_continues_under_any_strategy_and_grid(optimizer, stretches):
+    bounds = [range(2), range(2, 3), range(3, 5)]
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "checkpoint.h5")
+        for at, (strategy, (replicas, rows, cols)) in enumerate(stretches):
+
+            def body(world, at=at, strategy=strategy, factors=(replicas, rows, cols)):
+                model = built(optimizer, nd.ProcessGrid(world, *factors), strategy)
+                if at:
+                    with opened(path, world) as file:
+                        file.fill(pieces(model, file.facts.group("optimizer")))
+                found = trained(model, bounds[at])
+                write(path, pieces(model), {}, world)
+                return found
+
+            found = nd.loopback.run(replicas * rows * cols, body)
+    expected, tolerance = serial(optimizer), OPTIMIZERS[optimizer][1]
+    for each in found:
+        for name in expected.keys() - {"loss"}:
+            np.testing.assert_allclose(each[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def pieces(model, slots=()):
+    return [Piece.of(*each, group) for group, arrays in model.kept_arrays(slots).items() for each in arrays]
+
+
+def test_slots_live_on_owners_alone():
+    def kept(strategy, ranks):
+        def body(world):
+            model = built("Adam", nd.ProcessGrid(world, replicas=ranks), strategy)
+            trained(model, range(1))
+            arrays = [array for shard, array in model.kept_arrays()["optimizer"] if shard.name.endswith("exp_avg")]
+            return sum(array.size for array in arrays), model.parameters.values.size
+
+        return nd.loopback.run(ranks, body)
+
+    assert all(mine <= 0.26 * whole + 1 for mine, whole in kept("ShardedOptimizer", 4))
+    found = kept("PS", 3)
+    without_gradient = 14  # of the output that the loss does not read
+    assert [mine for mine, _ in found] == [found[0][1] - without_gradient, 0, 0]
+
+
+@pytest.mark.parametrize(("optimizer", "strategy", "exact"), [
+    ("Adafactor", "PS", True), ("Adafactor", "ShardedOptimizer", False), ("Adafactor", "PartitionedPS", False),
+    ("RMSprop", "ShardedOptimizer", True),
+])  # fmt: skip
+def test_only_optimizers_that_work_element_by_element_update_parts(optimizer, strategy, exact):
+    def body(world):
+        model = ndt.TorchModel(Net, optimizer=ndt.TorchOptimizer(optimizer), strategy=strategy)
+        model.build(SHAPE, BATCH, nd.ProcessGrid(world))
+
+    if exact:
+        nd.loopback.run(2, body)
+    else:
+        with pytest.raises(nd.ConfigError, match=f"{optimizer} updates whole parameters"):
+            nd.loopback.run(2, body)
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.beside, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(5, 5), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu().mean((2, 3)))
+
+
+def script(made, optimizer, model=None, steps=range(4)):
+    """Train with accumulation, clipping and a schedule; `model` is what is called, None: in one process."""
+    called = model or made
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in steps:
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for part in range(1 + step % 2):
+            generator = torch.Generator().manual_seed(10 * step + part)
+            x = torch.randn(4, 2, 6, 5, generator=generator, dtype=torch.float64)
+            labels = torch.randint(3, (4,), generator=generator)
+            if model is None:
+                nn.functional.cross_entropy(called(x), labels).backward()
+            else:
+                y = called(model.scatter(x))
+                model.loss(nn.functional.cross_entropy, y, model.scatter_target(labels)).backward()
+        clip = getattr(optimizer, "clip_grad_norm_", lambda most: nn.utils.clip_grad_norm_(made.parameters(), most))
+        clip(0.3)
+        optimizer.step()
+        schedule.step()
+    return {name: value.clone() for name, value in made.state_dict().items()}
+
+
+@settings(max_examples=6)
+@given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS, SYNCHRONOUS, GRIDS)))
+def test_a_script_with_a_distributed_optimizer(name, before, after, shape):
+    replicas, rows, cols = shape
+    arguments, tolerance = OPTIMIZERS[name]
+    kind = getattr(torch.optim, name)
+
+    def body(world):
+        grid, made = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols), Small().double()
+        model = ndt.distribute(made, (4, 2, 6, 5), grid)
+        optimizer = ndt.DistributedOptimizer(model, kind, before, **arguments)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        script(made, optimizer, model, range(2))
+        state = optimizer.state_dict()
+        with pytest.raises(nd.ConfigError, match="has a DistributedOptimizer already"):
+            ndt.DistributedOptimizer(ndt.distribute(made, (4, 2, 6, 5), grid), kind)
+        other = Small().double()
+        other.load_state_dict(made.state_dict())
+        model = ndt.distribute(other, (4, 2, 6, 5), grid)
+        optimizer = ndt.DistributedOptimizer(model, kind, after, **arguments)
+        optimizer.load_state_dict(state)
+        return script(other, optimizer, model, range(2, 4)), optimizer.state_dict()
+
+    alone = Small().double()
+    one = kind(alone.parameters(), **arguments)
+    script(alone, one, steps=range(2))
+    expected = script(alone, one, steps=range(2, 4))
+    for found, state in nd.loopback.run(replicas * rows * cols, body):
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=tolerance, atol=tolerance)
+        for at, slots in one.state_dict()["state"].items():
+            for slot, value in slots.items():
+                torch.testing.assert_close(state["state"][at][slot], value, rtol=tolerance, atol=tolerance)
