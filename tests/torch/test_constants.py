@@ -321,9 +321,9 @@ WAYS = {
 
 
 class ReadsInAllWays(nn.Module):
-    def __init__(self, kept):
+    def __init__(self, kept, ways=WAYS):
         super().__init__()
-        self.conv, numbers = nn.Conv2d(4, 4, 1), torch.tensor([1.25, 1.5])
+        self.conv, self.ways, numbers = nn.Conv2d(4, 4, 1), list(ways), torch.tensor([1.25, 1.5])
         if kept:
             self.register_buffer("numbers", numbers)
         else:
@@ -331,7 +331,14 @@ class ReadsInAllWays(nn.Module):
 
     def forward(self, x):
         y = self.conv(x)
-        return [y * read(self.numbers) for read in WAYS.values()]
+        return [y * WAYS[way](self.numbers) for way in self.ways]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_each_way_of_reading_is_noted(kept):
+    for way in WAYS:
+        reads = captured(ReadsInAllWays(kept, [way]), [((1, 4, 1, 1), torch.float32)]).reads
+        assert reads.buffers if kept else reads.others, way
 
 
 @pytest.mark.parametrize("kept", [False, True])
