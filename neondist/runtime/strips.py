@@ -26,7 +26,7 @@ class Strips:
         The memory of a strip.
     """
 
-    saves_input, keeps_output, activation = True, False, None
+    saves_input, keeps_output, activation, splits_outputs = True, False, None, False
     gathers, scatters = None, None
     regions = (None, None)
 

@@ -10,7 +10,7 @@ from neondist.comm import loopback
 from neondist.costs import Cost
 from neondist.halo import scheme_names
 from neondist.layers import Activation, Layer
-from neondist.namespace import to_host
+from neondist.namespace import namespace, to_host
 from neondist.optim import Optimizer
 from neondist.registry import registered
 
@@ -23,6 +23,7 @@ LAYERS = {
     "CropLayer": lambda cls: cls(1),
     "DeconvLayer": lambda cls: cls(4, 3, stride=2, padding=1),
     "DropoutLayer": lambda cls: cls(0.3),
+    "EmbeddingLayer": lambda cls: cls(9, 2),
     "FCLayer": lambda cls: cls(6, activation=nd.ReLU()),
     "GlobalAvgPoolingLayer": lambda cls: cls(),
     "GroupNormLayer": lambda cls: cls(2),
@@ -45,6 +46,16 @@ OPTIMIZERS = {
 }
 
 
+class Ids(Activation):
+    """Whole numbers from 0 to 8."""
+
+    def fprop(self, z):
+        return namespace(z).minimum(namespace(z).floor(z * z * 2), 8.0)
+
+    def bprop(self, y, dy):
+        return dy * 0.0
+
+
 def names(base):
     return sorted(
         name for name, cls in registered(base).items() if cls.__module__.startswith("neondist.") and "Dist" not in name
@@ -53,7 +64,8 @@ def names(base):
 
 def network(name, dist=""):
     layer = LAYERS[name](getattr(nd, name + dist))
-    return [layer, getattr(nd, "FCLayer" + dist)(CLASSES)]
+    before = [getattr(nd, "ActivationLayer" + dist)(Ids())] if name == "EmbeddingLayer" else []
+    return [*before, layer, getattr(nd, "FCLayer" + dist)(CLASSES)]
 
 
 def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=2, grid=None, **more):
@@ -80,7 +92,7 @@ def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=
     return found | model.state() | model.optimizer_state(), waited
 
 
-def check(make, **more):
+def check(make, waits=1, **more):
     expected, _ = run(make(), **more)
     found, waited = run(make(), Device(), **more)
     assert found.keys() == expected.keys()
@@ -88,7 +100,7 @@ def check(make, **more):
         assert isinstance(found[name], np.ndarray), name
         assert found[name].dtype == values.dtype, name
         np.testing.assert_allclose(found[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
-    assert max(waited) <= 1
+    assert max(waited) <= waits
 
 
 def test_no_class_is_forgotten():
@@ -99,8 +111,9 @@ def test_no_class_is_forgotten():
 
 @pytest.mark.parametrize("name", names(Layer))
 def test_every_layer(name):
-    check(lambda: network(name))
-    check(lambda: network(name, "Dist"))
+    waits = 5 if name == "EmbeddingLayer" else 1  # for ids that are used, and that travel
+    check(lambda: network(name), waits)
+    check(lambda: network(name, "Dist"), waits)
 
 
 OURS = sorted(name for name, cls in scheme_names().items() if cls.__module__.startswith("neondist."))
@@ -131,7 +144,7 @@ def test_every_activation(name):
 
 def everything():
     """A chain of all layers, with branches."""
-    images = [name for name in LAYERS if name not in ("FCLayer", "GlobalAvgPoolingLayer")]
+    images = [name for name in LAYERS if name not in ("EmbeddingLayer", "FCLayer", "GlobalAvgPoolingLayer")]
     chain = [LAYERS[name](getattr(nd, name)) for name in images]
     branches = (
         nd.Sum([[nd.ConvLayer(4, 3, padding=1)], []]),

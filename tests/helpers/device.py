@@ -154,6 +154,15 @@ for _name in _OTHER_OPERATORS.split():
     setattr(DeviceArray, f"__{_name}__", _method(f"__{_name}__"))
 
 
+class Function(partial):
+    """A function of the namespace."""
+
+    @property
+    def reduceat(self):
+        """Sums of ranges, which CuPy has for `add`."""
+        return partial(self.func, self.args[0].reduceat)
+
+
 class Namespace:
     """NumPy's functions, for the arrays of a device."""
 
@@ -169,7 +178,7 @@ class Namespace:
         if isinstance(found, ModuleType):
             found = Namespace(self._device, found)
         elif callable(found) and not isinstance(found, type):
-            found = partial(self._call, found)
+            found = Function(self._call, found)
         setattr(self, name, found)
         return found
 
