@@ -138,6 +138,11 @@ class ParameterPlan:
         feedback = sum(prod(self.whole[name].shape) for name, how in self.compressors.items() if how != ROWS)
         return self.dtype.itemsize * (self.held_by(rank) * (2 + self.slots) - of_others * self.slots + feedback)
 
+    def most_memory(self, tile: int) -> int:
+        """Return the same of the replica whose rank of a tile holds most."""
+        replicas = range(self.grid.replicas if self.shares else 1)
+        return max(self.memory(replica * self.grid.tiles + tile) for replica in replicas)
+
     def moved(self, rank: int) -> int:
         """Return the bytes that an update reads and writes on a rank, at least."""
         return self.dtype.itemsize * (3 + 2 * self.slots) * self.held_by(rank)

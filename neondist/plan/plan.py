@@ -269,7 +269,7 @@ class Plan(Sequence[LayerPlan]):
 
         def bytes_of(tile: int) -> int:
             strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.held_samples(0)
-            return self._whole(0, tile) + self.parameters.memory(tile) + strips
+            return self._whole(0, tile) + self.parameters.most_memory(tile) + strips
 
         return max(map(bytes_of, self.classes(stream).tiles))
 
@@ -283,7 +283,7 @@ class Plan(Sequence[LayerPlan]):
         kinds += map(cells_kinds, values)
         kinds += [] if stream is None else stream.kinds
         tiles = range(self.grid.tiles if self.parameters.shares else 0)
-        owned = [self.parameters.owned_by(tile) for tile in tiles]
+        owned = [self.parameters.most_memory(tile) for tile in tiles]
         return classes_of(self.grid.tiles, kinds, [np.array(owned)] if owned else [])
 
     def _whole(self, replica: int, tile: int) -> int:

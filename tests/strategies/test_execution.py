@@ -11,6 +11,7 @@ from invariance import KINDS, model_of
 
 import neondist as nd
 from neondist import strategies
+from neondist.geometry import GridShape
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 OPTIMIZERS = {
@@ -128,3 +129,10 @@ def test_a_strategy_file_is_replayed_on_any_grid_that_has_its_owners(tmp_path):
 def test_what_cannot_be_executed_is_refused_before_the_build(strategy, says):
     with pytest.raises(nd.ConfigError, match=says):
         train("perceptron", "SGD", None, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["PS", "PSLoadBalancing", "ShardedOptimizer"])
+def test_the_rank_that_needs_most_may_be_of_any_replica(strategy):
+    layers = [nd.ConvLayerDist(4, 3), nd.FCLayerDist(300), nd.FCLayerDist(10)]
+    plan = nd.ConvnetDist(layers, optimizer=nd.Adam(), strategy=strategy).plan((12, 12, 1), GridShape(3, 1, 2), 6)
+    assert plan.needed == max(map(plan.memory, range(6)))
