@@ -91,7 +91,7 @@ class ParameterShard:
         """Return a copy of the whole array, NumPy's; collective if ranks have different parts."""
         mine, boxes = to_host(array), self.boxes
         if len(boxes) == 1:
-            return mine.copy()
+            return mine.reshape(self.parameter.shape).copy()
         whole = np.empty(self.unfolded, mine.dtype)
         group = self.grid.tile_comm if self.share is None else self.grid.world
         for box, part in zip(boxes, group.allgather(mine), strict=False):  # replicas have the same tiles

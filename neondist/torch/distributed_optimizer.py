@@ -18,7 +18,7 @@ from ..strategies import Strategy, StrategyBuilder, as_strategy
 from .by_name import TorchOptimizer
 from .module import DistributedModule
 from .parameters import MODULE, ModuleParameters
-from .weights import as_array
+from .weights import as_array, begin_slots
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -133,13 +133,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned, on any number of ranks and under any strategy, or in one process."""
+        parameters, saved = self.parameters, {self._order[at]: slots for at, slots in state_dict["state"].items()}
+        begin_slots(parameters.updated, self.optimizer, (f"{name}/{slot}" for name in saved for slot in saved[name]))
         state = {}
-        for at, slots in state_dict["state"].items():
-            shard, share = self.parameters.shards[self._order[at]]
-            part = shard.slot("", share)
-            state[at] = {
-                slot: torch.from_numpy(part.part_of(as_array(value)).copy())
-                if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shard.parameter.shape)
+        for name, slots in saved.items():
+            (shard, share), mine = parameters.shards[name], parameters.updated[name]
+            part, made = shard.slot("", share), self.optimizer.state[mine]
+            state[self._order.index(name)] = {
+                slot: torch.from_numpy(np.array(part.part_of(as_array(value))))
+                if isinstance(value, torch.Tensor) and made[slot].shape == mine.shape
                 else value
                 for slot, value in slots.items()
             }
