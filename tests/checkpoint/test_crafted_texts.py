@@ -123,11 +123,8 @@ def test_what_border_schemes_remember(texts):
 
     good = json.dumps({"of": "owner", "layers": {"conv1": [[[0, 5, "forward", 1, 4]]]}})
 
-    class Layer:
-        name, arrays = "conv1", [None]
-        context = type("Context", (), {"dtype": np.dtype("float64")})
-
+    exchanged = {"conv1": [nd.GlobalArray(nd.ProcessGrid.serial(), (5, 2, 2, 1), nd.Window(1), dtype="float64")]}
     for text in crafted(good):
         opened = Opened(Facts(texts[0], {REMEMBERED: text}), None, SingleTransport())
-        found = _outcome(lambda _, opened=opened: remind(opened, [Layer()], "owner", SingleTransport()), text)
+        found = _outcome(lambda _, opened=opened: remind(opened, exchanged, "owner", SingleTransport()), text)
         assert found in (None, DataError), text

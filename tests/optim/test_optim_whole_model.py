@@ -7,7 +7,6 @@ from support import worst
 import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import ConfigError
-from neondist.models.averaged import averaged
 from neondist.optim import FlatLayout
 from neondist.train import evaluate_checkpoint
 
@@ -132,7 +131,7 @@ def trained(optimizer, grid=None):
     losses = [model.train_batch(model.scatter(x), labels) for _ in range(4)]
     sent, planned = model.bytes_summed, sum(model.compiled.reduced(model.grid.rank).values())
     found = model.state() | model.optimizer_state() | {"loss": np.array(losses)}
-    with averaged(model):
+    with model.averaged():
         found["judged"] = model.gather(model.fprop(model.scatter(x), training=False))
     found["raw"] = model.gather(model.fprop(model.scatter(x), training=False))
     return found, sent, planned
