@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from checkpoint_toys import experiment, forged, load, save
 
+import neondist as nd
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import DataError
 from neondist.train import predict
