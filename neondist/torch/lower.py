@@ -142,8 +142,9 @@ class Lowering(Builder):
                 fakes = [self.fake(value) for value in values]
                 graph = make_fx(run, tracing_mode="fake")(*fakes)
                 if not is_simple(graph.graph):
-                    # of the graph, since functionalize leaves what an operator itself is composed of as it is
-                    graph = make_fx(functionalize(graph), tracing_mode="fake")(*fakes)
+                    graph = make_fx(functionalize(run), tracing_mode="fake")(*fakes)
+                    if any(map(written, graph.graph.nodes)):  # it leaves what some operators are composed of
+                        graph = make_fx(functionalize(graph), tracing_mode="fake")(*fakes)
         except Exception:  # what cannot be traced cannot be taken apart
             return None
         return self.inline(graph, values)

@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
-SHARE = 97  # about 20 of all faults; `python tests/helpers/storage_faults.py FOLDER 4` tries 500
+SHARE = 149  # about 15 of all faults; `python tests/helpers/storage_faults.py FOLDER 4` tries 500
 
 
 def tried(folder, *words):
     script = Path(__file__).parents[1] / "helpers" / "storage_faults.py"
     command = [sys.executable, script, folder, *map(str, words)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "NEONDIST_TESTS_HIDE": "matplotlib"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 wrong" in done.stdout
 
 
+pytest.importorskip("torch")
 linux = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="compiles a library to preload")
 
 

@@ -1,5 +1,7 @@
 """Views and their adjoint over virtual ranks, for every window that hypothesis draws."""
 
+from copy import copy
+
 import numpy as np
 import pytest
 from drawn import windows
@@ -80,10 +82,12 @@ def drop(keep):
 
     def mutilated(cls, partition, window, tile, outputs=None):
         plans = [build(cls, partition, window, t) for t in range(partition.tiles)]
-        plan = plans[tile]
-        object.__setattr__(plan, "receives", tuple(p for p in plan.receives if keep(plan, p)))
+        plan = copy(plans[tile])  # others have it as well
+        receives = tuple(p for p in plan.receives if keep(plan, p))
         sends = tuple(p for p in plan.sends if keep(plans[p.peer], p))
-        object.__setattr__(plan, "sends", sends)
+        object.__setattr__(plan, "_pieces", (receives, sends, plan.local))
+        for name in ("receives", "sends"):
+            vars(plan).pop(name, None)
         return plan
 
     return classmethod(mutilated)

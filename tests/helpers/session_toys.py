@@ -1,5 +1,6 @@
 """A model of one number per class and a data set of a few cells, to watch the loop; and a real little experiment."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +29,12 @@ class ToyModel:
         self.leaves, self.whole = [], self
 
     def begin_epoch(self, epoch, seen=0):
+        pass
+
+    def averaged(self):
+        return nullcontext()
+
+    def settle(self):
         pass
 
     def __str__(self):

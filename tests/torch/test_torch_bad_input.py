@@ -315,7 +315,7 @@ def test_weights_that_came_by_another_way_are_no_mistake():
 
 SHAPES = {
     "text": ("big", "expected (N, C, *spatial)"),
-    "two": ((3, 4), "expected (N, C, *spatial)"),
+    "one": ((3,), "expected (N, C, *spatial)"),
     "zero": ((1, 3, 0, 5), "expected (N, C, *spatial)"),
     "other channels": ((2, 4, 11, 9), "Net cannot be captured for inputs of shape (2, 4, 11, 9)"),
     "other rank": ((2, 3, 11), "Net cannot be captured for inputs of shape (2, 3, 11)"),

@@ -67,12 +67,12 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
     plan = model.compiled
     for name, plans in plan.units.items() if isinstance(plan, Plan) else ():
         taken = (clock.seconds[name, "forward"] + clock.seconds[name, "backward"]) / (count * max(1, samples))
-        works = [products(plan) / max(1, prod(plan.output_shape[:-1])) for plan in plans]
-        share = taken / max(1, sum(work * plan.layer.tile.size for work, plan in zip(works, plans, strict=True)))
+        works = [products(one) / max(1, prod(one.output_shape[:-1])) for one in plans]
+        share = taken / max(1, sum(work * one.layer.tile.size for work, one in zip(works, plans, strict=True)))
         alone = len(plans) == 1
-        for work, plan in zip(works, plans, strict=True):  # of a segment, a layer takes its share of the products
-            if cells := plan.layer.tile.size:
-                spent[plan.name] = taken / cells if alone else work * share
+        for work, one in zip(works, plans, strict=True):  # of a segment, a layer takes its share of the products
+            if cells := one.layer.tile.size:
+                spent[one.name] = taken / cells if alone else work * share
     noise = median(turns) / min(turns) - 1
     held, moved = (what(model.grid.rank) for what in (plan.memory, plan.moved))
     again = recomputed(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
