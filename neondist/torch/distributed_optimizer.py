@@ -25,7 +25,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """An optimiser of torch.optim whose gradients, updates and state a strategy divides over the ranks; collective.
 
     Gradients are synchronised when `backward` ends. Those of parameters that have owners are then None in the module,
-    and in `param_groups` of the owners: clip them with `clip_grad_norm_` of this class.
+    and in `param_groups` of the owners: clip them with `clip_grad_norm_` of this class. What a compressor has left out
+    is no part of `state_dict`.
 
     Parameters
     ----------
@@ -63,10 +64,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with all_or_none(grid.world):
             made = TorchOptimizer(optimizer, arguments)
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+            if not tensors:
+                raise ConfigError("model: has no parameters that require gradients; there is nothing to optimize")
             planned = _planned(tensors, grid.shape, strategy)
             if planned.partitioned and not made.elementwise:
                 raise ConfigError(f"strategy: {made.found.__name__} updates whole parameters, not parts of them")
-            self.parameters = ModuleParameters(tensors, grid, shares=planned.shares)
+            self.parameters = ModuleParameters(tensors, grid, shares=planned.shares, compressors=planned.compressors)
         self.grid, self.strategy, self._order = grid, planned.strategy, list(tensors)
         self.optimizer = made.made(self.parameters.updated[name] for name in self._order)
         self._fixed = False

@@ -142,8 +142,8 @@ class ModuleParameters(Parameters):
 
     def _move(self, name: str) -> None:
         tensor, view = self.tensors[name], self._views[name]
-        if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr():
-            view.copy_(tensor.grad)
+        if tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.data_ptr() != view.data_ptr()):
+            view.copy_(tensor.grad.to_dense())
             tensor.grad = view
 
     def _part(self, share: Share, tensor: torch.Tensor) -> torch.Tensor:

@@ -236,3 +236,58 @@ def test_a_script_with_a_distributed_optimizer(name, before, after, shape):
         for at, slots in one.state_dict()["state"].items():
             for slot, value in slots.items():
                 torch.testing.assert_close(state["state"][at][slot], value, rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_of_a_script_are_compressed():
+    def body(world):
+        module = Small().double()
+        model = ndt.distribute(module, (4, 2, 6, 5), nd.ProcessGrid(world))
+        optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, "AllReduce(compressor='fp16')", lr=0.1)
+        y = model(model.scatter(torch.ones(4, 2, 6, 5, dtype=torch.float64)))
+        model.loss(nn.MSELoss(), y, model.scatter_target(torch.ones(4, 3, dtype=torch.float64))).backward()
+        optimizer.step()
+        return optimizer.parameters.reductions.bytes_reduced, sum(p.numel() for p in module.parameters())
+
+    for sent, numbers in nd.loopback.run(2, body):
+        assert 2 * numbers < sent < 4 * numbers
+
+
+def test_there_has_to_be_something_to_optimize():
+    model = ndt.distribute(nn.ReLU(), (1, 1, 4, 4), nd.ProcessGrid.serial())
+    with pytest.raises(nd.ConfigError, match="no parameters that require gradients"):
+        ndt.DistributedOptimizer(model, torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "PS"])
+def test_sparse_gradients_are_those_of_dense_ones(strategy):
+    ids, labels = torch.arange(18).reshape(6, 3) * 7 % 11, torch.arange(6) % 3
+
+    def train(call, module, optimizer, loss_of):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(call()).backward()
+            optimizer.step()
+        return [p.detach().clone() for p in module.parameters()]
+
+    def made(sparse):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(11, 4, sparse=sparse), nn.Flatten(), nn.Linear(12, 3)).double()
+
+    def body(world):
+        module = made(True)
+        model = ndt.distribute(module, (6, 3), nd.ProcessGrid(world, replicas=2), dtype=torch.int64, spatial=0)
+        optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, strategy, lr=0.1, momentum=0.9)
+        target = model.scatter_target(labels)
+        return train(
+            lambda: model(model.scatter(ids)),
+            module,
+            optimizer,
+            lambda y: model.loss(nn.functional.cross_entropy, y, target),
+        )
+
+    alone = made(False)
+    one = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    expected = train(lambda: alone(ids), alone, one, lambda y: nn.functional.cross_entropy(y, labels))
+    for found in nd.loopback.run(2, body):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
