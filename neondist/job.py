@@ -8,7 +8,7 @@ from dataclasses import dataclass
 LAUNCHED = "NEONDIST_LAUNCHED"
 """Set by `neondist run -n N` for the ranks that it starts."""
 STARTED = "NEONDIST_STARTED"
-"""When the job was started, as time.time() tells; set for the ranks too."""
+"""Start of the job, as time.time() returns it; set for the ranks too."""
 
 # size, rank, ranks on this node: Open MPI; MPICH and Intel MPI; srun
 _FAMILIES = (

@@ -112,7 +112,7 @@ class Machine:
 
     @classmethod
     def default(cls) -> Machine:
-        """Return a machine with common figures, where nobody has measured any: 8 cores a node, 25 Gbit/s between."""
+        """Return a machine with common figures, for where none was measured: 8 cores a node, 25 Gbit/s between."""
         return cls(8, Link(2e-6, 5e9), Link(2e-5, 3e9))
 
     def compute(self, alone: float, ranks: int, moved: float = 0.0) -> float:

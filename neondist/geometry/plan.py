@@ -89,17 +89,17 @@ class HaloPlan(TransferPlan):
 
     @property
     def receives(self) -> tuple[Piece, ...]:  # type: ignore[override]
-        """What it needs of others."""
+        """The pieces that it needs of others."""
         return self._pieces[0]
 
     @property
     def sends(self) -> tuple[Piece, ...]:  # type: ignore[override]
-        """What others need of it."""
+        """The pieces that others need of it."""
         return self._pieces[1]
 
     @property
     def local(self) -> tuple[Piece, ...]:  # type: ignore[override]
-        """What it needs of its own cells."""
+        """The pieces that it needs of its own cells."""
         return self._pieces[2]
 
     @cached_property
@@ -126,7 +126,7 @@ class HaloPlan(TransferPlan):
         )
 
         def pieces() -> tuple[list[Piece], list[Piece], list[Piece]]:
-            if partition.overlaps:  # whoever shares cells has all that it needs
+            if partition.overlaps:  # tiles that share cells have all that they need
                 return [], [], []
             needed = _combine(partition, [axis.pieces(at) for axis, at in places])
             shown = _combine(partition, [axis.pieces_from(at) for axis, at in places], by_needer=True)
@@ -153,7 +153,7 @@ class HaloPlan(TransferPlan):
 
 
 class Kinds(NamedTuple):
-    """What tells the parts of each axis apart.
+    """Kinds of the parts of each axis.
 
     Attributes
     ----------

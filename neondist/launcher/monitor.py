@@ -197,7 +197,7 @@ class Monitor:
 
 @dataclass
 class _Connection:
-    """One that a rank has made; or whoever has found the port, until it fails to prove the key."""
+    """A connection of a rank, or of a stranger until it fails to prove the key."""
 
     socket: socket.socket
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE))

@@ -29,7 +29,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job has ended.
+    """The end of a job.
 
     Attributes
     ----------

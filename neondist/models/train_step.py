@@ -24,7 +24,7 @@ class TrainStep(ABC):
         self.owner = owner
 
     @abstractmethod
-    def saved(self, batch: int) -> Callable[[], None]:
+    def saved(self) -> Callable[[], None]:
         """Keep what a forward pass changes; return the function that puts it back."""
 
     @abstractmethod
@@ -35,14 +35,8 @@ class TrainStep(ABC):
         """
 
     @abstractmethod
-    def locate(self, x: Any, targets: Any, batch: int, put_back: Callable[[], None]) -> str:
-        """Return in words what was not finite first; collective.
-
-        Parameters
-        ----------
-        put_back : callable
-            Undoes a forward pass, for another one.
-        """
+    def locate(self, x: Any, targets: Any, batch: int) -> str:
+        """Return in words what was not finite first; collective. It may go forward once more."""
 
     @abstractmethod
     def update(self) -> None:
@@ -52,7 +46,7 @@ class TrainStep(ABC):
     def run(self, x: Any, targets: Any, batch: int) -> float:
         """Return the mean cost; where a step is skipped NaN, with everything but the count of steps as before."""
         owner, model = self.owner, self.owner.whole
-        put_back, observers = self.saved(batch), owner.grid.observers
+        put_back, observers = self.saved(), owner.grid.observers
         with observers.during("step"):
             loss, good = self.gradients(x, targets, batch)
             if good:
@@ -61,7 +55,7 @@ class TrainStep(ABC):
         where = None
         if not good:
             put_back()
-            where = self.locate(x, targets, batch, put_back)
+            where = self.locate(x, targets, batch)
             put_back()
         model.nonfinite_monitor.after_step(owner.step, model.nonfinite, where)
         owner.step += 1
@@ -79,7 +73,7 @@ class LayerStep(TrainStep):
         model: Any = owner.whole  # a Model
         self.model, self.parameters = model, model.built
 
-    def saved(self, batch: int) -> Callable[[], None]:
+    def saved(self) -> Callable[[], None]:
         """Keep running statistics, and what border schemes remember."""
         buffers = self.parameters.buffers
         kept, memory = buffers.copy(), SchemeMemory(self.model.leaves, self.model.nonfinite == "skip")
@@ -90,7 +84,7 @@ class LayerStep(TrainStep):
 
         return put_back
 
-    def locate(self, x: Any, targets: Any, batch: int, put_back: Callable[[], None]) -> str:
+    def locate(self, x: Any, targets: Any, batch: int) -> str:
         """Compute the gradients once more, and look at everything in between."""
         return locate(self.owner.grid, x, lambda: self.gradients(x, targets, batch))
 

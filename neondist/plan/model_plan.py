@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..geometry import GridShape, Partition
+from ..strategies import ParameterSpec
 from .parameters import ParameterPlan
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the busiest rank does in a training step; the synchronisation of gradients is not in it.
+
+    Attributes
+    ----------
+    flops : float
+        Floating point operations of products.
+    moved : float
+        Bytes that layers read and write, those of the update left out.
+    messages, sent : float
+        Of halos and redistributions, and their bytes.
+    sums, summed : float
+        Sums over ranks, and the bytes that are given into them.
+    parameters : ParameterPlan
+    """
+
+    flops: float
+    moved: float
+    messages: float
+    sent: float
+    sums: float
+    summed: float
+    parameters: ParameterPlan
+
+    @property
+    def shared(self) -> list[ParameterSpec]:
+        """The parameters that are not cut over the tiles: those that strategies can give to owners."""
+        return [spec for spec in self.parameters.specs if spec.name in self.parameters.whole]
 
 
 class ModelPlan(Protocol):
@@ -49,6 +82,14 @@ class ModelPlan(Protocol):
     @property
     def label_cells(self) -> Shape:
         """The extent of the maps of labels that the model wants; () if labels are as the data set has them."""
+
+    @property
+    def workload(self) -> Workload:
+        """That of the busiest rank in a training step."""
+
+    @property
+    def trained_in(self) -> int:
+        """Bytes of the rank that needs most in training, if all ranks hold all of the optimiser's arrays."""
 
     @property
     def rows(self) -> Mapping[str, str]:

@@ -24,8 +24,8 @@ from . import report
 from .classes import TileClasses, cells_kinds, classes_of
 from .graph import Graph
 from .layer import LayerCosts, LayerPlan
+from .model_plan import Workload
 from .parameters import ParameterPlan
-from .search import Workload
 from .section import PlannedSection, Rows, Segment, in_segments
 from .stream import Stream, work_of
 

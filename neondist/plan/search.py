@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import ConfigError, UserError
 from ..geometry import GridShape, grid_shape
@@ -16,56 +16,11 @@ from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.auto import SyncCosts, sync_costs
 from ..strategies.builder import Resources
 from . import report
-from .parameters import ParameterPlan
+from .model_plan import ModelPlan, Workload
 
 PARTS = "compute", "exchange", "sums", "synchronise"
 MOST = 24
 """grids that are compared at most"""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What the busiest rank does in a training step; the synchronisation of gradients is not in it.
-
-    Attributes
-    ----------
-    flops : float
-        Floating point operations of products.
-    moved : float
-        Bytes that layers read and write, those of the update left out.
-    messages, sent : float
-        Of halos and redistributions, and their bytes.
-    sums, summed : float
-        Sums over ranks, and the bytes that are given into them.
-    parameters : ParameterPlan
-    """
-
-    flops: float
-    moved: float
-    messages: float
-    sent: float
-    sums: float
-    summed: float
-    parameters: ParameterPlan
-
-    @property
-    def shared(self) -> list[ParameterSpec]:
-        """The parameters that are not cut over the tiles: those that strategies can give to owners."""
-        return [spec for spec in self.parameters.specs if spec.name in self.parameters.whole]
-
-
-class Planned(Protocol):
-    """A plan of a model of any kind."""
-
-    grid: GridShape
-
-    @property
-    def workload(self) -> Workload:
-        """That of the busiest rank."""
-
-    @property
-    def trained_in(self) -> int:
-        """Bytes of the rank that needs most in training, if all ranks hold all of the optimiser's arrays."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +29,14 @@ class Choice:
 
     Attributes
     ----------
-    plan : Planned
+    plan : ModelPlan
     strategy : Strategy
     seconds : dict of str to float
         By what takes them: PARTS.
     sync : SyncCosts
     """
 
-    plan: Planned
+    plan: ModelPlan
     strategy: Strategy
     seconds: dict[str, float]
     sync: SyncCosts
@@ -120,7 +75,7 @@ def grids(ranks: int, given: dict[str, int], batch_size: int, extent: Sequence[i
 
 
 def choices(
-    plans: Iterable[Planned],
+    plans: Iterable[ModelPlan],
     builders: Sequence[StrategyBuilder | Strategy],
     machine: Machine,
     resources: Resources | None = None,
@@ -144,7 +99,7 @@ def choices(
 
 
 def best(
-    found: Sequence[Choice], limit: int | None, within: Callable[[Planned, int], Planned] | None = None
+    found: Sequence[Choice], limit: int | None, within: Callable[[ModelPlan, int], ModelPlan] | None = None
 ) -> tuple[Choice, Choice | None, list[str]]:
     """Return the fastest choice that fits into the limit, the one after it, and why faster ones were left out.
 

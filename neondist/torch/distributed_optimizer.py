@@ -12,12 +12,11 @@ from torch import nn
 from ..comm import all_or_none
 from ..errors import ConfigError
 from ..geometry import GridShape
-from ..layers import Parameter
 from ..plan import ParameterPlan
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from .by_name import TorchOptimizer
 from .module import DistributedModule
-from .parameters import MODULE, ModuleParameters
+from .parameters import ModuleParameters, described
 from .weights import as_array, begin_slots
 
 
@@ -179,6 +178,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def _planned(
     tensors: Mapping[str, nn.Parameter], grid: GridShape, strategy: StrategyBuilder | Strategy | str | None
 ) -> ParameterPlan:
-    named = {f"{MODULE}/{name}": Parameter(tuple(tensor.shape)) for name, tensor in tensors.items()}
     dtype = as_array(next(iter(tensors.values()))).dtype
-    return ParameterPlan(named, grid, dtype, 0, None if strategy is None else as_strategy(strategy))
+    return ParameterPlan(described(tensors), grid, dtype, 0, None if strategy is None else as_strategy(strategy))

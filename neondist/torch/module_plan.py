@@ -16,15 +16,15 @@ from ..geometry import GridShape, Overlapping, Partition
 from ..layers import Parameter
 from ..plan import report
 from ..plan.blocks import COPIES
+from ..plan.model_plan import Workload
 from ..plan.parameters import ParameterPlan
-from ..plan.search import Workload
 from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .costs import PlanCosts, StepCosts, paths, shape_given
 from .execution import Execution
 from .graph import GRADIENTS, Value
 from .layout import Mesh, cut
-from .parameters import MODULE
+from .parameters import MODULE, described
 from .plan import TorchPlan, Traffic
 from .traffic import WayBack
 from .transfer import Wanted
@@ -260,8 +260,10 @@ def _updated(module: nn.Module, steps: TorchPlan) -> dict[str, Parameter]:
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
     reached = WayBack(steps, [name for aliases in names.values() for name in aliases]).reached
-    return {
-        f"{MODULE}/{aliases[0]}": Parameter(tuple(parameter.shape))
-        for parameter, aliases in names.items()
-        if any(steps.parameters.get(name) in reached for name in aliases)
-    }
+    return described(
+        {
+            aliases[0]: parameter
+            for parameter, aliases in names.items()
+            if any(steps.parameters.get(name) in reached for name in aliases)
+        }
+    )

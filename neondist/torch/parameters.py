@@ -21,6 +21,11 @@ MODULE = "module"
 """The layer's name of a module's arrays in checkpoints and strategies."""
 
 
+def described(tensors: Mapping[str, nn.Parameter]) -> dict[str, Parameter]:
+    """Return the parameters of a module by the names that checkpoints and strategies have for them."""
+    return {f"{MODULE}/{name}": Parameter(tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
 class ModuleParameters(Parameters):
     """The trained parameters of a module.
 
@@ -66,7 +71,8 @@ class ModuleParameters(Parameters):
                 f"strategy: the parameters are {', '.join(sorted(kinds))}; expected all float32, or all float64, on cpu"
             )
         dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
-        shards = [ParameterShard(MODULE, name, Parameter(tuple(one.shape)), grid) for name, one in tensors.items()]
+        named = zip(tensors, described(tensors).values(), strict=True)
+        shards = [ParameterShard(MODULE, name, parameter, grid) for name, parameter in named]
         super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
         self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
         self._views: dict[str, torch.Tensor] = {}

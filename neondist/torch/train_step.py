@@ -17,7 +17,7 @@ class ModuleStep(TrainStep):
 
     owner: Any  # a TorchModel, whose module imports this one
 
-    def saved(self, batch: int) -> Callable[[], None]:
+    def saved(self) -> Callable[[], None]:
         """Keep the module's buffers."""
         buffers = list(self.owner.module.buffers())
         kept = [buffer.clone() for buffer in buffers]
@@ -41,7 +41,7 @@ class ModuleStep(TrainStep):
         parameters.sum_gradients(for_update=True)
         return parameters.hear(loss.detach().numpy().reshape(1))
 
-    def locate(self, x: Any, targets: Any, batch: int, put_back: Callable[[], None]) -> str:
+    def locate(self, x: Any, targets: Any, batch: int) -> str:
         """Return the first gradient that is not finite on a rank; collective."""
         bad = {"the loss": not self.finite}
         for name, tensor in self.owner.built.tensors.items():

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from cli_runs import neondist
+from endless import TOY
 from fake_nodes import FakeNodes, missing, needs_mpirun
 from test_restarts import weights
 
@@ -16,22 +17,6 @@ from neondist.comm import loopback
 from neondist.config import load_experiment
 
 pytestmark = [needs_mpirun, pytest.mark.skipif(bool(missing()), reason=missing())]
-TOY = """
-!FitExperiment
-backend: numpy
-dtype: float64
-dataset: !Synthetic {shape: [9, 8, 2], classes: 4, train: 25, test: 5}
-model: !ConvnetDist
-  layers:
-    - !ConvLayerDist {out_channels: 3, kernel_size: 3, padding: 1, activation: !ReLU {}}
-    - !BatchNormLayerDist {}
-    - !DropoutLayerDist {rate: 0.2}
-    - !FCLayerDist {out_features: 4}
-  optimizer: !Adam {learning_rate: 0.01}
-batch_size: 10
-epochs: 1000000
-checkpoint: {every_steps: 1, keep: 2}
-"""
 
 
 @pytest.fixture
