@@ -45,7 +45,8 @@ def distribute(
         The same on every rank; it is neither copied nor changed.
     example_shape : sequence of int
         (N, C, *spatial), of the whole batch and the whole image. For a module of several inputs, a sequence of shapes;
-        those of other rank than the first are cut along the batch alone. (N, features) has no spatial axes.
+        those of other rank than the first are cut along the batch alone. (N, features) has no spatial axes. Batches and
+        images of other sizes may follow: `scatter` takes them, and the module is captured once for each.
     grid : ProcessGrid, optional
         Default: all ranks.
     gather_at : sequence of str

@@ -84,7 +84,7 @@ class DistributedModule(nn.Module):
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
         self.grid, self._compiler = grid, compiler
-        self._shapes, self._dtypes = list(shapes), list(dtypes)
+        self._shapes, self._dtypes = tuple(shapes), list(dtypes)
         self._runners: dict[Any, _Prepared] = {}
         self._current: tuple[Any, _Prepared] | None = None
         self.step = 0
@@ -106,6 +106,7 @@ class DistributedModule(nn.Module):
 
     def forward(self, *tiles: torch.Tensor) -> Any:
         """Return this rank's tiles of the outputs, given those of the inputs; collective."""
+        self._resize(self._shapes_of(tiles))
         if self.grid.size == 1:
             state, prepared = self._prepared()
             self._check_tiles(tiles, prepared)
@@ -141,7 +142,7 @@ class DistributedModule(nn.Module):
         outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
         if prepared.changes:
             if self._watch.key() != state:
-                self._runners[self._watch.settled(state)] = prepared
+                self._runners[self._shapes, self._watch.settled(state)] = prepared
             prepared.changes = self._watch.key() != state
         return self._noted(outputs, prepared.layouts)
 
@@ -209,11 +210,13 @@ class DistributedModule(nn.Module):
         Parameters
         ----------
         image : torch.Tensor (N, C, *spatial)
-            As `example_shape` says.
+            Of the channels that `example_shape` says. A batch or image of another size is captured anew, once for each
+            shape.
         index : int
             Which of the inputs it is.
         """
         check_tensor("image", image)
+        self._resize((*self._shapes[:index], self._checked(image, index), *self._shapes[index + 1 :]))
         if self.grid.size > 1:
             what = "the image given to scatter" if len(self._shapes) == 1 else f"image {index} given to scatter"
             self.grid.note_whole(what, checksum_of(image))
@@ -297,6 +300,36 @@ class DistributedModule(nn.Module):
 
     # Inner.
 
+    def _checked(self, image: torch.Tensor, index: int) -> tuple[int, ...]:
+        """Return the shape of a whole input; ShapeError unless it has the axes and channels of the example."""
+        shape = tuple(image.shape)
+        if not self._like_example(shape, index):
+            raise ShapeError(
+                f"expected a whole tensor of shape {self._shapes[index]}, the same on every rank, or one of another"
+                f" batch or image size, got {shape}"
+            )
+        return shape
+
+    def _like_example(self, shape: tuple[int, ...], index: int) -> bool:
+        """Tell whether an input has the axes and channels of the example."""
+        expected, channels = self._shapes[index], slice(1, 2 if self.wires.mesh.spatial else 1)
+        return len(shape) == len(expected) and shape[channels] == expected[channels] and 0 not in shape
+
+    def _shapes_of(self, tiles: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+        """Return the global shapes of inputs, given this rank's tiles: the last ones, where a tile's is not known."""
+        found = list(self._shapes)
+        for at, tile in enumerate(tiles[: len(found)]):
+            shape = self.tiling.whole_shape(tile)
+            if shape is not None and self._like_example(shape, at):
+                found[at] = shape
+        return tuple(found)
+
+    def _resize(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Go on with inputs of these global shapes."""
+        if shapes != self._shapes:
+            self._shapes, self._current = shapes, None
+            self.tiling.resize(shapes)
+
     def _runner(self) -> _Prepared:
         return self._prepared()[1]
 
@@ -305,7 +338,7 @@ class DistributedModule(nn.Module):
         before = self._watch.key()
         if self._current is not None and before == self._current[0]:  # spares a small step its hash
             return self._current
-        if before not in self._runners:
+        if (self._shapes, before) not in self._runners:
             dtypes = self._input_dtypes()
             program = captured(self.module, list(zip(self._shapes, dtypes, strict=True)))
             where = self.wires.mesh, self.grid.rank, self.tiling.inputs
@@ -322,8 +355,8 @@ class DistributedModule(nn.Module):
             before = self._watch.settled(before, program.reads)
             if len(self._runners) >= REMEMBERED:
                 del self._runners[next(iter(self._runners))]
-            self._runners[before] = prepared
-        self._current = before, self._runners[before]
+            self._runners[self._shapes, before] = prepared
+        self._current = before, self._runners[self._shapes, before]
         return self._current
 
     def _outputs(self) -> list[Layout]:

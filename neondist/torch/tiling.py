@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -33,9 +34,22 @@ class Tiling:
 
     def __init__(self, wires: Wires, shapes: Iterable[Sequence[int]]) -> None:
         self.wires = wires
-        self.inputs = [cut(shape, wires.mesh) for shape in shapes]
+        self.resize(shapes)
         # how tensors that went out of here are cut, by their id as long as they live
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
+
+    def resize(self, shapes: Iterable[Sequence[int]]) -> None:
+        """Cut inputs of other global shapes from now on."""
+        self.inputs = [cut(shape, self.wires.mesh) for shape in shapes]
+
+    def whole_shape(self, tile: Any) -> tuple[int, ...] | None:
+        """Return the global shape of a tensor, given this rank's part; None: it is not known."""
+        if not isinstance(tile, torch.Tensor):
+            return None
+        layout = self.noted(tile)
+        if layout is None:
+            return tuple(tile.shape) if self.wires.grid.size == 1 else None
+        return shape_of(layout)
 
     def note(self, tensor: torch.Tensor, layout: Layout) -> None:
         """Remember how a tensor is cut, as long as it lives."""
@@ -55,8 +69,7 @@ class Tiling:
         """Return this rank's part of a whole tensor, which every rank has; or what each part of an axis is given."""
         if tuple(image.shape) != shape_of(layout):
             raise ShapeError(
-                f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got"
-                f" {tuple(image.shape)}; a model takes images of its example_shape alone"
+                f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got {tuple(image.shape)}"
             )
         if around:
             for dim, (lo, hi) in at_place(around, self.wires.place).items():

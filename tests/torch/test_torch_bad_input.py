@@ -348,8 +348,9 @@ def test_other_arguments():
 def test_whole_tensors_of_the_wrong_shape():
     with nd.ProcessGrid.serial() as grid:
         model, _ = ready(grid)
-        with pytest.raises(nd.ShapeError, match=r"a whole tensor of shape \(2, 3, 11, 9\), .* got \(2, 3, 9, 9\)"):
-            model.scatter(drawn(2, 3, 9, 9))
+        for shape in ((2, 4, 11, 9), (3, 11, 9), (2, 3, 11), (0, 3, 11, 9)):
+            with pytest.raises(nd.ShapeError, match=r"a whole tensor of shape \(2, 3, 11, 9\), .* or image size, got"):
+                model.scatter(drawn(*shape))
         with pytest.raises(nd.ShapeError, match=r"image: expected a torch.Tensor, got ndarray"):
             model.scatter(drawn(*IMAGES).numpy())
         for shape in ((2, 11, 10), (3, 11, 9), (2, 3, 9, 11), (5,)):

@@ -1,0 +1,72 @@
+"""Batches and images of other sizes than the example's: captured once for each, with the numbers of one process."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import neondist as nd
+import neondist.torch as ndt
+
+EXAMPLE = (4, 2, 9, 11)
+
+
+def train(shapes, world, ahead=False, **how):
+    """Return the losses of a step for each shape of a batch, and the whole outputs."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1))
+    model = ndt.distribute(net.double(), EXAMPLE, nd.ProcessGrid(world, **how))
+    optimizer, criterion = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    batches = []
+    for shape in shapes:
+        generator = torch.Generator().manual_seed(sum(shape))
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        y = torch.randint(0, 3, (shape[0], *shape[2:]), generator=generator)
+        batches.append((x, y))
+    found = []
+    tiles = ((model.scatter(x), model.scatter_target(y)) for x, y in batches)
+    for tile, target in list(tiles) if ahead else tiles:
+        output = model(tile)
+        loss = model.loss(criterion, output, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append((loss.detach(), model.gather(output)))
+    return found
+
+
+shapes = st.builds(lambda n, h, w: (n, 2, h, w), st.integers(1, 5), st.integers(4, 12), st.integers(4, 12))
+grids = st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2))
+
+
+@settings(max_examples=6)
+@given(st.lists(shapes, min_size=1, max_size=3), grids, st.booleans())
+def test_numbers_are_those_of_one_process(shapes, factors, ahead):
+    replicas, rows, cols = factors
+    shapes = [*shapes, EXAMPLE]
+    expected = nd.loopback.run(1, lambda world: train(shapes, world))[0]
+
+    def body(world):
+        return train(shapes, world, ahead, replicas=replicas, rows=rows, cols=cols)
+
+    for found in nd.loopback.run(replicas * rows * cols, body):
+        for mine, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_with_batches_of_different_sizes_stop():
+    def body(world):
+        train([(3 + world.rank, 2, 9, 11)], world)
+
+    with pytest.raises(nd.ConfigError, match="the image given to scatter"):
+        nd.loopback.run(2, body)
+
+
+def test_each_shape_is_captured_once():
+    with nd.ProcessGrid.serial() as grid:
+        model = ndt.distribute(nn.Conv2d(2, 3, 3), EXAMPLE, grid)
+        plans = {shape: model.plan for shape in [EXAMPLE] for _ in [model(model.scatter(torch.zeros(shape)))]}
+        for shape in ((1, 2, 9, 11), EXAMPLE, (1, 2, 9, 11)):
+            model(model.scatter(torch.zeros(shape)))
+            assert plans.setdefault(shape, model.plan) is model.plan
