@@ -33,6 +33,7 @@ try:
     from .distributing import distribute
     from .errors import UnsupportedOperator
     from .experiment import TorchModel
+    from .loader import loader
     from .module import DistributedModule
     from .registry import rule
     from .transport import TorchTransport, world
@@ -54,6 +55,7 @@ __all__ = [
     "from_torch",
     "halo",
     "load_weights",
+    "loader",
     "reduce",
     "rule",
     "rules",

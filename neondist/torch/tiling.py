@@ -18,6 +18,11 @@ from .transfer import Wanted, at_place
 from .wires import Wires
 
 
+def mark(tensor: torch.Tensor, layout: Layout) -> None:
+    """Mark a tensor, which no model has returned, with how the whole is cut."""
+    tensor.neondist_layout = layout  # type: ignore[attr-defined]
+
+
 class Tiling:
     """How inputs, outputs and targets of a module are cut.
 
@@ -63,7 +68,7 @@ class Tiling:
     def noted(self, tensor: torch.Tensor) -> Layout | None:
         """Return how a tensor is cut, if it went out of here."""
         reference, layout = self._known.get(id(tensor), (None, None))
-        return layout if reference is not None and reference() is tensor else None
+        return layout if reference is not None and reference() is tensor else getattr(tensor, "neondist_layout", None)
 
     def part(self, image: torch.Tensor, layout: Layout, around: Wanted | None = None) -> torch.Tensor:
         """Return this rank's part of a whole tensor, which every rank has; or what each part of an axis is given."""

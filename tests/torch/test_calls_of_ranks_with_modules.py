@@ -31,6 +31,7 @@ COLLECTIVE = {
     "halo": ("halo", lambda s: ndt.halo(s.tile, WINDOW, s.grid)),
     "halo's backward": ("backward of halo", lambda s: s.view.sum().backward(retain_graph=True)),
     "reduce": ("reduce sum over tiles", lambda s: ndt.reduce(s.tile.sum(), "sum", s.grid)),
+    "loader": ("loader", lambda s: list(ndt.loader([IMAGE[0]], grid=s.grid))),
     "save_weights": ("save_weights", lambda s: ndt.save_weights(s.model, "none.safetensors")),
     "load_weights": ("load_weights", lambda s: ndt.load_weights(s.model, "none.safetensors")),
     "from_torch": ("from_torch", lambda s: ndt.from_torch(s.net, SHAPE, grid=s.grid)),

@@ -1,0 +1,309 @@
+"""Batches of a map-style data set, of which each rank keeps its tile."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from ..comm import ProcessGrid
+from ..errors import ConfigError, ShapeError
+from ..rng import key
+from .checks import checksum_of
+from .layout import Layout, Mesh, local_shape, whole
+from .tiling import mark
+
+Position = tuple[int, int]
+"""An epoch, and the index of a sample."""
+
+
+class Loader:
+    """What `loader` returns: an iterable over this rank's parts of the batches of an epoch.
+
+    Attributes
+    ----------
+    epoch : int
+        How many were begun; the order and the random numbers of the next depend on it. Set it to resume a run.
+    grid : ProcessGrid
+    """
+
+    def __init__(
+        self, dataset: Any, batches: BatchSampler, order: torch.Generator, seed: int, grid: ProcessGrid, **how: Any
+    ) -> None:
+        self.grid, self.epoch = grid, 0
+        self._batches, self._order, self._seed = batches, order, seed
+        self._positions = _Positions()
+        collate = how.pop("collate_fn", None) or default_collate
+        samples = _Samples(dataset, seed, _extent(dataset), grid)
+        self._loader: DataLoader[Any] = DataLoader(
+            samples,
+            batch_sampler=self._positions,
+            collate_fn=_Collate(collate, grid, samples.extent),
+            generator=order,  # else it draws from the global one
+            **how,
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's part of each batch; collective."""
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        self._order.manual_seed(self._seed + epoch)
+        batches = [list(map(int, batch)) for batch in self._batches]
+        owned = [slice(*self.grid.sample_range(len(batch))) for batch in batches]
+        # a rank without samples reads one, of which it keeps none
+        self._positions.batches = [
+            [(epoch, index) for index in batch[part] or batch[:1]] for batch, part in zip(batches, owned, strict=True)
+        ]
+        parts = iter(self._loader)
+        for number, (batch, samples) in enumerate(zip(batches, owned, strict=True)):
+            error: Exception | None = None
+            part = None
+            try:
+                part = next(parts)
+            except Exception as problem:
+                error = problem
+            self.grid.check("loader", {"the epoch": epoch, "the batch": number, "its samples": batch}, error)
+            if part is not None:
+                yield self._marked(part, len(batch), samples.stop - samples.start)
+
+    def _marked(self, part: _Part, samples: int, own: int) -> Any:
+        """Return the tensors of a part, marked with how the whole batch is cut."""
+        tiles = self.grid.tile_comm
+        if tiles.size > 1:
+            ends = np.array([part.checksum, -part.checksum])
+            tiles.allreduce(ends, "max")
+            if ends[0] != -ends[1]:
+                raise ConfigError(
+                    "loader: the ranks of a replica read different samples; a data set has to return the same for an"
+                    " index on every rank. Draw with torch, numpy.random or random, which are seeded for each sample,"
+                    " not with a generator of the data set's own"
+                )
+        mesh = Mesh.of(self.grid.shape, part.spatial)
+        place = mesh.place(self.grid.rank)
+        leaves, tree = pytree.tree_flatten(part.batch)
+        for at, rest in enumerate(part.rests):
+            if rest is not None:
+                leaves[at] = leaves[at][:own]
+                layout = _layout(mesh, (samples, *rest), part.spatial if part.images[at] else 0)
+                if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
+                    raise ShapeError(
+                        f"loader: a batch of {samples} samples has a tensor of shape {tuple(leaves[at].shape)} on this"
+                        f" rank, expected {expected}; collate_fn has to return one entry for each sample"
+                    )
+                mark(leaves[at], layout)
+        return pytree.tree_unflatten(leaves, tree)
+
+
+def loader(
+    dataset: Any,
+    batch_size: int = 1,
+    shuffle: bool = False,
+    seed: int = 0,
+    num_workers: int = 0,
+    drop_last: bool = False,
+    *,
+    grid: ProcessGrid | None = None,
+    sampler: Iterable[int] | None = None,
+    **options: Any,
+) -> Loader:
+    """Return a loader of a map-style data set that gives each rank its tile of each batch.
+
+    Batches are the same on all ranks. A rank reads the samples of its replica, and keeps its tile of each image
+    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are cut alike, others are
+    not. Pass the tensors to the model and to `model.loss` as they are. For each sample the generators of torch, NumPy
+    and Python are seeded with (seed, epoch, index), so that augmentations are the same on every grid and with any
+    number of workers.
+
+    Parameters
+    ----------
+    dataset : map-style data set
+        Of samples as for torch.utils.data.DataLoader, whose first tensor is the image. One that has a method
+        `read(index, box)`, and an attribute `extent`, the spatial extents, reads the cells of a neondist.Box of a
+        sample instead of the whole.
+    batch_size : int
+        Samples of a batch on all ranks together.
+    shuffle : bool
+        Draw another order in each epoch, that of torch.randperm seeded with `seed + epoch`.
+    seed : int
+    num_workers : int
+        Processes that read, for each rank.
+    drop_last : bool
+        Leave out a smaller last batch. Otherwise the model is captured for its size, too.
+    grid : ProcessGrid, optional
+        That of the model; default: all ranks.
+    sampler : iterable of int, optional
+        An order of one's own, the same on every rank.
+    **options
+        Further arguments of torch.utils.data.DataLoader, such as `collate_fn` and `pin_memory`.
+
+    Returns
+    -------
+    Loader
+
+    Raises
+    ------
+    ConfigError
+        Unknown or contradicting arguments; ranks that read different samples.
+    """
+    for name in ("batch_sampler", "generator"):
+        if name in options:
+            raise ConfigError(f"loader: {name} cannot be given; use sampler, batch_size, drop_last and seed")
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
+        raise ConfigError(
+            f"loader: dataset is a {type(dataset).__name__}; expected a map-style data set, with __getitem__ and"
+            " __len__"
+        )
+    if sampler is not None and shuffle:
+        raise ConfigError("loader: sampler and shuffle exclude each other; a sampler draws its own order")
+    order = torch.Generator()
+    try:
+        if sampler is None:
+            sampler = RandomSampler(dataset, generator=order) if shuffle else SequentialSampler(dataset)
+        batches = BatchSampler(sampler, batch_size, drop_last)
+        return Loader(
+            dataset, batches, order, seed, ProcessGrid() if grid is None else grid, num_workers=num_workers, **options
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loader: {error}") from error
+
+
+class _Part(NamedTuple):
+    """What a worker reads of a batch.
+
+    Attributes
+    ----------
+    batch : collated samples, of which images are cut
+    spatial : int
+        Number of the images' spatial axes.
+    rests, images
+        Of each leaf the whole shape without the batch, or None if it is no tensor; and whether it is cut.
+    checksum : int
+        Of all tensors before they were cut; 0 if they were read so.
+    """
+
+    batch: Any
+    spatial: int
+    rests: list[tuple[int, ...] | None]
+    images: list[bool]
+    checksum: int
+
+
+class _Positions:
+    """A batch sampler of given batches."""
+
+    def __init__(self) -> None:
+        self.batches: Sequence[list[Position]] = ()
+
+    def __iter__(self) -> Iterator[list[Position]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _Samples(Dataset[Any]):
+    """A data set whose samples are read with generators of their own.
+
+    Attributes
+    ----------
+    extent : tuple of int or None
+        The images' whole extents, where the data set reads boxes.
+    """
+
+    def __init__(self, dataset: Any, seed: int, extent: tuple[int, ...] | None, grid: ProcessGrid) -> None:
+        self.dataset, self.seed, self.extent = dataset, seed, extent
+        self._box = None if extent is None else grid.tile_box(extent)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, position: Position) -> Any:
+        epoch, index = position
+        with _seeded(key(self.seed, "sample", epoch, index)):
+            return self.dataset[index] if self._box is None else self.dataset.read(index, self._box)
+
+
+class _Collate:
+    """Samples as a batch, cut into this rank's tile."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], grid: ProcessGrid, extent: tuple[int, ...] | None) -> None:
+        self.collate, self.extent = collate, extent
+        self.shape, self.rank = grid.shape, grid.rank
+
+    def __call__(self, samples: list[Any]) -> _Part:
+        leaves, tree = pytree.tree_flatten(self.collate(samples))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise ConfigError("loader: samples have no tensor; the first has to be the image")
+        spatial = max(0, tensors[0].dim() - 2)
+        mesh, cells = Mesh.of(self.shape, spatial), tuple(tensors[0].shape[2:])
+        place, extent, checksum = mesh.place(self.rank), self.extent or cells, 0
+        rests, images = list[tuple[int, ...] | None](), []
+        for at, leaf in enumerate(leaves):
+            tensor = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+            image = tensor and spatial > 0 and leaf.dim() > spatial and tuple(leaf.shape[-spatial:]) == cells
+            images.append(image)
+            if not tensor:
+                rests.append(None)
+                continue
+            rests.append((*leaf.shape[1:-spatial], *extent) if image else tuple(leaf.shape[1:]))
+            if self.extent is None:
+                checksum = (checksum * 31 + checksum_of(leaf)) % 2**32
+                if image:
+                    for axis, dim in enumerate(range(leaf.dim() - spatial, leaf.dim()), 1):
+                        lo, hi = mesh.atom(leaf.shape[dim], axis).range(place)
+                        leaf = leaf.narrow(dim, lo, hi - lo)
+                    leaves[at] = leaf.contiguous()
+        return _Part(pytree.tree_unflatten(leaves, tree), spatial, rests, images, checksum)
+
+
+def _extent(dataset: Any) -> tuple[int, ...] | None:
+    """Return the spatial extents of the images of a data set that reads boxes; None: it reads whole ones."""
+    if not hasattr(dataset, "read"):
+        return None
+    try:
+        return tuple(int(n) for n in dataset.extent)
+    except (AttributeError, TypeError):
+        raise ConfigError(
+            f"loader: {type(dataset).__name__} has read(index, box), but no attribute extent; give it the spatial"
+            " extents of the images, such as (height, width)"
+        ) from None
+
+
+def _layout(mesh: Mesh, shape: tuple[int, ...], spatial: int) -> Layout:
+    """Return how a batch is cut: its last `spatial` axes into tiles, the first over replicas."""
+    middle = len(shape) - spatial
+    cells = [(mesh.atom(n, axis),) for axis, n in enumerate(shape[middle:], 1)]
+    return ((mesh.atom(shape[0], 0),), *whole(shape[1:middle]), *cells)
+
+
+@contextmanager
+def _seeded(number: int) -> Iterator[None]:
+    """Seed the generators of torch, NumPy and Python for a while."""
+    python, legacy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(number >> 1)
+        np.random.seed(number % 2**32)
+        random.seed(number)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
