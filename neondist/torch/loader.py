@@ -45,7 +45,7 @@ class Loader:
         self, dataset: Any, batches: BatchSampler, order: torch.Generator, seed: int, grid: ProcessGrid, **how: Any
     ) -> None:
         self.grid, self.epoch = grid, 0
-        self._batches, self._order, self._seed = batches, order, seed
+        self._batches, self._order, self._seed, self._drawn = batches, order, seed, -1
         self._positions = _Positions()
         collate = how.pop("collate_fn", None) or default_collate
         samples = _Samples(dataset, seed, _extent(dataset), grid)
@@ -53,7 +53,7 @@ class Loader:
             samples,
             batch_sampler=self._positions,
             collate_fn=_Collate(collate, grid, samples.extent),
-            generator=order,  # else it draws from the global one
+            generator=torch.Generator(),  # else it draws from the global one
             **how,
         )
 
@@ -64,8 +64,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch; collective."""
         epoch, self.epoch = self.epoch, self.epoch + 1
-        self._order.manual_seed(self._seed + epoch)
-        batches = [list(map(int, batch)) for batch in self._batches]
+        batches = self._drawn_for(epoch)
         owned = [slice(*self.grid.sample_range(len(batch))) for batch in batches]
         # a rank without samples reads one, of which it keeps none
         self._positions.batches = [
@@ -82,6 +81,18 @@ class Loader:
             self.grid.check("loader", {"the epoch": epoch, "the batch": number, "its samples": batch}, error)
             if part is not None:
                 yield self._marked(part, len(batch), samples.stop - samples.start)
+
+    def _drawn_for(self, epoch: int) -> list[list[int]]:
+        """Return the batches of an epoch, in the order of a DataLoader that has drawn those before."""
+        batches: list[list[int]] = []
+        if epoch <= self._drawn or self._drawn < 0:
+            self._order.manual_seed(self._seed)
+            self._drawn = -1
+        while self._drawn < epoch:
+            torch.empty((), dtype=torch.int64).random_(generator=self._order)  # a DataLoader's base seed
+            batches = [list(map(int, batch)) for batch in self._batches]
+            self._drawn += 1
+        return batches
 
     def _marked(self, part: _Part, samples: int, own: int) -> Any:
         """Return the tensors of a part, marked with how the whole batch is cut."""
@@ -140,7 +151,7 @@ def loader(
     batch_size : int
         Samples of a batch on all ranks together.
     shuffle : bool
-        Draw another order in each epoch, that of torch.randperm seeded with `seed + epoch`.
+        Draw another order in each epoch: that of a DataLoader with `generator=torch.Generator().manual_seed(seed)`.
     seed : int
     num_workers : int
         Processes that read, for each rank.

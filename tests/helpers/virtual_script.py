@@ -17,7 +17,10 @@ def printed_by(script, *words, ranks=1):
 
     def body(world):
         local.world = world
-        exec(code, {"__name__": script.stem, "print": lambda *said, flush: lines.append(" ".join(said))})
+        names = {"__name__": script.stem, "print": lambda *said, flush: lines.append(" ".join(said))}
+        exec(code, names)
+        if "model" in names:  # a process would end here; a writer of logs may keep the names
+            names["model"].grid.close()
 
     with pytest.MonkeyPatch.context() as patch, captured_once():
         patch.setattr(mpi, "world", lambda: local.world)

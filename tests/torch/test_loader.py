@@ -90,20 +90,18 @@ def test_worker_processes_change_nothing():
     np.testing.assert_array_equal(train(Images(), None, shuffle=True, num_workers=2), expected)
 
 
-def test_the_order_is_that_of_torch():
-    for epoch in range(2):
-        loader = ndt.loader(Images(noise=False), 7, shuffle=True, seed=4, grid=nd.ProcessGrid.serial())
-        loader.epoch = epoch
-        (batch,) = loader
-        order = torch.randperm(7, generator=torch.Generator().manual_seed(4 + epoch))
-        assert batch[1]["index"].tolist() == order.tolist()
-
-
-def test_one_process_has_the_batches_of_a_data_loader():
-    own = ndt.loader(Images(noise=False), 3, grid=nd.ProcessGrid.serial())
-    for mine, plain in zip(own, DataLoader(Images(noise=False), 3), strict=True):
-        assert torch.equal(mine[0], plain[0])
-        assert torch.equal(mine[1]["cells"], plain[1]["cells"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_one_process_has_the_batches_of_a_data_loader(shuffle):
+    images, order = Images(noise=False), torch.Generator().manual_seed(4)
+    own = ndt.loader(images, 3, shuffle, seed=4, grid=nd.ProcessGrid.serial())
+    resumed = ndt.loader(images, 3, shuffle, seed=4, grid=nd.ProcessGrid.serial())
+    plain = DataLoader(images, 3, shuffle, generator=order)
+    for epoch in range(3):
+        resumed.epoch = epoch
+        for mine, again, right in zip(own, resumed, plain, strict=True):
+            assert mine[1]["index"].tolist() == again[1]["index"].tolist() == right[1]["index"].tolist()
+            assert torch.equal(mine[0], right[0])
+            assert torch.equal(mine[1]["cells"], right[1]["cells"])
 
 
 def test_global_generators_stay_as_they_were():
