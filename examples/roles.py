@@ -1,11 +1,11 @@
 """TensorLayer's tutorial of distributed training: a multi-layer perceptron, 784-800-800-10, on digits, by roles.
 
-Start it in three shells, each with the same cluster and its own task:
+Start it in three shells, each with the same cluster and a task of its own:
 
-    export TF_CONFIG='{"cluster": {"master": ["127.0.0.1:3001"], "worker": ["127.0.0.1:3002"]}, "task": {"type": "master"}}'
-    export TF_CONFIG='{"cluster": {"master": ["127.0.0.1:3001"], "worker": ["127.0.0.1:3002"]}, "task": {"type": "worker"}}'
-    export TF_CONFIG='{"cluster": {"master": ["127.0.0.1:3001"], "worker": ["127.0.0.1:3002"]}, "task": {"type": "evaluator"}}'
-    python examples/roles.py ckpt
+    CLUSTER='"cluster": {"master": ["127.0.0.1:3001"], "worker": ["127.0.0.1:3002"]}'
+    TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"master\"}}" python examples/roles.py
+    TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"worker\"}}" python examples/roles.py
+    TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"evaluator\"}}" python examples/roles.py
 
 Master and worker each train on a shard of the digits and add up their gradients; the evaluator tests each checkpoint.
 Without TF_CONFIG one process trains alone.
