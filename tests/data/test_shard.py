@@ -42,7 +42,7 @@ def test_shards_are_disjoint_and_cover(tmp_path, make, kept):
     assert len(whole.train) == len(images)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     replicas=st.integers(1, 3),
     tiles=st.integers(1, 2),

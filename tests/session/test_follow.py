@@ -46,7 +46,7 @@ def train(folder, last=6, every=2):
 EVENTS = st.lists(st.sampled_from(["step", "step", "look"]), max_size=40)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(events=EVENTS, every=st.integers(1, 3))
 def test_each_checkpoint_once_in_order(tmp_path_factory, events, every):
     """The evaluator looks at any time; it misses only what was removed before it looked."""

@@ -58,7 +58,7 @@ def run(kind, folder, last, **fields):
     return loopback.run(RANKS[kind], lambda world: final(world, folder, last, SHAPES[kind], **fields))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(kind=st.sampled_from(list(SHAPES)), cuts=st.sets(st.integers(1, LAST - 1), min_size=1, max_size=2))
 def test_layers_resume_at_any_step(tmp_path_factory, kind, cuts):
     if kind not in undisturbed:
@@ -135,7 +135,7 @@ def torch_trained(folder, last, kind):
     return losses, optimizer.state_dict(), {name: one.clone() for name, one in module.state_dict().items()}
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(kind=st.sampled_from(["AllReduce", "plain"]), cut=st.integers(1, 6))
 def test_torch_modules_resume_at_any_step(tmp_path_factory, kind, cut):
     torch = pytest.importorskip("torch")

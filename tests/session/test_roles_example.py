@@ -34,7 +34,7 @@ def test_three_shells(tmp_path):
     told = {}
     try:
         for kind in ("master", "worker", "evaluator"):
-            out, err = tasks[kind].communicate(timeout=240)
+            out, err = tasks[kind].communicate(timeout=600)
             told[kind] = out
             assert (err, tasks[kind].returncode) == ("", 0), kind
     finally:
