@@ -1,5 +1,12 @@
-"""`neondist.train`, under its name until this release."""
+"""Training and evaluation by roles: a script's own loop with hooks, checkpoints and a common end.
 
-from ..renamed import moved
+distributed_session: what a script uses. state: what hooks look at. training, evaluation: the two roles. data_position:
+batches from where a checkpoint was. hooks: stopping, first weights. logs: lines and numbers of steps. follow: each
+checkpoint of a job once, in order.
+"""
 
-__getattr__ = moved(__name__, "neondist.train", {"Run": "TrainState"})
+from .distributed_session import DistributedSession
+from .follow import follow_checkpoints
+from .hooks import LoadCheckpoint, StopAtStepHook, StopAtTimeHook
+
+__all__ = ["DistributedSession", "LoadCheckpoint", "StopAtStepHook", "StopAtTimeHook", "follow_checkpoints"]
