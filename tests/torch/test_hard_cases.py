@@ -120,7 +120,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function(name):
-    check(Function(FUNCTIONS[name]), IMAGES, grids=in_turn(MANY))
+    check(Function(FUNCTIONS[name]), IMAGES, grids=in_turn(MANY, 1))
 
 
 class NoGrad(nn.Module):
@@ -265,7 +265,7 @@ MODULES = {
 def test_a_module(name):
     torch.manual_seed(1)
     module, given = MODULES[name]
-    check(module(), IMAGES, grids=in_turn(MANY), **given)
+    check(module(), IMAGES, grids=in_turn(MANY, 1), **given)
 
 
 class Tokens(nn.Sequential):
