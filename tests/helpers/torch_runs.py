@@ -246,3 +246,36 @@ def check(module, *shapes, grids=None, tolerance=1e-9, **more):
             for rank, found in enumerate(distributed(module, inputs, expected["gradients"], grid, **dict(more))):
                 worst, where = difference(found, expected)
                 assert worst <= tolerance, f"grid {grid}, rank {rank}: {where} is off by {worst:.1e}"
+
+
+class Beside(nn.Module):
+    """Modules side by side, each of an input of its own."""
+
+    def __init__(self, modules):
+        super().__init__()
+        self.inner = nn.ModuleList(modules)
+
+    def forward(self, *inputs):
+        return [module(x) for module, x in zip(self.inner, inputs, strict=True)]
+
+
+def groups(names, most=7):
+    """Return lists of names, to be checked at once."""
+    names = list(names)
+    return [names[first : first + most] for first in range(0, len(names), most)]
+
+
+def check_beside(modules, shape, **how):
+    """Assert of a dictionary of modules what `check` does, at once: most of the time goes into what all share.
+
+    If something is wrong, each is tried alone, to name it.
+    """
+    try:
+        check(Beside(copy.deepcopy(module) for module in modules.values()), *[shape] * len(modules), **how)
+    except Exception:
+        for name, module in modules.items():
+            try:
+                check(module, shape, **how)
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+        raise
