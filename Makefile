@@ -9,7 +9,7 @@ COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
+.PHONY: all-cases torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
@@ -32,6 +32,10 @@ hunt: .venv/test
 # half an hour: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test
 	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n 0 tests/torch/test_zoo.py
+
+# half an hour: all cases of tests that take turns, which `make test` tries by NEONDIST_SEED
+all-cases: .venv/test
+	OMP_NUM_THREADS=1 NEONDIST_CASES=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # half an hour, 6 GB of disk for a moment: the oldest PyTorch that pyproject.toml allows, the pinned one and the newest,
 # each in an environment of its own; TORCH="--versions oldest 2.12": others

@@ -6,14 +6,12 @@ be between processes: arrays of exchanges as they are, all other values by pickl
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import threading
-import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -21,43 +19,81 @@ import numpy as np
 from ..errors import ConfigError, RemoteError
 from ..registry.arguments import checked
 from .transport import CLOSED, Exchange, Message, ReduceOp, Request, Transport
-from .turns import Turns
+from .turns import Turns, closed_gate
+
+
+@dataclass(eq=False)
+class _Mailbox:
+    """What one rank has sent to another, and the gate at which that one waits for more."""
+
+    values: deque[Any] = field(default_factory=deque)
+    gate: threading.Lock | None = None
 
 
 class _World:
     """State that the threads share: their turns, the calls that they are in, and whether one of them failed."""
 
     def __init__(self, timeout: float, turns: Turns) -> None:
-        self.timeout, self.turns, self.failed = timeout, turns, threading.Event()
+        self.timeout, self.turns, self.failed = timeout, turns, False
         self.calls: dict[int, str] = {}  # that each rank is in
-        self.ended: set[int] = set()
+        self._ended: set[int] = set()
+        self._waiting: dict[_Mailbox, int] = {}  # and the rank that is to send
 
-    def receive(self, box: SimpleQueue, ends: tuple[int, int]) -> Any:
+    def put(self, box: _Mailbox, value: Any) -> None:
+        """Put a value into a mailbox, and let who waits for it have the next turn that is free."""
+        with self.turns.lock:
+            box.values.append(value)
+            self._wake(box)
+
+    def receive(self, box: _Mailbox, ends: tuple[int, int]) -> Any:
         """Take the next value of a mailbox; `ends` are the ranks of its sender and its receiver in the world."""
-        with contextlib.suppress(Empty):
-            return box.get_nowait()
-        self.turns.end()  # others compute while this rank waits
-        try:
-            return self._wait(box, *ends)
-        finally:
-            self.turns.begin(ends[1])
+        sender, rank = ends
+        with self.turns.lock:
+            if box.values:
+                return box.values.popleft()
+            if self.failed or sender in self._ended:
+                raise self._nothing_comes(sender, rank)
+            box.gate = gate = closed_gate()
+            self._waiting[box] = sender
+            self.turns.pass_on()  # others compute while this rank waits
+        if not gate.acquire(timeout=self.timeout):
+            with self.turns.lock:
+                self._wake(box)
+            gate.acquire()
+        self.turns.begun(rank)
+        with self.turns.lock:
+            if box.values:
+                return box.values.popleft()
+            raise self._nothing_comes(sender, rank)
 
-    def _wait(self, box: SimpleQueue, sender: int, rank: int) -> Any:
-        end = time.monotonic() + self.timeout
-        while not self.failed.is_set():
-            ended = sender in self.ended  # asked first: what it has sent is there then
-            try:
-                return box.get(timeout=0.05)
-            except Empty:
-                if ended:
-                    where = f", in {self.calls[rank]}" if rank in self.calls else ""
-                    raise RemoteError(f"rank {sender} has ended, but rank {rank} waits for it{where}") from None
-                if time.monotonic() > end:
-                    calls = "; ".join(f"rank {at}: the call is {call}" for at, call in sorted(self.calls.items()))
-                    raise TimeoutError(
-                        f"no message within {self.timeout} s: the virtual ranks wait for each other ({calls})"
-                    ) from None
-        raise RemoteError("another virtual rank failed")
+    def end(self, rank: int) -> None:
+        """Take note that a rank has ended; nobody waits for it any more."""
+        with self.turns.lock:
+            self._ended.add(rank)
+            for box in [box for box, sender in self._waiting.items() if sender == rank]:
+                self._wake(box)
+
+    def fail(self) -> None:
+        """End all ranks."""
+        with self.turns.lock:
+            self.failed = True
+            for box in list(self._waiting):
+                self._wake(box)
+
+    def _wake(self, box: _Mailbox) -> None:
+        if box.gate is not None:
+            del self._waiting[box]
+            self.turns.offer(box.gate)
+            box.gate = None
+
+    def _nothing_comes(self, sender: int, rank: int) -> Exception:
+        if self.failed:
+            return RemoteError("another virtual rank failed")
+        if sender in self._ended:
+            where = f", in {self.calls[rank]}" if rank in self.calls else ""
+            return RemoteError(f"rank {sender} has ended, but rank {rank} waits for it{where}")
+        calls = "; ".join(f"rank {at}: the call is {call}" for at, call in sorted(self.calls.items()))
+        return TimeoutError(f"no message within {self.timeout} s: the virtual ranks wait for each other ({calls})")
 
 
 class _Group:
@@ -66,9 +102,9 @@ class _Group:
     def __init__(self, members: Sequence[int], ranks: Sequence[int]) -> None:
         self.members, self.ranks = members, ranks  # of the group that this is a part of; and of the world
         self._lock = threading.Lock()
-        self._boxes: defaultdict[tuple, SimpleQueue] = defaultdict(SimpleQueue)
+        self._boxes: defaultdict[tuple, _Mailbox] = defaultdict(_Mailbox)
 
-    def box(self, *address: int) -> SimpleQueue:
+    def box(self, *address: int) -> _Mailbox:
         with self._lock:
             return self._boxes[address]
 
@@ -92,7 +128,7 @@ class LoopbackTransport(Transport):
 
     def _put(self, peer: int, value: Any) -> None:
         """Put a value that nobody changes into the mailbox of `peer`."""
-        self.group.box(self.rank, peer).put(value)
+        self.world.put(self.group.box(self.rank, peer), value)
 
     def _take(self, peer: int) -> Any:
         return self.world.receive(self.group.box(peer, self.rank), self.ends(peer))
@@ -106,7 +142,7 @@ class LoopbackTransport(Transport):
         if call and not self.closed:
             self.world.calls[self.group.ranks[self.rank]] = call
 
-    def mailboxes(self, peers: Iterable[int], outgoing: bool) -> dict[int, SimpleQueue]:
+    def mailboxes(self, peers: Iterable[int], outgoing: bool) -> dict[int, _Mailbox]:
         """Return a new mailbox to, or from, every peer; both ends of a pair open theirs in the same order."""
         boxes = {}
         for peer in peers:
@@ -138,7 +174,7 @@ class LoopbackTransport(Transport):
         """Begin to replace the array by its sum over all ranks, taken in rank order."""
         share = array.copy()
         for peer in range(self.size):
-            self.group.box(self.rank, peer, 0).put(share)
+            self.world.put(self.group.box(self.rank, peer, 0), share)
         return _LoopbackRequest(self, array)
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
@@ -179,7 +215,7 @@ class LoopbackTransport(Transport):
 
     def abort(self, code: int) -> None:
         """End all virtual ranks."""
-        self.world.failed.set()
+        self.world.fail()
         raise SystemExit(code)
 
 
@@ -213,7 +249,7 @@ class _LoopbackExchange(Exchange):
 
     def _start(self) -> None:
         for message in self.sends:
-            self.outboxes[message.peer].put(message.cells.copy())
+            self.transport.world.put(self.outboxes[message.peer], message.cells.copy())
 
     def _finish(self) -> None:
         for message in self.receives:
@@ -253,10 +289,10 @@ def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float
         turns.begin(rank)
         try:
             results[rank] = function(LoopbackTransport(world, group, rank, ranks))
-            world.ended.add(rank)
+            world.end(rank)
         except BaseException as error:
             errors.append(error)
-            world.failed.set()
+            world.fail()
         finally:
             turns.end()
 

@@ -6,25 +6,39 @@ import ctypes
 import random
 import sys
 import threading
+from collections import deque
 
 import numpy as np
 
 
 class Turns:
-    """The right to compute, which at most `at_once` ranks have at a time.
+    """The right to compute, which at most `at_once` ranks have at a time; it goes to those that wait in their order.
 
     If it is one, the process's global random generators (Python's, NumPy's, PyTorch's) are in the states of the rank
     whose turn it is: all ranks begin with those of the caller.
+
+    Attributes
+    ----------
+    lock : threading.Lock
+        Held by callers of `offer` and `pass_on`, and for whatever decides whether they wait.
     """
 
     def __init__(self, ranks: int, at_once: int) -> None:
-        self._free = threading.Semaphore(at_once)
+        self.lock = threading.Lock()
+        self._free, self._gates = at_once, deque[threading.Lock]()
         self._states = [_Generators()] * ranks if at_once == 1 else []
         self._last = 0
 
     def begin(self, rank: int) -> None:
         """Wait for the turn of a rank."""
-        self._free.acquire()
+        gate = closed_gate()
+        with self.lock:
+            self.offer(gate)
+        gate.acquire()
+        self.begun(rank)
+
+    def begun(self, rank: int) -> None:
+        """Let the random generators be those of a rank whose turn it is now."""
         if self._states and rank != self._last:
             self._states[self._last] = now = self._states[self._last].read()
             self._states[rank].restore(now)
@@ -32,7 +46,29 @@ class Turns:
 
     def end(self) -> None:
         """Give the turn to another rank."""
-        self._free.release()
+        with self.lock:
+            self.pass_on()
+
+    def offer(self, gate: threading.Lock) -> None:
+        """Open a gate as soon as there is a turn for who waits at it."""
+        self._gates.append(gate)
+        if self._free:
+            self._free -= 1
+            self._gates.popleft().release()
+
+    def pass_on(self) -> None:
+        """Open the next gate."""
+        if self._gates:
+            self._gates.popleft().release()
+        else:
+            self._free += 1
+
+
+def closed_gate() -> threading.Lock:
+    """Return a lock that another thread is to release."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
 
 
 class _Generators:

@@ -7,11 +7,16 @@ import pytest
 
 import neondist as nd
 
-xarray = pytest.importorskip("xarray", reason="made by xarray")
 pytest.importorskip("netCDF4", reason="made by netCDF4")
 
 
-def field():
+@pytest.fixture
+def xarray():
+    """That takes seconds to import, in each worker if done in the file."""
+    return pytest.importorskip("xarray", reason="made by xarray")
+
+
+def field(xarray):
     time = xarray.DataArray(np.arange(2.0), dims="time", attrs={"units": "days since 2000-01-01", "calendar": "noleap"})
     time.attrs |= {"bounds": "time_bnds", "standard_name": "time"}
     lat = xarray.DataArray(np.arange(12.0).reshape(3, 4), dims=("y", "x"), attrs={"units": "degrees_north"})
@@ -38,8 +43,8 @@ def field():
 
 
 @pytest.mark.parametrize("kind", ["nc", 2, 3])
-def test_what_a_netcdf_file_keeps(tmp_path, kind):
-    made = xarray.Dataset(field())
+def test_what_a_netcdf_file_keeps(tmp_path, kind, xarray):
+    made = xarray.Dataset(field(xarray))
     if kind == "nc":
         made.to_netcdf(tmp_path / "a.nc", engine="netcdf4")
     else:
@@ -57,7 +62,7 @@ def test_what_a_netcdf_file_keeps(tmp_path, kind):
             sink.commit()
     with xarray.open_dataset(tmp_path / "b.nc", decode_cf=False) as found:
         kept = {name: value for name, value in found["p"].attrs.items() if name != "units"}
-        assert kept == {name: value for name, value in field()["v"][2].items() if name != "units"} | {
+        assert kept == {name: value for name, value in field(xarray)["v"][2].items() if name != "units"} | {
             "coordinates": "lat lon"
         }
         for name, variable in made.variables.items():

@@ -1,14 +1,15 @@
 """Storage faults, or the end of the process, at every open, write, fsync, rename and unlink of kinds of commands.
 
-`python storage_faults.py FOLDER SHARE [FIRST] [kill] [JOB ...]` tries one in SHARE of all calls of these or all jobs
-and prints a table; exit code 1 if one was not taken well. The process preloads faulty_disk.c and forks for each, so
-that nothing is imported anew.
+`python storage_faults.py FOLDER SHARE [FIRST] [kill] [JOB ...] [and SHARE ...]` tries one in SHARE of all calls of
+these or all jobs and prints a table; exit code 1 if one was not taken well. The process preloads faulty_disk.c and
+forks for each, so that nothing is imported anew.
 """
 
 import contextlib
 import ctypes
 import errno
 import importlib
+import itertools
 import os
 import re
 import shutil
@@ -232,9 +233,8 @@ class Bench:
         return ""
 
 
-def main(folder, share, first=0, kill=False, jobs=()):
+def tried(bench, share, first=0, kill=False, jobs=()):
     """Try one in `share` faults, or ends of the process; return how many were not taken well."""
-    bench = Bench(folder)
     rows, wrong = {}, []
     for job in jobs or JOBS:
         kept, words = JOBS[job]
@@ -277,6 +277,11 @@ if __name__ == "__main__":
         os.execve(sys.executable, [sys.executable, *sys.argv], env)
     with contextlib.suppress(KeyError):
         del os.environ["LD_PRELOAD"]
-    numbers = [int(word) for word in sys.argv[2:] if word.isdecimal()]
-    jobs = [word for word in sys.argv[2 + len(numbers) :] if word != "kill"]
-    sys.exit(bool(main(folder, *numbers, kill="kill" in sys.argv, jobs=jobs)))
+    bench, wrong = Bench(folder), 0
+    for _, words in itertools.groupby(sys.argv[2:], lambda word: word == "and"):
+        words = list(words)
+        numbers = [int(word) for word in words if word.isdecimal()]
+        if numbers:
+            jobs = [word for word in words[len(numbers) :] if word != "kill"]
+            wrong += tried(bench, *numbers, kill="kill" in words, jobs=jobs)
+    sys.exit(bool(wrong))

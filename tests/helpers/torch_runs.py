@@ -2,9 +2,7 @@
 
 import copy
 import importlib
-import os
 import threading
-import zlib
 from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ import pytest
 import torch
 from idle_cells import idle_cells
 from torch import nn
+from turns import in_turn as in_turn  # for the tests here
 
 from neondist import ProcessGrid
 from neondist.comm import loopback
@@ -236,12 +235,6 @@ def captured_once(programs=None):
         yield
 
 
-def in_turn(grids, number=2):
-    """Return some of the grids: tests take turns."""
-    at = zlib.crc32(os.environ["PYTEST_CURRENT_TEST"].encode())
-    return tuple(grids[(at + more) % len(grids)] for more in range(number))
-
-
 def check(module, *shapes, grids=None, tolerance=1e-9, **more):
     """Assert that a module gives the numbers of one process on all of the grids, in float64; default: on some."""
     torch.manual_seed(3)
@@ -249,7 +242,40 @@ def check(module, *shapes, grids=None, tolerance=1e-9, **more):
     inputs = [torch.randn(shape, dtype=torch.float64) if isinstance(shape, tuple) else shape for shape in shapes]
     expected = serial(module, inputs)
     with captured_once():
-        for grid in grids or (*BOTH_AXES_AND_REPLICAS, *in_turn(OTHERS, 1)):
+        for grid in grids or (*in_turn(BOTH_AXES_AND_REPLICAS, 1), *in_turn(OTHERS, 1)):
             for rank, found in enumerate(distributed(module, inputs, expected["gradients"], grid, **dict(more))):
                 worst, where = difference(found, expected)
                 assert worst <= tolerance, f"grid {grid}, rank {rank}: {where} is off by {worst:.1e}"
+
+
+class Beside(nn.Module):
+    """Modules side by side, each of an input of its own."""
+
+    def __init__(self, modules):
+        super().__init__()
+        self.inner = nn.ModuleList(modules)
+
+    def forward(self, *inputs):
+        return [module(x) for module, x in zip(self.inner, inputs, strict=True)]
+
+
+def groups(names, most=7):
+    """Return lists of names, to be checked at once."""
+    names = list(names)
+    return [names[first : first + most] for first in range(0, len(names), most)]
+
+
+def check_beside(modules, shape, **how):
+    """Assert of a dictionary of modules what `check` does, at once: most of the time goes into what all share.
+
+    If something is wrong, each is tried alone, to name it.
+    """
+    try:
+        check(Beside(copy.deepcopy(module) for module in modules.values()), *[shape] * len(modules), **how)
+    except Exception:
+        for name, module in modules.items():
+            try:
+                check(module, shape, **how)
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+        raise

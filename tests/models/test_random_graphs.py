@@ -17,7 +17,7 @@ from graphs.play import Wrong
 from graphs.shrink import shrink, smaller_cases
 
 SEED = int(os.environ["NEONDIST_SEED"])
-CASES, AT_ONCE = 20, 5  # tests/mpi has some more
+CASES, AT_ONCE = 15, 5  # tests/mpi has some more
 
 
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))

@@ -356,7 +356,8 @@ def test_a_change_is_seen_by_all_ways_of_reading(kept):
                 ]
             return found
 
-    assert nd.loopback.run(2, body) == [[], []]
+    with captured_once():
+        assert nd.loopback.run(2, body) == [[], []]
 
 
 def averaged(momentum=None, **more):

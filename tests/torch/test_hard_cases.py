@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from test_operators import Function, tokens  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import check, in_turn  # noqa: E402
+from torch_runs import check, check_beside, groups, in_turn  # noqa: E402
 
 import neondist as nd  # noqa: E402
 
@@ -118,9 +118,9 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function(name):
-    check(Function(FUNCTIONS[name]), IMAGES, grids=in_turn(MANY))
+@pytest.mark.parametrize("names", groups(FUNCTIONS), ids=lambda names: names[0])
+def test_functions(names):
+    check_beside({name: Function(FUNCTIONS[name]) for name in names}, IMAGES, grids=in_turn(MANY))
 
 
 class NoGrad(nn.Module):
@@ -265,7 +265,7 @@ MODULES = {
 def test_a_module(name):
     torch.manual_seed(1)
     module, given = MODULES[name]
-    check(module(), IMAGES, grids=in_turn(MANY), **given)
+    check(module(), IMAGES, grids=in_turn(MANY, 1), **given)
 
 
 class Tokens(nn.Sequential):

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch_runs import Function, check, in_turn  # noqa: E402
+from torch_runs import Function, check_beside, groups, in_turn  # noqa: E402
 
 GRIDS = ((1, 1, 2), (1, 3, 1), (1, 2, 2), (2, 1, 2))
 
@@ -98,7 +98,8 @@ def low_rank(u, s, vh):
     return (u[..., :2] * s[..., None, :2]) @ vh[..., :2, :]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_matrices_are_those_of_one_process(name):
+@pytest.mark.parametrize("names", groups(MODULES), ids=lambda names: names[0])
+def test_matrices_are_those_of_one_process(names):
     torch.manual_seed(0)
-    check(MODULES[name](), (2, 3, 13, 11), grids=in_turn(GRIDS), tolerance=1e-8)
+    modules = {name: MODULES[name]() for name in names}
+    check_beside(modules, (2, 3, 13, 11), grids=in_turn(GRIDS), tolerance=1e-8)

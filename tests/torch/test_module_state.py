@@ -341,7 +341,7 @@ def test_a_module_is_left_as_it_was(name, capfd):
             model.loss(lambda y, t: module(y).mean(), model(x), x)
 
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    for ranks, run in ((1, body), (2, body), (1, converted), (2, as_criterion)):
+    for ranks, run in ((2, body), (1, converted), (2, as_criterion)):
         try:
             nd.loopback.run(ranks, run)
         except nd.UserError as error:

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import Function, check  # noqa: E402
+from torch_runs import BOTH_AXES_AND_REPLICAS, OTHERS, Function, check_beside, groups, in_turn  # noqa: E402
 
 IMAGES = (2, 3, 13, 11)
 
@@ -126,7 +126,8 @@ def written(x):
     return x
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_an_operator_gives_the_numbers_of_one_process(name):
+@pytest.mark.parametrize("names", groups(MODULES), ids=lambda names: names[0])
+def test_operators_give_the_numbers_of_one_process(names):
     torch.manual_seed(0)
-    check(MODULES[name](), IMAGES)
+    grids = *BOTH_AXES_AND_REPLICAS, *in_turn(OTHERS, 1)
+    check_beside({name: MODULES[name]() for name in names}, IMAGES, grids=grids)

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import Function, captured_once, check, distributed, in_turn, serial  # noqa: E402
+from torch_runs import Function, captured_once, check, check_beside, distributed, groups, in_turn, serial  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 
@@ -86,10 +86,10 @@ def placed_channels(x):
     return y
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_picked_cells_are_those_of_one_process(name):
+@pytest.mark.parametrize("names", groups(MODULES), ids=lambda names: names[0])
+def test_picked_cells_are_those_of_one_process(names):
     torch.manual_seed(0)
-    check(Function(MODULES[name]), (2, 3, 13, 11), grids=in_turn(GRIDS))
+    check_beside({name: Function(MODULES[name]) for name in names}, (2, 3, 13, 11), grids=in_turn(GRIDS))
 
 
 def test_the_padding_of_an_embedding_has_no_gradient():

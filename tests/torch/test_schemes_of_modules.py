@@ -2,6 +2,7 @@
 
 import copy
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 from scheme_runs import SCHEMES  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_runs import captured_once, sent  # noqa: E402
+from turns import some  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -46,8 +48,7 @@ def as_layers(name):
     return module, ndt.from_torch(module, shape, model=nd.Convnet)
 
 
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if "backward" not in name])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "scheme"), some(product(NETS, [name for name in SCHEMES if "backward" not in name])))
 def test_numbers_are_those_of_our_layers(name, scheme):
     shape, (module, ours) = NETS[name][0], as_layers(name)
     rng = np.random.default_rng(1)

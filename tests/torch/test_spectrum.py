@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch_runs import Function, check, in_turn  # noqa: E402
+from torch_runs import Function, check_beside, groups, in_turn  # noqa: E402
 
 GRIDS = ((1, 1, 2), (1, 3, 1), (1, 2, 2), (2, 1, 2))
 
@@ -147,7 +147,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_spectra_are_those_of_one_process(name):
+@pytest.mark.parametrize("names", groups(MODULES), ids=lambda names: names[0])
+def test_spectra_are_those_of_one_process(names):
     torch.manual_seed(0)
-    check(MODULES[name](), (2, 3, 13, 11), grids=in_turn(GRIDS))
+    check_beside({name: MODULES[name]() for name in names}, (2, 3, 13, 11), grids=in_turn(GRIDS))

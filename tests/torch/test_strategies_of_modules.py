@@ -84,7 +84,7 @@ def serial(optimizer):
     return trained(built(optimizer, nd.ProcessGrid.serial()))
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS, GRIDS, ("allreduce", "bucketed"))))
 def test_numbers_are_those_of_one_process(optimizer, strategy, shape, sync):
     replicas, rows, cols = shape
@@ -107,7 +107,7 @@ def test_numbers_are_those_of_one_process(optimizer, strategy, shape, sync):
             np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     st.sampled_from(sorted(OPTIMIZERS)),
     st.lists(st.tuples(*map(st.sampled_from, (SYNCHRONOUS, GRIDS))), min_size=3, max_size=3),
@@ -203,7 +203,7 @@ def script(made, optimizer, model=None, steps=range(4)):
     return {name: value.clone() for name, value in made.state_dict().items()}
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS, SYNCHRONOUS, GRIDS)))
 def test_a_script_with_a_distributed_optimizer(name, before, after, shape):
     replicas, rows, cols = shape

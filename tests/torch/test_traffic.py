@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from itertools import product
 from math import prod
 
 import pytest
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
 from torch_runs import GRIDS, captured_once, sent  # noqa: E402
+from turns import some  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -48,9 +50,9 @@ def once():
         yield
 
 
-@pytest.mark.parametrize("inputs", [False, True])
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("grid", "inputs", "dtype"), some(product(GRIDS, [False, True], [torch.float64, torch.bfloat16]), 3), ids=str
+)
 def test_traffic_is_what_was_planned(grid, inputs, dtype):
     replicas, rows, cols = grid
     original = Everything().to(dtype)

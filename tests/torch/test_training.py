@@ -58,7 +58,7 @@ def test_a_loss_is_that_of_the_whole_images(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_gives_the_numbers_of_one_process(name):
-    equal(SCRIPTS[name], in_turn(GRIDS))
+    equal(SCRIPTS[name], in_turn(GRIDS, 1))
 
 
 def test_automatic_precision_is_close_to_that_of_one_process():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch_runs import captured_once
+from torch_runs import captured_once, in_turn
 
 import neondist as nd
 import neondist.torch as ndt
@@ -82,7 +82,7 @@ def test_losses_and_gradients_are_those_of_one_process(case):
         *(p.grad for p in alone.parameters()),
         *map(torch.Tensor.double, alone.buffers()),
     ]
-    for shape in GRIDS:
+    for shape in in_turn(GRIDS):
         for found in nd.loopback.run(shape[0] * shape[1] * shape[2], lambda world, shape=shape: body(world, shape)):
             for one, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)

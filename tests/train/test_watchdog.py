@@ -55,7 +55,7 @@ def reports(where):
         while len(told) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
         woken.set()
-        world.world.failed.set()
+        world.world.fail()
 
     def body(transport):
         made = experiment(2, layers=layers)
