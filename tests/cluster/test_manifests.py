@@ -87,7 +87,9 @@ def containers(objects):
 @pytest.mark.parametrize("make", KINDS.values())
 @pytest.mark.parametrize("claim", [None, "disk"])
 def test_manifests_pass_the_schemas(make, claim, folder):
-    objects = make(job(folder, modules=(str(folder / "layers.py"), "package.module"), settings=("epochs=3",)), "image", claim)
+    objects = make(
+        job(folder, modules=(str(folder / "layers.py"), "package.module"), settings=("epochs=3",)), "image", claim
+    )
     assert list(yaml.safe_load_all(dump(objects))) == objects
     assert [errors(one) for one in objects[1:]] == [[]] * (len(objects) - 1)
     launcher, worker = containers(objects)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ _PATIENCE = 10
 """Seconds for an answer, and between two looks at a job."""
 _REPLICAS = "spec.mpiReplicaSpecs.Worker.replicas"
 _PLURALS = {"MPIJob": "mpijobs", "TrainJob": "trainjobs", "ClusterTrainingRuntime": "clustertrainingruntimes"}
+_CLUSTER_WIDE = {"ClusterTrainingRuntime"}
 _OPERATORS = {"MPIJob": "Kubeflow's MPI operator (0.8 or newer)"}
 _TRAINER = "Kubeflow Trainer (2.3 or newer)"
 _LAUNCHERS = {
@@ -62,7 +64,7 @@ class Cluster:
         LaunchError
             An object of the same name has other contents. Nothing has been changed.
         """
-        found = [self._get(one) for one in manifests]
+        found = [self._call("get", one) for one in manifests]
         for one, there in zip(manifests, found, strict=True):
             change = None if there is None else _difference(one, there)
             if change is not None and change[0] != _REPLICAS:
@@ -72,18 +74,17 @@ class Cluster:
                 )
         for one, there in zip(manifests, found, strict=True):
             if there is None:
-                self._call(one, "POST", one)
+                self._call("create", one, one)
                 say(f"{_title(one)}: created")
             elif _difference(one, there):
                 replicas = one["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
-                self._call(one, "PATCH", {"spec": {"mpiReplicaSpecs": {"Worker": {"replicas": replicas}}}})
+                self._call("patch", one, {"spec": {"mpiReplicaSpecs": {"Worker": {"replicas": replicas}}}})
                 say(f"{_title(one)}: {replicas} workers")
 
     def delete(self, manifests: Sequence[Manifest]) -> None:
         """Delete those objects that are there, the job first."""
         for one in reversed(manifests):
-            there = self._call(one, "DELETE", {"propagationPolicy": "Background"}) is not None
-            say(f"{_title(one)}: {'deleted' if there else 'is not there'}")
+            say(f"{_title(one)}: {'is not there' if self._call('delete', one) is None else 'deleted'}")
 
     def follow(self, job: Manifest) -> int:
         """Print a job's conditions and its launcher's log until it ends; return 0 if it has succeeded, else 1."""
@@ -94,53 +95,59 @@ class Cluster:
                 if there is None:
                     say(f"{_title(job)}: deleted")
                     return 1
-                conditions = there.get("status", {}).get("conditions", [])
-                for condition in (one for one in conditions if one["status"] == "True" and one["type"] not in told):
+                conditions = [one for one in there.get("status", {}).get("conditions", []) if one["status"] == "True"]
+                for condition in (one for one in conditions if one["type"] not in told):
+                    if condition["type"] in _ENDS:
+                        self._print_logs(job, logged)
                     told.add(condition["type"])
                     say(f"{_title(job)}: {condition['type']} ({condition.get('message') or condition['reason']})")
-                self._print_logs(job, logged)
-                ends = [_ENDS[one["type"]] for one in conditions if one["status"] == "True" and one["type"] in _ENDS]
+                ends = [_ENDS[one["type"]] for one in conditions if one["type"] in _ENDS]
                 if ends:
                     return max(ends)
+                self._print_logs(job, logged)
 
     def _connect(self) -> tuple[Any, str]:
-        config = self._kubernetes.config
+        client, config = self._kubernetes.client, self._kubernetes.config
+        settings = client.Configuration()
+        settings.retries = 0  # each would be a warning on stderr
+        file = os.environ.get("KUBECONFIG", "~/.kube/config")
         try:
-            _, context = config.list_kube_config_contexts()
-            return config.new_client_from_config(), context["context"].get("namespace", "default")
+            _, context = config.list_kube_config_contexts(file)
+            config.load_kube_config(file, client_configuration=settings)
+            return client.ApiClient(settings), context["context"].get("namespace", "default")
         except config.ConfigException:
             if not _NAMESPACE.exists():
                 raise
-            config.load_incluster_config()
-            return self._kubernetes.client.ApiClient(), _NAMESPACE.read_text().strip()
+            config.load_incluster_config(client_configuration=settings)
+            return client.ApiClient(settings), _NAMESPACE.read_text().strip()
 
-    def _path(self, manifest: Manifest) -> str:
-        version, kind = manifest["apiVersion"], manifest["kind"]
-        within = "" if kind == "ClusterTrainingRuntime" else f"/namespaces/{self.namespace}"
-        return f"/api/v1{within}/configmaps" if kind == "ConfigMap" else f"/apis/{version}{within}/{_PLURALS[kind]}"
-
-    def _get(self, manifest: Manifest) -> Manifest | None:
-        return self._call(manifest, "GET")
-
-    def _call(self, manifest: Manifest, method: str, body: Manifest | None = None) -> Manifest | None:
-        """Return the object of the answer; None if it is not there."""
-        path = self._path(manifest) + ("" if method == "POST" else f"/{manifest['metadata']['name']}")
-        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+    def _call(self, verb: str, manifest: Manifest, body: Manifest | None = None) -> Manifest | None:
+        """Get, create, patch or delete an object; return it, or None if it is not there."""
+        words: dict[str, Any] = {}
+        kind = manifest["kind"]
+        if kind == "ConfigMap":
+            api = self._kubernetes.client.CoreV1Api(self._api)
+            method = f"{'read' if verb == 'get' else verb}_namespaced_config_map"
+        else:
+            api = self._kubernetes.client.CustomObjectsApi(self._api)
+            method = f"{verb}_{'cluster' if kind in _CLUSTER_WIDE else 'namespaced'}_custom_object"
+            group, version = manifest["apiVersion"].split("/")
+            words = {"group": group, "version": version, "plural": _PLURALS[kind]}
+        words |= {} if kind in _CLUSTER_WIDE else {"namespace": self.namespace}
+        words |= {} if verb == "create" else {"name": manifest["metadata"]["name"]}
+        words |= {} if body is None else {"body": body}
         with self._told(manifest):
             try:
-                answer, *_ = self._api.call_api(
-                    path, method, header_params={"Content-Type": kind, "Accept": "application/json"}, body=body,
-                    auth_settings=["BearerToken"], response_type="object", _request_timeout=_PATIENCE,
-                )  # fmt: skip
+                answer = getattr(api, method)(**words, _request_timeout=_PATIENCE)
             except self._kubernetes.client.ApiException as error:
-                if error.status != 404 or method in ("POST", "PATCH"):
+                if error.status != 404 or verb not in ("get", "delete"):
                     raise
                 return None
-        return dict(answer)
+        return dict(self._api.sanitize_for_serialization(answer) or {})
 
     def _watch(self, job: Manifest) -> Iterator[Manifest | None]:
         """Yield what is known of a job, and each change, for some seconds; None once it is gone."""
-        there = self._get(job)
+        there = self._call("get", job)
         yield there
         if there is None:
             return
