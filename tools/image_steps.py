@@ -23,7 +23,8 @@ mkdir {place}/upper {place}/work {place}/root
 mount -t overlay none -o lowerdir=/,upperdir={place}/upper,workdir={place}/work {place}/root
 mount --rbind /dev {place}/root/dev
 mount -t proc none {place}/root/proc
-exec chroot {place}/root sh -c "$STEPS"
+chroot {place}/root sh -c "$STEPS"
+exec unshare --net chroot {place}/root sh -c "$CHECKS"
 """
 # the base image has no user of that number
 OTHERS = ["other=$(getent passwd 1000 | cut -d: -f1)", 'if [ "$other" ]; then userdel "$other" 2> /dev/null; fi']
@@ -33,12 +34,13 @@ mkdir /home/mpiuser/.ssh && cd /home/mpiuser/.ssh
 ssh-keygen -q -t ecdsa -b 521 -N '' -f id_rsa && cp id_rsa.pub authorized_keys
 chown root:mpiuser id_rsa id_rsa.pub authorized_keys && chmod 0640 id_rsa
 as='setpriv --reuid mpiuser --regid mpiuser --clear-groups env HOME=/home/mpiuser'
-ip link set lo up 2> /dev/null || true
+ip link set lo up
 $as /usr/sbin/sshd -De -f /home/mpiuser/.sshd_config & server=$!
 said=$($as ssh -o ConnectionAttempts=10 127.0.0.1 id --user --name)
 echo "sshd: $said"
 """
 TRAINING = """
+export PATH=/opt/neondist/bin:$PATH
 cd /home/mpiuser && cp {root}/yaml/mnist_distarray_convnet.yaml toy.yaml && chown mpiuser .
 $as neondist run toy.yaml -n 2 --set epochs=1 model.optimizer.schedule.epochs=1 --output out
 """
@@ -67,10 +69,6 @@ def steps(last: int | None) -> str:
             script.append(
                 f"mkdir -p {place} && cd {shlex.quote(str(ROOT))} && git ls-files -z | xargs -0 cp --parents -t {place}"
             )
-    script.append(SSH)
-    if last is None:
-        script.append(TRAINING.format(root=shlex.quote(str(ROOT))))
-    script.append('kill "$server"')
     return "\n".join(script)
 
 
@@ -79,10 +77,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=textwrap.dedent(__doc__ or "").splitlines()[0])
     parser.add_argument("--last", type=int, metavar="N", help="only the last N commands")
     last = parser.parse_args().last
-    alone = ["--mount", "--pid", "--fork", "--kill-child", *(["--net"] if last is not None else [])]
-    words = ["unshare", *alone, "sh", "-c", SETUP.format(place="/mnt")]
+    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", SETUP.format(place="/mnt")]
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # without the Pythons of this machine
     env = {**os.environ, "PATH": path, "STEPS": steps(last)}
+    training = TRAINING.format(root=shlex.quote(str(ROOT))) if last is None else ""
+    env["CHECKS"] = f"set -e\n{SSH}{training}kill $server"
     return subprocess.run(words, env=env, check=False).returncode
 
 

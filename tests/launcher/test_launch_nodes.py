@@ -157,19 +157,19 @@ def test_sshd_on_two_ports_with_two_virtual_environments(folder, tmp_path):
                     break
             time.sleep(0.05)
         words = neondist("launch", "nodes.yaml", "script.py", "--wait", f"run-{os.getpid()}")
-        job = start(words, folder, **servers.env)
-        lines = []
-        while not lines or (lines[-1] and not lines[-1].startswith("[")):
-            lines.append(job.stdout.readline())
-        job.send_signal(signal.SIGTERM)
-        _, err = job.communicate(timeout=60)
-        assert job.returncode == 128 + signal.SIGTERM, err
-        rest = list(words[-2:]), ODD
-        assert json.loads(lines[-1])[1:] == [
-            ["nodeB", *rest, sys.prefix, str(folder)], ["nodeC", *rest, str(other), str(folder)]
-        ]  # fmt: skip
-        while subprocess.run(["pgrep", "-f", f"run-{os.getpid()}$"], capture_output=True, check=False).stdout:
-            time.sleep(0.05)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            job, lines = start(words, folder, **servers.env), []
+            while not lines or (lines[-1] and not lines[-1].startswith("[")):
+                lines.append(job.stdout.readline())
+            job.send_signal(number)
+            _, err = job.communicate(timeout=60)
+            assert job.returncode == 128 + number, err
+            rest = list(words[-2:]), ODD
+            assert json.loads(lines[-1])[1:] == [
+                ["nodeB", *rest, sys.prefix, str(folder)], ["nodeC", *rest, str(other), str(folder)]
+            ]  # fmt: skip
+            while subprocess.run(["pgrep", "-f", f"run-{os.getpid()}$"], capture_output=True, check=False).stdout:
+                time.sleep(0.05)
     finally:
         for one in servers.servers:
             one.terminate()
