@@ -7,8 +7,10 @@ import platform
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -174,3 +176,40 @@ def test_sshd_on_two_ports_with_two_virtual_environments(folder, tmp_path):
         for one in servers.servers:
             one.terminate()
             one.wait()
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs openssh-client")
+@needs_mpirun
+def test_addresses_and_ports_that_are_none_of_ssh(folder, monkeypatch):
+    """A port where nobody listens, one that another server has, and a name that is not known: one message of all."""
+    monkeypatch.setenv(OWN, str(folder / "own"))
+    (folder / "own").write_text("Host nodeB nodeC\n  HostName 127.0.0.1\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        closed = free.getsockname()[1]
+    with socketserver.TCPServer(("127.0.0.1", 0), Web) as other:
+        thread = threading.Thread(target=other.serve_forever, args=(0.05,))
+        thread.start()
+        taken = {"nodeB": {"port": closed}, "nodeC": {"port": other.server_address[1]}, "nodeD.invalid": {}}
+        write(folder, taken, **taken)
+        code, out, err = here(folder, "launch", "nodes.yaml", "toy.yaml", "--output", "out")
+        other.shutdown()
+        thread.join()
+    assert code == 2, err
+    assert [line.split()[0] for line in out.splitlines()] == ["node", platform.node(), *taken]  # the table of all
+    first, *problems = err.splitlines()
+    assert first == "error: 3 of 4 nodes cannot take part:"
+    assert [problem.split(":")[0].strip() for problem in problems] == list(taken)
+    assert all(
+        ": cannot be reached: " in problem and "check address, username, port" in problem for problem in problems
+    )
+    assert "Connection refused" in problems[0]
+    assert problems[0].endswith(f"ssh -p {closed} nodeB")
+    assert not (folder / "out").exists() or not list((folder / "out").iterdir())
+
+
+class Web(socketserver.BaseRequestHandler):
+    """Answers as no SSH server does."""
+
+    def handle(self):
+        self.request.recv(100)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
