@@ -81,6 +81,16 @@ def test_a_signal_ends_the_run_with_a_checkpoint(folder, number, starts, requeue
         assert (folder / "requeued").read_text() == requeued
 
 
+def test_a_signal_before_the_run_listens(folder):
+    """It dies of the signal; the job goes back into the queue nevertheless."""
+    (folder / "run").write_text("#!/bin/bash\nkill -USR1 $PPID; sleep 60\n")
+    script = script_of(folder)
+    job = begin(folder, script)
+    job.communicate(script)
+    assert job.returncode == 75
+    assert (folder / "requeued").read_text() == "requeue 7\n"
+
+
 def test_no_slurm_here(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     code, out, err = here(folder, "submit", "--slurm", "a b.yaml", "--apply")

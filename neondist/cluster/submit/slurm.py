@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 from collections.abc import Sequence
 
@@ -20,23 +21,28 @@ _SCRIPT = """\
 set -u
 cd -- {folder} || exit 2
 
+# USR1 comes {lead} s before the time is over, TERM with preemption and scancel: the run writes a checkpoint and ends
+run='' signals=0 over=0
+stop() {{ signals=$((signals + 1)); if [ "$run" ]; then kill -USR1 "$run"; fi; }}
+trap 'over=1; stop' USR1
+trap stop TERM
+
 restarts=${{SLURM_RESTART_COUNT:-0}}
 echo "job $SLURM_JOB_ID, start $((restarts + 1)), $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST"
-{command} \\
-    -n "$SLURM_NTASKS" {options} --resume auto &
-run=$!
-
-# USR1 comes {lead} s before the time is over, TERM with preemption and scancel: the run writes a checkpoint and ends
-signals=0 over=0
-trap 'signals=$((signals + 1)) over=1; kill -USR1 "$run"' USR1
-trap 'signals=$((signals + 1)); kill -USR1 "$run"' TERM
-wait "$run"; code=$?
-while [ "$signals" -gt 0 ]; do # a signal ends the wait, not the run
+code={stopped}
+if [ "$signals" -eq 0 ]; then
+    {command} \\
+        -n "$SLURM_NTASKS" {options} --resume auto &
+    run=$!
+    wait "$run"; code=$?
+fi
+while [ "$run" ] && [ "$signals" -gt 0 ]; do # a signal ends the wait, not the run
     signals=0
     wait "$run"; again=$?
     [ "$again" -eq 127 ] || code=$again
 done
 
+if [ "$over" -eq 1 ] && [ "$code" -eq {killed} ]; then code={stopped}; fi # the run did not know the signal yet
 if [ "$code" -eq {stopped} ] && [ "$over" -eq 1 ] && [ "$restarts" -lt {attempts} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -76,6 +82,7 @@ def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
         options=shlex.join(options),
         lead=LEAD,
         stopped=STOPPED,
+        killed=128 + signal.SIGUSR1,
         attempts=ATTEMPTS,
     )
 
