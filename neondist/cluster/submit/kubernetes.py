@@ -66,17 +66,17 @@ class Cluster:
         """
         found = [self._call("get", one) for one in manifests]
         for one, there in zip(manifests, found, strict=True):
-            change = None if there is None else _difference(one, there)
-            if change is not None and change[0] != _REPLICAS:
-                raise LaunchError(
-                    f"{_title(one)} is there already, and its {change[0]} is {change[1]}; --delete it first, or give"
-                    " another --name (of a job under way, --nodes alone can change, within --elastic)"
-                )
+            for place, has in () if there is None else _differences(one, there):
+                if place != _REPLICAS:
+                    raise LaunchError(
+                        f"{_title(one)} is there already, and its {place} is {has}; --delete it first, or give another"
+                        " --name (of a job under way, --nodes alone can change, within --elastic)"
+                    )
         for one, there in zip(manifests, found, strict=True):
             if there is None:
                 self._call("create", one, one)
                 say(f"{_title(one)}: created")
-            elif _difference(one, there):
+            elif any(_differences(one, there)):
                 replicas = one["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
                 self._call("patch", one, {"spec": {"mpiReplicaSpecs": {"Worker": {"replicas": replicas}}}})
                 say(f"{_title(one)}: {replicas} workers")
@@ -221,13 +221,13 @@ def _refusal(error: Any, kind: str) -> str:
     return f"the cluster refuses it ({said})"
 
 
-def _difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any] | None:
-    """Return the first place where an object is not as described, with what it has; defaults may have been added."""
+def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield places where an object is not as described, with what it has; defaults may have been added."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        parts = [(ours[key], theirs.get(key), f"{path}.{key}".lstrip(".")) for key in ours]
+        for key in ours:
+            yield from _differences(ours[key], theirs.get(key), f"{path}.{key}".lstrip("."))
     elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        parts = [(one, other, f"{path}[{at}]") for at, (one, other) in enumerate(zip(ours, theirs, strict=True))]
-    else:
-        return None if ours == theirs else (path, theirs)
-    found = (_difference(*part) for part in parts)
-    return next(filter(None, found), None)
+        for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(one, other, f"{path}[{at}]")
+    elif ours != theirs:
+        yield path, theirs
