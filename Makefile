@@ -9,7 +9,7 @@ COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: all-cases torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
+.PHONY: all-cases image torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
@@ -41,6 +41,10 @@ all-cases: .venv/test
 # each in an environment of its own; TORCH="--versions oldest 2.12": others
 torch-versions: .venv/test
 	$(BIN)/python tools/torch_versions.py $(TORCH)
+
+# a few minutes, 1 GB of memory (Linux, root): the Dockerfile's commands, then its sshd and a run, without Docker
+image: .venv/test
+	$(BIN)/python tools/image_steps.py
 
 # a quarter of an hour, 5 GB: images of 2048 x 2048 in strips of several heights, on 1 to 6 ranks, against whole ones
 streams: .venv/test

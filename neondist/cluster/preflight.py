@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError
-from .resources import Node, ResourceSpec
-from .ssh_config import python_of, settings_of, ssh_command
+from .resources import Node, ResourceSpec, SSHConfig
+from .ssh_config import python_of, settings_of, ssh_command, typed_command
 
 PATIENCE = 60.0
 """seconds for a node"""
@@ -59,6 +59,7 @@ class NodeReport:
     Attributes
     ----------
     node : Node
+    ssh : SSHConfig
     ranks : int
         That it is to run.
     python : str
@@ -71,6 +72,7 @@ class NodeReport:
     """
 
     node: Node
+    ssh: SSHConfig
     ranks: int
     python: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -123,8 +125,8 @@ def check_nodes(
     reports = []
     for node in (node for node in resources.nodes if ranks.get(node.address)):
         where = f"ssh.{node.ssh_config}.python_venv"
-        python = python_of(settings_of(resources, node), where, sys.executable)
-        reports.append(NodeReport(node, ranks[node.address], python))
+        ssh = settings_of(resources, node)
+        reports.append(NodeReport(node, ssh, ranks[node.address], python_of(ssh, where, sys.executable)))
     with suppress(OSError):
         witness.touch()
     try:
@@ -178,7 +180,7 @@ async def _ask(report: NodeReport, config: Path, words: str, env: Mapping[str, s
         return
     said = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1][:300]
     if process.returncode == 255 and report.node.ssh_config is not None:
-        said += f"; check address, username, port and key_file: ssh -F {config} {report.node.address}"
+        said += f"; check address, username, port and key_file: {typed_command(report.node, report.ssh)}"
         report.problems.append(f"cannot be reached: {said}")
     else:
         report.problems.append(f"{report.python} does not run ({said}); set python_venv to its virtual environment")

@@ -56,6 +56,13 @@ def ssh_command(node: Node, config: Path, command: list[str], env: Mapping[str, 
     return [*agent, "-F", str(config), node.address, shlex.join(command)]
 
 
+def typed_command(node: Node, ssh: SSHConfig) -> str:
+    """Return the command with which a user tries the connection to a node."""
+    words = ["ssh", *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
+    words += ["-i", ssh.key_file] if ssh.key_file is not None else []
+    return shlex.join([*words, f"{ssh.username}@{node.address}" if ssh.username else node.address])
+
+
 def python_of(ssh: SSHConfig, where: str, default: str) -> str:
     """Return the path of Python on a node with these settings: that of its virtual environment, or the default.
 

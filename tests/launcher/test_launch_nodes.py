@@ -7,8 +7,10 @@ import platform
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -157,20 +159,57 @@ def test_sshd_on_two_ports_with_two_virtual_environments(folder, tmp_path):
                     break
             time.sleep(0.05)
         words = neondist("launch", "nodes.yaml", "script.py", "--wait", f"run-{os.getpid()}")
-        job = start(words, folder, **servers.env)
-        lines = []
-        while not lines or (lines[-1] and not lines[-1].startswith("[")):
-            lines.append(job.stdout.readline())
-        job.send_signal(signal.SIGTERM)
-        _, err = job.communicate(timeout=60)
-        assert job.returncode == 128 + signal.SIGTERM, err
-        rest = list(words[-2:]), ODD
-        assert json.loads(lines[-1])[1:] == [
-            ["nodeB", *rest, sys.prefix, str(folder)], ["nodeC", *rest, str(other), str(folder)]
-        ]  # fmt: skip
-        while subprocess.run(["pgrep", "-f", f"run-{os.getpid()}$"], capture_output=True, check=False).stdout:
-            time.sleep(0.05)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            job, lines = start(words, folder, **servers.env), []
+            while not lines or (lines[-1] and not lines[-1].startswith("[")):
+                lines.append(job.stdout.readline())
+            job.send_signal(number)
+            _, err = job.communicate(timeout=60)
+            assert job.returncode == 128 + number, err
+            rest = list(words[-2:]), ODD
+            assert json.loads(lines[-1])[1:] == [
+                ["nodeB", *rest, sys.prefix, str(folder)], ["nodeC", *rest, str(other), str(folder)]
+            ]  # fmt: skip
+            while subprocess.run(["pgrep", "-f", f"run-{os.getpid()}$"], capture_output=True, check=False).stdout:
+                time.sleep(0.05)
     finally:
         for one in servers.servers:
             one.terminate()
             one.wait()
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs openssh-client")
+@needs_mpirun
+def test_addresses_and_ports_that_are_none_of_ssh(folder, monkeypatch):
+    """A port where nobody listens, one that another server has, and a name that is not known: one message of all."""
+    monkeypatch.setenv(OWN, str(folder / "own"))
+    (folder / "own").write_text("Host nodeB nodeC\n  HostName 127.0.0.1\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        closed = free.getsockname()[1]
+    with socketserver.TCPServer(("127.0.0.1", 0), Web) as other:
+        thread = threading.Thread(target=other.serve_forever, args=(0.05,))
+        thread.start()
+        taken = {"nodeB": {"port": closed}, "nodeC": {"port": other.server_address[1]}, "nodeD.invalid": {}}
+        write(folder, taken, **taken)
+        code, out, err = here(folder, "launch", "nodes.yaml", "toy.yaml", "--output", "out")
+        other.shutdown()
+        thread.join()
+    assert code == 2, err
+    assert [line.split()[0] for line in out.splitlines()] == ["node", platform.node(), *taken]  # the table of all
+    first, *problems = err.splitlines()
+    assert first == "error: 3 of 4 nodes cannot take part:"
+    assert [problem.split(":")[0].strip() for problem in problems] == list(taken)
+    assert all(
+        ": cannot be reached: " in problem and "check address, username, port" in problem for problem in problems
+    )
+    assert "Connection refused" in problems[0]
+    assert problems[0].endswith(f"ssh -p {closed} nodeB")
+    assert not (folder / "out").exists() or not list((folder / "out").iterdir())
+
+
+class Web(socketserver.BaseRequestHandler):
+    """Answers as no SSH server does."""
+
+    def handle(self):
+        self.request.recv(100)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")

@@ -1,0 +1,129 @@
+"""`neondist submit`: an experiment as a job of Slurm, or of Kubernetes with Kubeflow's operators."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..cluster.submit import Submission, job_name
+from ..cluster.submit.manifests import Manifest
+from ..console import emit, say
+from ..errors import ConfigError
+from ..version import __version__
+from . import options
+from .experiment import load
+from .run import bounds
+
+IMAGE = f"neondist:{__version__}"
+
+
+def add(commands: Any) -> None:
+    """Add the command's parser."""
+    one = commands.add_parser(
+        "submit", help="write, and start, an experiment's job for Slurm or Kubernetes", allow_abbrev=False
+    )
+    kinds = one.add_mutually_exclusive_group(required=True)
+    kinds.add_argument(
+        "--slurm", dest="kind", action="store_const", const="slurm",
+        help="a batch script, which goes back into the queue until the run is complete",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--mpijob", dest="kind", action="store_const", const="mpijob",
+        help="an MPIJob of Kubeflow's MPI operator, which goes on while workers come and go",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--trainjob", dest="kind", action="store_const", const="trainjob",
+        help="a TrainJob of Kubeflow Trainer, and its runtime",
+    )  # fmt: skip
+    options.experiment(one, "ranks of all nodes together (default: one on each)")
+    one.add_argument("--nodes", type=options.positive, metavar="N", help="machines or pods that run ranks (default 1)")
+    one.add_argument(
+        "--elastic", type=bounds, metavar="MIN:MAX",
+        help="ranks on which to go on after a loss (--mpijob: one worker's to all, by default)",
+    )  # fmt: skip
+    one.add_argument("--name", metavar="NAME", help="of the job (default: that of the file)")
+    one.add_argument("--image", metavar="IMAGE", help=f"container image, as of the Dockerfile (default {IMAGE})")
+    one.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim for the folder of the run")
+    one.add_argument("--output", type=options.file, metavar="FILE", help="write the script or manifest there")
+    one.add_argument("--apply", action="store_true", help="submit it; on Kubernetes, follow state and log to the end")
+    one.add_argument("--delete", action="store_true", help="delete the job and what was created with it (Kubernetes)")
+    one.set_defaults(command=submit)
+
+
+def submit(arguments: argparse.Namespace) -> int:
+    """Print or write the script or manifest, or submit it."""
+    job = _job(arguments)
+    if arguments.kind == "slurm":
+        return _slurm(arguments, job)
+    from ..cluster.submit import manifests
+
+    make = manifests.mpi_job if arguments.kind == "mpijob" else manifests.train_job
+    objects = make(job, arguments.image or IMAGE, arguments.claim)
+    if not arguments.delete:
+        _write(arguments, manifests.dump(objects))
+        if arguments.claim is None:
+            say("no --claim: the folder of the run is lost with its pod", sys.stderr)
+    return _kubernetes(objects, arguments) if arguments.apply or arguments.delete else 0
+
+
+def _job(arguments: argparse.Namespace) -> Submission:
+    """Return the job, once its experiment is right for so many ranks."""
+    if arguments.apply and arguments.delete:
+        raise ConfigError("--apply --delete: the one creates the job, the other deletes it; give one of them")
+    nodes = arguments.nodes or 1
+    if arguments.name is not None and arguments.name != job_name(arguments.name):
+        raise ConfigError(
+            f"--name {arguments.name}: a name is lower-case letters, digits and '-', 40 at most, a letter first;"
+            f" such as {job_name(arguments.name)}"
+        )
+    job = Submission(
+        arguments.name or job_name(arguments.file), arguments.file, arguments.ranks or nodes, nodes,
+        tuple(arguments.settings), tuple(arguments.modules), arguments.elastic,
+    )  # fmt: skip
+    load(arguments).validate(job.ranks)
+    return job
+
+
+def _slurm(arguments: argparse.Namespace, job: Submission) -> int:
+    from ..cluster.submit import slurm
+
+    for name in ("image", "claim"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name}: is for --mpijob and --trainjob; Slurm's nodes run this Python environment")
+    if arguments.delete:
+        raise ConfigError("--delete: is for --mpijob and --trainjob; end a job of Slurm's with scancel")
+    output = Path("runs", Path(job.file).stem)
+    script = slurm.batch_script(job, sys.executable, str(Path.cwd()), str(output))
+    _write(arguments, script)
+    if arguments.apply:
+        emit(slurm.submit(script))
+    return 0
+
+
+def _write(arguments: argparse.Namespace, text: str) -> None:
+    """Write the text to --output; print it if it is to go nowhere else."""
+    if arguments.output is not None:
+        try:
+            arguments.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output {arguments.output}: cannot be written ({error.strerror})") from error
+    elif not arguments.apply:
+        sys.stdout.write(text)  # as it is: a module may have tabs
+
+
+def _kubernetes(objects: list[Manifest], arguments: argparse.Namespace) -> int:
+    from ..cluster.submit.kubernetes import Cluster
+
+    cluster, job = Cluster(), objects[-1]
+    if arguments.delete:
+        cluster.delete(objects)
+        return 0
+    cluster.apply(objects)
+    try:
+        return cluster.follow(job)
+    except KeyboardInterrupt:
+        name = job["metadata"]["name"]
+        say(f"{job['kind']} {name} goes on; --delete in place of --apply ends it", sys.stderr)
+        raise

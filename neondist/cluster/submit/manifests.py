@@ -1,0 +1,209 @@
+"""Manifests for Kubeflow's MPI operator (MPIJob v2beta1) and Trainer (TrainJob and ClusterTrainingRuntime v1alpha1).
+
+Both operators create the pods, an SSH key and a host file, and set the variables of Open MPI 4 (OMPI_MCA_orte_*),
+which Open MPI 5 ignores: manifests carry those that it reads. The launcher's command is that of one container; workers
+run sshd (kubeflow/trainer #4030), and the launcher waits until they do (#2751).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...errors import ConfigError
+from .submission import RESTARTS, Submission
+
+HOST_FILE, DISCOVERY = "/etc/mpi/hostfile", "/etc/mpi/discover_hosts.sh"
+"""Files of the operators; the second lists the workers that run, one a line."""
+PORT = 2222
+_USER, _HOME = 1000, "/home/mpiuser"
+_FOLDER, _RUNS = "/etc/neondist", "/runs"
+_SSHD = ["/usr/sbin/sshd", "-De", "-f", f"{_HOME}/.sshd_config"]
+"""The Dockerfile of this project writes that file."""
+_LARGEST = 1 << 20
+"""Bytes of a ConfigMap."""
+_ENV = [
+    {"name": "PRTE_MCA_prte_default_hostfile", "value": HOST_FILE},
+    {"name": "PRTE_MCA_plm_ssh_args", "value": "-o ConnectionAttempts=10"},
+]
+Manifest = dict[str, Any]
+
+
+def mpi_job(job: Submission, image: str, claim: str | None = None) -> list[Manifest]:
+    """Return a ConfigMap and an MPIJob, which goes on while workers come and go.
+
+    Parameters
+    ----------
+    job : Submission
+    image : str
+        As the project's Dockerfile builds it.
+    claim : str, optional
+        A PersistentVolumeClaim for the run's folder, which all pods mount.
+    """
+    files = _config_map(job)
+    low, high = job.elastic or (job.ranks_per_node, job.ranks)
+    launcher = _pod("launcher", image, job, claim)
+    launcher["containers"][0] |= {
+        "command": [*_run(job, claim), "--hosts-from", DISCOVERY, "--elastic", f"{low}:{high}"],
+        "env": _ENV,
+    }
+    worker = _pod("worker", image, job, claim)
+    worker["containers"][0] |= _server(job)
+    spec = {
+        "slotsPerWorker": job.ranks_per_node,
+        "sshAuthMountPath": f"{_HOME}/.ssh",
+        "launcherCreationPolicy": "WaitForWorkersReady",
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": RESTARTS},
+        "mpiReplicaSpecs": {
+            "Launcher": {"replicas": 1, "restartPolicy": "OnFailure", "template": {"spec": launcher}},
+            "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": worker}},
+        },
+    }
+    return [files, _object("kubeflow.org/v2beta1", "MPIJob", job.name, spec=spec)]
+
+
+def train_job(job: Submission, image: str, claim: str | None = None) -> list[Manifest]:
+    """Return a ConfigMap, a ClusterTrainingRuntime and a TrainJob; parameters as `mpi_job`.
+
+    The launcher is one of the nodes. Only its job has the label that lets Trainer replace a command, so that the others
+    keep their sshd; both containers are called `node`, since Trainer mounts the SSH key into those alone.
+
+    Raises
+    ------
+    ConfigError
+        Trainer has no list of the pods that run, and so no elasticity.
+    """
+    if job.elastic is not None:
+        raise ConfigError("--elastic: Trainer's jobs have a fixed number of nodes; use --mpijob, or leave it out")
+    files = _config_map(job)
+    node = _pod("node", image, job, claim)
+    node["containers"][0] |= _server(job)
+    launcher = _pod("node", image, job, claim)
+    launcher["containers"][0]["resources"] = _resources(job)
+    runtime = {
+        "mlPolicy": {
+            "numNodes": job.nodes,
+            "mpi": {
+                "numProcPerNode": job.ranks_per_node,
+                "mpiImplementation": "OpenMPI",
+                "sshAuthMountPath": f"{_HOME}/.ssh",
+                "runLauncherAsNode": True,
+            },
+        },
+        "template": {
+            "spec": {
+                "network": {"publishNotReadyAddresses": True},
+                "successPolicy": {"operator": "All", "targetReplicatedJobs": ["launcher"]},
+                "failurePolicy": {"maxRestarts": RESTARTS},
+                "replicatedJobs": [
+                    {"name": "node", "template": {"spec": {"template": {"spec": node}}}},
+                    {
+                        "name": "launcher",
+                        "dependsOn": [{"name": "node", "status": "Ready"}],
+                        "template": {
+                            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+                            "spec": {"template": {"spec": launcher}},
+                        },
+                    },
+                ],
+            }
+        },
+    }
+    trainer = {
+        "numNodes": job.nodes,
+        "numProcPerNode": job.ranks_per_node,
+        "image": image,
+        "command": [*_run(job, claim), "-n", str(job.ranks)],
+        "env": _ENV,
+    }
+    version, name = "trainer.kubeflow.org/v1alpha1", f"neondist-{job.name}"
+    labels = {"trainer.kubeflow.org/framework": "mpi"}
+    return [
+        files,
+        _object(version, "ClusterTrainingRuntime", name, labels=labels, spec=runtime),
+        _object(version, "TrainJob", job.name, spec={"runtimeRef": {"name": name}, "trainer": trainer}),
+    ]
+
+
+def dump(manifests: Sequence[Manifest]) -> str:
+    """Return manifests as the YAML documents of one file."""
+    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a value that stands at several places out at each, and texts of several lines as blocks."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def _object(version: str, kind: str, name: str, labels: dict[str, str] | None = None, **fields: Any) -> Manifest:
+    metadata = {"name": name, **({"labels": labels} if labels else {})}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **fields}
+
+
+def _config_map(job: Submission) -> Manifest:
+    """Return the files of the experiment, for a folder of all pods."""
+    texts = {}
+    for path, key in _keys(job).items():
+        try:
+            texts[key] = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read as text ({error}); it is part of the manifest") from error
+    size = sum(len(text.encode()) for text in texts.values())
+    if size > _LARGEST:
+        raise ConfigError(f"{', '.join(_keys(job))}: {size >> 10} KiB, and a ConfigMap takes 1 MiB; put data elsewhere")
+    return _object("v1", "ConfigMap", f"{job.name}-experiment", data=texts)
+
+
+def _keys(job: Submission) -> dict[str, str]:
+    """Return the keys of files in the ConfigMap: their names, since modules are known by theirs."""
+    keys = {path: "experiment.yaml" if path == job.file else Path(path).name for path in job.files}
+    for path, key in keys.items():
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", key) or list(keys.values()).count(key) > 1:
+            raise ConfigError(
+                f"{path}: each file of a job needs a name of its own, of letters, digits, '.', '_' and '-'; rename it"
+            )
+    return keys
+
+
+def _run(job: Submission, claim: str | None) -> list[str]:
+    keys = _keys(job)
+    words = ["neondist", *job.run_words(lambda path: f"{_FOLDER}/{keys[path]}")]
+    folder = f"{_RUNS}/{job.name}" if claim is not None else f"{_HOME}/runs/{job.name}"
+    return [*words, "--output", folder, "--restarts", str(RESTARTS), "--resume", "auto"]
+
+
+def _pod(container: str, image: str, job: Submission, claim: str | None) -> Manifest:
+    """Return a pod with one container of the image's user, without a command."""
+    volumes: list[Manifest] = [
+        {"name": "experiment", "configMap": {"name": f"{job.name}-experiment"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # 64 MiB otherwise, for all messages between ranks
+    ]
+    mounts = [{"name": "experiment", "mountPath": _FOLDER}, {"name": "shm", "mountPath": "/dev/shm"}]
+    if claim is not None:
+        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": "runs", "mountPath": _RUNS})
+    user = {"runAsUser": _USER, "runAsGroup": _USER}
+    one = {"name": container, "image": image, "securityContext": user, "volumeMounts": mounts}
+    return {"securityContext": {"fsGroup": _USER}, "containers": [one], "volumes": volumes}
+
+
+def _server(job: Submission) -> Manifest:
+    """Return the command of a worker, ready when its sshd answers."""
+    probe = {"tcpSocket": {"port": PORT}, "periodSeconds": 2}
+    return {"command": _SSHD, "readinessProbe": probe, "resources": _resources(job)}
+
+
+def _resources(job: Submission) -> Manifest:
+    return {"requests": {"cpu": job.ranks_per_node}}

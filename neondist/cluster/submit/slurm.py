@@ -1,0 +1,108 @@
+"""A batch script for Slurm, which puts itself back into the queue until the run is complete."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+from collections.abc import Sequence
+
+from ...errors import LaunchError
+from ...signals import STOPPED
+from .submission import RESTARTS, Submission
+
+LEAD = 120
+"""Seconds before the end of its time in which a job finishes its step and writes a checkpoint."""
+ATTEMPTS = 100
+"""Starts of a job, after which it is not put back into the queue any more."""
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+set -u
+cd -- {folder} || exit 2
+
+# USR1 comes {lead} s before the time is over, TERM with preemption and scancel: the run writes a checkpoint and ends
+run='' signals=0 over=0
+stop() {{ signals=$((signals + 1)); if [ "$run" ]; then kill -USR1 "$run"; fi; }}
+trap 'over=1; stop' USR1
+trap stop TERM
+
+restarts=${{SLURM_RESTART_COUNT:-0}}
+echo "job $SLURM_JOB_ID, start $((restarts + 1)), $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST"
+code={stopped}
+if [ "$signals" -eq 0 ]; then
+    {command} \\
+        -n "$SLURM_NTASKS" {options} --resume auto &
+    run=$!
+    wait "$run"; code=$?
+fi
+while [ "$run" ] && [ "$signals" -gt 0 ]; do # a signal ends the wait, not the run
+    signals=0
+    wait "$run"; again=$?
+    [ "$again" -eq 127 ] || code=$again
+done
+
+if [ "$over" -eq 1 ] && [ "$code" -eq {killed} ]; then code={stopped}; fi # the run did not know the signal yet
+if [ "$code" -eq {stopped} ] && [ "$over" -eq 1 ] && [ "$restarts" -lt {attempts} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
+    """Return a batch script that runs an experiment, and goes on with it after each start.
+
+    Parameters
+    ----------
+    job : Submission
+    python : str
+        Path of an interpreter with neondist, the same on all nodes.
+    folder : str
+        Working directory.
+    output : str
+        The folder of the run.
+    """
+    directives = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.ranks_per_node}",
+        "--requeue",
+        f"--signal=B:USR1@{LEAD}",
+        "--open-mode=append",
+    ]
+    options = ["--output", output, "--restarts", str(RESTARTS)]
+    if job.elastic is not None:
+        directives.append("--no-kill")  # a lost node does not end the job
+        options += ["--elastic", f"{job.elastic[0]}:{job.elastic[1]}"]
+    return _SCRIPT.format(
+        directives="\n".join(f"#SBATCH {one}" for one in directives),
+        folder=shlex.quote(folder),
+        command=shlex.join([python, "-m", "neondist", *job.run_words()]),
+        options=shlex.join(options),
+        lead=LEAD,
+        stopped=STOPPED,
+        killed=128 + signal.SIGUSR1,
+        attempts=ATTEMPTS,
+    )
+
+
+def submit(script: str, sbatch: Sequence[str] = ("sbatch",)) -> str:
+    """Hand a script to Slurm, and return what that says.
+
+    Raises
+    ------
+    LaunchError
+        There is no Slurm, or it does not take the script.
+    """
+    try:
+        done = subprocess.run(sbatch, input=script, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise LaunchError(
+            f"--apply: {sbatch[0]} cannot be run ({error.strerror}); call this where jobs are submitted, or copy the"
+            " script there with --output"
+        ) from error
+    if done.returncode:
+        said = " ".join((done.stderr.strip() or f"exit code {done.returncode}").split())
+        raise LaunchError(f"--apply: sbatch does not take the script: {said}")
+    return done.stdout.strip()

@@ -1,0 +1,50 @@
+"""The Dockerfile: what manifests expect of it, and its commands; `make image` runs those that fetch packages, too."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from neondist.cli.submit import IMAGE
+from neondist.cluster.submit import Submission
+from neondist.cluster.submit.manifests import PORT, mpi_job
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "Dockerfile").read_text()
+
+
+def without_namespaces():
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "a private file system needs Linux and root"
+    if not all(map(shutil.which, ("unshare", "setpriv", "useradd", "ssh"))) or not Path("/usr/sbin/sshd").exists():
+        return "needs unshare, setpriv, useradd, openssh-client and openssh-server"
+    trial = (
+        "mount -t tmpfs none /mnt && cd /mnt && mkdir a b c && mount -t overlay x -o lowerdir=/,upperdir=a,workdir=b c"
+    )
+    if subprocess.run(["unshare", "--mount", "--net", "sh", "-c", trial], capture_output=True, check=False).returncode:
+        return "overlays of the file system are not allowed here"
+    return ""
+
+
+def test_manifests_and_image_agree():
+    worker = mpi_job(Submission("toy", str(ROOT / "yaml/mnist_convnet.yaml"), 1, 1), IMAGE)[-1]
+    spec = worker["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert f"docker build -t {spec['image']} ." in TEXT
+    assert spec["command"][-1] in TEXT
+    assert f"--uid {spec['securityContext']['runAsUser']} " in TEXT
+    assert f"'{worker['spec']['sshAuthMountPath']}/authorized_keys'" in TEXT.replace("AuthorizedKeysFile ", "")
+    assert f"'Port {PORT}' 'PidFile" in TEXT
+    assert spec["readinessProbe"]["tcpSocket"]["port"] == PORT
+    assert set(re.findall(r"^([A-Z]+) ", TEXT, re.MULTILINE)) == {"FROM", "RUN", "ENV", "COPY", "USER", "WORKDIR"}
+
+
+@pytest.mark.skipif(bool(without_namespaces()), reason=without_namespaces())
+def test_a_launcher_reaches_a_worker():
+    """By ssh, without a word about hosts, and with the key as operators mount it."""
+    words = [sys.executable, ROOT / "tools" / "image_steps.py", "--last", "1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "sshd: mpiuser\n"), done.stderr

@@ -1,0 +1,203 @@
+"""Manifests of jobs, against the schemas of both operators, and their launchers' commands over fake nodes."""
+
+import functools
+import gzip
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from cli_runs import EXPERIMENT, call, here
+from fake_nodes import FakeNodes, missing, needs_mpirun
+
+import yaml
+from neondist.cluster.submit import Submission, job_name
+from neondist.cluster.submit.manifests import DISCOVERY, HOST_FILE, dump, mpi_job, train_job
+from neondist.errors import ConfigError
+
+SCHEMAS = Path(__file__).parent / "schemas"
+FILES = {
+    "MPIJob": "kubeflow.org_mpijobs.v2beta1", "TrainJob": "trainer.kubeflow.org_trainjobs.v1alpha1",
+    "ClusterTrainingRuntime": "trainer.kubeflow.org_clustertrainingruntimes.v1alpha1",
+}  # fmt: skip
+KINDS = {"--mpijob": mpi_job, "--trainjob": train_job}
+# set by both operators beside what a manifest has, for Open MPI 4
+OPERATORS = {
+    "OMPI_MCA_orte_keep_fqdn_hostnames": "true", "OMPI_MCA_orte_default_hostfile": HOST_FILE,
+    "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10", "OMPI_MCA_orte_set_default_slots": "2",
+    "K_MPI_JOB_ROLE": "launcher", "NVIDIA_VISIBLE_DEVICES": "", "NVIDIA_DRIVER_CAPABILITIES": "",
+}  # fmt: skip
+
+
+def strict(node):
+    """Return a structural schema of Kubernetes as a JSON schema that refuses unknown fields."""
+    if isinstance(node, list):
+        return [strict(one) for one in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    fields = node.get("properties") if isinstance(node.get("properties"), dict) else None
+    left_out = "format", "description", "properties"
+    new = {k: strict(v) for k, v in node.items() if not k.startswith("x-kubernetes") and k not in left_out}
+    if fields is not None:  # which may have any name
+        new["properties"] = {name: strict(value) for name, value in fields.items()}
+        if "additionalProperties" not in new and not node.get("x-kubernetes-preserve-unknown-fields"):
+            new["additionalProperties"] = False
+    return new
+
+
+@functools.cache
+def schema(kind):
+    crd = yaml.load(gzip.decompress((SCHEMAS / f"{FILES[kind]}.yaml.gz").read_bytes()), yaml.CSafeLoader)
+    found = strict(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+    found["properties"]["metadata"] = {"type": "object"}
+    return jsonschema.Draft202012Validator(found)
+
+
+def errors(manifest):
+    return [f"{error.json_path}: {error.message}" for error in schema(manifest["kind"]).iter_errors(manifest)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "Toy 1.yaml").write_text(EXPERIMENT)
+    (tmp_path / "layers.py").write_text("x = 1\n\ty = 2\n")
+    return tmp_path
+
+
+def job(folder, **fields):
+    return Submission("toy-1", str(folder / "Toy 1.yaml"), **{"ranks": 4, "nodes": 2, **fields})
+
+
+def containers(objects):
+    """Return the launcher's container and a worker's."""
+    if objects[-1]["kind"] == "MPIJob":
+        replicas = objects[-1]["spec"]["mpiReplicaSpecs"]
+        return [replicas[name]["template"]["spec"]["containers"][0] for name in ("Launcher", "Worker")]
+    worker, launcher = (
+        one["template"]["spec"]["template"]["spec"]["containers"][0]
+        for one in objects[1]["spec"]["template"]["spec"]["replicatedJobs"]
+    )
+    trainer = objects[-1]["spec"]["trainer"]
+    return [{**launcher, "command": trainer["command"], "env": trainer["env"]}, worker]
+
+
+@pytest.mark.parametrize("make", KINDS.values())
+@pytest.mark.parametrize("claim", [None, "disk"])
+def test_manifests_pass_the_schemas(make, claim, folder):
+    objects = make(
+        job(folder, modules=(str(folder / "layers.py"), "package.module"), settings=("epochs=3",)), "image", claim
+    )
+    assert list(yaml.safe_load_all(dump(objects))) == objects
+    assert [errors(one) for one in objects[1:]] == [[]] * (len(objects) - 1)
+    launcher, worker = containers(objects)
+    assert {one["name"]: one["value"] for one in launcher["env"]} == {
+        "PRTE_MCA_prte_default_hostfile": HOST_FILE, "PRTE_MCA_plm_ssh_args": "-o ConnectionAttempts=10",
+    }  # fmt: skip
+    assert worker["command"][:2] == ["/usr/sbin/sshd", "-De"]
+    keys = {f"/etc/neondist/{key}" for key in objects[0]["data"]}
+    assert keys == {"/etc/neondist/experiment.yaml", "/etc/neondist/layers.py"}
+    assert keys <= set(launcher["command"])
+    for one in (launcher, worker):
+        assert {mount["mountPath"] for mount in one["volumeMounts"]} >= {"/etc/neondist", "/dev/shm"}
+
+
+@pytest.mark.parametrize("make", KINDS.values())
+def test_the_schemas_refuse_unknown_fields(make, folder):
+    """At the top, and in the containers: what the cluster would drop without a word."""
+    objects = make(job(folder), "image")[1:]
+    for manifest in objects:
+        manifest["spec"]["misspelt"] = {}
+        assert any("misspelt" in one for one in errors(manifest))
+        del manifest["spec"]["misspelt"]
+    for one in containers([None, *objects]):
+        one["volumeMounts"][0]["mountpath"] = one["volumeMounts"][0].pop("mountPath")
+    assert sum("mountpath" in one for one in errors(objects[0])) == 2
+
+
+def test_no_command_of_a_trainjob_reaches_its_workers(folder):
+    """Trainer replaces the commands of replicated jobs that have labels, and only those."""
+    _, runtime, trainjob = train_job(job(folder), "image")
+    jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = {one["name"]: one["template"].get("metadata", {}).get("labels") for one in jobs}
+    assert labels == {"node": None, "launcher": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    assert jobs[1]["dependsOn"] == [{"name": "node", "status": "Ready"}]
+    assert trainjob["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+
+
+@pytest.mark.parametrize(("given", "name"), [
+    ("Toy 1.yaml", "toy-1"), ("a/b/mnist_convnet.yaml", "mnist-convnet"), ("1.yaml", "neondist-1"),
+    ("ü.yaml", "neondist"), ("x" * 99, "x" * 40), ("-a-.yaml", "a"),
+])  # fmt: skip
+def test_names(given, name):
+    assert job_name(given) == name
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--mpijob", "-n", 3, "--nodes", 2], "give a multiple of 2, such as -n 4"),
+    (["--mpijob", "--nodes", 2, "--elastic", "3:4"], "-n 2 is not within --elastic 3:4"),
+    (["--trainjob", "--elastic", "1:2"], "use --mpijob"),
+    (["--mpijob", "--name", "A b"], "such as a-b"),
+    (["--mpijob", "--apply", "--delete"], "give one of them"),
+    (["--slurm", "--image", "x"], "--image: is for --mpijob"),
+    (["--slurm", "--delete"], "scancel"),
+    (["--mpijob", "--set", "epochs=x"], "epochs"),
+    (["--mpijob", "--set", "grid.rows=3"], "rows x cols can be 1 x 1"),
+    (["--mpijob", "--output", "no/such/folder"], "cannot be written"),
+])  # fmt: skip
+def test_mistakes(folder, words, message):
+    code, out, err = here(folder, "submit", *words, "Toy 1.yaml")
+    assert (code, out, message in err) == (2, "", True), err
+    assert len(err.splitlines()) == 1
+
+
+def test_files_without_names_for_a_config_map(folder):
+    (folder / "other").mkdir()
+    for name in ("other/layers.py", "a b.py"):
+        (folder / name).touch()
+    for modules in (("layers.py", "other/layers.py"), ("a b.py",)):
+        with pytest.raises(ConfigError, match="needs a name of its own"):
+            mpi_job(job(folder, modules=modules), "image")
+    (folder / "large.py").write_text("#" * (1 << 20))
+    with pytest.raises(ConfigError, match="a ConfigMap takes 1 MiB"):
+        mpi_job(job(folder, modules=(str(folder / "large.py"),)), "image")
+
+
+def takes_hosts():
+    """Whether `neondist run` takes the operator's script of hosts."""
+    words = subprocess.run([sys.executable, "-m", "neondist", "run", "--help"], capture_output=True, text=True)
+    return "--hosts-from" in words.stdout
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@needs_mpirun
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_launcher_starts_ranks_on_all_workers(kind, folder, tmp_path):
+    """With the operator's variables, host file and script of hosts, at the paths that a container would have."""
+    if kind == "--mpijob" and not takes_hosts():
+        pytest.skip("needs --hosts-from of neondist run")
+    names = [f"toy-1-worker-{at}.toy-1-worker.default.svc" for at in range(2)]
+    launcher, _ = containers(KINDS[kind](job(folder), "image"))
+    nodes = FakeNodes(tmp_path, *names, slots=2)
+    script = tmp_path / "discover_hosts.sh"
+    script.write_text("#!/bin/sh\n" + "".join(f"echo {name}\n" for name in names))
+    script.chmod(0o755)
+    places = {
+        HOST_FILE: str(tmp_path / "hosts"), DISCOVERY: str(script), "/etc/neondist/experiment.yaml": "Toy 1.yaml",
+        "/home/mpiuser/runs/toy-1": "out",
+    }  # fmt: skip
+    env = OPERATORS | {one["name"]: one["value"] for one in launcher["env"]}
+    env = nodes.env | {name: places.get(value, value) for name, value in env.items()}
+    command, *words = [places.get(word, word) for word in launcher["command"]]
+    assert command == "neondist"
+    try:
+        code, out, err = call([sys.executable, "-m", "neondist", *words], folder, **env)
+        assert code == 0, err
+        assert "ConvnetDist on 4 ranks" in out
+        facts = yaml.safe_load((folder / "out" / "environment.json").read_text())
+        assert facts["hosts"] == dict.fromkeys(names, 2)
+        assert not nodes.processes()
+    finally:
+        nodes.end()

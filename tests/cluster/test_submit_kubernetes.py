@@ -1,0 +1,209 @@
+"""Jobs in a cluster whose API is kmock's: created, scaled, followed and deleted by `neondist submit`."""
+
+import asyncio
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+from cli_runs import EXPERIMENT, here, neondist, start
+
+import yaml
+
+needs_kmock = pytest.mark.skipif(
+    importlib.util.find_spec("kmock") is None or importlib.util.find_spec("kubernetes") is None,
+    reason="needs kmock (Python 3.11 or newer) and kubernetes",
+)
+NAMESPACE = "/namespaces/lab"
+PLURALS = {"MPIJob": "kubeflow.org/v2beta1/mpijobs", "TrainJob": "trainer.kubeflow.org/v1alpha1/trainjobs"}
+OTHERS = "v1/configmaps", "v1/pods", "trainer.kubeflow.org/v1alpha1/clustertrainingruntimes"
+
+
+class Api:
+    """An API server in a thread, and a kubeconfig that leads to it."""
+
+    def __init__(self, folder):
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()))
+        self.thread.start()
+        self.ready.wait(60)
+        self.config = folder / "kubeconfig"
+        write_config(self.config, str(self.url).rstrip("/"))
+
+    async def serve(self):
+        import kmock
+
+        self.loop, self.over = asyncio.get_running_loop(), asyncio.Event()
+        async with kmock.KubernetesEmulator() as self.api, kmock.Server(self.api) as server:
+            for name in [*OTHERS, *PLURALS.values()]:
+                self.api.resources[name] = {}
+            self.url = server.url
+            self.ready.set()
+            await self.over.wait()
+
+    def objects(self):
+        """Return what is there, by kind and name."""
+
+        async def look():
+            return [one.raw for one in self.api.objects.values() if not one.deleted]
+
+        there = asyncio.run_coroutine_threadsafe(look(), self.loop).result(60)
+        return {(one["kind"], one["metadata"]["name"]): one for one in there}
+
+    def end(self):
+        self.loop.call_soon_threadsafe(self.over.set)
+        self.thread.join()
+
+
+def write_config(path, url):
+    path.write_text(yaml.safe_dump({
+        "apiVersion": "v1", "kind": "Config", "current-context": "here", "users": [{"name": "me", "user": {}}],
+        "clusters": [{"name": "c", "cluster": {"server": url}}],
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "me", "namespace": "lab"}}],
+    }))  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "toy.yaml").write_text(EXPERIMENT)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    return tmp_path
+
+
+@pytest.fixture
+def api(folder):
+    server = Api(folder)
+    yield server
+    server.end()
+
+
+def operate(kind, changes):
+    """Set the status of a job, one change after the other, as its operator does."""
+    import kubernetes
+
+    group, version, plural = PLURALS[kind].split("/")
+    client = kubernetes.config.new_client_from_config(os.environ["KUBECONFIG"])
+    jobs, core = kubernetes.client.CustomObjectsApi(client), kubernetes.client.CoreV1Api(client)
+    label = {"MPIJob": "training.kubeflow.org/job-name", "TrainJob": "jobset.sigs.k8s.io/jobset-name"}[kind]
+    pod = {
+        "kind": "Pod",
+        "metadata": {"name": "toy-launcher-x", "labels": {label: "toy"}},
+        "status": {"phase": "Running"},
+    }
+    for condition in changes:
+        if condition == "Running":
+            core.create_namespaced_pod("lab", pod)
+        one = {"type": condition, "status": "True", "reason": "Test", "message": f"is {condition}"}
+        # a real server sets the namespace of what is created there; kmock's watches look for it
+        body = {"metadata": {"namespace": "lab"}, "status": {"conditions": [one]}}
+        jobs.patch_namespaced_custom_object(group, version, "lab", plural, "toy", body)
+
+
+@contextmanager
+def operator(api, kind, *changes):
+    """Wait for a job to be created, then change its status."""
+
+    over = threading.Event()
+
+    def run():
+        while (kind, "toy") not in api.objects() and not over.wait(0.05):
+            pass
+        if not over.is_set():
+            operate(kind, changes)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@needs_kmock
+@pytest.mark.parametrize(("option", "kind", "end", "code"), [
+    ("--mpijob", "MPIJob", "Succeeded", 0), ("--trainjob", "TrainJob", "Complete", 0),
+    ("--mpijob", "MPIJob", "Failed", 1),
+])  # fmt: skip
+def test_created_and_followed_to_its_end(api, folder, option, kind, end, code):
+    log = f"/api/v1{NAMESPACE}/pods/toy-launcher-x/log"
+    api.loop.call_soon_threadsafe(lambda: api.api[f"get {log}"] << b"epoch 1/2\nepoch 2/2\n")
+    with operator(api, kind, "Created", "Running", end):
+        found, out, err = here(folder, "submit", option, "toy.yaml", "--nodes", 2, "--claim", "disk", "--apply")
+    assert (found, err) == (code, "")
+    lines = out.splitlines()
+    assert lines[-1] == f"{kind} toy: {end} (is {end})"
+    assert lines.count("epoch 1/2") == lines.count("epoch 2/2") == 1
+    assert lines[0] == "ConfigMap toy-experiment: created"
+    created = {key: value for key, value in api.objects().items() if key[0] in (kind, "ConfigMap")}
+    assert created[kind, "toy"]["spec"]
+    assert created["ConfigMap", "toy-experiment"]["data"] == {"experiment.yaml": EXPERIMENT}
+
+
+@needs_kmock
+def test_scaled_refused_and_deleted(api, folder):
+    words = "submit", "--mpijob", "toy.yaml", "--elastic", "1:4", "--apply"
+    for nodes in (2, 4, 4):
+        # the job ends with the first look: the status of its first life
+        with operator(api, "MPIJob", "Succeeded"):
+            code, out, err = here(folder, *words, "--nodes", nodes)
+        assert code == 0, err
+        assert api.objects()["MPIJob", "toy"]["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == nodes
+    assert "created" not in out
+    code, _, err = here(folder, *words, "--nodes", 3, "--set", "epochs=3")
+    assert code == 2
+    assert (
+        "MPIJob toy is there already, and its spec.mpiReplicaSpecs.Launcher.template.spec.containers[0].command" in err
+    )
+    assert api.objects()["MPIJob", "toy"]["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == 4
+    words = [word if word != "--apply" else "--delete" for word in words]
+    assert here(folder, *words)[:2] == (0, "MPIJob toy: deleted\nConfigMap toy-experiment: deleted\n")
+    assert here(folder, *words)[:2] == (0, "MPIJob toy: is not there\nConfigMap toy-experiment: is not there\n")
+    assert not api.objects()
+
+
+@needs_kmock
+def test_a_job_that_is_deleted_meanwhile(api, folder):
+    with operator(api, "MPIJob", "Created"):
+        job = start(neondist("submit", "--mpijob", "toy.yaml", "--apply"), folder)
+        lines = [job.stdout.readline() for _ in range(3)]
+    assert lines[-1] == "MPIJob toy: Created (is Created)\n", job.communicate()
+    here(folder, "submit", "--mpijob", "toy.yaml", "--delete")
+    out, _ = job.communicate(timeout=60)
+    assert (job.returncode, out) == (1, "MPIJob toy: deleted\n")
+
+
+@needs_kmock
+def test_a_cluster_without_the_operator(api, folder):
+    path = f"post /apis/kubeflow.org/v2beta1{NAMESPACE}/mpijobs"
+    api.loop.call_soon_threadsafe(lambda: api.api[path] << 404)
+    code, _, err = here(folder, "submit", "--mpijob", "toy.yaml", "--apply")
+    assert code == 2
+    assert "install Kubeflow's MPI operator" in err
+
+
+@needs_kmock
+def test_no_cluster(folder):
+    code, _, err = here(folder, "submit", "--mpijob", "toy.yaml", "--apply")
+    assert (code, "no Kubernetes cluster is configured" in err, "set KUBECONFIG" in err) == (2, True, True), err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    write_config(folder / "kubeconfig", f"http://127.0.0.1:{port}")
+    code, _, err = here(folder, "submit", "--trainjob", "toy.yaml", "--apply")
+    assert (code, f"http://127.0.0.1:{port} cannot be reached" in err) == (2, True), err
+    assert len([line for line in err.splitlines() if line.startswith("error")]) == 1
+
+
+def test_without_the_client(folder):
+    """The extra is named."""
+    hidden = "import sys; sys.modules['kubernetes'] = None; sys.argv[0] = 'neondist'; from neondist.cli import main; "
+    words = [sys.executable, "-c", hidden + "sys.exit(main())", "submit", "--mpijob", "toy.yaml", "--apply"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: --apply and --delete need the Kubernetes client; pip install"
+    )

@@ -1,0 +1,146 @@
+"""The batch script of `neondist submit --slurm`: as bash runs it, and in a queue where there is a Slurm."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from cli_runs import EXPERIMENT, here
+
+from neondist.cluster.submit import Submission
+from neondist.cluster.submit.slurm import ATTEMPTS, batch_script
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+# in place of Python: prints its words; sleeps until a signal comes if asked to, and ends with the code of a stopped run
+RUN = """#!/bin/bash
+printf '<%s>' "$@"; echo
+[[ "$*" == *wait* ]] || exit ${CODE:-0}
+trap 'kill $!; exit 75' USR1
+sleep 60 & touch ready; wait $!
+"""
+CONFIG = os.environ.get("SLURM_CONF")
+ODD = 'it\'s a "b" $HOME `id` ; &'
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / ODD
+    made.mkdir()
+    (made / "a b.yaml").write_text(EXPERIMENT)
+    for name, text in (("run", RUN), ("scontrol", '#!/bin/sh\necho "$@" >> requeued\n')):
+        (made / name).write_text(text)
+        (made / name).chmod(0o755)
+    return made
+
+
+def script_of(folder, *settings, **fields):
+    job = Submission("a-b", "a b.yaml", 4, 2, settings=settings, **fields)
+    return batch_script(job, str(folder / "run"), str(folder), "runs/a b")
+
+
+def begin(folder, script, **env):
+    env = {
+        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4",
+        "SLURM_JOB_NODELIST": "n[1-2]", **env,
+    }  # fmt: skip
+    return subprocess.Popen(["bash"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("code", [0, 2, 75, 137])
+def test_words_arrive_and_the_exit_code_comes_back(folder, code):
+    script = script_of(folder, f"name={ODD}", modules=("x y.py",), elastic=(2, 4))
+    job = begin(folder, script, CODE=str(code))
+    out, _ = job.communicate(script)
+    assert job.returncode == code
+    words = ["-m", "neondist", "run", "a b.yaml", "--set", f"name={ODD}", "--import", "x y.py", "-n", "4",
+             "--output", "runs/a b", "--restarts", "3", "--elastic", "2:4", "--resume", "auto"]  # fmt: skip
+    assert out.splitlines()[-1] == "".join(f"<{word}>" for word in words)
+    assert not (folder / "requeued").exists()  # a time limit of the run's own ends the job
+
+
+@pytest.mark.parametrize(("number", "starts", "requeued"), [
+    (signal.SIGUSR1, 0, "requeue 7\n"), (signal.SIGUSR1, ATTEMPTS - 1, "requeue 7\n"), (signal.SIGUSR1, ATTEMPTS, ""),
+    (signal.SIGTERM, 0, ""),
+])  # fmt: skip
+def test_a_signal_ends_the_run_with_a_checkpoint(folder, number, starts, requeued):
+    """What comes before the end of its time puts it back into the queue, and what Slurm ends it with does not."""
+    script = script_of(folder, "wait=1")
+    job = begin(folder, script, SLURM_RESTART_COUNT=str(starts))
+    job.stdin.write(script)
+    job.stdin.close()
+    while not (folder / "ready").exists():
+        time.sleep(0.01)
+    job.send_signal(number)
+    assert job.wait(60) == 75
+    assert f"start {starts + 1}," in job.stdout.read()
+    assert (folder / "requeued").exists() == bool(requeued)
+    if requeued:
+        assert (folder / "requeued").read_text() == requeued
+
+
+def test_a_signal_before_the_run_listens(folder):
+    """It dies of the signal; the job goes back into the queue nevertheless."""
+    (folder / "run").write_text("#!/bin/bash\nkill -USR1 $PPID; sleep 60\n")
+    script = script_of(folder)
+    job = begin(folder, script)
+    job.communicate(script)
+    assert job.returncode == 75
+    assert (folder / "requeued").read_text() == "requeue 7\n"
+
+
+def test_no_slurm_here(folder, monkeypatch):
+    monkeypatch.setenv("PATH", str(folder))
+    code, out, err = here(folder, "submit", "--slurm", "a b.yaml", "--apply")
+    assert (code, out, "sbatch cannot be run" in err) == (2, "", True), err
+    (folder / "sbatch").write_text('#!/bin/sh\necho "sbatch: error: invalid partition specified: x" >&2; exit 1\n')
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    code, _, err = here(folder, "submit", "--slurm", "a b.yaml", "--apply")
+    assert (code, "invalid partition specified: x" in err) == (2, True), err
+
+
+def without_slurm():
+    if not all(map(shutil.which, ("sbatch", "sinfo", "scancel", "squeue"))):
+        return "needs Slurm"
+    try:
+        done = subprocess.run(["sinfo", "--noheader"], capture_output=True, timeout=10, check=False)
+    except subprocess.TimeoutExpired:
+        return "Slurm does not answer"
+    return "Slurm does not answer" if done.returncode else ""
+
+
+@pytest.mark.skipif(bool(without_slurm()), reason=without_slurm())
+def test_a_job_goes_back_into_the_queue_and_on(folder, monkeypatch):
+    """Submitted for real; the signal that comes before the end of its time is sent by hand, in its first life."""
+    if CONFIG:  # Slurm's variables are not there in tests
+        monkeypatch.setenv("SLURM_CONF", CONFIG)
+    epochs = "epochs=2000"
+    code, out, err = here(folder, "submit", "--slurm", "a b.yaml", "-n", 2, "--set", epochs, "--apply")
+    assert code == 0, err
+    number = re.fullmatch(r"Submitted batch job (\d+)\n", out)[1]
+    log, metrics = folder / f"slurm-{number}.out", folder / "runs" / "a b" / "metrics.jsonl"
+
+    def wait(condition):
+        for _ in range(3000):
+            if condition():
+                return
+            time.sleep(0.1)
+        pytest.fail(log.read_text() if log.exists() else "not started")
+
+    try:
+        wait(lambda: metrics.exists() and metrics.read_text())
+        subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
+        wait(lambda: "start 2, 2 ranks" in log.read_text())
+        before = metrics.read_text()
+        wait(lambda: len(metrics.read_text()) > len(before))
+    finally:
+        subprocess.run(["scancel", number], check=True)
+    wait(lambda: number not in subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout)
+    text = log.read_text()
+    assert "stopped at step" in text
+    assert metrics.read_text().startswith(before)  # it went on where it was
+    epochs = re.findall(r"^epoch (\d+)/2000", text, re.MULTILINE)
+    assert epochs == [str(at) for at in range(1, len(epochs) + 1)]
