@@ -131,6 +131,7 @@ from .optim import (
     StepDecay,
     Warmup,
 )
+from .session import AutoDist
 from .strategies import ParameterSpec, Strategy
 from .train import Best, DebugHalo, FitExperiment, Hook, MLflow, TensorBoard, fit, pretrain
 from .version import __version__
@@ -159,6 +160,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Auto",
+    "AutoDist",
     "AvgPoolingLayer",
     "AvgPoolingLayerDist",
     "Backend",
