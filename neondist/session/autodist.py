@@ -20,6 +20,7 @@ from ..comm import ProcessGrid, SingleTransport
 from ..errors import ConfigError, LaunchError
 from ..geometry import grid_shape
 from ..job import detect
+from ..models.whole_batches import model_scope
 from ..registry import suggest
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import of_grid
@@ -104,6 +105,7 @@ class AutoDist:
 
                 self._modules = self._modules or ModuleScope(self.grid)
                 stack.enter_context(self._modules.collect())
+            stack.enter_context(model_scope(self.grid, self._chosen))
             self._share_random_states()
             yield
 
@@ -211,9 +213,10 @@ def _defined_at(function: Any) -> str:
 
 def _silence() -> Callable[[], None]:
     """Let this process print nothing; return what takes that back."""
-    stack = ExitStack()
-    stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
-    return stack.close
+    with ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        stack.enter_context(redirect_stdout(nowhere))
+        return stack.pop_all().close
 
 
 def _launch(resources: ResourceSpec) -> None:

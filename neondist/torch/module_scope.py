@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from .distributing import distribute
 from .errors import defined_at
 from .module import DistributedModule
-from .tiled_output import Part, TiledOutput
+from .tiled_output import ScatteredInput, TiledOutput
 
 
 class ModuleScope:
@@ -175,7 +175,7 @@ class _Call(nn.Module):
 
 def _tile(model: DistributedModule, whole: torch.Tensor, index: int) -> torch.Tensor:
     if whole.requires_grad and torch.is_grad_enabled() and model.grid.size > 1:
-        return Part.apply(whole, model.tiling, model.tiling.inputs[index])
+        return ScatteredInput.apply(whole, model.tiling, model.tiling.inputs[index])
     return model.scatter(whole, index)
 
 

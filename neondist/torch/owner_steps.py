@@ -35,7 +35,7 @@ class OwnerSteps:
     """
 
     def __init__(self, tensors: Mapping[str, nn.Parameter], grid: ProcessGrid, planned: ParameterPlan) -> None:
-        self.grid, self.strategy, self.partitioned = grid, planned.strategy.builder, planned.partitioned
+        self.grid, self.strategy = grid, planned.strategy.builder
         self.parameters = ModuleParameters(tensors, grid, shares=planned.shares)
         self.parameters.close()
         pairs = [(tensor, self.parameters.updated[name]) for name, tensor in self.parameters.tensors.items()]
@@ -76,10 +76,10 @@ class OwnerSteps:
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut what an optimiser remembers already, and keep its `state_dict` that of one process."""
-        if self.partitioned and not _is_elementwise(optimizer):
+        if not _is_elementwise(optimizer):
             raise ConfigError(
-                f"strategy: {self.strategy} divides parameters, and {type(optimizer).__name__} updates whole ones; use"
-                " PS, PSLoadBalancing or AllReduce"
+                f"strategy: {self.strategy} divides the update, and {type(optimizer).__name__} needs whole parameters;"
+                " use the strategy AllReduce"
             ).on_all_ranks()
         for tensor in [tensor for tensor in optimizer.state if id(tensor) in self._parts]:
             part, slots = self._parts[id(tensor)], optimizer.state.pop(tensor)

@@ -21,10 +21,11 @@ LOSSES = frozenset(
 )  # fmt: skip
 """Functions of (output, target) that are computed on tiles; torch.nn's loss modules call them."""
 _METADATA = frozenset(
-    (torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.ndim.__get__,
-     torch.Tensor.requires_grad.__get__, torch.Tensor.layout.__get__, torch.Tensor.size, torch.Tensor.dim,
-     torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.is_floating_point, torch.is_floating_point)
+    (torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.is_floating_point,
+     torch.is_floating_point,
+     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")))
 )  # fmt: skip
+"""What is known without the numbers."""
 
 
 class TiledOutput(torch.Tensor):
@@ -81,7 +82,9 @@ class TiledOutput(torch.Tensor):
         return func(*_whole(args), **_whole(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Compute on whole tensors, for what does not ask `__torch_function__`."""
         return func(*_whole(args), **_whole(kwargs or {}))
 
@@ -125,7 +128,7 @@ def _called(criterion: Callable[..., torch.Tensor], output: torch.Tensor, tensor
     return criterion(output, **tensors)
 
 
-class Part(torch.autograd.Function):
+class ScatteredInput(torch.autograd.Function):
     """This rank's part of a whole tensor with a gradient, which is gathered on the way back."""
 
     @staticmethod
