@@ -3,7 +3,7 @@
 Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 """
 
-from . import at_start, datasets, session, strategies  # noqa: F401 - datasets and session are names of before
+from . import at_start, datasets, strategies  # noqa: F401 - datasets is a name of before
 from .backends import Backend, Kernels, available, get_backend
 from .cluster import ResourceSpec, TaskSpec, TaskSpecDef
 from .comm import ProcessGrid, loopback
@@ -131,7 +131,7 @@ from .optim import (
     StepDecay,
     Warmup,
 )
-from .session import AutoDist
+from .session import AutoDist, DistributedSession, LoadCheckpoint, StopAtStepHook, StopAtTimeHook
 from .strategies import ParameterSpec, Strategy
 from .train import Best, DebugHalo, FitExperiment, Hook, MLflow, TensorBoard, fit, pretrain
 from .version import __version__
@@ -193,6 +193,7 @@ __all__ = [
     "DiceCE",
     "Dist",
     "DistModel",
+    "DistributedSession",
     "DropoutLayer",
     "DropoutLayerDist",
     "Elastic",
@@ -240,6 +241,7 @@ __all__ = [
     "LRNLayerDist",
     "LaunchError",
     "Layer",
+    "LoadCheckpoint",
     "LocalFilteringLayer",
     "LocalFilteringLayerDist",
     "LogLoss",
@@ -292,6 +294,8 @@ __all__ = [
     "Stale",
     "StepContext",
     "StepDecay",
+    "StopAtStepHook",
+    "StopAtTimeHook",
     "Strategy",
     "Sum",
     "SumSquared",

@@ -1,191 +1,23 @@
-"""What a data set is: splits, of which a rank keeps its tile of every image and all the targets."""
+"""A data set: splits, of which a rank keeps its tile of every image and all the targets."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from functools import partial
 from numbers import Integral, Real
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from typing import Any, TypeVar
 
 from ..comm import ProcessGrid, agree
-from ..errors import ConfigError, DataError, NotReadyError, ShapeError
-from ..geometry import Box, Overlapping
-from ..io.hdf5 import checksum
-from ..lazy import LazyTile
+from ..errors import ConfigError, DataError, NotReadyError, UserError
+from ..geometry import Overlapping
 from ..registry import Registered
+from ..registry.ranges import integer
 from .augment import AugmentedTile, Transform
-from .raw import normalised
+from .split import Split, are_maps, shape_of
 
 SPLITS = ("train", "validation", "test")
-
-
-class Tiles(Protocol):
-    """This rank's tile of every sample, indexed by an integer array: a NumPy array, or what makes them on demand."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, indices: Any, /) -> np.ndarray: ...
-
-
-class Split:
-    """Samples and their targets; every index is a sample number, the same on all ranks.
-
-    Parameters
-    ----------
-    tiles : array or Tiles
-        This rank's tile of every sample, local shape (N, *tile, C), uint8 or float.
-    labels : array or Tiles
-        Target of every sample: classes (N,), whole on every rank, or this rank's tile of target images (N, *tile).
-        Classes are kept as int64.
-    mean, std : float or one per channel
-        `images` returns (x / scale - mean) / std.
-    scale : float
-        The raw value that stands for 1, 255 for bytes.
-
-    Attributes
-    ----------
-    epoch : int
-        That of the augmentation, if there is one; the training loop sets it.
-
-    Raises
-    ------
-    ShapeError
-        If there are not as many labels as tiles.
-    """
-
-    epoch = 0
-    fill: float | None = None  # what `tiles` have instead of NaN
-    _tile: AugmentedTile | None = None
-
-    def __init__(
-        self, tiles: Tiles, labels: Tiles, mean: ArrayLike = 0.0, std: ArrayLike = 1.0, scale: float = 255.0
-    ) -> None:
-        if len(tiles) != len(labels):
-            raise ShapeError(f"split: {len(tiles)} samples but {len(labels)} labels; give one label per sample")
-        self.tiles = tiles
-        if isinstance(labels, Sequence) or hasattr(labels, "__array__"):  # and not made or read on demand
-            labels = np.asarray(labels)
-            labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
-        self.labels: Tiles = labels
-        self._factor = 1.0 / (scale * np.asarray(std, np.float64))
-        self._offset = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> np.ndarray:
-        """Return this rank's tile of the samples `indices`, local shape (n, *tile, C), normalised and contiguous."""
-        numbers = _sample_numbers(indices)
-        if self._tile is not None:
-            return self._tile.images(partial(self._part, dtype), numbers, self.epoch)
-        return normalised(self.tiles[numbers], *self.normalisation, dtype)
-
-    def lazily(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> LazyTile:
-        """Return the same as `images`, of which cells are read and normalised when they are asked for."""
-        return _LazyImages(self, _sample_numbers(indices), np.dtype(dtype))
-
-    def _part(self, dtype: DTypeLike, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
-        return normalised(part_of(self.tiles, numbers, cells), *self.normalisation, dtype)
-
-    def augmented(self, tile: AugmentedTile) -> Split:
-        """Return a split that gives `tile` of the samples, where this one's tiles are the cells that it holds."""
-        found = copy(self)
-        found._tile = tile
-        return found
-
-    def plain(self) -> Split:
-        """Return the split as it is without augmentation."""
-        return self if self._tile is None else self.augmented(self._tile.plain())
-
-    def part(self, first: int, end: int) -> Split:
-        """Return the samples from `first` to before `end` as a split of their own; nothing is copied."""
-        part = copy(self)
-        part.tiles, part.labels = (_Slice.of(samples, first, end) for samples in (self.tiles, self.labels))
-        return part
-
-    def fingerprint(self) -> str:
-        """Return what of this split is the same on all ranks, as text: its size, scale, and labels that are no maps."""
-        whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
-        labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
-        factor, offset = self.normalisation
-        return f"{len(self)} samples, times {factor} minus {offset}{labels}"
-
-    @property
-    def normalisation(self) -> tuple[list[float], list[float]]:
-        """Factor and offset, one or one per channel: `images` returns raw values times factor minus offset."""
-        return np.ravel(self._factor).tolist(), np.ravel(self._offset).tolist()
-
-    def targets(self, indices: ArrayLike) -> np.ndarray:
-        """Return the targets of the samples `indices`: classes (n,) int64, or tiles of target images (n, *tile)."""
-        numbers = _sample_numbers(indices)
-        if self._tile is not None and self._tile.moves and _are_maps(self.labels, self._tile.box):
-            return self._tile.labels(partial(part_of, self.labels), numbers, self.epoch)
-        return self.labels[numbers]
-
-    def batches(
-        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazily: bool = False
-    ) -> Generator[tuple[Any, np.ndarray]]:
-        """Yield `images` and `targets` of one part after the other; a split on disk reads the next part meanwhile.
-
-        Close the generator (`contextlib.closing`) where it may not be used up.
-
-        Parameters
-        ----------
-        lazily : bool
-            Yield images that are read when they are asked for: those of a model that has a strip at a time in memory.
-        """
-        for part in parts:
-            yield self.lazily(part, dtype) if lazily else self.images(part, dtype), self.targets(part)
-
-    def close(self) -> None:
-        """Let go of open files, and wait for what is being read; what is read later opens them again."""
-
-
-class _LazyImages(LazyTile):
-    def __init__(self, split: Split, numbers: np.ndarray, dtype: np.dtype) -> None:
-        self._split, self._numbers, self.dtype = split, numbers, dtype
-        own = _shape(split.tiles) if split._tile is None else (*split._tile.box.shape, split._tile.shape[-1])
-        self.shape = (len(numbers), *own)
-
-    def samples(self, numbers: range) -> LazyTile:
-        """Return some of the samples."""
-        return _LazyImages(self._split, self._numbers[slice(numbers.start, numbers.stop, numbers.step)], self.dtype)
-
-    def read(self, cells: Sequence[slice]) -> np.ndarray:
-        """Return normalised cells (n, *cells, C)."""
-        read = partial(self._split._part, self.dtype)
-        if self._split._tile is None:
-            return read(self._numbers, tuple(cells))
-        return self._split._tile.images(read, self._numbers, self._split.epoch, cells)
-
-
-class _Slice:
-    """Some neighbours of samples that are made or read on demand."""
-
-    def __init__(self, samples: Tiles, first: int, end: int) -> None:
-        self._samples, self._numbers = samples, np.arange(first, end)
-
-    @classmethod
-    def of(cls, samples: Tiles, first: int, end: int) -> Tiles:
-        return samples[first:end] if isinstance(samples, np.ndarray) else cls(samples, first, end)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, indices: Any) -> np.ndarray:
-        return self._samples[self._numbers[indices]]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self), *_shape(self._samples))
-
-    def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
-        return part_of(self._samples, self._numbers[indices], cells)
+AnyDataset = TypeVar("AnyDataset", bound="Dataset")
 
 
 class Dataset(Registered, ABC):
@@ -219,6 +51,11 @@ class Dataset(Registered, ABC):
 
     content: str = ""
     _kept: float | int | None = None  # for classes whose constructor does not call this one
+    _shard: tuple[int, int] | None = None
+    _grid: ProcessGrid | None = None  # that it was opened on
+
+    #: how many shards the training samples were divided into, and how many samples the smallest of them has
+    num_shards, least_shard = 1, 0
 
     sample_shape: tuple[int, ...]
     classes: int | None
@@ -297,6 +134,9 @@ class Dataset(Registered, ABC):
                 self.train, self.validation = self.train.part(0, first), self.train.part(first, samples)
             if len(self.splits) == 1:
                 raise DataError("dataset: has neither a validation nor a test split; give validation, such as 0.1")
+            self._grid = grid
+            if self._shard is not None:
+                self._divide(*self._shard, grid)
             if augment:
                 self._augment(tile)
         except MemoryError as problem:
@@ -306,10 +146,65 @@ class Dataset(Registered, ABC):
             error = problem
         agree(grid.world, error)
 
+    def shard(self: AnyDataset, num_shards: int, index: int) -> AnyDataset:
+        """Return the same data set with one of several shards of the training samples; other splits stay whole.
+
+        A shard has the samples `index`, `index + num_shards`, and so on, of those that are not kept for validation:
+        shards are disjoint, and together they have all samples. They are made before any shuffling, which is within a
+        shard. The ranks that hold the tiles of a replica need the same one; where each rank gives its own number, as
+        `shard(task.num_workers, task.shard_index)` does in an MPI job, that of its replica is taken. Collective if the
+        data set is open.
+
+        Parameters
+        ----------
+        num_shards : int
+        index : int
+            From 0.
+
+        Raises
+        ------
+        ConfigError
+            There is no such shard; or, on all ranks and when the data set is opened, tiles of a replica have different
+            shards, or a shard would have no samples.
+        """
+        for name, value, least in (("num_shards", num_shards, 1), ("index", index, 0)):
+            integer(f"shard: {name}", value, least)
+        if index >= num_shards:
+            raise ConfigError(f"shard: index: {index}, but there are {num_shards} shards, numbered from 0")
+        if self.num_shards > 1 or self._shard is not None:
+            raise ConfigError("shard: the data set is divided already; take one shard of it, of more")
+        found = copy(self)
+        found._shard = num_shards, index
+        if self._grid is not None:
+            error: Exception | None = None
+            try:
+                found._divide(num_shards, index, self._grid)
+            except UserError as problem:
+                error = problem
+            agree(self._grid.world, error)
+        return found
+
+    def _divide(self, num_shards: int, index: int, grid: ProcessGrid) -> None:
+        """Keep one shard of the training samples; collective over the tiles of a replica."""
+        given = grid.world.allgather((num_shards, index)) if grid.size > 1 else [(num_shards, index)]
+        mine = given[grid.replica * grid.shape.tiles :][: grid.shape.tiles]
+        if given == [(grid.size, rank) for rank in range(grid.size)]:
+            num_shards, index = grid.replicas, grid.replica
+        elif len(set(mine)) > 1:
+            raise ConfigError(
+                f"shard: the ranks of replica {grid.replica} hold tiles of the same samples, but have shards {mine};"
+                " give them one, shard(grid.replicas, grid.replica)"
+            )
+        samples = len(self.train)
+        if samples < num_shards:
+            raise DataError(f"shard: {samples} training samples for {num_shards} shards; some would be empty")
+        self.num_shards, self.least_shard = num_shards, samples // num_shards
+        self.train = self.train.every(num_shards, index)
+
     def _augment(self, tile: AugmentedTile) -> None:
         """Let the training split give augmented tiles, and the others tiles of what has been read with them."""
         for split in self.splits.values() if tile.moves else ():
-            if _are_maps(split.labels, tile.box) and _shape(split.labels)[: tile.box.ndim] != tile.held.shape:
+            if are_maps(split.labels, tile.box) and shape_of(split.labels)[: tile.box.ndim] != tile.held.shape:
                 raise DataError(
                     f"augment: label maps that are not as large as the images, {tile.shape[:-1]}, cannot be moved with"
                     " them; leave out Flip, QuarterTurns, Shift and Elastic"
@@ -353,26 +248,6 @@ def count_of(field: str, kept: float | int, samples: int) -> int:
     return int(count)
 
 
-def part_of(tiles: Tiles, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
-    """Return cells (n, *cells, ...) of the tiles of some samples; of those made on demand, from whole tiles."""
-    if hasattr(tiles, "part"):
-        found: np.ndarray = tiles.part(numbers, cells)
-        return found
-    if isinstance(tiles, np.ndarray):
-        return np.stack([tiles[number][cells] for number in numbers]) if len(numbers) else tiles[(slice(0), *cells)]
-    return tiles[numbers][(slice(None), *cells)]
-
-
-def _shape(tiles: Tiles) -> tuple[int, ...]:
-    """Return the shape of a tile; where it is not told, of the first one."""
-    return tuple(getattr(tiles, "shape", None) or tiles[np.arange(1)].shape)[1:]
-
-
-def _are_maps(labels: Tiles, box: Box) -> bool:
-    """Tell whether labels are tiles (N, *tile, ...) of maps."""
-    return len(_shape(labels)) >= len(box.lo)
-
-
 def _is_fraction(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < 1
 
@@ -380,8 +255,3 @@ def _is_fraction(value: object) -> bool:
 def tile_slices(grid: ProcessGrid, sample_shape: Sequence[int]) -> tuple[slice, ...]:
     """Return the index of this rank's tile in one sample of global shape (*spatial, C); channels are never cut."""
     return (*grid.tile_box(tuple(sample_shape[:-1])).slices, slice(0, sample_shape[-1]))
-
-
-def _sample_numbers(indices: ArrayLike) -> np.ndarray:
-    numbers = np.asarray(indices)
-    return numbers.astype(np.intp) if numbers.size == 0 else numbers

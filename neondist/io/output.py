@@ -16,6 +16,8 @@ from .regular_file import open_regular
 CHECKPOINT = "checkpoint.h5"
 BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
+COMPLETE = "complete.json"
+"""The mark of a run that has nothing left to train."""
 CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
 LOGS = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
 """The logs of epochs, and how many records of each are written before anything is trained and can be resumed."""
@@ -36,6 +38,8 @@ FILES = (
     BEST,
     WEIGHTS,
     "ledger.jsonl",
+    "summaries.jsonl",
+    COMPLETE,
     "curves.png",
     "tiles.png",
     "worst.npz",

@@ -2,7 +2,8 @@
 
 model: the chain. train_step: a step of training. trainable: what the loop asks for. passes: a pass as users have it.
 dist: the distributed models. distribute: from one to the other. gb, autoencoder, reconstruction: the sparse
-autoencoder. stimulus: the input that a unit answers to most. targets: those of a rank's outputs.
+autoencoder. script: training steps of a user's script. stimulus: the input that a unit answers to most. targets: those
+of a rank's outputs.
 """
 
 from .autoencoder import Autoencoder
@@ -13,6 +14,7 @@ from .gb import GB
 from .mlp import MLP
 from .model import Model, made_of_layers
 from .reconstruction import Reconstruction
+from .script import ScriptModel
 from .stimulus import optimal_stimulus
 from .train_step import ModelStep, TrainStep
 from .trainable import Trainable, TrainableModel
@@ -29,6 +31,7 @@ __all__ = [
     "Model",
     "ModelStep",
     "Reconstruction",
+    "ScriptModel",
     "TrainStep",
     "Trainable",
     "TrainableModel",

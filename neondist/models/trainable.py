@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray
 from ..optim import Optimizer
-from ..parallel import GradientSync, Parameters, ParameterShard
+from ..parallel import GradientSync, Parameters, ParameterShard, SyncState
 from ..registry import Registered
 from ..runtime.observers.ledger import Ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
@@ -124,6 +124,11 @@ class TrainableModel(Registered, Trainable, ABC):
     @abstractmethod
     def built(self) -> Parameters:
         """The trained parameters; ConfigError if the model is not built."""
+
+    @property
+    def sync_states(self) -> list[SyncState]:
+        """State of gradient synchronisation that is kept from step to step."""
+        return self.built.compressed.state()
 
     @property
     @abstractmethod

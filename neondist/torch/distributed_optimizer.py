@@ -73,6 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._fixed = True
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         model.defer_gradients(tensors.values())
+        self.module, model.optimizer = model, self
         self._in_backward = False
         self._sums: np.ndarray | None = None
         for tensor in tensors.values():

@@ -62,9 +62,15 @@ class DistributedModule(nn.Module):
     """What `distribute` returns: the module, on this rank's tile.
 
     Parameters, buffers and their names are the module's own, `train()` and `eval()` are passed on; see `distribute`.
+
+    Attributes
+    ----------
+    optimizer : DistributedOptimizer or None
+        The last one that was made for this module.
     """
 
     module: nn.Module
+    optimizer: Any = None
     watched = False
     """Whether a change of its attributes is a change of a criterion that uses it."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..comm import ProcessGrid, all_or_none
+from ..data import Dataset
 from ..data.base import SPLITS
 from ..errors import ConfigError
 from ..io.checkpoint import opened
+from ..models import TrainableModel
 from ..registry.ranges import choice
 from .consistency import check_consistency, check_data_consistency, outline
 from .experiment import FitExperiment
@@ -48,6 +51,21 @@ def evaluate_checkpoint(
     """
     if split is not None:
         choice("split", split, SPLITS)
+    with opened_for_evaluation(experiment, grid, split) as (model, dataset):
+        if split is None:
+            split = "test" if "test" in dataset.splits else "validation"
+        with opened(Path(checkpoint), model.grid.world) as file:
+            take_weights(file, model)
+        samples = dataset.splits[split]
+        found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
+    return {"split": split, **told_of(len(samples), found)}
+
+
+@contextmanager
+def opened_for_evaluation(
+    experiment: FitExperiment, grid: ProcessGrid | None = None, split: str | None = None
+) -> Iterator[tuple[TrainableModel, Dataset]]:
+    """Open an experiment's data and build its model, without its weights; collective, and raises what `run` does."""
     grid = experiment.open_grid() if grid is None else grid
     model, dataset = experiment.model, experiment.dataset
     grid.check("evaluate")
@@ -59,13 +77,7 @@ def evaluate_checkpoint(
     with closing(dataset):
         check_data_consistency(grid, dataset)
         with all_or_none(grid.world):
-            if split is None:
-                split = "test" if "test" in dataset.splits else "validation"
-            if split not in dataset.splits:
+            if split is not None and split not in dataset.splits:
                 raise ConfigError(f"split: the data set has no {split} split; choose from {', '.join(dataset.splits)}")
             model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
-        with opened(Path(checkpoint), grid.world) as file:
-            take_weights(file, model)
-        samples = dataset.splits[split]
-        found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
-    return {"split": split, **told_of(len(samples), found)}
+        yield model, dataset

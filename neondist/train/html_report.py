@@ -62,10 +62,19 @@ def page_of_numbers(name: str, of: Mapping[str, str], found: Mapping[str, Any]) 
     return page(name, [table(["", ""], rows), *_of_classes(found, "")])
 
 
-def read_records(path: Path) -> list[Record]:
-    """Return the records of a metrics.jsonl; DataError if there are none, or one cannot be read."""
+def read_records(path: Path, continued: bool = False) -> list[Record]:
+    """Return the records of a metrics.jsonl; DataError if there are none, or one cannot be read.
+
+    Parameters
+    ----------
+    continued : bool
+        The log is to be continued: it may be missing or empty, and an unfinished last line is left out.
+    """
+    if continued and not path.exists():
+        return []
     try:
-        lines = read_bytes(path, root=path.parent).decode().splitlines()
+        text = read_bytes(path, root=path.parent).decode()
+        lines = text.split("\n")[:-1] if continued else text.splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({reason(error)}); name the folder of a run") from None
     found = []
@@ -77,7 +86,7 @@ def read_records(path: Path) -> list[Record]:
         if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_flat(values, _DEPTH):
             raise DataError(f"{path}:{at}: is no record of an epoch; remove the line, or go on by --resume")
         found.append(Record.of(values))
-    if not found:
+    if not found and not continued:
         raise DataError(f"{path}: has no epoch yet; wait for the first")
     return found
 

@@ -78,7 +78,7 @@ def train_loop(
             if run.stop is None:
                 with model.whole.averaged():
                     found = judge(run, metrics)
-                _close_epoch(run, found)
+                close_epoch(run, found)
                 _call(hooks, lambda hook: hook.after_epoch(run))
         model.whole.settle()
         _call(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
@@ -99,7 +99,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     model, split = run.model, run.dataset.train
     samples, split.epoch = order(len(split), seed, run.epoch), run.epoch
     model.begin_epoch(run.epoch, run.samples_seen)
-    losses = [record.selected("loss") for record in run.history[len(run.history) - run.epoch :]]
+    losses = losses_so_far(run)
     totals, start = run.totals, time.perf_counter() - run.totals.seconds
     sent, summed = model.whole.bytes_sent - totals.sent, model.whole.bytes_summed - totals.summed
     batches = [samples[first : first + run.batch_size] for first in range(run.samples_seen, len(split), run.batch_size)]
@@ -108,9 +108,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
         for batch, (x, targets) in zip(batches, read, strict=True):
             if run.stop is not None:
                 return
-            epoch = run.epoch + run.samples_seen / len(split)
-            model.learning_rate_scale = model.optimizer.scale(epoch, losses)
-            model.momentum = model.optimizer.momentum_at(epoch)
+            set_schedule(run, losses)
             run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
             run.samples_seen += len(batch)
             if math.isfinite(run.loss):
@@ -120,6 +118,18 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
             totals.seconds = time.perf_counter() - start
             totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
             _call(hooks, lambda hook: hook.after_step(run))
+
+
+def losses_so_far(run: TrainState) -> list[float | None]:
+    """Return the losses, after each epoch, of the split by which settings are chosen."""
+    return [record.selected("loss") for record in run.history[len(run.history) - run.epoch :]]
+
+
+def set_schedule(run: TrainState, losses: Sequence[float | None]) -> None:
+    """Give the model the learning rate and the momentum of the position in the data."""
+    model, epoch = run.model, run.epoch + run.samples_seen / run.samples
+    model.learning_rate_scale = model.optimizer.scale(epoch, losses)
+    model.momentum = model.optimizer.momentum_at(epoch)
 
 
 def _batches(model: Trainable, split: Split, parts: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:
@@ -140,7 +150,7 @@ def judge(run: TrainState, metrics: Sequence[Metric]) -> Record:
     return record
 
 
-def _close_epoch(run: TrainState, judged: Record) -> None:
+def close_epoch(run: TrainState, judged: Record) -> None:
     """Count the epoch, append its record and begin the next one's sums."""
     totals, seen = run.totals, run.samples_seen
     sent, summed = totals.moved(run.grid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Mapping
@@ -10,8 +11,10 @@ from typing import Any
 
 from ..comm import ProcessGrid
 from ..data import Dataset
+from ..errors import DataError
 from ..metrics import Misclassification
 from ..models import Trainable
+from ..parallel import Flag
 from ..renamed import Renamed
 
 
@@ -94,7 +97,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run ends before it is complete: in words, and the exit code that says so."""
+    """Reason and exit code of a run that ends before its last epoch; with code 0 it is complete, and not to go on."""
 
     reason: str
     code: int = 75
@@ -147,3 +150,35 @@ class TrainState:
     def first_rank(self) -> bool:
         """Whether this is rank 0, the one that prints and writes files."""
         return self.grid.rank == 0
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+        return len(self.dataset.train)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask, on this rank or on several, that the run ends on all ranks after the next step, complete."""
+        self.model.sync.flags.mine[Flag.STOP] = 1
+
+    def hear_requests(self) -> None:
+        """Stop, if a rank asked for it in the step that is over."""
+        if self.stop is None and self.model.sync.flags.ranks(Flag.STOP):
+            self.stop = Stop("a rank has asked for it", code=0)
+
+    def check_samples(self, samples: int) -> None:
+        """Raise DataError unless an epoch that is to be continued has so many samples."""
+        if self.samples != samples:
+            raise DataError(
+                f"was written in the middle of an epoch of {samples} samples, the data set has {self.samples}; resume"
+                " with the same data"
+            )
+
+    def texts(self) -> dict[str, str]:
+        """Return what a checkpoint holds beside arrays and the position; collective."""
+        train = self.dataset.train
+        factor, offset = train.normalisation
+        images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
+        return {"images": json.dumps(images)}
+
+    def take_texts(self, texts: Mapping[str, str]) -> None:
+        """Go on with what `texts` returned; ValueError, which says what is wrong with it."""

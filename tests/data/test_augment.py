@@ -12,7 +12,8 @@ import neondist as nd
 from neondist import rng
 from neondist.comm import loopback
 from neondist.data import Dataset, Split
-from neondist.data.base import part_of, tile_slices
+from neondist.data.base import tile_slices
+from neondist.data.split import part_of
 from neondist.errors import ConfigError, DataError
 
 COUNT, SEED, EPOCH = 7, 5, 3

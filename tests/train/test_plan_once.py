@@ -55,12 +55,3 @@ def test_what_was_built_is_what_runs():
     assert model.compiled is plan
     assert model.executor.graph is plan.graph
     assert model.fprop(np.ones((2, 8, 8, 1))).shape == (2, 2)
-
-
-def test_the_name_of_before_tells_the_same():
-    from neondist.session.summing import sums_of_step
-
-    model, grid = nd.ConvnetDist([nd.FCLayerDist(4)]), nd.GridShape(rows=2)
-    plan = model.plan((8, 6, 2), grid, batch_size=5)
-    with pytest.warns(DeprecationWarning, match="plan.reduced"):
-        assert sums_of_step(model, plan, 3, grid, 1) == plan.reduced(1, 3) != {}

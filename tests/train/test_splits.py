@@ -6,7 +6,6 @@ import pytest
 from session_toys import ToyData, ToyModel, experiment
 
 import neondist as nd
-from neondist import session
 from neondist.bench.schemes import read_results
 from neondist.comm import ProcessGrid, loopback
 from neondist.data import Synthetic
@@ -164,12 +163,10 @@ def test_curves_have_a_line_for_each_split(tmp_path, pictures, kept, monkeypatch
 
 
 def test_the_name_of_version_0_1_leads_to_the_state_of_training():
-    with pytest.warns(DeprecationWarning, match=r"neondist\.session\.Run is neondist\.train\.TrainState now"):
-        assert session.Run is nd.train.TrainState
     with pytest.warns(DeprecationWarning, match=r"neondist\.datasets\.MNIST is neondist\.data\.MNIST now"):
         assert nd.datasets.MNIST is nd.MNIST
     state = nd.train.TrainState(ToyModel(), ToyData(), 1, 4, samples_seen=3)
     with pytest.warns(DeprecationWarning, match=r"TrainState\.seen is called TrainState\.samples_seen now"):
         assert state.seen == 3
     with pytest.raises(AttributeError, match="has no attribute 'Walk'"):
-        session.Walk  # noqa: B018
+        nd.datasets.Walk  # noqa: B018

@@ -2,14 +2,15 @@
 
 pieces: which rank holds which part of an array. stream: parts to rank 0 and back, in blocks, so that no rank holds a
 cut array whole. checksum: that over the file. write, read: the HDF5 file. keep: older files beside the newest.
-weights: a file's weights alone. scheme_memory: what border schemes remember. sync_state: that of gradient
-synchronisation.
+weights: a file's weights alone. settings: numbers and texts of optimisers. scheme_memory: what border schemes remember.
+sync_state: that of gradient synchronisation.
 """
 
 from .keep import kept_files
 from .pieces import Piece
 from .read import Facts, opened
 from .scheme_memory import REMEMBERED, memory_of, remind
+from .settings import from_plain, to_plain
 from .stream import collect, scatter
 from .sync_state import restore_sync, sync_pieces
 from .weights import Taken, take
@@ -21,6 +22,7 @@ __all__ = [
     "Piece",
     "Taken",
     "collect",
+    "from_plain",
     "kept_files",
     "memory_of",
     "opened",
@@ -29,5 +31,6 @@ __all__ = [
     "scatter",
     "sync_pieces",
     "take",
+    "to_plain",
     "write",
 ]

@@ -52,7 +52,7 @@ class Progress:
         totals = run.totals
         sent, summed = totals.moved(run.grid)
         sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
-        samples, model = len(run.dataset.train), run.model
+        samples, model = run.samples, run.model
         return cls(run.epoch, run.step, run.samples_seen, samples, model.seed, sums, list(run.history), model.uncounted)
 
     def put(self, run: TrainState) -> None:
@@ -63,16 +63,13 @@ class Progress:
         DataError
             Its seed, or in the middle of an epoch its number of samples, is another.
         """
-        if run.model.seed != self.seed:
+        if run.model.seed not in (None, self.seed):
             raise DataError(
                 f"was written with seed {self.seed}, the experiment has {run.model.seed}, so it would go on with other"
                 f" random numbers; set seed: {self.seed}"
             )
-        if self.seen and len(run.dataset.train) != self.samples:
-            raise DataError(
-                f"was written in the middle of an epoch of {self.samples} samples, the data set has"
-                f" {len(run.dataset.train)}; resume with the same data"
-            )
+        if self.seen:
+            run.check_samples(self.samples)
         run.epoch, run.samples_seen, run.model.step = self.epoch, self.seen, self.step
         run.totals, run.history = replace(self.totals), list(self.history)
         ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]
@@ -215,7 +212,7 @@ class Checkpoint(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Write a checkpoint, if one is due in the middle of an epoch."""
-        ends = run.samples_seen >= len(run.dataset.train)
+        ends = run.samples_seen >= run.samples
         if not (ends and self.schedule.after_epoch(run.epoch + 1)) and (
             self.schedule.after_step(run.step) or self._minutes_are_over(run)
         ):
@@ -243,12 +240,9 @@ class Checkpoint(Hook):
         OutputError
             On every rank, if it cannot be written; the one before it stays.
         """
-        train = run.dataset.train
-        factor, offset = train.normalisation
-        images = {"shape": run.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
         texts = {
             "position": Progress.of(run).to_json(),
-            "images": json.dumps(images),
+            **run.texts(),
             "experiment": self.resolved or "",
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
@@ -266,8 +260,13 @@ class Checkpoint(Hook):
         return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last >= 60 * limit))
 
 
-def restore(path: Path, run: TrainState) -> None:
+def restore(path: Path, run: TrainState, otherwise: str = "run without --resume") -> None:
     """Let `run` go on from where the file was written; collective.
+
+    Parameters
+    ----------
+    otherwise : str
+        Remedy where the file does not fit.
 
     Raises
     ------
@@ -281,11 +280,12 @@ def restore(path: Path, run: TrainState) -> None:
             raise DataError(f"{path}: does not say how far its run was ({problem}); name another file") from None
         for group, arrays in run.model.kept_arrays(file.facts.group("optimizer")).items():
             wanted = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
-            _compare(path, file.facts.group(group), wanted)
+            _compare(path, file.facts.group(group), wanted, otherwise)
         try:
             progress.put(run)
-        except DataError as problem:
-            raise DataError(f"{path}: {problem}, or run without --resume") from None
+            run.take_texts(file.facts.texts)
+        except (DataError, ValueError) as problem:
+            raise DataError(f"{path}: {problem}, or {otherwise}") from None
         file.fill(_pieces(run))
         if note := remind(file, run.model.whole.exchanged, _owner(run), run.grid.world):
             run.notes.append(note)
@@ -299,7 +299,7 @@ def _pieces(run: TrainState) -> list[Piece]:
 
 def _sync_states(run: TrainState) -> list[SyncState]:
     """Return what gradient synchronisation keeps from step to step."""
-    return run.model.whole.built.compressed.state()
+    return run.model.whole.sync_states
 
 
 def _owner(run: TrainState) -> str:
@@ -316,12 +316,14 @@ def _place(run: TrainState) -> tuple[int, int, int]:
     return run.step, run.epoch, run.samples_seen
 
 
-def _compare(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _compare(
+    path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], otherwise: str
+) -> None:
     """Raise DataError where the file and the model differ in names or shapes."""
     for name in sorted({*found, *wanted}):
         there, here = (list(shapes[name]) if name in shapes else "nothing" for shapes in (found, wanted))
         if there != here:
             raise DataError(
                 f"{path}: is of another model: it has {there} for '{name}', the model has {here};"
-                " resume with the experiment that wrote it, or run without --resume"
+                f" resume with the experiment that wrote it, or {otherwise}"
             )

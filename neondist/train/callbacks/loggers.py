@@ -29,6 +29,8 @@ class Logger(Registered, Hook):
     module: str
     name: str
     experiment: str | None = None
+    #: the number of a record that is shown as the step
+    axis: str = "epoch"
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = self.place = None if folder is None else Path(folder)
@@ -89,7 +91,7 @@ class Logger(Registered, Hook):
 
 
 class TensorBoard(Logger):
-    """Event files that `tensorboard --logdir FOLDER` shows, by tensorboardX; the step is the epoch.
+    """Event files that `tensorboard --logdir FOLDER` shows, by tensorboardX; by epoch, in a session by step.
 
     Parameters
     ----------
@@ -107,7 +109,7 @@ class TensorBoard(Logger):
     def write(self, record: Record) -> None:
         """Write all numbers."""
         for name, value in numbers(record):
-            self.writer.add_scalar(name, value, record["epoch"])
+            self.writer.add_scalar(name, value, record[self.axis])
         self.writer.flush()
 
     def end(self) -> None:
@@ -146,7 +148,7 @@ class MLflow(Logger):
     def write(self, record: Record) -> None:
         """Write all numbers."""
         for name, value in numbers(record):
-            self.client.log_metric(self.number, name, value, step=record["epoch"])
+            self.client.log_metric(self.number, name, value, step=record[self.axis])
 
     def end(self) -> None:
         """End the run."""

@@ -1,0 +1,213 @@
+"""Samples and their targets, of which a rank keeps its tile; parts of them, which are made or read on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from copy import copy
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from ..errors import ShapeError
+from ..geometry import Box
+from ..io.hdf5 import checksum
+from ..lazy import LazyTile
+from .augment import AugmentedTile
+from .raw import normalised
+
+
+class Tiles(Protocol):
+    """This rank's tile of every sample, indexed by an integer array: a NumPy array, or what makes them on demand."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Any, /) -> np.ndarray: ...
+
+
+class Split:
+    """Samples and their targets; every index is a sample number, the same on all ranks.
+
+    Parameters
+    ----------
+    tiles : array or Tiles
+        This rank's tile of every sample, local shape (N, *tile, C), uint8 or float.
+    labels : array or Tiles
+        Target of every sample: classes (N,), whole on every rank, or this rank's tile of target images (N, *tile).
+        Classes are kept as int64.
+    mean, std : float or one per channel
+        `images` returns (x / scale - mean) / std.
+    scale : float
+        The raw value that stands for 1, 255 for bytes.
+
+    Attributes
+    ----------
+    epoch : int
+        That of the augmentation, if there is one; the training loop sets it.
+
+    Raises
+    ------
+    ShapeError
+        If there are not as many labels as tiles.
+    """
+
+    epoch = 0
+    fill: float | None = None  # what `tiles` have instead of NaN
+    _tile: AugmentedTile | None = None
+
+    def __init__(
+        self, tiles: Tiles, labels: Tiles, mean: ArrayLike = 0.0, std: ArrayLike = 1.0, scale: float = 255.0
+    ) -> None:
+        if len(tiles) != len(labels):
+            raise ShapeError(f"split: {len(tiles)} samples but {len(labels)} labels; give one label per sample")
+        self.tiles = tiles
+        if isinstance(labels, Sequence) or hasattr(labels, "__array__"):  # and not made or read on demand
+            labels = np.asarray(labels)
+            labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
+        self.labels: Tiles = labels
+        self._factor = 1.0 / (scale * np.asarray(std, np.float64))
+        self._offset = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def images(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> np.ndarray:
+        """Return this rank's tile of the samples `indices`, local shape (n, *tile, C), normalised and contiguous."""
+        numbers = _sample_numbers(indices)
+        if self._tile is not None:
+            return self._tile.images(partial(self._part, dtype), numbers, self.epoch)
+        return normalised(self.tiles[numbers], *self.normalisation, dtype)
+
+    def lazily(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> LazyTile:
+        """Return the same as `images`, of which cells are read and normalised when they are asked for."""
+        return _LazyImages(self, _sample_numbers(indices), np.dtype(dtype))
+
+    def _part(self, dtype: DTypeLike, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+        return normalised(part_of(self.tiles, numbers, cells), *self.normalisation, dtype)
+
+    def augmented(self, tile: AugmentedTile) -> Split:
+        """Return a split that gives `tile` of the samples, where this one's tiles are the cells that it holds."""
+        found = copy(self)
+        found._tile = tile
+        return found
+
+    def plain(self) -> Split:
+        """Return the split as it is without augmentation."""
+        return self if self._tile is None else self.augmented(self._tile.plain())
+
+    def part(self, first: int, end: int) -> Split:
+        """Return the samples from `first` to before `end` as a split of their own; nothing is copied."""
+        part = copy(self)
+        part.tiles, part.labels = (_Slice.of(samples, first, end) for samples in (self.tiles, self.labels))
+        return part
+
+    def every(self, step: int, first: int) -> Split:
+        """Return the samples `first`, `first + step`, ... as a split of their own; nothing is copied."""
+        part = copy(self)
+        part.tiles, part.labels = (_Slice.of(samples, first, len(self), step) for samples in (self.tiles, self.labels))
+        return part
+
+    def fingerprint(self) -> str:
+        """Return what of this split is the same on all ranks, as text: its size, scale, and labels that are no maps."""
+        whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
+        labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
+        factor, offset = self.normalisation
+        return f"{len(self)} samples, times {factor} minus {offset}{labels}"
+
+    @property
+    def normalisation(self) -> tuple[list[float], list[float]]:
+        """Factor and offset, one or one per channel: `images` returns raw values times factor minus offset."""
+        return np.ravel(self._factor).tolist(), np.ravel(self._offset).tolist()
+
+    def targets(self, indices: ArrayLike) -> np.ndarray:
+        """Return the targets of the samples `indices`: classes (n,) int64, or tiles of target images (n, *tile)."""
+        numbers = _sample_numbers(indices)
+        if self._tile is not None and self._tile.moves and are_maps(self.labels, self._tile.box):
+            return self._tile.labels(partial(part_of, self.labels), numbers, self.epoch)
+        return self.labels[numbers]
+
+    def batches(
+        self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazily: bool = False
+    ) -> Generator[tuple[Any, np.ndarray]]:
+        """Yield `images` and `targets` of one part after the other; a split on disk reads the next part meanwhile.
+
+        Close the generator (`contextlib.closing`) where it may not be used up.
+
+        Parameters
+        ----------
+        lazily : bool
+            Yield images that are read when they are asked for: those of a model that has a strip at a time in memory.
+        """
+        for part in parts:
+            yield self.lazily(part, dtype) if lazily else self.images(part, dtype), self.targets(part)
+
+    def close(self) -> None:
+        """Let go of open files, and wait for what is being read; what is read later opens them again."""
+
+
+class _LazyImages(LazyTile):
+    def __init__(self, split: Split, numbers: np.ndarray, dtype: np.dtype) -> None:
+        self._split, self._numbers, self.dtype = split, numbers, dtype
+        own = shape_of(split.tiles) if split._tile is None else (*split._tile.box.shape, split._tile.shape[-1])
+        self.shape = (len(numbers), *own)
+
+    def samples(self, numbers: range) -> LazyTile:
+        """Return some of the samples."""
+        return _LazyImages(self._split, self._numbers[slice(numbers.start, numbers.stop, numbers.step)], self.dtype)
+
+    def read(self, cells: Sequence[slice]) -> np.ndarray:
+        """Return normalised cells (n, *cells, C)."""
+        read = partial(self._split._part, self.dtype)
+        if self._split._tile is None:
+            return read(self._numbers, tuple(cells))
+        return self._split._tile.images(read, self._numbers, self._split.epoch, cells)
+
+
+class _Slice:
+    """Some of the samples that are made or read on demand."""
+
+    def __init__(self, samples: Tiles, first: int, end: int, step: int = 1) -> None:
+        self._samples, self._numbers = samples, np.arange(first, end, step)
+
+    @classmethod
+    def of(cls, samples: Tiles, first: int, end: int, step: int = 1) -> Tiles:
+        return samples[first:end:step] if isinstance(samples, np.ndarray) else cls(samples, first, end, step)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, indices: Any) -> np.ndarray:
+        return self._samples[self._numbers[indices]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self), *shape_of(self._samples))
+
+    def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+        return part_of(self._samples, self._numbers[indices], cells)
+
+
+def part_of(tiles: Tiles, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
+    """Return cells (n, *cells, ...) of the tiles of some samples; of those made on demand, from whole tiles."""
+    if hasattr(tiles, "part"):
+        found: np.ndarray = tiles.part(numbers, cells)
+        return found
+    if isinstance(tiles, np.ndarray):
+        return np.stack([tiles[number][cells] for number in numbers]) if len(numbers) else tiles[(slice(0), *cells)]
+    return tiles[numbers][(slice(None), *cells)]
+
+
+def shape_of(tiles: Tiles) -> tuple[int, ...]:
+    """Return the shape of a tile; where it is not told, of the first one."""
+    return tuple(getattr(tiles, "shape", None) or tiles[np.arange(1)].shape)[1:]
+
+
+def are_maps(labels: Tiles, box: Box) -> bool:
+    """Tell whether labels are tiles (N, *tile, ...) of maps."""
+    return len(shape_of(labels)) >= len(box.lo)
+
+
+def _sample_numbers(indices: ArrayLike) -> np.ndarray:
+    numbers = np.asarray(indices)
+    return numbers.astype(np.intp) if numbers.size == 0 else numbers

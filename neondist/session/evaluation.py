@@ -1,0 +1,94 @@
+"""The evaluator role of a session: the script's own evaluation for each checkpoint of the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ..console import emit
+from ..errors import ConfigError, NotReadyError
+from ..io.checkpoint.read import Opened
+from ..train import Hook
+from ..train.callbacks.checkpoint import Progress
+from ..train.callbacks.hook import opened
+from ..train.callbacks.metrics_log import line
+from ..train.weights import take_weights
+from .follow import FOLDER, Evaluation, Follower
+from .hooks import StopAtTimeHook
+from .state import SessionState
+
+
+class EvaluatorRole:
+    """What a DistributedSession does in a task that evaluates.
+
+    Parameters
+    ----------
+    state : SessionState
+    folder : path
+        Of the job's checkpoints.
+    hooks : sequence of Hook
+    every : float
+        Seconds between two looks at the folder.
+    """
+
+    def __init__(self, state: SessionState, folder: Path | None, hooks: Iterable[Hook], every: float = 1.0) -> None:
+        if folder is None:
+            raise ConfigError("checkpoint_dir: an evaluator needs the folder of the job's checkpoints")
+        self.state, self.hooks = state, list(hooks)
+        self.evaluation = Evaluation(state, folder / FOLDER, self.hooks)
+        limit = min((hook.seconds for hook in self.hooks if isinstance(hook, StopAtTimeHook)), default=None)
+        self.follower = Follower(folder, state.grid.world, self.evaluation.done, every, limit)
+        #: of the checkpoint that is loaded and not evaluated
+        self.loaded: Progress | None = None
+        self._stack = ExitStack()
+
+    def enter(self) -> None:
+        """Call the hooks; collective."""
+        with ExitStack() as stack:
+            stack.enter_context(opened(self.hooks))
+            self.evaluation.begin()
+            self._stack = stack.pop_all()
+
+    def should_stop(self) -> bool:
+        """Load the next checkpoint, once it is there; True if the job is complete and none is left; collective."""
+        while self.state.stop is None and self.loaded is None:
+            found = self.follower.next()
+            if found is None:
+                return True
+            self.follower.visit(found, self._load)
+        return self.state.stop is not None
+
+    def _load(self, file: Opened, progress: Progress) -> None:
+        take_weights(file, self.state.model)
+        self.state.model.step, self.loaded = progress.step, progress
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function with the weights of the next checkpoint, and write what it returns; collective.
+
+        Parameters
+        ----------
+        function : callable
+            Returns a number, which is called 'loss', or a mapping of names to numbers.
+        """
+        if self.should_stop() or self.loaded is None:
+            raise NotReadyError("the job is complete, and all its checkpoints are evaluated; ask session.should_stop()")
+        begun = time.perf_counter()
+        result = function(*args, **kwargs)
+        numbers = dict(result) if isinstance(result, Mapping) else {"loss": result}
+        numbers = {name: float(value) for name, value in numbers.items()}
+        record = self.evaluation.add(self.loaded, numbers, time.perf_counter() - begun)
+        self.loaded = None
+        if self.state.first_rank:
+            emit(line(record).rstrip())
+        for hook in self.hooks:
+            hook.after_step(self.state)
+        self.state.agree()
+        return result
+
+    def exit(self, error: BaseException | None) -> None:
+        """Call the hooks for the last time."""
+        with self._stack:
+            self.evaluation.end(error)

@@ -1,0 +1,91 @@
+"""Hooks that end a session or an experiment, or give it its first weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..io.checkpoint import opened, take
+from ..registry.arguments import checked
+from ..registry.ranges import Count, NotNegative
+from ..train import Hook, Stop, TrainState
+
+
+class StopAtStepHook(Hook):
+    """End training once so many steps are done, those before a restart included; it is complete then.
+
+    Parameters
+    ----------
+    last_step : int
+        The number of the last step, counted from 1.
+    """
+
+    @checked
+    def __init__(self, last_step: Count) -> None:
+        self.last_step = last_step
+
+    def before_run(self, run: TrainState) -> None:
+        """Stop before the first step, if all are done."""
+        self.after_step(run)
+
+    def after_step(self, run: TrainState) -> None:
+        """Stop, if this was the last step."""
+        if run.stop is None and run.step >= self.last_step:
+            run.stop = Stop(f"step {self.last_step} was the last", code=0)
+
+
+class StopAtTimeHook(Hook):
+    """End training after the first step that ends later than so many seconds after the beginning; it is complete then.
+
+    Each rank has its clock; all ranks stop after the same step: in a session the one in which the first of them finds
+    the time over, in an experiment the next, whose gradients carry the request.
+
+    Parameters
+    ----------
+    seconds : float
+    clock : callable, optional
+        Returns seconds; default time.monotonic.
+    """
+
+    @checked
+    def __init__(self, seconds: NotNegative, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self.clock = seconds, clock
+        self.begun = clock()
+
+    def before_run(self, run: TrainState) -> None:
+        """Begin to count."""
+        self.begun = self.clock()
+
+    def after_step(self, run: TrainState) -> None:
+        """Stop, if a rank asked for it; ask to stop, if the time is over."""
+        run.hear_requests()
+        if run.stop is None and self.clock() - self.begun >= self.seconds:
+            run.request_stop(f"{self.seconds:g} s are over")
+
+
+class LoadCheckpoint(Hook):
+    """Begin with the weights of a checkpoint, unless the run continues from one of its own.
+
+    Arrays are taken by name where shapes agree; the optimiser begins anew.
+
+    Parameters
+    ----------
+    path : path
+        A checkpoint of an experiment or a session, on any number of ranks.
+
+    Raises
+    ------
+    DataError
+        On every rank, in `before_run`: the file is missing or damaged, or has none of the model's arrays.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def before_run(self, run: TrainState) -> None:
+        """Take the weights; collective."""
+        if run.step == 0 and run.epoch == 0:
+            with opened(self.path, run.grid.world) as file:
+                taken = take(file, run.model.kept_arrays()["model"])
+            run.notes.append(f"weights from {self.path}: {taken}")

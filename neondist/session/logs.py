@@ -1,0 +1,93 @@
+"""Lines and numbers of steps, in a session."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..comm import all_or_none
+from ..console import say
+from ..io.files import append, write_text
+from ..train import Hook, Record, TrainState
+from ..train.callbacks.loggers import Logger
+from ..train.callbacks.metrics_log import line
+from ..train.html_report import read_records
+
+SUMMARIES = "summaries.jsonl"
+
+
+class StepLog(Hook):
+    """Print step, loss and steps per second on rank 0, every so many steps."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.step, self.time = every, 0, 0.0
+
+    def before_run(self, run: TrainState) -> None:
+        """Begin to count."""
+        self.step, self.time = run.step, time.perf_counter()
+
+    def after_step(self, run: TrainState) -> None:
+        """Print, if it is time."""
+        if run.first_rank and run.step - self.step >= self.every:
+            now = time.perf_counter()
+            speed = (run.step - self.step) / max(now - self.time, 1e-9)
+            loss = f"loss {run.loss:.6f}, " if math.isfinite(run.loss) else ""
+            say(f"step {run.step}: {loss}{speed:,.1f} steps/s")
+            self.step, self.time = run.step, now
+
+
+class SummaryLog(Hook):
+    """Write the mean loss and the speed since the last time to summaries.jsonl and to loggers, on rank 0.
+
+    Parameters
+    ----------
+    folder : path, optional
+        Of the session.
+    every_steps, every_seconds : optional
+        A summary is due when one of them is over.
+    loggers : sequence of Logger
+        They show numbers by step.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        every_steps: int | None,
+        every_seconds: float | None,
+        loggers: Sequence[Logger] = (),
+    ) -> None:
+        self.path = None if folder is None else folder / SUMMARIES
+        self.every_steps, self.every_seconds, self.loggers = every_steps, every_seconds, loggers
+        self._begin(0)
+
+    def _begin(self, step: int) -> None:
+        self.step, self.time, self.losses = step, time.perf_counter(), list[float]()
+
+    def before_run(self, run: TrainState) -> None:
+        """Keep the summaries up to the step that the session continues from."""
+        with all_or_none(run.grid.world):
+            if run.first_rank and self.path is not None:
+                kept = [one for one in read_records(self.path, continued=True) if one.get("step", 0) <= run.step]
+                write_text(self.path, "".join(map(line, kept)))
+        self._begin(run.step)
+
+    def after_step(self, run: TrainState) -> None:
+        """Write a summary, if one is due."""
+        if not run.first_rank:
+            return
+        if math.isfinite(run.loss):
+            self.losses.append(run.loss)
+        steps, seconds = run.step - self.step, time.perf_counter() - self.time
+        due = self.every_steps is not None and steps >= self.every_steps
+        if due or (self.every_seconds is not None and seconds >= self.every_seconds):
+            loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
+            record = Record(
+                epoch=run.epoch, step=run.step, train_loss=loss, steps_per_second=steps / max(seconds, 1e-9)
+            )
+            if self.path is not None:
+                append(self.path, line(record))
+            for logger in self.loggers:
+                logger.write(record)
+            self._begin(run.step)

@@ -1,0 +1,183 @@
+"""The training role of a session: steps, hooks, checkpoints, and an end that all ranks agree on."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from ..console import say
+from ..data import Dataset
+from ..io.output import CHECKPOINT, COMPLETE, held
+from ..models import ScriptModel
+from ..train import Hook
+from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
+from ..train.callbacks.completion import CompletionMark
+from ..train.callbacks.hook import opened
+from ..train.callbacks.loggers import Logger
+from .data_position import DataPosition
+from .logs import StepLog, SummaryLog
+from .state import SessionState
+
+KEEP = 5
+"""Checkpoints that stay beside the newest, each under its step, so that an evaluator can be some behind."""
+
+
+class TrainingRole:
+    """What a DistributedSession does in the tasks that train.
+
+    Parameters
+    ----------
+    state : SessionState
+    folder : path, optional
+        Of the checkpoints.
+    writes : bool
+        Whether the ranks of this grid write there; others only read.
+    hooks : sequence of Hook
+    schedule : CheckpointSchedule
+    log_every, summaries : as of DistributedSession
+    grace : float
+        Seconds to wait at the end for ranks that have not left their loop.
+    """
+
+    def __init__(
+        self,
+        state: SessionState,
+        folder: Path | None,
+        writes: bool,
+        hooks: Iterable[Hook],
+        schedule: CheckpointSchedule,
+        log_every: int | None,
+        summaries: tuple[int | None, float | None],
+        grace: float,
+    ) -> None:
+        self.state, self.folder, self.writes, self.grace = state, folder, writes, grace
+        self.hooks, self.schedule = list(hooks), schedule
+        self.position: DataPosition | None = None
+        self._stack = ExitStack()
+        loggers = [hook for hook in self.hooks if isinstance(hook, Logger)]
+        for logger in loggers:
+            logger.within(folder)
+            logger.axis = "step"
+        if log_every is not None and writes:
+            self.hooks.append(StepLog(log_every))
+        if any(due is not None for due in summaries) and writes:
+            self.hooks.append(SummaryLog(folder, *summaries, loggers))
+
+    def enter(self) -> None:
+        """Restore the newest checkpoint, if there is one, and call the hooks; collective."""
+        state, folder, world = self.state, self.folder, self.state.grid.world
+        with ExitStack() as stack:
+            stack.enter_context(opened(self.hooks))
+            if folder is not None:
+                if self.writes:
+                    stack.enter_context(held(world, folder, "auto"))
+                if world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
+                    restore(folder / CHECKPOINT, state, "give another checkpoint_dir")
+                    state.notes.append(f"goes on from step {state.step} of {folder / CHECKPOINT}")
+                if self.writes:
+                    self.hooks += [Checkpoint(folder / CHECKPOINT, self.schedule), CompletionMark(folder / COMPLETE)]
+            self._call(lambda hook: hook.before_run(state))
+            for note in state.notes if state.first_rank and self.writes else ():
+                say(note)
+            self.state.agree()
+            self._stack = stack.pop_all()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function, count its step, and call the hooks; collective."""
+        state, begun, before = self.state, time.perf_counter(), self.state.step
+        result = function(*args, **kwargs)
+        if isinstance(state.model, ScriptModel):
+            state.model.count()
+        state.loss = _as_loss(result)
+        if state.step != before:
+            if self.position is not None and (size := self.position.take()):
+                totals = state.totals
+                totals.loss += state.loss * size if math.isfinite(state.loss) else 0.0
+                totals.skipped += 0 if math.isfinite(state.loss) else size
+                totals.seconds += time.perf_counter() - begun
+            self._call(lambda hook: hook.after_step(state))
+        state.agree()
+        return result
+
+    def should_stop(self) -> bool:
+        """Whether all ranks have agreed to stop."""
+        return self.state.stop is not None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples, over all replicas, of the batch at hand."""
+        return self.state.batch_size if self.position is None else self.position.size
+
+    def batches(
+        self, dataset: Dataset, batch_size: int, epochs: int | None, seed: int | None
+    ) -> Generator[tuple[Any, Any]]:
+        """Yield batches of what is left of all epochs."""
+        state = self.state
+        position = self.position = DataPosition(
+            state, dataset, batch_size, (state.model.seed or 0) if seed is None else seed
+        )
+        state.epochs = sys.maxsize if epochs is None else epochs
+        while state.stop is None and state.epoch < state.epochs:
+            yield from position.batches()
+            if state.stop is None and position.ends():
+                position.close_epoch()
+                self._call(lambda hook: hook.after_epoch(state))
+                self.state.agree()
+
+    def exit(self, error: BaseException | None) -> None:
+        """Call the hooks for the last time, which write the last checkpoint; collective without an error."""
+        with self._stack:
+            if error is not None:
+                self._fail(error)
+                return
+            try:
+                self._meet()
+                self._call(
+                    lambda hook: hook.after_run(self.state) if self.state.stop is None else hook.on_stop(self.state)
+                )
+            except BaseException as problem:
+                self._fail(problem)
+                raise
+
+    def _fail(self, error: BaseException) -> None:
+        for hook in self.hooks:
+            with suppress(Exception):  # the first error is the one to read
+                hook.on_error(self.state, error)
+
+    def _meet(self) -> None:
+        """Wait for the other ranks to leave their loops; end the job where one does not come in time."""
+        grid = self.state.grid
+        if grid.size == 1:
+            return
+        text = f"rank {grid.rank} of {grid.size}: the session is over at step {self.state.step}, but other ranks go on"
+        timer = threading.Timer(self.grace, _give_up, [grid.world, text])
+        timer.daemon = True
+        timer.start()
+        try:
+            grid.check("the end of DistributedSession", {"step": self.state.step})
+        finally:
+            timer.cancel()
+
+    def _call(self, call: Callable[[Hook], None]) -> None:
+        for hook in self.hooks:
+            call(hook)
+
+
+def _give_up(world: Any, text: str) -> None:
+    sys.stderr.write(f"{text} (stop_grace_period_secs); the job ends\n")
+    sys.stderr.flush()
+    world.abort(1)
+
+
+def _as_loss(result: Any) -> float:
+    """Return what a step gave as a number; NaN if it is none."""
+    try:
+        return float(result)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan

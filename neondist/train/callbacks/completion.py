@@ -1,0 +1,36 @@
+"""complete.json: the mark of a run that has nothing left to train, for those who follow its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ...comm import all_or_none
+from ...io.files import told, write_text
+from ..state import TrainState
+from .hook import Hook
+
+
+class CompletionMark(Hook):
+    """Write the mark, after the last checkpoint, when the run is complete; a run that goes on has none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def before_run(self, run: TrainState) -> None:
+        """Remove the mark of an earlier run."""
+        with all_or_none(run.grid.world):
+            if run.first_rank:
+                with told(self.path, "cannot be removed"):
+                    self.path.unlink(missing_ok=True)
+
+    def after_run(self, run: TrainState) -> None:
+        """Write the mark."""
+        with all_or_none(run.grid.world):
+            if run.first_rank:
+                write_text(self.path, json.dumps({"step": run.step}) + "\n")
+
+    def on_stop(self, run: TrainState) -> None:
+        """Write the mark, if the run is not to go on."""
+        if run.stop is not None and run.stop.code == 0:
+            self.after_run(run)
