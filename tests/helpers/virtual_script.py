@@ -17,7 +17,8 @@ def printed_by(script, *words, ranks=1):
 
     def body(world):
         local.world = world
-        exec(code, {"__name__": script.stem, "print": lambda *said, flush: lines.append(" ".join(said))})
+        names = {"__name__": script.stem, "__file__": str(script)}
+        exec(code, names | {"print": lambda *said, flush: lines.append(" ".join(said))})
 
     with pytest.MonkeyPatch.context() as patch, captured_once():
         patch.setattr(mpi, "world", lambda: local.world)
