@@ -17,16 +17,16 @@ from .scope import CLASS_IN_SCOPE
 
 
 @contextmanager
-def model_scope(grid: ProcessGrid, strategy: StrategyBuilder | Strategy) -> Iterator[None]:
-    """Distribute, over a grid and under a strategy, the serial models that this thread makes meanwhile."""
-    token = CLASS_IN_SCOPE.set(partial(_whole_batch_class, grid, strategy))
+def model_scope(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, made: list[Model]) -> Iterator[None]:
+    """Distribute, over a grid and under a strategy, the serial models that this thread makes, and append them."""
+    token = CLASS_IN_SCOPE.set(partial(_whole_batch_class, grid, strategy, made))
     try:
         yield
     finally:
         CLASS_IN_SCOPE.reset(token)
 
 
-def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, cls: type) -> type:
+def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, made: list[Model], cls: type) -> type:
     """Return the class of a serial model's whole batches; a distributed class stays as it is."""
     if issubclass(cls, Distributed):
         return cls
@@ -36,6 +36,7 @@ def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, 
     def __init__(self: Any, layers: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, [layer.twin() for layer in Sequential(layers).layers], *args, **kwargs)
         self.execute(strategy=self.strategy or strategy)
+        made.append(self)
 
     names = {"__init__": __init__, "scope_grid": grid, "serial_name": cls.__name__}
     return type(f"_WholeBatch{cls.__name__}", (_WholeBatches, base), names)

@@ -8,7 +8,7 @@ import inspect
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any, TypeVar
 
@@ -20,10 +20,13 @@ from ..comm import ProcessGrid, SingleTransport
 from ..errors import ConfigError, LaunchError
 from ..geometry import grid_shape
 from ..job import detect
+from ..models import Model
 from ..models.whole_batches import model_scope
 from ..registry import suggest
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import of_grid
+from ..train import Hook
+from .distributed_session import DistributedSession
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _FACTORS = "replicas", "rows", "cols", "planes"
@@ -90,7 +93,9 @@ class AutoDist:
             self.grid = grid
         else:
             self.grid = ProcessGrid(SingleTransport() if job is None else None, **(factors or {}))
+        self._layer_models: list[Model] = []
         self._modules: Any = None
+        self._owners: Any = None
         self._entered = self._ready = self._running = False
         if self.grid.rank and not self.grid.world.one_process:
             self.grid.on_close(_silence())
@@ -105,7 +110,7 @@ class AutoDist:
 
                 self._modules = self._modules or ModuleScope(self.grid)
                 stack.enter_context(self._modules.collect())
-            stack.enter_context(model_scope(self.grid, self._chosen))
+            stack.enter_context(model_scope(self.grid, self._chosen, self._layer_models))
             self._share_random_states()
             yield
 
@@ -144,6 +149,31 @@ class AutoDist:
         planned = self._planned()
         return self._chosen if planned is None else planned.strategy
 
+    def session(
+        self, checkpoint_dir: str | os.PathLike[str] | None = None, hooks: Sequence[Hook] = (), **settings: Any
+    ) -> DistributedSession:
+        """Return a session that trains the model of the scope; its checkpoints hold the optimiser and schedulers, too.
+
+        Parameters
+        ----------
+        checkpoint_dir, hooks, **settings : as of DistributedSession
+
+        Raises
+        ------
+        ConfigError
+            The scope has no model, or there are several models or optimisers of modules.
+        """
+        parts: list[Any] = list(self._layer_models)
+        if self._modules is not None and self._modules.models:
+            from ..torch.scope_script import ScopeScript
+
+            self._divide_steps()
+            parts += ScopeScript.made_in(self._modules, self._owners)
+        if not parts:
+            raise ConfigError("session: there is no model; make one inside of `with d.scope():` before").on_all_ranks()
+        folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
+        return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
+
     def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         from ..torch.module_scope import whole
 
@@ -180,7 +210,7 @@ class AutoDist:
         if plan.shares and self.grid.size > 1:
             from ..torch.owner_steps import OwnerSteps
 
-            OwnerSteps(self._modules.parameters, self.grid, plan)
+            self._owners = OwnerSteps(self._modules.parameters, self.grid, plan)
 
     def _share_random_states(self) -> None:
         """Begin with the random states of rank 0, so that weights and shuffles are the same on every rank."""

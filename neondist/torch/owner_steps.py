@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -43,6 +44,7 @@ class OwnerSteps:
         self._wholes = {id(part): tensor for tensor, part in pairs}
         self._names = {id(part): name for name, part in self.parameters.updated.items()}
         self._adopted: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._of_parts = False
         for handle in (
             hooks.register_optimizer_step_pre_hook(self._begin_step),
             hooks.register_optimizer_step_post_hook(self._end_step),
@@ -51,15 +53,14 @@ class OwnerSteps:
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Give an optimiser this rank's parts, and their gradients."""
-        if not self._has(optimizer, self._parts):
+        if self._of_parts or not self._has(optimizer, self._parts):
             return
         if any(callable(one) for one in (*args, *kwargs.values())):
             raise ConfigError(
                 f"strategy: {self.strategy} divides the update, and {type(optimizer).__name__}.step got a closure; call"
                 " backward before step(), or use the strategy AllReduce"
             ).on_all_ranks()
-        if optimizer not in self._adopted:
-            self._adopt(optimizer)
+        self._adopt(optimizer)
         self.grid.check("step", {"the optimizer": type(optimizer).__name__})
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:
@@ -70,12 +71,26 @@ class OwnerSteps:
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Give it the whole parameters again, with the values that their owners have."""
-        if optimizer in self._adopted:
+        if optimizer in self._adopted and not self._of_parts:
             self._replace(optimizer, self._wholes)
             self.parameters.broadcast()
 
+    @contextmanager
+    def parts_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let an optimiser have this rank's parts meanwhile, and step by itself."""
+        self._adopt(optimizer)
+        self._replace(optimizer, self._parts)
+        self._of_parts = True
+        try:
+            yield
+        finally:
+            self._of_parts = False
+            self._replace(optimizer, self._wholes)
+
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut what an optimiser remembers already, and keep its `state_dict` that of one process."""
+        if optimizer in self._adopted:
+            return
         if not _is_elementwise(optimizer):
             raise ConfigError(
                 f"strategy: {self.strategy} divides the update, and {type(optimizer).__name__} needs whole parameters;"
