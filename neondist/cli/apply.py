@@ -16,13 +16,29 @@ from ..io.files import write_text
 from ..launcher.ranks import on_ranks
 from . import options
 from .experiment import loaded, validated
+from .run import duration
+
+EVERY = 30.0
+"""seconds between two looks for checkpoints"""
 
 
 def add(commands: Any) -> None:
     """Say what can be typed."""
     one = commands.add_parser("evaluate", help="measure a checkpoint on the data of a YAML file", allow_abbrev=False)
     options.experiment(one)
-    _checkpoint(one)
+    _checkpoint(one, required=False)
+    one.add_argument(
+        "--follow", type=options.path, metavar="DIR",
+        help="instead of --checkpoint: each new checkpoint of the run or session there once, until it is complete",
+    )  # fmt: skip
+    one.add_argument(
+        "--every", type=duration, metavar="TIME", help="with --follow: how often to look for one (default 30s)"
+    )
+    one.add_argument("--max-time", type=duration, metavar="TIME", help="with --follow: end after so long at the latest")
+    one.add_argument(
+        "--output", type=options.path, metavar="DIR",
+        help="with --follow: for metrics.jsonl and loggers (default evaluation/ in the folder that is followed)",
+    )  # fmt: skip
     one.add_argument(
         "--split", choices=["train", "validation", "test"],
         help="which samples (default test, or validation where there is no test split)",
@@ -56,8 +72,14 @@ def add(commands: Any) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Print the cost and the metrics of a checkpoint as one line of JSON."""
-
+    """Print the cost and the metrics of a checkpoint, or of each that a job writes, as a line of JSON."""
+    if (arguments.checkpoint is None) == (arguments.follow is None):
+        raise ConfigError("evaluate: give either --checkpoint FILE, or --follow DIR for each checkpoint of a job")
+    if arguments.follow is not None:
+        return _follow(arguments)
+    for name in ("every", "max_time", "output"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"evaluate: --{name.replace('_', '-')} goes with --follow DIR; leave it out")
     files = arguments.input, arguments.labels
     if (None in files) != (files == (None, None)) or (arguments.block is not None and None in files):
         raise ConfigError("evaluate: --input, --labels and --block are about files; give both files, or none of these")
@@ -79,6 +101,21 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     find = partial(validated, arguments) if None in files else lambda world, ranks: loaded(arguments, world)
     return _on_ranks(arguments, find, work)
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    for name in ("split", "input", "labels", "report", "block"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"evaluate: --{name} is for one checkpoint; leave it out, or give --checkpoint")
+    arguments.watched = False  # it waits, perhaps for hours
+
+    def work(experiment: Any, grid: ProcessGrid) -> None:
+        from ..session import follow_checkpoints
+
+        times = arguments.every or EVERY, arguments.max_time
+        follow_checkpoints(experiment, arguments.follow, grid, arguments.output, *times)
+
+    return _on_ranks(arguments, partial(validated, arguments), work)
 
 
 def predict(arguments: argparse.Namespace) -> int:
@@ -103,12 +140,12 @@ def _block(one: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _checkpoint(one: argparse.ArgumentParser) -> None:
+def _checkpoint(one: argparse.ArgumentParser, required: bool = True) -> None:
     one.add_argument(
         "--checkpoint",
         type=options.path,
         metavar="FILE",
-        required=True,
+        required=required,
         help="checkpoint.h5 of a run, on any number of ranks",
     )
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
-from ..errors import ConfigError
+from ..comm import Transport
+from ..errors import ConfigError, LaunchError
+from ..job import detect, torchrun_ranks
 from ..registry import suggest
 
 _TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
@@ -19,6 +23,10 @@ _RANKS = (
     ("JOB_COMPLETION_INDEX", "NEONDIST_WORKERS", ""),
 )
 """Variables of torchrun, Open MPI, Slurm and indexed jobs: the process's number, how many there are, the generation."""
+
+
+_LOCAL = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+"""Variables with the process's number on its machine."""
 
 
 class TaskSpecDef:
@@ -128,6 +136,63 @@ class TaskSpecDef:
 
     user_last_worker_as_evaluator = use_last_worker_as_evaluator
 
+    def create_server(self) -> Transport | None:
+        """Connect the tasks that train; return their transport, for `ProcessGrid`; collective over these tasks.
+
+        Tasks that were started one by one, and know each other's addresses, meet at that of the first: of the master,
+        or of worker 0. This needs PyTorch. `ProcessGrid(task.create_server(), replicas=None)` makes each a replica.
+
+        Returns
+        -------
+        Transport or None
+            None where there is nothing to connect, and `ProcessGrid` finds the ranks by itself: a task alone, an
+            evaluator, and the ranks of an MPI job.
+
+        Raises
+        ------
+        ConfigError
+            The task is a parameter server, or there are some; the first address has no port; or the task is an MPI job
+            of several ranks.
+        LaunchError
+            The other tasks do not come, or PyTorch is missing.
+        """
+        if self.is_evaluator():
+            return None
+        if self.num_ps or self.is_ps():
+            raise ConfigError(
+                "create_server: parameter servers are not supported by this version; leave ps out of the cluster, and"
+                " the workers train synchronously"
+            )
+        if not self.worker_hosts:
+            if self.num_workers > 1 and torchrun_ranks(os.environ):
+                world: Transport = _torch_transport().world()
+                return world
+            return None
+        if self.num_workers == 1:
+            return None
+        job = detect(os.environ)
+        if job is not None and (job.size or 1) > 1:
+            raise ConfigError(
+                f"create_server: task '{self.type}' is an MPI job of {job.size} ranks itself; start the ranks of all"
+                " workers as one job, without addresses, and give ProcessGrid their number as replicas"
+            )
+        address = self.master or self.worker_hosts[0]
+        if not address.rpartition(":")[2].isdecimal() or ":" not in address:
+            raise ConfigError(f"create_server: '{address}' has no port; give the first task's address as HOST:PORT")
+        joined: Transport = _torch_transport().join(address, self.shard_index, self.num_workers)
+        return joined
+
+    def device_fn(self) -> str:
+        """Return the device on which the task computes, as PyTorch names it: 'cpu', or 'cuda:N' on a machine with GPUs.
+
+        Ranks of one machine take its GPUs in turn. It is 'cpu' as long as PyTorch is not imported.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available():
+            return "cpu"
+        local = next((int(os.environ[name]) for name in _LOCAL if os.environ.get(name, "").isdecimal()), 0)
+        return f"cuda:{local % torch.cuda.device_count()}"
+
     def __repr__(self) -> str:
         return f"TaskSpecDef({self.type!r}, {self.index}, num_workers={self.num_workers}, num_ps={self.num_ps})"
 
@@ -166,6 +231,13 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
             generation = _integer(environ, restarts, "0") if restarts else 0
             return _named(number, task_type="worker", index=index, num_workers=workers, generation=generation)
     return TaskSpecDef()
+
+
+def _torch_transport() -> Any:
+    try:
+        return import_module("neondist.torch.transport")  # by name: it lies above, and imports PyTorch
+    except ImportError:
+        raise LaunchError("create_server: connecting tasks needs PyTorch: pip install 'neondist[torch]'") from None
 
 
 def _of_tf_config(text: str) -> TaskSpecDef:

@@ -88,6 +88,9 @@ class DistributedSession:
         log_step_count_steps: Count | None = 100,
     ) -> None:
         self.task_spec = TaskSpec() if task_spec is None else task_spec
+        for name, given in (("hooks", hooks), ("chief_only_hooks", chief_only_hooks)):
+            if isinstance(given, Hook):
+                raise ConfigError(f"{name}: expected a list of hooks; write {name}=[{type(given).__name__}(...)]")
         if self.task_spec.is_ps():
             raise ConfigError("task_spec: a parameter server has no session; call task_spec.create_server() alone")
         state = self.state = state_of(model)

@@ -178,6 +178,6 @@ def _give_up(world: Any, text: str) -> None:
 def _as_loss(result: Any) -> float:
     """Return what a step gave as a number; NaN if it is none."""
     try:
-        return float(result)
+        return float(result.item() if hasattr(result, "item") else result)
     except (TypeError, ValueError, RuntimeError):
         return math.nan

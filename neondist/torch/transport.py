@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -69,6 +70,36 @@ def world(most: int = MOST) -> TorchTransport:
                 " than gloo thinks, set GLOO_SOCKET_IFNAME"
             ) from error
     return TorchTransport(most=most)
+
+
+def join(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTransport:
+    """Return the transport of processes that were started one by one, and meet at the address of the first; collective.
+
+    Parameters
+    ----------
+    address : str
+        HOST:PORT, where rank 0 listens.
+    rank, size : int
+    patience : float
+        Seconds to wait for the others.
+
+    Raises
+    ------
+    LaunchError
+        They do not come, or gloo cannot start or is missing.
+    """
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise LaunchError("this PyTorch comes without torch.distributed or its gloo: install another, or run over MPI")
+    if not dist.is_initialized():
+        place, limit = f"tcp://{address}", timedelta(seconds=patience)
+        try:
+            dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=limit)
+        except (RuntimeError, ValueError) as error:
+            raise LaunchError(
+                f"process {rank} of {size} does not meet the others at {address}: {str(error).splitlines()[0]}; start"
+                " all of them, and check that the address is that of the first and its port is free"
+            ) from error
+    return TorchTransport()
 
 
 @dataclass

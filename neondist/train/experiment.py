@@ -17,7 +17,7 @@ from ..data.augment import Transform
 from ..errors import ConfigError
 from ..io import checkpoint
 from ..io.files import write_text
-from ..io.output import CHECKPOINT, clear, has_run, held, is_new, present, tidy
+from ..io.output import CHECKPOINT, COMPLETE, clear, has_run, held, is_new, present, tidy
 from ..memory import least_room, room_for
 from ..metrics import Metric, Misclassification
 from ..models import TrainableModel
@@ -29,6 +29,7 @@ from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import of_grid
 from .callbacks.best import Best, KeepBest
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
+from .callbacks.completion import CompletionMark
 from .callbacks.curves import Curves
 from .callbacks.hook import Hook, opened
 from .callbacks.ledger_log import LedgerLog
@@ -187,8 +188,8 @@ class FitExperiment(Registered):
             Default `open_grid()`.
         output : path, optional
             Folder for experiment.yaml, environment.json, metrics.jsonl, ledger.jsonl, checkpoint.h5, curves.png,
-            tiles.png, worst.npz and, of a PyTorch module, weights.safetensors, which no other run may write to
-            meanwhile. Default: nothing is written.
+            tiles.png, worst.npz, complete.json and, of a PyTorch module, weights.safetensors, which no other run may
+            write to meanwhile. Default: nothing is written.
         resume : bool or 'auto'
             Continue from checkpoint.h5 in `output`, which any number of ranks may have written; 'auto': or begin, where
             there is no run yet.
@@ -300,6 +301,7 @@ def _writers(folder: Path, checkpoint: Checkpoint) -> list[Hook]:
         MetricsLog(folder / "metrics.jsonl"),
         LedgerLog(folder / "ledger.jsonl"),
         checkpoint,
+        CompletionMark(folder / COMPLETE),
         Curves(folder / "curves.png"),
         TilesPicture(folder / "tiles.png"),
         WorstSamples(folder / "worst.npz"),

@@ -71,3 +71,37 @@ def test_shards_are_disjoint_and_cover(workers, with_master, servers, last_evalu
 def test_bad_variables_are_named(environ, names):
     with pytest.raises(nd.ConfigError, match=names):
         nd.TaskSpec(environ)
+
+
+@pytest.mark.parametrize(("environ", "message"), [
+    ({"JOB_NAME": "ps", "PS_HOSTS": "a:1", "WORKER_HOSTS": "b:1"}, "parameter servers are not supported"),
+    ({"JOB_NAME": "worker", "PS_HOSTS": "a:1", "WORKER_HOSTS": "b:1"}, "parameter servers are not supported"),
+    ({"JOB_NAME": "worker", "WORKER_HOSTS": "b,c"}, "'b' has no port"),
+    ({"JOB_NAME": "worker", "WORKER_HOSTS": "b:1", "MASTER_HOST": "a"}, "'a' has no port"),
+])  # fmt: skip
+def test_servers_that_cannot_be_created(environ, message):
+    with pytest.raises(nd.ConfigError, match=message):
+        nd.TaskSpec(environ).create_server()
+
+
+def test_a_task_that_is_an_mpi_job_of_several_ranks(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    task = nd.TaskSpec({"JOB_NAME": "worker", "WORKER_HOSTS": "b:1,c:1"})
+    with pytest.raises(nd.ConfigError, match="an MPI job of 2 ranks itself"):
+        task.create_server()
+
+
+@pytest.mark.parametrize("environ", [
+    {},
+    {"JOB_NAME": "evaluator", "WORKER_HOSTS": "b:1,c:1"},
+    {"JOB_NAME": "worker", "WORKER_HOSTS": "b:1"},
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"},
+])  # fmt: skip
+def test_nothing_to_connect(environ):
+    assert nd.TaskSpec(environ).create_server() is None
+
+
+def test_the_device_of_a_task():
+    torch = pytest.importorskip("torch")
+    with torch.device(nd.TaskSpec({}).device_fn()) as device:
+        assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")

@@ -52,8 +52,8 @@ class Progress:
         totals = run.totals
         sent, summed = totals.moved(run.grid)
         sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
-        samples, model = run.samples, run.model
-        return cls(run.epoch, run.step, run.samples_seen, samples, model.seed, sums, list(run.history), model.uncounted)
+        samples, model, seed = run.samples, run.model, run.model.seed or 0
+        return cls(run.epoch, run.step, run.samples_seen, samples, seed, sums, list(run.history), model.uncounted)
 
     def put(self, run: TrainState) -> None:
         """Let `run` go on from here.
@@ -70,6 +70,7 @@ class Progress:
             )
         if self.seen:
             run.check_samples(self.samples)
+        run.model.seed = self.seed
         run.epoch, run.samples_seen, run.model.step = self.epoch, self.seen, self.step
         run.totals, run.history = replace(self.totals), list(self.history)
         ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]

@@ -1,0 +1,161 @@
+"""A session that goes on at any step has the numbers of one that nothing has interrupted, bit for bit."""
+
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import neondist as nd
+from neondist.comm import loopback
+
+LAST = 9
+
+
+def layer_model(grid):
+    layers = [nd.ConvLayerDist(2, 3, padding=1), nd.DropoutLayerDist(0.3), nd.BatchNormLayerDist(), nd.FCLayerDist(4)]
+    optimizer = nd.Adam(learning_rate=0.05, schedule=nd.StepDecay(every_epochs=1, factor=0.5))
+    model = nd.ConvnetDist(layers, optimizer=optimizer, dtype="float64", seed=3)
+    dataset = nd.Synthetic((6, 5, 1), train=11, test=4)
+    dataset.open(grid)
+    model.build(dataset.sample_shape, 3, grid)
+    return model, dataset
+
+
+def trained(world, folder, last, shape, **fields):
+    """Return the losses of a session that ends at step `last`, and its model."""
+    grid = nd.ProcessGrid(world, **shape)
+    model, dataset = layer_model(grid)
+    losses = []
+    session = nd.DistributedSession(
+        nd.TaskSpecDef(),
+        model,
+        folder,
+        [nd.StopAtStepHook(last)],
+        log_step_count_steps=None,
+        **fields,
+    )
+    with session:
+        assert not session.should_stop() or session.global_step == last
+        for x, y in session.batches(dataset, 3):
+            losses.append(session.run(model.train_batch, x, y, batch_size=session.batch_size))
+    assert session.global_step == last
+    return losses, model
+
+
+def final(world, folder, last, shape, **fields):
+    losses, model = trained(world, folder, last, shape, **fields)
+    return losses, model.state(), {shard.full_name: array.copy() for shard, array in model.kept_arrays()["optimizer"]}
+
+
+SHAPES = {1: {}, 2: {"rows": 2}, "replicas": {"replicas": 2}}
+RANKS = {1: 1, 2: 2, "replicas": 2}
+undisturbed = {}
+
+
+def run(kind, folder, last, **fields):
+    return loopback.run(RANKS[kind], lambda world: final(world, folder, last, SHAPES[kind], **fields))
+
+
+@settings(max_examples=8, deadline=None)
+@given(kind=st.sampled_from(list(SHAPES)), cuts=st.sets(st.integers(1, LAST - 1), min_size=1, max_size=2))
+def test_layers_resume_at_any_step(tmp_path_factory, kind, cuts):
+    if kind not in undisturbed:
+        undisturbed[kind] = run(kind, None, LAST)
+    folder = tmp_path_factory.mktemp("session")
+    parts = [run(kind, folder, last) for last in [*sorted(cuts), LAST]]
+    for rank, (losses, state, slots) in enumerate(undisturbed[kind]):
+        assert [loss for part in parts for loss in part[rank][0]] == losses
+        for found, wanted in ((parts[-1][rank][1], state), (parts[-1][rank][2], slots)):
+            assert found.keys() == wanted.keys() != set()
+            assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    shutil.rmtree(folder)
+
+
+def test_an_experiment_goes_on_from_a_session_and_back(tmp_path, capsys):
+    grid = nd.ProcessGrid.serial()
+
+    def experiment():
+        model, dataset = layer_model(grid)
+        return nd.FitExperiment(dataset, model, batch_size=3, epochs=3)
+
+    whole = experiment()
+    whole.run(grid, hooks=[])
+    trained(grid.world, tmp_path, 6, {})
+    going_on = experiment()
+    result = going_on.run(grid, output=tmp_path, resume=True, hooks=[])
+    assert [record["step"] for record in result.history] == [4, 8, 12]
+    wanted, found = whole.model.state(), going_on.model.state()
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    losses, _ = trained(grid.world, tmp_path, 13, {})
+    assert len(losses) == 1
+
+
+def torch_parts(grid, kind):
+    torch = pytest.importorskip("torch")
+    import neondist.torch as ndt
+
+    torch.manual_seed(5)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3, padding=1), torch.nn.Dropout(0.3), torch.nn.BatchNorm2d(2), torch.nn.Flatten(),
+        torch.nn.Linear(40, 3),
+    ).double()  # fmt: skip
+    module = ndt.distribute(net, (4, 1, 5, 4), grid)
+    if kind == "plain":
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
+    else:
+        optimizer = ndt.DistributedOptimizer(module, torch.optim.Adam, kind, lr=0.05)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
+    return module, optimizer, scheduler
+
+
+def torch_trained(folder, last, kind):
+    torch = pytest.importorskip("torch")
+    module, optimizer, scheduler = torch_parts(nd.ProcessGrid.serial(), kind)
+
+    def step(number):
+        drawn = torch.Generator().manual_seed(number)
+        x = torch.randn(4, 1, 5, 4, generator=drawn, dtype=torch.float64)
+        optimizer.zero_grad()
+        y = module(module.scatter(x))
+        target = torch.randint(3, (4,), generator=drawn)
+        loss = module.loss(torch.nn.functional.cross_entropy, y, module.scatter_target(target))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss.item()
+
+    losses = []
+    parts = [module, optimizer, scheduler] if kind == "plain" else [module, scheduler]
+    hooks = [nd.StopAtStepHook(last)]
+    with nd.DistributedSession(nd.TaskSpecDef(), parts, folder, hooks, log_step_count_steps=None) as session:
+        while not session.should_stop():
+            losses.append(session.run(step, session.global_step))
+    return losses, optimizer.state_dict(), {name: one.clone() for name, one in module.state_dict().items()}
+
+
+@settings(max_examples=4, deadline=None)
+@given(kind=st.sampled_from(["AllReduce", "plain"]), cut=st.integers(1, 6))
+def test_torch_modules_resume_at_any_step(tmp_path_factory, kind, cut):
+    torch = pytest.importorskip("torch")
+    if kind not in undisturbed:
+        undisturbed[kind] = torch_trained(None, 7, kind)
+    folder = tmp_path_factory.mktemp("torch")
+    begun = torch_trained(folder, cut, kind)
+    losses, slots, state = torch_trained(folder, 7, kind)
+    assert begun[0] + losses == undisturbed[kind][0]
+    assert all(torch.equal(state[name], one) for name, one in undisturbed[kind][2].items())
+    wanted = undisturbed[kind][1]
+    assert slots["param_groups"] == wanted["param_groups"]
+    for at, kept in wanted["state"].items():
+        assert all(torch.equal(slots["state"][at][name], one) for name, one in kept.items())
+    shutil.rmtree(folder)
+
+
+def test_a_checkpoint_of_other_objects_is_refused(tmp_path):
+    pytest.importorskip("torch")
+    torch_trained(tmp_path, 1, "AllReduce")
+    module, _, _ = torch_parts(nd.ProcessGrid.serial(), "AllReduce")
+    with pytest.raises(nd.DataError, match=r"states of \['MultiStepLR'\].*give another checkpoint_dir"):
+        nd.DistributedSession(nd.TaskSpecDef(), module, tmp_path).__enter__()
