@@ -17,7 +17,7 @@ from ..comm import ProcessGrid
 from ..errors import ConfigError
 from .distributing import distribute
 from .errors import defined_at
-from .module import DistributedModule
+from .module import REMEMBERED, DistributedModule
 from .tiled_output import ScatteredInput, TiledOutput
 
 
@@ -33,6 +33,7 @@ class ModuleScope:
         self.grid = grid
         self._is_part: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._distributed: dict[Any, DistributedModule] = {}
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
         self._thread, self._running, self._replaced = threading.get_ident(), False, False
 
     @contextmanager
@@ -108,10 +109,12 @@ class ModuleScope:
 
     def _change_class(self, module: nn.Module, replaced: bool) -> None:
         kind = type(module)
-        if replaced:
-            module.__class__ = type(kind.__name__, (_Replaced, kind), {"scope": self, "__module__": kind.__module__})
-        elif isinstance(module, _Replaced):
-            module.__class__ = kind.__mro__[2]
+        if isinstance(module, _Replaced) != replaced:
+            if kind not in self._classes:
+                names = {"scope": self, "__module__": kind.__module__}
+                made = type(kind.__name__, (_Replaced, kind), names)
+                self._classes |= {kind: made, made: kind}
+            module.__class__ = self._classes[kind]
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the outputs of a module for whole inputs: as tensors that are cut, if there are several ranks."""
@@ -137,6 +140,8 @@ class ModuleScope:
         shapes, dtypes = [tuple(leaves[i].shape) for i in at], [leaves[i].dtype for i in at]
         key = id(module), spec, others, tuple(shapes), tuple(dtypes)
         if key not in self._distributed:
+            if len(self._distributed) >= REMEMBERED:
+                del self._distributed[next(iter(self._distributed))]
             called = module if spec is None else _Call(module, leaves, at, spec)
             self._distributed[key] = distribute(called, shapes, self.grid, dtype=dtypes)
         return self._distributed[key]

@@ -109,7 +109,8 @@ def accumulation(scope, function):
 
     def train(*batch):
         found = step(*batch)
-        scheduler.step()
+        if len(calls) % 2 == 0:
+            scheduler.step()
         return torch.tensor([found])
 
     return [model], [optimizer], train
@@ -150,7 +151,9 @@ def parts(scope, function):
     def step(x, labels, cells):
         mean, spread = model.encoder(x[..., :6, :8]).chunk(2, 1)
         noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(len(labels)))
-        loss = F.l1_loss(model.decoder(mean + noise * spread.exp()), x[..., :6, :8], reduction="sum") / len(x)
+        y = model.decoder(mean + noise * spread.exp())
+        y[:, 0] *= 0.5  # of the whole, which the loss then reads
+        loss = F.l1_loss(y, x[..., :6, :8], reduction="sum") / len(x)
         loss = loss + 0.1 * (mean.square() - spread).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -159,7 +162,7 @@ def parts(scope, function):
 
     def train(*batch):
         loss = step(*batch)
-        scheduler.step(loss)
+        scheduler.step(loss.detach())
         return loss
 
     return [model], [optimizer], train
@@ -202,7 +205,7 @@ def distributed(script, grid, strategy, ranks):
     return nd.loopback.run(ranks, body)
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(st.sampled_from(SCRIPTS), st.sampled_from(list(zip(GRIDS, RANKS, strict=True))), st.sampled_from(STRATEGIES))
 def test_numbers_are_those_of_one_process(script, grid, strategy):
     for found, text in distributed(script, grid[0], strategy, grid[1]):
@@ -214,21 +217,22 @@ def test_numbers_are_those_of_one_process(script, grid, strategy):
 def test_a_session_goes_on_with_all_that_a_script_remembers(strategy, tmp_path):
     """Weights, the optimizer's state and the schedule, from two ranks to four."""
 
-    def run_session(last, ranks):
+    def losses_and_weights(folder, last, ranks):
         def body(world):
             with nd.ProcessGrid(world, replicas=None) as grid:
                 torch.manual_seed(0)
                 d = nd.AutoDist(strategy=strategy, grid=grid)
-                models, _, train = several_losses(d.scope(), d.function)
-                with d.session(
-                    tmp_path / str(last[0]), [nd.StopAtStepHook(last[-1])], log_step_count_steps=None
-                ) as session:
-                    losses = [session.run(train, *batch_of(0, 6))[0] for _ in iter(session.should_stop, True)]
-                return losses, models[0].state_dict()
+                (model,), _, train = accumulation(d.scope(), d.function)
+                hooks, losses = [nd.StopAtStepHook(last)], []
+                with d.session(tmp_path / folder, hooks, log_step_count_steps=None) as session:
+                    while not session.should_stop():
+                        losses.append(session.run(train, *batch_of(0, 6)))
+                return losses, model.state_dict()
 
         return nd.loopback.run(ranks, body)
 
-    undisturbed = run_session([3], 1)
-    first = run_session([2, 2], 2)[0][0]
-    for losses, state in run_session([2, 3], 4):
-        torch.testing.assert_close((first + losses, state), undisturbed[0], rtol=1e-9, atol=1e-9)
+    ((expected, weights),) = losses_and_weights("undisturbed", 4, 1)
+    first = losses_and_weights("stopped", 2, 2)[0][0]
+    assert len(first) == 2
+    for losses, state in losses_and_weights("stopped", 4, 4):
+        torch.testing.assert_close((first + losses, state), (expected, weights), rtol=1e-9, atol=1e-9)
