@@ -131,7 +131,7 @@ from .optim import (
     StepDecay,
     Warmup,
 )
-from .session import DistributedSession, LoadCheckpoint, StopAtStepHook, StopAtTimeHook
+from .session import AutoDist, DistributedSession, LoadCheckpoint, StopAtStepHook, StopAtTimeHook
 from .strategies import ParameterSpec, Strategy
 from .train import Best, DebugHalo, FitExperiment, Hook, MLflow, TensorBoard, fit, pretrain
 from .version import __version__
@@ -160,6 +160,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Auto",
+    "AutoDist",
     "AvgPoolingLayer",
     "AvgPoolingLayerDist",
     "Backend",

@@ -102,6 +102,8 @@ class ResourceSpec:
     ----------
     nodes : list of Node
     ssh : dict of str to SSHConfig
+    path : Path or None
+        Of the file, if there is one.
 
     Raises
     ------
@@ -109,11 +111,13 @@ class ResourceSpec:
         'FILE:LINE: field: what, and the remedy'.
     """
 
+    path: Path | None
+
     def __init__(self, resources: str | PathLike[str] | Mapping[str, Any]) -> None:
         if isinstance(resources, Mapping):
-            root, folder = node_of(dict(resources), "resources"), Path()
+            self.path, root, folder = None, node_of(dict(resources), "resources"), Path()
         else:
-            path = Path(resources)
+            self.path = path = Path(resources)
             root, folder = parse_file(path) or yaml_nodes.Node(None, f"{path}:1"), path.parent
         top = _mapping(root, "", ("nodes", "ssh"))
         self.ssh = _ssh(top["ssh"], folder) if "ssh" in top else {}

@@ -28,6 +28,7 @@ from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from .layer_model import LayerModel
 from .passes import ModelPass, images_for
+from .scope import class_in_scope
 from .targets import are_whole, local_targets, random_batch
 from .train_step import ModelStep
 from .trainable import TrainableModel
@@ -111,6 +112,9 @@ class Model(LayerModel):
     no_strips = ""
     vector_parallel = False
     trouble = Renamed("nonfinite_monitor")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return super().__new__(class_in_scope(cls), *args, **kwargs)
 
     def __init__(
         self,

@@ -2,11 +2,19 @@
 
 distributed_session: what a script uses. state: what hooks look at. training, evaluation: the two roles. data_position:
 batches from where a checkpoint was. hooks: stopping, first weights. logs: lines and numbers of steps. follow: each
-checkpoint of a job once, in order.
+checkpoint of a job once, in order. autodist: a script of one process, distributed.
 """
 
+from .autodist import AutoDist
 from .distributed_session import DistributedSession
 from .follow import follow_checkpoints
 from .hooks import LoadCheckpoint, StopAtStepHook, StopAtTimeHook
 
-__all__ = ["DistributedSession", "LoadCheckpoint", "StopAtStepHook", "StopAtTimeHook", "follow_checkpoints"]
+__all__ = [
+    "AutoDist",
+    "DistributedSession",
+    "LoadCheckpoint",
+    "StopAtStepHook",
+    "StopAtTimeHook",
+    "follow_checkpoints",
+]

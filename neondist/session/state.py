@@ -142,7 +142,7 @@ def state_of(given: Any, grid: ProcessGrid | None = None) -> SessionState:
 
     Parameters
     ----------
-    given : model, distributed module or its optimiser, None, or a sequence
+    given : model, script, distributed module or its optimiser, None, or a sequence
         In a sequence further objects with `state_dict` and `load_state_dict` stand beside the model.
     grid : ProcessGrid, optional
         Of a session without a model; default: this process alone.
@@ -153,10 +153,11 @@ def state_of(given: Any, grid: ProcessGrid | None = None) -> SessionState:
         There are several models, or one that is not distributed or not built.
     """
     parts = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    models: list[Any] = [part for part in parts if isinstance(part, TrainableModel)]
-    for model in models:
-        _ = model.built
-    rest = [part for part in parts if not isinstance(part, TrainableModel)]
+    models: list[Any] = [part for part in parts if isinstance(part, TrainableModel | ScriptModel)]
+    rest = [part for part in parts if not isinstance(part, TrainableModel | ScriptModel)]
+    for part in parts:
+        if isinstance(part, TrainableModel):
+            _ = part.built
     if rest and "torch" in sys.modules:
         with suppress(ImportError):
             from ..torch.script import ModuleScript

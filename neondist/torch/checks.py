@@ -141,6 +141,8 @@ class BackwardCheck:
             self._sent.clear()
 
     def _send(self, gradient: torch.Tensor, key: int | None) -> None:
+        if self._task != torch._C._current_graph_task_id():  # of a gathered output, before any loss
+            self._begun("backward of an output")
         self._sent.setdefault(key, []).append(gradient)
 
     def _arrived(self, gradient: torch.Tensor, key: int, known: Callable[[torch.Tensor], Any]) -> None:

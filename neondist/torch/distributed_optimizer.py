@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..comm import all_or_none
 from ..errors import ConfigError
-from ..geometry import GridShape
-from ..plan import ParameterPlan
-from ..strategies import Strategy, StrategyBuilder, as_strategy
+from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .module import DistributedModule
-from .parameters import ModuleParameters, described
+from .parameters import ModuleParameters, planned_for
 from .weights import as_array, begin_slots
 
 
@@ -65,7 +62,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
             if not tensors:
                 raise ConfigError("model: has no parameters that require gradients; there is nothing to optimize")
-            planned = _planned(tensors, grid.shape, strategy)
+            planned = planned_for(tensors, grid.shape, strategy)
             if planned.partitioned and not made.elementwise:
                 raise ConfigError(f"strategy: {made.found.__name__} updates whole parameters, not parts of them")
             self.parameters = ModuleParameters(tensors, grid, shares=planned.shares, compressors=planned.compressors)
@@ -174,10 +171,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:
                 self.parameters.tensors[name].grad = None
-
-
-def _planned(
-    tensors: Mapping[str, nn.Parameter], grid: GridShape, strategy: StrategyBuilder | Strategy | str | None
-) -> ParameterPlan:
-    dtype = as_array(next(iter(tensors.values()))).dtype
-    return ParameterPlan(described(tensors), grid, dtype, 0, None if strategy is None else as_strategy(strategy))

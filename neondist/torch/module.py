@@ -96,7 +96,7 @@ class DistributedModule(nn.Module):
         self.step = 0
         self._versions: tuple[int, ...] = ()
         self._deferred = set[int]()
-        self._backward = BackwardCheck(grid)
+        self.backward_check = BackwardCheck(grid)
         grid.check("distribute")
         with all_or_none(grid.world):
             check_module(module)
@@ -158,7 +158,7 @@ class DistributedModule(nn.Module):
         for tensor, layout in zip(leaves, layouts, strict=True):
             if layout is not None:
                 self.tiling.note(tensor, layout)
-                self._backward.watch_output(tensor, self.tiling.noted)
+                self.backward_check.watch_output(tensor, self.tiling.noted)
         return outputs
 
     def defer_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -300,8 +300,8 @@ class DistributedModule(nn.Module):
         owner = owner_of(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
-        loss = inner([self._backward.from_loss(tensor) for tensor in tensors], named, buffers)[0]
-        self._backward.watch_loss(loss)
+        loss = inner([self.backward_check.from_loss(tensor) for tensor in tensors], named, buffers)[0]
+        self.backward_check.watch_loss(loss)
         return loss
 
     # Inner.

@@ -12,8 +12,11 @@ from torch import nn
 
 from ..comm import ProcessGrid
 from ..errors import ConfigError
+from ..geometry import GridShape
 from ..layers import Parameter
 from ..parallel import AllReduce, GradientSync, Parameters, ParameterShard
+from ..plan import ParameterPlan
+from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.shares import Share
 from .weights import as_array, slots_of
 
@@ -24,6 +27,14 @@ MODULE = "module"
 def described(tensors: Mapping[str, nn.Parameter]) -> dict[str, Parameter]:
     """Return the parameters of a module by the names that checkpoints and strategies have for them."""
     return {f"{MODULE}/{name}": Parameter(tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def planned_for(
+    tensors: Mapping[str, nn.Parameter], grid: GridShape, strategy: StrategyBuilder | Strategy | str | None
+) -> ParameterPlan:
+    """Return the plan of a module's parameters under a strategy."""
+    dtype = as_array(next(iter(tensors.values()))).dtype
+    return ParameterPlan(described(tensors), grid, dtype, 0, None if strategy is None else as_strategy(strategy))
 
 
 class ModuleParameters(Parameters):
@@ -82,7 +93,7 @@ class ModuleParameters(Parameters):
             value[...] = as_array(tensor)
             tensor.data, tensor.grad = torch.from_numpy(value), None
             self._views[shard.name] = torch.from_numpy(gradient)
-            self.updated[shard.name] = tensor if share is None else nn.Parameter(self._part(share, tensor.data))
+            self.updated[shard.name] = tensor if share is None else nn.Parameter(self.part(share, tensor.data))
         self.shards = {shard.name: (shard, share) for shard, share in zip(self.trained, self._shares, strict=True)}
         spans = {shard.name: span for shard, span in zip(self.trained, self.spans, strict=True)}
         self._hooks = [
@@ -110,7 +121,7 @@ class ModuleParameters(Parameters):
         for name, (_, share) in self.shards.items():
             if share is not None:
                 there = self.tensors[name].grad is not None
-                self.updated[name].grad = self._part(share, self._views[name]) if there else None
+                self.updated[name].grad = self.part(share, self._views[name]) if there else None
 
     def set_aside(self) -> np.ndarray | None:
         """Return the sums of earlier passes, and let the gradients be zero; None if there are no sums."""
@@ -152,7 +163,8 @@ class ModuleParameters(Parameters):
             view.copy_(tensor.grad.to_dense())
             tensor.grad = view
 
-    def _part(self, share: Share, tensor: torch.Tensor) -> torch.Tensor:
+    def part(self, share: Share, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a whole tensor, such as a gradient, that this rank owns; a view of it."""
         return tensor.reshape(share.shape)[share.boxes[self.grid.rank].slices]
 
 

@@ -34,6 +34,7 @@ class ModuleScript(ScriptModel):
     def __init__(self, module: DistributedModule, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__(module.grid)
         self.module, self.optimizer = module, optimizer
+        self.counted: DistributedModule | ScriptModel = module
         self.divided = optimizer.parameters if isinstance(optimizer, DistributedOptimizer) else None
         if self.divided is not None:
             self.sync = self.divided.sync
@@ -119,7 +120,7 @@ class ModuleScript(ScriptModel):
         states = sorted(set(everyone))  # ranks but the first have the same, as a rule
         return {
             "groups": to_plain("param_groups", groups),
-            "forwards": self.module.step,
+            "forwards": self.counted.step,
             "random": {"states": states, "ranks": [states.index(state) for state in everyone]},
         }
 
@@ -131,7 +132,7 @@ class ModuleScript(ScriptModel):
         for group, found in zip(self._groups, groups, strict=True):
             given = from_plain(group, of_kind("a group of parameters", found, dict))
             group.update({name: value for name, value in given.items() if name != "params"})
-        self.module.step = whole("'forwards'", settings.get("forwards"))
+        self.counted.step = whole("'forwards'", settings.get("forwards"))
         random = of_kind("'random'", settings.get("random"), dict)
         states, ranks = (of_kind(f"'{name}'", random.get(name), list) for name in ("states", "ranks"))
         at = whole("'ranks'", ranks[min(self.grid.rank, len(ranks) - 1)]) if ranks else len(states)

@@ -42,6 +42,7 @@ class Tiling:
         self.resize(shapes)
         # how tensors that went out of here are cut, by their id as long as they live
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
+        self._gathers: dict[tuple[Layout, torch.dtype], Runner] = {}
 
     def resize(self, shapes: Iterable[Sequence[int]]) -> None:
         """Cut inputs of other global shapes from now on."""
@@ -168,15 +169,26 @@ class Tiling:
             [*cells, *channels, *batch, *known, *vectors] if target else [*known, *channels, *cells, *batch, *vectors]
         )
 
-    def gathered(self, tile: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return the whole of a tensor, given this rank's part; collective."""
+    def gathered(self, tile: torch.Tensor, layout: Layout, differentiable: bool = False) -> torch.Tensor:
+        """Return the whole of a tensor, given this rank's part; collective.
+
+        With `differentiable` it has the gradient of the part, else none.
+        """
         if not axes_of(layout):
-            return tile.detach().clone()
+            return tile if differentiable else tile.detach().clone()
+        key = layout, tile.dtype
+        if key not in self._gathers:
+            self._gathers[key] = self._planned_gather(*key)
+        if differentiable:
+            return self._gathers[key]([tile], {}, {})[0]
+        with torch.no_grad():
+            return self._gathers[key]([tile.detach()], {}, {})[0]
+
+    def _planned_gather(self, layout: Layout, dtype: torch.dtype) -> Runner:
         mesh, rank = self.wires.mesh, self.wires.grid.rank
         builder = Builder(mesh, rank)
         builder.where = Where("gather", "", "")
-        value = builder.input(layout, tile.dtype)
+        value = builder.input(layout, dtype)
         found = builder.gathered(value)
         plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, [value.id], [found.id], {})
-        with torch.no_grad():
-            return Runner(self.wires, plan)([tile.detach()], {}, {})[0]
+        return Runner(self.wires, plan)

@@ -17,9 +17,10 @@ def printed_by(script, *words, ranks=1):
 
     def body(world):
         local.world = world
-        names = {"__name__": script.stem, "print": lambda *said, flush: lines.append(" ".join(said))}
+        names = {"__name__": script.stem, "__file__": str(script)}
+        names["print"] = lambda *said, flush: lines.append(" ".join(said))
         exec(code, names)
-        if "model" in names:  # a process would end here; a writer of logs may keep the names
+        if hasattr(names.get("model"), "grid"):  # a process would end here; a writer of logs may keep the names
             names["model"].grid.close()
 
     with pytest.MonkeyPatch.context() as patch, captured_once():

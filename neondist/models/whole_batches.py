@@ -1,0 +1,86 @@
+"""Models of serial layers that are made in a scope: distributed ones that take and return whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+from ..comm import ProcessGrid
+from ..layers import Sequential
+from ..plan import Plan
+from ..registry import Distributed, dist_class
+from ..strategies import Strategy, StrategyBuilder
+from .model import Model
+from .scope import CLASS_IN_SCOPE
+
+
+@contextmanager
+def model_scope(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, made: list[Model]) -> Iterator[None]:
+    """Distribute, over a grid and under a strategy, the serial models that this thread makes, and append them."""
+    token = CLASS_IN_SCOPE.set(partial(_whole_batch_class, grid, strategy, made))
+    try:
+        yield
+    finally:
+        CLASS_IN_SCOPE.reset(token)
+
+
+def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, made: list[Model], cls: type) -> type:
+    """Return the class of a serial model's whole batches; a distributed class stays as it is."""
+    if issubclass(cls, Distributed):
+        return cls
+    base: Any = dist_class(cls)
+
+    @wraps(base.__init__)
+    def __init__(self: Any, layers: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, [layer.twin() for layer in Sequential(layers).layers], *args, **kwargs)
+        self.execute(strategy=self.strategy or strategy)
+        made.append(self)
+
+    names = {"__init__": __init__, "scope_grid": grid, "serial_name": cls.__name__}
+    return type(f"_WholeBatch{cls.__name__}", (_WholeBatches, base), names)
+
+
+class _WholeBatches(Distributed, Model):
+    """A distributed model with the methods of a serial one: its arrays are whole, and the same on every rank."""
+
+    scope_grid: ProcessGrid
+    serial_name: str
+
+    def build(
+        self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Plan | None = None
+    ) -> None:
+        """Build the model, by default on the scope's grid."""
+        super().build(input_shape, batch_size, grid or self.scope_grid, plan)
+
+    def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
+        """Run one step on a whole batch, and return its mean loss."""
+        return super().train_batch(super().scatter(x), targets, batch_size or len(x))
+
+    def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
+        """Return the whole output of a whole batch."""
+        return super().gather(super().fprop(super().scatter(x), training, batch_size or len(x)))
+
+    def bprop(self, dy: Any) -> Any:
+        """Return the whole gradient of the input."""
+        return super().gather_input(super().bprop(super().scatter_output(dy)))
+
+    def scatter(self, images: Any) -> Any:
+        """Return the whole images."""
+        return images
+
+    def gather(self, y: Any) -> Any:
+        """Return the whole output."""
+        return y
+
+    def scatter_output(self, dy: Any) -> Any:
+        """Return the whole gradient of the output."""
+        return dy
+
+    def gather_input(self, dx: Any) -> Any:
+        """Return the whole gradient of the input."""
+        return dx
+
+    def __str__(self) -> str:
+        return self.serial_name

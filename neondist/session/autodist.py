@@ -1,0 +1,265 @@
+"""A script of one process, distributed by a few lines: the resources, a scope for its models, and its step."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .. import safe_path
+from ..cluster import ResourceSpec
+from ..comm import ProcessGrid, SingleTransport
+from ..errors import ConfigError, LaunchError
+from ..geometry import grid_shape
+from ..job import detect
+from ..models import Model
+from ..models.whole_batches import model_scope
+from ..registry import suggest
+from ..strategies import Strategy, StrategyBuilder, as_strategy
+from ..strategies.auto import of_grid
+from ..train import Hook
+from .distributed_session import DistributedSession
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_FACTORS = "replicas", "rows", "cols", "planes"
+
+
+class AutoDist:
+    """Distributes the training step of a script that is written for one process.
+
+    Inside of an MPI job it joins the job; elsewhere `python script.py` runs the script again on all devices of the
+    resource spec, as `neondist launch` does, and ends with that job's exit code. Without a resource spec it is one
+    process. Ranks begin with rank 0's random states of Python, NumPy and PyTorch, and rank 0 alone prints.
+
+    Parameters
+    ----------
+    resource_spec : ResourceSpec, path or mapping, optional
+    strategy : StrategyBuilder, Strategy or str
+        A builder of `nd.strategies`, its name, or the path of a strategy file.
+    grid : ProcessGrid or mapping, optional
+        Replicas and tiles, such as {'replicas': 2, 'rows': 2}. Default: one replica for each rank.
+
+    Attributes
+    ----------
+    resources : ResourceSpec or None
+    grid : ProcessGrid
+
+    Raises
+    ------
+    ConfigError
+        Invalid resource spec, or unknown strategy.
+    GridError
+        The grid does not fit the number of ranks.
+    LaunchError
+        The job cannot be started.
+
+    Examples
+    --------
+    >>> d = nd.AutoDist("resources.yaml", "PS")  # doctest: +SKIP
+    >>> with d.scope():  # doctest: +SKIP
+    ...     model = Net()
+    >>> @d.function  # doctest: +SKIP
+    ... def train_step(x, y): ...
+    """
+
+    def __init__(
+        self,
+        resource_spec: ResourceSpec | str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        strategy: StrategyBuilder | Strategy | str = "AllReduce",
+        grid: ProcessGrid | Mapping[str, int] | None = None,
+    ) -> None:
+        if not (resource_spec is None or isinstance(resource_spec, ResourceSpec)):
+            resource_spec = ResourceSpec(resource_spec)
+        self.resources = resource_spec
+        self._chosen = as_strategy(strategy)
+        if not isinstance(self._chosen, StrategyBuilder | Strategy):
+            raise ConfigError(f"strategy: expected a builder, its name or a strategy, got {strategy!r}")
+        factors = None if isinstance(grid, ProcessGrid) else _factors(grid, self._chosen)
+        job = detect(os.environ)
+        alone = job is None and not (isinstance(grid, ProcessGrid) and grid.size > 1)
+        if alone and self.resources is not None and self.resources.replicas > 1:
+            if factors is not None:
+                grid_shape(self.resources.replicas, **factors)
+            _launch(self.resources)
+        if isinstance(grid, ProcessGrid):
+            self.grid = grid
+        else:
+            self.grid = ProcessGrid(SingleTransport() if job is None else None, **(factors or {}))
+        self._layer_models: list[Model] = []
+        self._modules: Any = None
+        self._owners: Any = None
+        self._entered = self._ready = self._running = False
+        if self.grid.rank and not self.grid.world.one_process:
+            self.grid.on_close(_silence())
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Distribute the models, of PyTorch modules or of neondist's serial layers, that are made meanwhile."""
+        self._entered = True
+        with ExitStack() as stack:
+            if importlib.util.find_spec("torch") is not None:
+                from ..torch.module_scope import ModuleScope
+
+                self._modules = self._modules or ModuleScope(self.grid)
+                stack.enter_context(self._modules.collect())
+            stack.enter_context(model_scope(self.grid, self._chosen, self._layer_models))
+            self._share_random_states()
+            yield
+
+    def function(self, function: Function) -> Function:
+        """Return a function of whole batches, such as a training step, whose calls of the models are distributed.
+
+        Losses of torch.nn are computed on tiles; what else reads outputs gets them whole. What it returns is whole, and
+        the same on every rank. Outside of such functions models compute as in one process, on every rank.
+
+        Raises
+        ------
+        ConfigError
+            No scope was entered before, or it is a generator or coroutine. Later, in a call: a model that was made
+            outside of the scope, or a strategy that cannot be executed.
+        """
+        name = getattr(function, "__name__", type(function).__name__)
+        if not self._entered:
+            raise ConfigError(
+                f"{_defined_at(function)}: {name}: function() outside of a scope; decorate it inside of, or after, the"
+                " `with d.scope():` in which its models are made"
+            ).on_all_ranks()
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or not callable(function):
+            raise ConfigError(f"{_defined_at(function)}: {name}: expected a function that returns its results")
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._running or self._modules is None:
+                return function(*args, **kwargs)
+            return self._call(function, args, kwargs)
+
+        return call  # type: ignore[return-value]
+
+    @property
+    def strategy(self) -> StrategyBuilder | Strategy:
+        """What the builder has made for the models of the scopes so far; the builder itself while there is none."""
+        planned = self._planned()
+        return self._chosen if planned is None else planned.strategy
+
+    def session(
+        self, checkpoint_dir: str | os.PathLike[str] | None = None, hooks: Sequence[Hook] = (), **settings: Any
+    ) -> DistributedSession:
+        """Return a session that trains the model of the scope; its checkpoints hold the optimiser and schedulers, too.
+
+        Parameters
+        ----------
+        checkpoint_dir, hooks, **settings : as of DistributedSession
+
+        Raises
+        ------
+        ConfigError
+            The scope has no model, or there are several models or optimisers of modules.
+        """
+        parts: list[Any] = list(self._layer_models)
+        if self._modules is not None and self._modules.models:
+            from ..torch.scope_script import ScopeScript
+
+            self._divide_steps()
+            parts += ScopeScript.made_in(self._modules, self._owners)
+        if not parts:
+            raise ConfigError("session: there is no model; make one inside of `with d.scope():` before").on_all_ranks()
+        folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
+        return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
+
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        from ..torch.module_scope import whole
+
+        self._divide_steps()
+        self._running = True
+        try:
+            with self._modules.distribute(function):
+                return whole(function(*args, **kwargs))
+        finally:
+            self._running = False
+
+    def _planned(self) -> Any:
+        """Return the plan of the modules' parameters; None without any."""
+        parameters = {} if self._modules is None else self._modules.parameters
+        if not parameters:
+            return None
+        from ..torch.parameters import planned_for
+
+        return planned_for(parameters, self.grid.shape, self._chosen)
+
+    def _divide_steps(self) -> None:
+        """Let a strategy with owners divide the steps of optimisers, from the first call of a function on."""
+        if self._ready:
+            return
+        self._ready = True
+        plan = self._planned()
+        if plan is None:
+            return
+        if plan.compressors:
+            raise ConfigError(
+                f"strategy: {plan.strategy.builder}: gradients of a script stay as they are, for clipping and whatever"
+                " else reads them; leave out the compressor, or use ndt.DistributedOptimizer"
+            ).on_all_ranks()
+        if plan.shares and self.grid.size > 1:
+            from ..torch.owner_steps import OwnerSteps
+
+            self._owners = OwnerSteps(self._modules.parameters, self.grid, plan)
+
+    def _share_random_states(self) -> None:
+        """Begin with the random states of rank 0, so that weights and shuffles are the same on every rank."""
+        world = self.grid.world
+        if world.size == 1 or world.one_process:
+            return
+        torch = sys.modules.get("torch")
+        states = random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state().numpy()
+        python, numpy, pytorch = world.bcast(states if world.rank == 0 else None)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if torch is not None and pytorch is not None:
+            torch.set_rng_state(torch.from_numpy(pytorch))
+
+
+def _factors(grid: Any, strategy: StrategyBuilder | Strategy) -> dict[str, Any]:
+    """Return the factors of a grid; default: one replica for each rank."""
+    if not (grid is None or isinstance(grid, Mapping)):
+        raise ConfigError(f"grid: expected a ProcessGrid or a mapping such as {{'replicas': 2}}, got {grid!r}")
+    for name in grid or {}:
+        if name not in _FACTORS:
+            raise ConfigError(f"grid: unknown key '{name}'{suggest(str(name), _FACTORS)}")
+    return of_grid(strategy, dict(grid or {})) or {"replicas": None}
+
+
+def _defined_at(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else "function"
+
+
+def _silence() -> Callable[[], None]:
+    """Let this process print nothing; return what takes that back."""
+    with ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        stack.enter_context(redirect_stdout(nowhere))
+        return stack.pop_all().close
+
+
+def _launch(resources: ResourceSpec) -> None:
+    """Become `neondist launch RESOURCES.yaml` of this script and its words."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if not file or not os.path.isfile(file):
+        raise LaunchError(
+            "AutoDist runs the script again on all devices, and there is no script here; run it as `python script.py`,"
+            " or start the ranks with mpirun"
+        )
+    if resources.path is None:
+        raise LaunchError("resource_spec: a job is started from a file; give AutoDist the path of a resource file")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    command = safe_path.command("neondist", "launch", str(resources.path), os.path.abspath(file), *sys.argv[1:])
+    os.execv(command[0], command)

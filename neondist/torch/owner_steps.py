@@ -1,0 +1,165 @@
+"""Steps of a script's optimisers, in which each rank updates the parts of parameters that it owns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import optimizer as hooks
+
+from ..comm import ProcessGrid
+from ..errors import ConfigError
+from ..plan import ParameterPlan
+from .by_name import TorchOptimizer
+from .parameters import ModuleParameters
+from .weights import as_array
+
+
+class OwnerSteps:
+    """Divides `step` of every optimiser of some parameters over the ranks, under a strategy with owners.
+
+    Gradients stay whole on every rank, for clipping and whatever else reads them. In a step an optimiser has this
+    rank's parts in its `param_groups`, and its state is that of these parts; then values come from their owners.
+    `state_dict` is that of one process. Steps, `state_dict` and `load_state_dict` are collective.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.nn.Parameter
+        Their data become views of one flat buffer.
+    grid : ProcessGrid
+    planned : ParameterPlan
+    """
+
+    def __init__(self, tensors: Mapping[str, nn.Parameter], grid: ProcessGrid, planned: ParameterPlan) -> None:
+        self.grid, self.strategy = grid, planned.strategy.builder
+        self.parameters = ModuleParameters(tensors, grid, shares=planned.shares)
+        self.parameters.close()
+        pairs = [(tensor, self.parameters.updated[name]) for name, tensor in self.parameters.tensors.items()]
+        self._parts = {id(tensor): part for tensor, part in pairs}
+        self._wholes = {id(part): tensor for tensor, part in pairs}
+        self._names = {id(part): name for name, part in self.parameters.updated.items()}
+        self._adopted: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._of_parts = False
+        for handle in (
+            hooks.register_optimizer_step_pre_hook(self._begin_step),
+            hooks.register_optimizer_step_post_hook(self._end_step),
+        ):
+            grid.on_close(handle.remove)
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Give an optimiser this rank's parts, and their gradients."""
+        if self._of_parts or not self._has(optimizer, self._parts):
+            return
+        if any(callable(one) for one in (*args, *kwargs.values())):
+            raise ConfigError(
+                f"strategy: {self.strategy} divides the update, and {type(optimizer).__name__}.step got a closure; call"
+                " backward before step(), or use the strategy AllReduce"
+            ).on_all_ranks()
+        self._adopt(optimizer)
+        self.grid.check("step", {"the optimizer": type(optimizer).__name__})
+        for name, (_, share) in self.parameters.shards.items():
+            if share is not None:
+                gradient = self.parameters.tensors[name].grad
+                part = None if gradient is None else self.parameters.part(share, gradient.to_dense())
+                self.parameters.updated[name].grad = part
+        self._replace(optimizer, self._parts)
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Give it the whole parameters again, with the values that their owners have."""
+        if optimizer in self._adopted and not self._of_parts:
+            self._replace(optimizer, self._wholes)
+            self.parameters.broadcast()
+
+    @contextmanager
+    def parts_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let an optimiser have this rank's parts meanwhile, and step by itself."""
+        self._adopt(optimizer)
+        self._replace(optimizer, self._parts)
+        self._of_parts = True
+        try:
+            yield
+        finally:
+            self._of_parts = False
+            self._replace(optimizer, self._wholes)
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut what an optimiser remembers already, and keep its `state_dict` that of one process."""
+        if optimizer in self._adopted:
+            return
+        if not _is_elementwise(optimizer):
+            raise ConfigError(
+                f"strategy: {self.strategy} divides the update, and {type(optimizer).__name__} needs whole parameters;"
+                " use the strategy AllReduce"
+            ).on_all_ranks()
+        for tensor in [tensor for tensor in optimizer.state if id(tensor) in self._parts]:
+            part, slots = self._parts[id(tensor)], optimizer.state.pop(tensor)
+            optimizer.state[part] = {slot: self._part_of(part, slot, value) for slot, value in slots.items()}
+        optimizer.register_state_dict_pre_hook(self._begin_state_dict)
+        optimizer.register_state_dict_post_hook(self._end_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._begin_load)
+        optimizer.register_load_state_dict_post_hook(self._end_load)
+        self._adopted.add(optimizer)
+
+    def _begin_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        self.grid.check("state_dict of an optimizer")
+        self._replace(optimizer, self._parts)
+
+    def _end_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        parts = [part for group in optimizer.param_groups for part in group["params"]]
+        self._replace(optimizer, self._wholes)
+        state = state_dict["state"]
+        for at, part in enumerate(parts):
+            if at in state and id(part) in self._names:
+                state[at] = {slot: self._whole_of(part, slot, value) for slot, value in state[at].items()}
+
+    def _begin_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._replace(optimizer, self._parts)
+        parts = [part for group in optimizer.param_groups for part in group["params"]]
+        state = {
+            at: {slot: self._part_of(parts[at], slot, value) for slot, value in slots.items()}
+            for at, slots in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def _end_load(self, optimizer: torch.optim.Optimizer) -> None:
+        self._replace(optimizer, self._wholes)
+
+    def _part_of(self, part: nn.Parameter, slot: str, value: Any) -> Any:
+        """Return this rank's part of what an optimiser remembers of a whole parameter."""
+        name = self._names.get(id(part))
+        _, share = (None, None) if name is None else self.parameters.shards[name]
+        if share is None or slot == "step" or not isinstance(value, torch.Tensor) or name is None:
+            return value
+        whole = self.parameters.tensors[name].shape
+        return self.parameters.part(share, value).clone() if value.shape == whole else value
+
+    def _whole_of(self, part: nn.Parameter, slot: str, value: Any) -> Any:
+        """Return what an optimiser remembers of a parameter of which this rank has a part; collective."""
+        shard, share = self.parameters.shards[self._names[id(part)]]
+        if share is None or not isinstance(value, torch.Tensor) or value.shape != part.shape:
+            return value
+        return torch.from_numpy(shard.slot(slot, share).gather(as_array(value)))
+
+    @staticmethod
+    def _has(optimizer: torch.optim.Optimizer, tensors: Mapping[int, nn.Parameter]) -> bool:
+        return any(id(tensor) in tensors for group in optimizer.param_groups for tensor in group["params"])
+
+    @staticmethod
+    def _replace(optimizer: torch.optim.Optimizer, others: Mapping[int, nn.Parameter]) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [others.get(id(tensor), tensor) for tensor in group["params"]]
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update of two halves of a parameter is that of the whole, as far as its defaults tell."""
+    known = inspect.signature(type(optimizer)).parameters
+    given = {name: value for name, value in optimizer.defaults.items() if name in known}
+    try:
+        return TorchOptimizer(type(optimizer), given).elementwise
+    except ConfigError:  # cannot be made of its defaults
+        return False

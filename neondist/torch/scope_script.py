@@ -1,0 +1,90 @@
+"""A script's training steps of a model in AutoDist's scope, as hooks and checkpoints see a model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..comm import ProcessGrid
+from ..errors import ConfigError
+from ..models import ScriptModel
+from ..parallel import ParameterShard
+from .module_scope import ModuleScope
+from .owner_steps import OwnerSteps
+from .parameters import MODULE
+from .script import ModuleScript
+from .weights import as_array, begin_slots, kept_tensors, slots_of
+
+
+class ScopeScript(ModuleScript):
+    """A model of a scope, its optimiser, and PyTorch's random numbers.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    optimizer : torch.optim.Optimizer
+    owners : OwnerSteps, optional
+        Divides the optimiser's steps.
+    grid : ProcessGrid
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, owners: OwnerSteps | None, grid: ProcessGrid
+    ) -> None:
+        ScriptModel.__init__(self, grid)
+        self.model, self.optimizer, self.owners, self.divided = model, optimizer, owners, None
+        self.counted = self
+        self.dtype = as_array(next(model.parameters())).dtype
+
+    @classmethod
+    def made_in(cls, scope: ModuleScope, owners: OwnerSteps | None) -> list[Any]:
+        """Return the script of a scope's model, and the schedulers of its optimiser.
+
+        Raises
+        ------
+        ConfigError
+            There are several models or optimisers.
+        """
+        parameters = set(map(id, scope.parameters.values()))
+        optimizers = [one for one in _living(torch.optim.Optimizer) if parameters & _parameters_of(one)]
+        if len(scope.models) != 1 or len(optimizers) != 1:
+            raise ConfigError(
+                f"session: the scope has {len(scope.models)} models and {len(optimizers)} optimizers, and a session one"
+                " of each: make one module of several, and its optimizer before the session"
+            ).on_all_ranks()
+        schedulers = [one for one in _living(LRScheduler) if one.optimizer is optimizers[0]]
+        inner = {id(part) for one in schedulers for part in getattr(one, "_schedulers", ())}
+        outer = sorted((one for one in schedulers if id(one) not in inner), key=lambda one: type(one).__name__)
+        return [cls(scope.models[0], optimizers[0], owners, scope.grid), *outer]
+
+    def __str__(self) -> str:
+        return type(self.model).__name__
+
+    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+        """Return the model's state and this rank's parts of the optimiser's."""
+        names = [name.removeprefix(f"{MODULE}/") for name in slots]
+        weights = self._whole(kept_tensors(self.model))
+        if self.owners is None:
+            tensors = dict(self.model.named_parameters())
+            begin_slots(tensors, self.optimizer, names)
+            return {"model": weights, "optimizer": self._whole(slots_of(tensors, self.optimizer))}
+        parameters = self.owners.parameters
+        with self.owners.parts_of(self.optimizer):
+            begin_slots(parameters.updated, self.optimizer, names)
+        return {"model": weights, "optimizer": parameters.slots_kept_by(self.optimizer)}
+
+
+def _living(kind: type) -> list[Any]:
+    """Return the objects of a class that there are: optimisers and schedulers tell nobody that they are made."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
