@@ -17,6 +17,7 @@ CHECKPOINT = "checkpoint.h5"
 BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
 CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
+GENERATIONS = "generations.jsonl"
 LOGS = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
 """The logs of epochs, and how many records of each are written before anything is trained and can be resumed."""
 LONGEST = 1 << 24
@@ -36,6 +37,7 @@ FILES = (
     BEST,
     WEIGHTS,
     "ledger.jsonl",
+    GENERATIONS,
     "curves.png",
     "tiles.png",
     "worst.npz",
@@ -103,7 +105,7 @@ def is_new(folder: Path) -> bool:
     """Tell whether a run has begun here, or was about to, and is worth nothing yet."""
     if has_run(folder):
         return False
-    others = [path for path in folder.iterdir() if path.name != LOCK and path.suffix != ".partial"]
+    others = [path for path in folder.iterdir() if path.name not in (LOCK, GENERATIONS) and path.suffix != ".partial"]
     return not others or (folder / "environment.json").exists()
 
 

@@ -17,6 +17,7 @@ class Flag(IntEnum):
     SIGTERM = 1
     SIGUSR1 = 2
     TIME = 3
+    SNAPSHOT = 4
 
 
 class ControlFlags:

@@ -3,13 +3,14 @@
 pieces: which rank holds which part of an array. stream: parts to rank 0 and back, in blocks, so that no rank holds a
 cut array whole. checksum: that over the file. write, read: the HDF5 file. keep: older files beside the newest.
 weights: a file's weights alone. scheme_memory: what border schemes remember. sync_state: that of gradient
-synchronisation.
+synchronisation. snapshots: files in the shared memory of nodes.
 """
 
 from .keep import kept_files
 from .pieces import Piece
 from .read import Facts, opened
 from .scheme_memory import REMEMBERED, memory_of, remind
+from .snapshots import SnapshotStore
 from .stream import collect, scatter
 from .sync_state import restore_sync, sync_pieces
 from .weights import Taken, take
@@ -19,6 +20,7 @@ __all__ = [
     "REMEMBERED",
     "Facts",
     "Piece",
+    "SnapshotStore",
     "Taken",
     "collect",
     "kept_files",
