@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -61,6 +62,7 @@ def net():
     return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(216, 4))
 """
 EVENTS = ("rank", "daemon", "mpirun", "supervisor", "stop", "two")
+KINDS = ("layers", "torch")
 NODES = ("nodeA", "nodeB", "nodeC")
 LEASE, SOON, LIMIT = 2.0, 5.0, 600.0
 
@@ -74,13 +76,15 @@ class Round:
     base : Path
     patience : float
         Factor by which this machine may be late, for what else it does.
+    kinds : sequence of str
+        Of models, in turn.
     """
 
-    def __init__(self, number: int, seed: int, base: Path, patience: float) -> None:
+    def __init__(self, number: int, seed: int, base: Path, patience: float, kinds: Sequence[str] = KINDS) -> None:
         self.rng = random.Random(f"{seed} {number}")
         self.number, self.patience = number, patience
-        self.kind = ("layers", "torch")[number % 2]
-        self.elastic = number % 4 >= 2
+        self.kind = kinds[number % len(kinds)]
+        self.elastic = number // len(kinds) % 2 > 0
         self.folder = base / f"round-{number}"
         self.faults: list[str] = []
         self.events: list[str] = []
@@ -253,15 +257,17 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("loss_rounds"))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--patience", type=float, default=1.0, help="factor for all limits of time, on a busy machine")
+    parser.add_argument("--only", choices=KINDS, help="models of one kind alone")
     arguments = parser.parse_args()
     if why := missing():
         parser.error(why)
     base = arguments.folder.resolve()
     base.mkdir(parents=True, exist_ok=True)
-    references = {kind: undisturbed(kind, base) for kind in ("layers", "torch")}
+    kinds = [arguments.only] if arguments.only else KINDS
+    references = {kind: undisturbed(kind, base) for kind in kinds}
     failed = 0
     for number in range(arguments.first, arguments.first + arguments.rounds):
-        one = Round(number, arguments.seed, base, arguments.patience)
+        one = Round(number, arguments.seed, base, arguments.patience, kinds)
         found = one.play(references[one.kind])
         failed += bool(found["faults"])
         print(json.dumps(found), flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..cluster.preflight import NodesError
 from ..console import say
-from ..errors import UserError
+from ..errors import OutputError, UserError
 from ..io.generation_log import GenerationLog
 from ..job import GENERATION
 from ..signals import STOPPED
@@ -73,6 +73,7 @@ class _Run:
         self.roster = Roster(arguments, fits(experiment))
         self.words, self.begun, self.limit = list(arguments.words), time.time(), arguments.wait or WAIT
         self.generation = self.restarts = 0
+        self.resumes = bool(arguments.resume)
         if experiment is not None:
             if experiment.checkpoint.keep < restarts.KEEP:
                 self.words += ["--set", f"checkpoint.keep={restarts.KEEP}"]
@@ -89,12 +90,12 @@ class _Run:
             try:
                 ending = self.generate(members)
             except NodesError as error:
-                gone = self.roster.drop(error.nodes) if self.generation > 1 and self.roster.pool is not None else []
-                if not gone:
+                if self.generation == 1 or not self.may_restart or not self.roster.drop(error.nodes):
                     raise
+                self.restarts += 1
                 self.wait_note(str(error))
                 continue
-            if ending.loss and not self.heard and self.restarts < (self.arguments.restarts or 0):
+            if ending.loss and not self.heard and self.may_restart:
                 self.go_on_after_loss(members, ending)
             elif ending.changed:
                 self.go_on_after_change(members)
@@ -103,6 +104,11 @@ class _Run:
                     self.note("loss", what=ending.loss)
                     self.keepers.word = ""  # for --resume
                 return show_loss(ending, self.arguments)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether there are restarts left."""
+        return self.restarts < (self.arguments.restarts or 0)
 
     def generate(self, members: Members) -> Ending:
         """Run a generation to its end."""
@@ -152,7 +158,10 @@ class _Run:
         """Return from where the next generation goes on, and let it do so."""
         if self.experiment is None:
             return "the script begins again"
-        if self.checkpoints().items() - self.before.items():  # those that are gone were of the run that it replaces
+        found = self.checkpoints()
+        # those that are gone, and where the run does not resume those from before, were of the run that it replaces
+        if found.items() - self.before.items() or (found and self.resumes):
+            self.resumes = True
             name = restarts.make_whole(self.arguments.folder).name
             self.words = restarts.resuming_words(self.words)
             return f"goes on from {name}" + ("" if self.arguments.snapshot == 0 else " or a newer snapshot")
@@ -189,5 +198,6 @@ class _Run:
 
     def note(self, event: str, **fields: Any) -> None:
         """Append an event to the log."""
-        if self.log is not None:
-            self.log.add(event, generation=self.generation, **fields)
+        with suppress(OutputError):  # the run matters more
+            if self.log is not None:
+                self.log.add(event, generation=self.generation, **fields)

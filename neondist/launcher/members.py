@@ -177,7 +177,8 @@ class Roster:
 
     def drop(self, hosts: tuple[str, ...]) -> list[str]:
         """Leave out hosts that cannot be reached; return them."""
-        assert self.pool is not None
+        if self.pool is None:
+            return []
         found = [host for host in hosts if host != self._chief]
         for host in found:
             self.pool.fail(host)

@@ -157,6 +157,9 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
         loss = f"{monitor.describe(monitor.lost)} was killed by {messages.signals[monitor.lost]}"
     elif not loss and code == 0:
         loss = f"{monitor.describe(monitor.without_word()[0])} {ENDED}"
+    elif not loss and messages.signals:
+        rank, text = next(iter(messages.signals.items()))
+        loss = f"{monitor.describe(rank)} was killed by {text}"
     elif not loss and code > 128:
         loss = f"a rank was killed ({_name(code - 128)})"
     if not loss:

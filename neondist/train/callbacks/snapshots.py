@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -142,4 +143,5 @@ def _resumed(folder: Path, run: TrainState, source: str) -> None:
 
 
 def _log(folder: Path, event: str, **fields: object) -> None:
-    append(folder / GENERATIONS, line(event, **fields))
+    with suppress(OutputError):  # the run matters more
+        append(folder / GENERATIONS, line(event, **fields))
