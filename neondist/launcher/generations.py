@@ -112,14 +112,9 @@ class _Run:
 
     def generate(self, members: Members) -> Ending:
         """Run a generation to its end."""
+        fields: dict[str, Any] = {"ranks": members.ranks, "hosts": members.hosts, "resources": self.roster.resources}
+        fields |= {"generation": self.generation, "words": self.words, "begun": self.begun}
         arguments = self.arguments
-        fields: dict[str, Any] = {
-            "ranks": members.ranks,
-            "hosts": members.hosts,
-            "words": self.words,
-            "begun": self.begun,
-        }
-        fields |= {"resources": self.roster.resources, "generation": self.generation}
         arguments = argparse.Namespace(**{**vars(arguments), **fields})
         self.before = self.checkpoints()
         self.note("start", ranks=members.ranks, grid=self.grid(members.ranks), hosts=members.hosts)

@@ -164,7 +164,8 @@ class Roster:
         A run of a fixed size, which could not go on without the host, uses it again at once.
         """
         if self.pool is None:
-            self.ranks = max(self.low, self.ranks - 1) if self.elastic else self.ranks
+            fewer = self._largest(self.ranks - 1)
+            self.ranks = fewer.ranks if fewer is not None else self.ranks
             return ""
         host = self.pool.match(node) if node else members.host_of(silent)
         if not host or host == self._chief:

@@ -100,6 +100,17 @@ def test_a_run_of_fixed_size_uses_a_host_again(folder):
     assert [one["event"] for one in read_events(folder / "out")] == ["run", "start", "loss", "start", "loss", "end"]
 
 
+def test_ranks_without_hosts_are_fewer_after_a_loss_if_that_fits():
+    for fitting, expected in (({2, 4}, [4, 2, 2]), ({4}, [4, 4, 4])):
+        arguments = parser().parse_args(["run", "x.yaml", "--elastic", "2:4", "--restarts", "2"])
+        members.settle(arguments, None)
+        roster, found = members.Roster(arguments, fitting.__contains__), []
+        for _ in expected:
+            found.append(roster.choose())
+            roster.lose(found[-1], "", 0)
+        assert [one.ranks for one in found] == expected
+
+
 def test_too_few_hosts_for_too_long(folder, capsys):
     script = Script(folder)
     script.hosts("a:1")
