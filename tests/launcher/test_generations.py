@@ -1,5 +1,6 @@
 """Generations over hosts that come and go, by a list that a test writes; no rank is started."""
 
+import threading
 import time
 
 import pytest
@@ -46,8 +47,10 @@ class Script:
         if isinstance(act, Ending):
             return act
         self.hosts(act)
+        end = time.monotonic() + 20
         while not change():
-            pass
+            assert time.monotonic() < end, "the change of hosts is not noticed"
+            threading.Event().wait(0.005)
         return Ending(75, changed=True)
 
     def run(self, *words, sleep=time.sleep):

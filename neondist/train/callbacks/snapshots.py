@@ -95,8 +95,9 @@ class Snapshots(Hook):
             except OutputError as error:
                 self.on_disk = True
                 if run.first_rank:
-                    say(f"no snapshots in memory, checkpoints on the disk instead, as often: {error}")
-                    _log(self.checkpoint.path.parent, "snapshots", what="on the disk: no room in the shared memory")
+                    why = str(error).partition(";")[0]
+                    say(f"no snapshots in memory, checkpoints on the disk instead, as often: {why}")
+                    _log(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
         if self.on_disk:
             self.checkpoint.save(run)
         self.cost = self.clock() - before
