@@ -233,7 +233,8 @@ def prepare(folder: Path) -> None:
 
 def environment(folder: Path) -> dict[str, str]:
     """Return variables of a job, with a temporary folder of its own."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
+    more = {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    return {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def undisturbed(kind: str, base: Path) -> Path:
