@@ -33,7 +33,7 @@ from fake_nodes import FakeNodes, missing  # noqa: E402
 from processes import alive  # noqa: E402
 
 from neondist.io.checkpoint.snapshots import folder_of  # noqa: E402
-from neondist.io.generation_log import read_events, run_key  # noqa: E402
+from neondist.io.generation_log import read_events, read_run_key  # noqa: E402
 
 REST = """
 batch_size: 10
@@ -126,7 +126,7 @@ class Round:
 
     def step(self) -> int:
         """Return the step of the newest snapshot."""
-        found = [int(path.stem[-10:]) for path in folder_of(run_key(self.folder / "out")).glob("*.h5")]
+        found = [int(path.stem[-10:]) for path in folder_of(read_run_key(self.folder / "out")).glob("*.h5")]
         return max(found, default=-1)
 
     def disturb(self, job: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
@@ -202,7 +202,7 @@ class Round:
             left = [str(path) for path in (self.folder / "tmp").iterdir()] + [
                 str(one) for one in self.nodes.processes()
             ]
-            left += [str(one) for one in [folder_of(run_key(self.folder / "out"))] if one.exists()]
+            left += [str(one) for one in [folder_of(read_run_key(self.folder / "out"))] if one.exists()]
             if not left:
                 return
             if time.monotonic() > end:

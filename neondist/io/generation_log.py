@@ -43,7 +43,7 @@ class GenerationLog:
 
     def __init__(self, folder: Path, resumed: bool = False) -> None:
         self.path = folder / GENERATIONS
-        self.key = run_key(folder) if resumed else ""
+        self.key = read_run_key(folder) if resumed else ""
         if not self.key:
             self.key = secrets.token_hex(16)
             write_text(self.path, "")
@@ -51,16 +51,16 @@ class GenerationLog:
 
     def add(self, event: str, **fields: Any) -> None:
         """Append an event."""
-        append(self.path, line(event, **fields))
+        append(self.path, format_event(event, **fields))
 
 
-def line(event: str, **fields: Any) -> str:
+def format_event(event: str, **fields: Any) -> str:
     """Return an event as a line of the file."""
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     return json.dumps({"time": now, "event": event, **fields}) + "\n"
 
 
-def run_key(folder: Path) -> str:
+def read_run_key(folder: Path) -> str:
     """Return the key of the run in a folder, '' if it has none."""
     keys = [str(one.get("key", "")) for one in read_events(folder) if one["event"] == "run"]
     return keys[-1] if keys and re.fullmatch("[0-9a-f]{32}", keys[-1]) else ""

@@ -21,8 +21,8 @@ from ..signals import STOPPED
 from ..train.validate import grid_shape_of
 from . import restarts
 from .launch import launch, monitor_addresses, show_loss
-from .members import WAIT, Members, Roster, Watcher, fits, shortage, wait_for_members
-from .placement import own_addresses
+from .members import WAIT, Members, Roster, Watcher, describe_shortage, make_fit_check, wait_for_members
+from .placement import list_addresses
 from .snapshots import Keepers
 from .supervise import Ending
 
@@ -47,7 +47,7 @@ def run_generations(
     """
     arguments.signals.cleans_up = True
     log = None if experiment is None else GenerationLog(arguments.folder, bool(arguments.resume))
-    addresses = monitor_addresses(os.environ) if arguments.source is None else own_addresses()
+    addresses = monitor_addresses(os.environ) if arguments.source is None else list_addresses()
     with Keepers(addresses) as keepers:
         run = _Run(arguments, experiment, log, keepers, start, sleep)
         code = run.go()
@@ -70,7 +70,7 @@ class _Run:
         self.arguments, self.experiment, self.log = arguments, experiment, log
         self.keepers, self.start, self.sleep = keepers, start, sleep
         self.heard: list[str] = arguments.signals.heard
-        self.roster = Roster(arguments, fits(experiment))
+        self.roster = Roster(arguments, make_fit_check(experiment))
         self.words, self.begun, self.limit = list(arguments.words), time.time(), arguments.wait or WAIT
         self.generation = self.restarts = 0
         self.resumes = bool(arguments.resume)
@@ -83,7 +83,7 @@ class _Run:
     def go(self) -> int:
         """Return the exit code of the last generation."""
         while True:
-            members = wait_for_members(self.roster, self.limit, lambda: bool(self.heard), self.wait_note, self.sleep)
+            members = wait_for_members(self.roster, self.limit, lambda: bool(self.heard), self.report_wait, self.sleep)
             if members is None:
                 return self.give_up()
             self.generation += 1
@@ -93,7 +93,7 @@ class _Run:
                 if self.generation == 1 or not self.may_restart or not self.roster.drop(error.nodes):
                     raise
                 self.restarts += 1
-                self.wait_note(str(error))
+                self.report_wait(str(error))
                 continue
             if ending.loss and not self.heard and self.may_restart:
                 self.go_on_after_loss(members, ending)
@@ -130,7 +130,7 @@ class _Run:
         self.note("loss", what=ending.loss, host=host or None)
         number = f"restart {self.restarts} of {self.arguments.restarts}"
         left_out = f"; {host} is left out for {self.roster.pool.cool_down:g} s" if host and self.roster.pool else ""
-        say(f"{number}: {ending.loss}{left_out}; {self.source()}, on {self.next_members()}")
+        say(f"{number}: {ending.loss}{left_out}; {self.source()}, on {self.describe_next()}")
 
     def go_on_after_change(self, members: Members) -> None:
         """Say how the hosts have changed, and from where the next generation goes on."""
@@ -140,9 +140,9 @@ class _Run:
         removed = [host for host, count in before.items() if now.get(host, 0) < count]
         self.note("hosts", added=added, removed=removed)
         texts = [f"{' '.join(hosts)} {verb}" for hosts, verb in ((added, "added"), (removed, "removed")) if hosts]
-        say(f"hosts changed: {', '.join(texts)}; {self.source()}, on {self.next_members()}")
+        say(f"hosts changed: {', '.join(texts)}; {self.source()}, on {self.describe_next()}")
 
-    def next_members(self) -> str:
+    def describe_next(self) -> str:
         """Return the next generation's ranks, as far as these are known now."""
         if self.roster.pool is not None:
             self.roster.pool.refresh()
@@ -180,13 +180,13 @@ class _Run:
             say(f"stopped while waiting for hosts: {self.heard[0]} came; --resume goes on")
             return STOPPED
         say(
-            f"error: gives up after {self.limit:g} s: {shortage(self.roster)}; start it again with --resume once there"
-            " are hosts, or lower --elastic or -n",
+            f"error: gives up after {self.limit:g} s: {describe_shortage(self.roster)}; start it again with --resume"
+            " once there are hosts, or lower --elastic or -n",
             sys.stderr,
         )
         return 1
 
-    def wait_note(self, text: str) -> None:
+    def report_wait(self, text: str) -> None:
         """Say what is waited for."""
         self.note("wait", what=text)
         say(text)

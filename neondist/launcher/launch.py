@@ -21,7 +21,7 @@ from . import pinning
 from .cleanup import job_folders
 from .monitor import LEASE, LOOPBACK, Monitor
 from .mpirun import REMEDY, Mpirun, find_mpirun
-from .placement import own_addresses, placed
+from .placement import list_addresses, placed
 from .supervise import Ending, supervise
 
 PER_CORE = 16
@@ -92,7 +92,7 @@ def several_machines(env: Mapping[str, str]) -> bool:
 
 def monitor_addresses(env: Mapping[str, str]) -> list[str]:
     """Return the addresses of this machine at which ranks reach their supervisor."""
-    return own_addresses() if several_machines(env) else [LOOPBACK]
+    return list_addresses() if several_machines(env) else [LOOPBACK]
 
 
 def ready(env: Mapping[str, str]) -> Mpirun:

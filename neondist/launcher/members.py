@@ -296,11 +296,11 @@ def wait_for_members(
             return None
         if int(waited / 30) > last:
             last = int(waited / 30)
-            tell(f"waiting for hosts: {shortage(roster)}; gives up in {limit - waited:.0f} s")
+            tell(f"waiting for hosts: {describe_shortage(roster)}; gives up in {limit - waited:.0f} s")
         sleep(POLL)
 
 
-def shortage(roster: Roster) -> str:
+def describe_shortage(roster: Roster) -> str:
     """Return how many ranks there could be, and why not more."""
     if roster.pool is None:
         return f"the experiment takes no number of ranks from {roster.low} to {roster.high}"
@@ -313,7 +313,7 @@ def shortage(roster: Roster) -> str:
     return f"{text} ({roster.pool.error})" if roster.pool.error else text
 
 
-def fits(experiment: Any) -> Callable[[int], bool]:
+def make_fit_check(experiment: Any) -> Callable[[int], bool]:
     """Return a function that tells whether an experiment can be cut for a number of ranks; a script can for any."""
 
     def can(ranks: int) -> bool:

@@ -115,10 +115,10 @@ class HostPlacement:
 
     def addresses(self) -> list[str]:
         """Return the addresses of this machine at which ranks reach the supervisor."""
-        return own_addresses()
+        return list_addresses()
 
 
-def own_addresses() -> list[str]:
+def list_addresses() -> list[str]:
     """Return the addresses of this machine at which others may reach it, and the loopback address."""
     import psutil
 

@@ -8,7 +8,7 @@ from cli_runs import EXPERIMENT, here
 
 from neondist.cli.arguments import parser
 from neondist.config import load_experiment
-from neondist.io.generation_log import GenerationLog, read_events, run_key
+from neondist.io.generation_log import GenerationLog, read_events, read_run_key
 from neondist.launcher import members
 from neondist.launcher.generations import run_generations
 from neondist.launcher.supervise import Ending
@@ -149,7 +149,7 @@ def test_the_log_of_generations(tmp_path):
     with log.path.open("a") as file:
         file.write('{"event"\n[]\n{"event": 3}\n')
     assert [one["event"] for one in read_events(tmp_path)] == ["run", "start"]
-    assert GenerationLog(tmp_path, resumed=True).key == log.key == run_key(tmp_path)
+    assert GenerationLog(tmp_path, resumed=True).key == log.key == read_run_key(tmp_path)
     assert GenerationLog(tmp_path).key != log.key
     log.path.write_text('{"event": "run", "key": "../../etc"}\n')
-    assert run_key(tmp_path) == ""
+    assert read_run_key(tmp_path) == ""

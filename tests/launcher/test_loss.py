@@ -16,7 +16,7 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.config import load_experiment
 from neondist.io.checkpoint.snapshots import folder_of
-from neondist.io.generation_log import read_events, run_key
+from neondist.io.generation_log import read_events, read_run_key
 
 pytestmark = [needs_mpirun, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -100,7 +100,7 @@ def test_losses_on_other_nodes(nodes, tmp_path):
     found = weights(folder / "checkpoint.h5")
     for name, array in loopback.run(3, undisturbed)[0].items():
         assert (found[name] == array).all(), name
-    assert not folder_of(run_key(folder)).exists()
+    assert not folder_of(read_run_key(folder)).exists()
 
 
 def test_hosts_that_come_and_go(nodes, tmp_path):
@@ -116,10 +116,12 @@ def test_hosts_that_come_and_go(nodes, tmp_path):
             cwd=tmp_path, env={**os.environ, **nodes.env}, stdout=file, stderr=file,
         )  # fmt: skip
 
+    def steps():
+        return [int(path.stem[-10:]) for path in folder_of(read_run_key(tmp_path / "out")).glob("*.h5")]
+
     def begun(generation):
         events = [one for one in read_events(tmp_path / "out") if one.get("generation") == generation]
-        snapshot = [path for path in folder_of(run_key(tmp_path / "out")).glob("*.h5") if int(path.stem[-10:]) > before]
-        return events and snapshot and events[0]
+        return events and max(steps(), default=0) > before and events[0]
 
     before = 0
     wait(lambda: begun(1), log.read_text)
@@ -127,11 +129,11 @@ def test_hosts_that_come_and_go(nodes, tmp_path):
     for generation, ranks in ((2, {"nodeA": 1, "nodeB": 1, "nodeC": 1}), (3, {"nodeA": 1, "nodeB": 1})):
         event = wait(lambda number=generation: begun(number), log.read_text)
         assert (event["event"], event["hosts"]) == ("start", ranks)
-        before = max(int(path.stem[-10:]) for path in folder_of(run_key(tmp_path / "out")).glob("*.h5"))
+        before = max(steps(), default=before)
         for pid in nodes.pids("daemon", "nodeC"):
             os.kill(pid, signal.SIGKILL)
     job.terminate()
     assert job.wait(60) == 75, log.read_text()
     assert "node nodeC was lost" in log.read_text()
-    assert not folder_of(run_key(tmp_path / "out")).exists()
+    assert not folder_of(read_run_key(tmp_path / "out")).exists()
     assert not nodes.pids("rank")

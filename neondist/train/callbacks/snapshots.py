@@ -14,7 +14,7 @@ from ...console import say
 from ...errors import DataError, OutputError
 from ...io.checkpoint import SnapshotStore
 from ...io.files import append
-from ...io.generation_log import line, run_key
+from ...io.generation_log import format_event, read_run_key
 from ...io.output import GENERATIONS
 from ...parallel import Flag
 from ..state import TrainState
@@ -32,7 +32,7 @@ def open_store(folder: Path, world: Transport) -> SnapshotStore | None:
     key = ""
     with all_or_none(world):
         if world.rank == 0:
-            key = run_key(folder)
+            key = read_run_key(folder)
     key = world.bcast(key)
     return SnapshotStore(key, world) if key else None
 
@@ -130,13 +130,13 @@ def restore_newest(path: Path, run: TrainState, store: SnapshotStore | None) -> 
         except DataError as problem:
             run.notes.append(f"a snapshot cannot be used: {problem}")
             continue
-        _resumed(path.parent, run, "a snapshot")
+        _note_resume(path.parent, run, "a snapshot")
         return
     restore(path, run)
-    _resumed(path.parent, run, path.name)
+    _note_resume(path.parent, run, path.name)
 
 
-def _resumed(folder: Path, run: TrainState, source: str) -> None:
+def _note_resume(folder: Path, run: TrainState, source: str) -> None:
     if run.first_rank and (folder / GENERATIONS).exists():
         _log(folder, "resume", step=run.step, source=source)
     if source != "checkpoint.h5":
@@ -145,4 +145,4 @@ def _resumed(folder: Path, run: TrainState, source: str) -> None:
 
 def _log(folder: Path, event: str, **fields: object) -> None:
     with suppress(OutputError):  # the run matters more
-        append(folder / GENERATIONS, line(event, **fields))
+        append(folder / GENERATIONS, format_event(event, **fields))
