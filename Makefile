@@ -1,4 +1,4 @@
-# `make demo`, `make test`, `make hunt`, `make mutate`, `make bench` and `make study`. All set up everything inside this checkout (.venv).
+# `make demo`, `make test`, `make hunt`, `make losses`, `make mutate`, `make bench` and `make study`. All set up everything inside this checkout (.venv).
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 4
@@ -9,7 +9,7 @@ COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: all-cases image torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
+.PHONY: losses all-cases image torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
@@ -28,6 +28,10 @@ hunt: .venv/test
 	$(BIN)/python tools/random_graphs.py --jobs $(WORKERS) $(HUNT)
 	$(BIN)/python tools/random_modules.py --jobs $(WORKERS) $(HUNT)
 	$(BIN)/python tools/operator_samples.py --jobs $(WORKERS) $(HUNT)
+
+# hours, as root: jobs over three nodes of this machine that lose ranks, nodes and supervisors; LOSSES="--rounds 20 --seed 3"
+losses: .venv/test
+	$(BIN)/python tools/loss_rounds.py $(LOSSES)
 
 # half an hour: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test

@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from hashlib import blake2b
 from typing import NoReturn
 
@@ -50,7 +50,7 @@ def connect(env: MutableMapping[str, str]) -> None:
     given = env.pop(SUPERVISOR)
     key, *addresses = given.split()
     node = os.uname().nodename if hasattr(os, "uname") else socket.gethostname()
-    found = next(filter(None, (_reached(address, key) for address in addresses)), None)
+    found = reach(key, addresses)
     if found is None:
         sys.stderr.write(
             f"error: rank {job.rank} on {node} cannot reach the process that has started it, at {', '.join(addresses)};"
@@ -89,6 +89,11 @@ def receive(connection: socket.socket, size: int) -> bytes:
     while len(found) < size and (more := connection.recv(size - len(found))):
         found += more
     return found
+
+
+def reach(key: str, addresses: Sequence[str]) -> socket.socket | None:
+    """Return a connection to the supervisor at the first address where it answers and proves the key, None if none."""
+    return next(filter(None, (_reached(address, key) for address in addresses)), None)
 
 
 def _reached(address: str, key: str) -> socket.socket | None:

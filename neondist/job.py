@@ -9,6 +9,8 @@ LAUNCHED = "NEONDIST_LAUNCHED"
 """Set by `neondist run -n N` for the ranks that it starts."""
 STARTED = "NEONDIST_STARTED"
 """Start of the job, as time.time() returns it; set for the ranks too."""
+GENERATION = "NEONDIST_GENERATION"
+"""Number of the generation, from 1; set for the ranks of a supervised job."""
 
 # size, rank, ranks on this node: Open MPI; MPICH and Intel MPI; srun
 _FAMILIES = (

@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     # stops: SIGTERM and SIGUSR1 ask it to stop, instead of ending it, and it writes to `folder`; watched: it must not
     # hang; watchdog: who watches; restarts, elastic, lease: as `run` has them; begun: when the job first began
     top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
-    top.set_defaults(resources=None)  # of `launch`
+    # of `launch`, and of hosts that come and go
+    top.set_defaults(resources=None, hosts_from=None, cool_down=None, wait=None, snapshot=None, source=None)
+    top.set_defaults(hosts=None, generation=None)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     for command in (run, launch, submit, plan, apply, sweep, bench, doctor, data, files):

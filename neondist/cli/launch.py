@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..cluster import ResourceSpec
+from ..cluster.hosts import HostSource
 from ..errors import LaunchError
-from ..launcher.launch import launch_script
+from ..launcher.ranks import start_script
 from . import options, run
 
 
@@ -31,15 +32,21 @@ def launch(arguments: argparse.Namespace) -> int:
     if arguments.virtual is not None:
         raise LaunchError("--virtual runs all ranks in this process; use neondist run, or leave it out")
     arguments.resources = ResourceSpec(arguments.resource_file)
+    if arguments.hosts_from is not None:
+        raise LaunchError("--hosts-from: launch has the hosts of its resource file; leave it out, or use neondist run")
+    if arguments.restarts is not None:
+        arguments.source = HostSource(arguments.resource_file)
     if arguments.ranks is None:
         arguments.ranks = arguments.elastic[1] if arguments.elastic else arguments.resources.replicas
     if not arguments.script:
         return run.run(arguments)
-    if arguments.restarts is not None:
-        raise LaunchError("--restarts: is for experiments, whose checkpoints are known; start a script again by itself")
+    if arguments.snapshot is not None:
+        raise LaunchError(
+            "--snapshot: is for experiments; a script writes checkpoints of its own, as nd.DistributedSession does"
+        )
     if not os.path.isfile(arguments.file):
         raise LaunchError(f"{arguments.file}: no such script")
-    return launch_script(arguments)
+    return start_script(arguments)
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:

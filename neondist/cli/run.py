@@ -7,7 +7,7 @@ import os
 import re
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from ..comm import Transport
 from ..config import dump
@@ -62,7 +62,25 @@ def add_options(one: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     one.add_argument(
         "--elastic", type=bounds, metavar="MIN:MAX",
-        help="with --restarts: go on on the ranks that are left, MIN or more; begins on MAX, or -n",
+        help="with --restarts or --hosts-from: go on on the ranks that are left, MIN or more; begins on MAX, or -n",
+    )  # fmt: skip
+    one.add_argument(
+        "--hosts-from", type=options.path, metavar="FILE|SCRIPT",
+        help="where to start ranks: a host file, a resource file, or a program that prints HOST:SLOTS lines; read again"
+        " and again with --elastic",
+    )  # fmt: skip
+    one.add_argument(
+        "--cool-down", type=duration, metavar="TIME",
+        help="a host that has failed is not used for so long (default 1m)",
+    )  # fmt: skip
+    one.add_argument(
+        "--wait", type=duration, metavar="TIME",
+        help="give up if there have been too few hosts for so long (default 10m)",
+    )  # fmt: skip
+    one.add_argument(
+        "--snapshot", type=snapshots, metavar="auto|STEPS|off",
+        help="with --restarts: keep the state of the run in the memory of two nodes, as often as takes 2 %% of the time"
+        " (auto, the default), or every so many steps",
     )  # fmt: skip
     one.add_argument(
         "--lease", type=duration, metavar="TIME",
@@ -75,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def work(world: Transport, experiment: Any) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
-        places = {"output": arguments.folder, "resolved": dump(experiment)}
+        places = {"output": arguments.folder, "resolved": dump(experiment), "snapshot": arguments.snapshot or None}
         result = experiment.run(experiment.open_grid(world), **places, hooks=_hooks(arguments), **start)
         if world.rank == 0:
             options.print_written(result.files)
@@ -132,6 +150,15 @@ def bounds(text: str) -> tuple[int, int]:
     if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
         raise argparse.ArgumentTypeError(f"'{text}' are no numbers of ranks that can be used here; give MIN:MAX as 2:8")
     return numbers[0], numbers[1]
+
+
+def snapshots(text: str) -> int | Literal["auto"]:
+    """Return the steps between snapshots: a number, 'auto', or 0 for 'off'."""
+    if text == "auto":
+        return "auto"
+    if text != "off" and not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"invalid interval '{text}'; expected auto, off, or a number of steps")
+    return 0 if text == "off" else int(text)
 
 
 def duration(text: str) -> float:

@@ -140,13 +140,27 @@ def check_nodes(
     return reports
 
 
+class NodesError(LaunchError):
+    """Nodes cannot take part in a job.
+
+    Attributes
+    ----------
+    nodes : tuple of str
+        Their addresses.
+    """
+
+    nodes: tuple[str, ...] = ()
+
+
 def refuse(reports: Iterable[NodeReport]) -> None:
-    """Raise LaunchError, with all problems of all nodes, if there are any."""
+    """Raise NodesError, with all problems of all nodes, if there are any."""
     reports = list(reports)
     found = [f"{report.node.address}: {problem}" for report in reports for problem in report.problems]
     if found:
-        count = sum(bool(report.problems) for report in reports)
-        raise LaunchError("\n  ".join([f"{count} of {len(reports)} nodes cannot take part:", *found]))
+        nodes = tuple(report.node.address for report in reports if report.problems)
+        error = NodesError("\n  ".join([f"{len(nodes)} of {len(reports)} nodes cannot take part:", *found]))
+        error.nodes = nodes
+        raise error
 
 
 async def _ask_all(reports: Sequence[NodeReport], config: Path, words: str, env: Mapping[str, str]) -> None:

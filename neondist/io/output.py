@@ -19,6 +19,7 @@ WEIGHTS = "weights.safetensors"
 COMPLETE = "complete.json"
 """The mark of a run that has nothing left to train."""
 CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
+GENERATIONS = "generations.jsonl"
 LOGS = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
 """The logs of epochs, and how many records of each are written before anything is trained and can be resumed."""
 LONGEST = 1 << 24
@@ -40,6 +41,7 @@ FILES = (
     "ledger.jsonl",
     "summaries.jsonl",
     COMPLETE,
+    GENERATIONS,
     "curves.png",
     "tiles.png",
     "worst.npz",
@@ -107,7 +109,7 @@ def is_new(folder: Path) -> bool:
     """Tell whether a run has begun here, or was about to, and is worth nothing yet."""
     if has_run(folder):
         return False
-    others = [path for path in folder.iterdir() if path.name != LOCK and path.suffix != ".partial"]
+    others = [path for path in folder.iterdir() if path.name not in (LOCK, GENERATIONS) and path.suffix != ".partial"]
     return not others or (folder / "environment.json").exists()
 
 

@@ -6,7 +6,8 @@ ranks: where a command's ranks come from: an MPI job, mpirun, threads of this pr
 launch: mpirun with the same command; what its ranks are told. mpirun: which one, and its options. pinning: their cores.
 supervise: signals go to mpirun, its exit code comes back. filter_mpirun: its output, less its own messages.
 parent_watch: nobody outlives the process that has started it. cleanup: nor do files; `comm.segments`: in the ranks.
-restarts: a job that has lost a rank begins again.
+members: the hosts of a job, and how many ranks. generations: after a loss, or a change of hosts, the job goes on.
+restarts: from which checkpoint. snapshots: until when nodes keep theirs.
 report: a mistake is told once, and ends all ranks.
 tell_mpi: a process of `neondist doctor`, which MPI may end or hang.
 

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import ipaddress
 import os
 import re
 import shutil
-import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 
 from .. import memory, safe_path, threads
 from ..console import say
 from ..errors import LaunchError
 from ..heartbeat import SUPERVISOR
-from ..job import LAUNCHED, STARTED
+from ..io.checkpoint.snapshots import KEEPERS
+from ..job import GENERATION, LAUNCHED, STARTED
 from . import pinning
 from .cleanup import job_folders
 from .monitor import LEASE, LOOPBACK, Monitor
 from .mpirun import REMEDY, Mpirun, find_mpirun
-from .placement import placed
+from .placement import list_addresses, placed
 from .supervise import Ending, supervise
 
 PER_CORE = 16
@@ -31,21 +29,37 @@ PER_CORE = 16
 EACH = 64 << 20
 """Bytes of a rank that has loaded its libraries and nothing else."""
 FORCE = "--force starts them all the same"
-_HANDED_ON = (SUPERVISOR, LAUNCHED, STARTED, *threads.VARIABLES, "TTY_COMPATIBLE", "TERM", "COLUMNS", "LINES")
+_HANDED_ON = (
+    SUPERVISOR, LAUNCHED, STARTED, GENERATION, KEEPERS, *threads.VARIABLES, "TTY_COMPATIBLE", "TERM", "COLUMNS", "LINES"
+)  # fmt: skip
+_SUPERVISORS = ("--restarts", "--elastic", "--lease", "--hosts-from", "--cool-down", "--wait")
+"""options that ranks are not given"""
 _ALLOCATIONS = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "COBALT_NODEFILE")
 _HOST_FILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
 
 
-def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> Ending:
+def launch(
+    arguments: argparse.Namespace,
+    heard: Sequence[str] = (),
+    more: Mapping[str, str] | None = None,
+    change: Callable[[], bool] | None = None,
+) -> Ending:
     """Start `arguments.ranks` ranks of the same command under mpirun; return how the job ended.
 
-    `heard` are the names of signals that came before.
+    Parameters
+    ----------
+    heard : sequence of str
+        Names of signals that came before.
+    more : mapping, optional
+        Further variables for the ranks.
+    change : callable, optional
+        As of `supervise`.
     """
     mpirun, ranks = ready(os.environ), arguments.ranks
     if arguments.stops and heard:
         say(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
-    with placed(arguments, mpirun, ranks) if arguments.resources else nullcontext() as placement:
-        env = environment(mpirun, ranks, os.environ, pins=placement is None)
+    with placed(arguments, mpirun, ranks) as placement:
+        env = environment(mpirun, ranks, os.environ, pins=placement is None) | {**(more or {})}
         if arguments.begun is not None:
             env[STARTED] = str(arguments.begun)
         addresses = monitor_addresses(os.environ) if placement is None else placement.addresses()
@@ -57,15 +71,9 @@ def launch(arguments: argparse.Namespace, heard: Sequence[str] = ()) -> Ending:
             else:
                 command = placement.command(mpirun, rank_words(arguments), names, os.environ)
                 env = placement.environment(env)
-            ending = supervise(command, env, job.held, arguments.stops, monitor, heard)
+            ending = supervise(command, env, job.held, arguments.stops, monitor, heard, change)
             job.orderly = ending.code < 128
     return ending
-
-
-def launch_script(arguments: argparse.Namespace) -> int:
-    """Start a script on all ranks under mpirun, and return the job's exit code."""
-    ready(os.environ)
-    return show_loss(launch(arguments), arguments)
 
 
 def show_loss(ending: Ending, arguments: argparse.Namespace) -> int:
@@ -84,14 +92,7 @@ def several_machines(env: Mapping[str, str]) -> bool:
 
 def monitor_addresses(env: Mapping[str, str]) -> list[str]:
     """Return the addresses of this machine at which ranks reach their supervisor."""
-    if not several_machines(env):
-        return [LOOPBACK]
-    import psutil
-
-    every = [one for interface in psutil.net_if_addrs().values() for one in interface]
-    found = [one.address for one in every if one.family in (socket.AF_INET, socket.AF_INET6)]
-    others = [one for one in found if not ipaddress.ip_address(one.partition("%")[0]).is_link_local and one != "::1"]
-    return list(dict.fromkeys([LOOPBACK, *others]))
+    return list_addresses() if several_machines(env) else [LOOPBACK]
 
 
 def ready(env: Mapping[str, str]) -> Mpirun:
@@ -131,9 +132,9 @@ def words(arguments: argparse.Namespace) -> list[str]:
     launched = arguments.words[:1] == ["launch"]
     told, given = ["run"] if launched else [], iter(arguments.words[2:] if launched else arguments.words)
     for word in given:
-        if word in ("-n", "--restarts", "--elastic", "--lease"):
+        if word == "-n" or word in _SUPERVISORS:
             next(given)
-        elif not re.fullmatch(r"-n\d+|--(restarts|elastic|lease)=.*", word):
+        elif not re.fullmatch(rf"-n\d+|({'|'.join(_SUPERVISORS)})=.*", word):
             told.append(word)
     return told
 

@@ -70,6 +70,8 @@ class Monitor:
         The first rank that was lost before any other has failed; -1 while there is none.
     loss : str
         The same in words, '' while there is none.
+    silent : bool
+        Whether that rank has given no sign of life, and may be there still.
     ending : float or None
         time.monotonic() when a rank has failed, or the last one ended.
     """
@@ -77,13 +79,13 @@ class Monitor:
     def __init__(self, ranks: int, addresses: Sequence[str] = (LOOPBACK,), lease: float = LEASE) -> None:
         self.ranks, self.lease = ranks, lease
         self.members: dict[int, Member] = {}
-        self.lost, self.loss = -1, ""
+        self.lost, self.loss, self.silent = -1, "", False
         self.ending: float | None = None
         self._key = secrets.token_hex(16)
         self._connections: list[_Connection] = []
         self._wake, self._woken = socket.socketpair()
-        self._listening = [_listen(address, ranks + _SPARE) for address in addresses]
-        self.environment = {SUPERVISOR: " ".join([self._key, *map(_address, self._listening)])}
+        self._listening = [listen(address, ranks + _SPARE) for address in addresses]
+        self.environment = {SUPERVISOR: " ".join([self._key, *map(format_address, self._listening)])}
         self._thread = threading.Thread(target=self._serve, name="monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
@@ -186,7 +188,7 @@ class Monitor:
             self._connections.remove(each)
             if each.member is not None and each.member.code is None and not failed and not self.loss:
                 silent = f"has given no sign of life for {self.lease:g} s: it is stopped, or its node unreachable"
-                self.lost = each.member.rank
+                self.lost, self.silent = each.member.rank, not each.closed
                 self.loss = f"{self.describe(self.lost)} {ENDED if each.closed else silent}"
         if self.ending is None and (failed or not self.without_word()):
             self.ending = time.monotonic()
@@ -239,13 +241,15 @@ class _Connection:
         return len(self._data) < _LONGEST
 
 
-def _listen(address: str, backlog: int) -> socket.socket:
+def listen(address: str, backlog: int) -> socket.socket:
+    """Return a socket that listens on an address, at a port that the system chooses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     made = socket.create_server((address, 0), family=family, backlog=backlog)
     made.setblocking(False)
     return made
 
 
-def _address(listening: socket.socket) -> str:
+def format_address(listening: socket.socket) -> str:
+    """Return 'HOST:PORT' or '[IPV6]:PORT' of a socket."""
     host, port = listening.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,8 +1,9 @@
-"""Ranks of a job on the nodes of a resource file: the check before the start, and what mpirun is given for each."""
+"""Ranks of a job on the nodes of a resource file, or on hosts of a list: what mpirun is given for each."""
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import socket
 import tempfile
@@ -11,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import threads
+from .. import safe_path, threads
 from ..cluster import ResourceSpec
+from ..cluster.hosts import fill, slots_of
 from ..cluster.preflight import COLUMNS, NodeReport, check_nodes, refuse
 from ..cluster.ssh_config import settings_of, write_ssh_config
 from ..console import say
@@ -83,9 +85,47 @@ class Placement:
         return list(dict.fromkeys([LOOPBACK, *found]))
 
 
-def slots_of(resources: ResourceSpec) -> dict[str, int]:
-    """Return how many ranks each node takes: one for each GPU, or, where there is none, each CPU."""
-    return {node.address: len(node.gpus or node.cpus) for node in resources.nodes}
+@dataclass
+class HostPlacement:
+    """Hosts of a list, in the order of their ranks.
+
+    Attributes
+    ----------
+    hosts : dict of str to int
+        Ranks of each.
+    """
+
+    hosts: dict[str, int]
+
+    def command(
+        self, mpirun: Mpirun, words: Sequence[str], variables: Sequence[str], env: Mapping[str, str]
+    ) -> list[str]:
+        """Return the words that start the same command on every host."""
+        names = [name for name in variables if name not in threads.VARIABLES or threads.chosen(env)]
+        parts: list[str] = []
+        for host, ranks in self.hosts.items():
+            start = ["-n", str(ranks), *(word for name in names for word in ("-x", name))]
+            start = mpirun.command(ranks, names)[1:] if not parts else start
+            parts += [":", *start, "--host", f"{host}:{ranks}", *safe_path.command(*words)]
+        return [mpirun.path, *parts[1:]]
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment for mpirun, which must know no other hosts."""
+        return {name: value for name, value in env.items() if name != _HOST_FILE}
+
+    def addresses(self) -> list[str]:
+        """Return the addresses of this machine at which ranks reach the supervisor."""
+        return list_addresses()
+
+
+def list_addresses() -> list[str]:
+    """Return the addresses of this machine at which others may reach it, and the loopback address."""
+    import psutil
+
+    every = [one for interface in psutil.net_if_addrs().values() for one in interface]
+    found = [one.address for one in every if one.family in (socket.AF_INET, socket.AF_INET6)]
+    others = [one for one in found if not ipaddress.ip_address(one.partition("%")[0]).is_link_local and one != "::1"]
+    return list(dict.fromkeys([LOOPBACK, *others]))
 
 
 def place(resources: ResourceSpec, ranks: int) -> dict[str, int]:
@@ -96,21 +136,17 @@ def place(resources: ResourceSpec, ranks: int) -> dict[str, int]:
     LaunchError
         The nodes take fewer.
     """
-    left, found = ranks, {}
-    for address, slots in slots_of(resources).items():
-        found[address] = min(slots, left)
-        left -= found[address]
-    if left:
+    if ranks > resources.replicas:
         raise LaunchError(
             f"-n {ranks}: the resource file has {resources.replicas} devices; give at most so many ranks, or list more"
             " cpus or gpus"
         )
-    return found
+    return fill(slots_of(resources), ranks)
 
 
 @contextmanager
-def placed(arguments: argparse.Namespace, mpirun: Mpirun, ranks: int) -> Iterator[Placement]:
-    """Check the nodes of the resource file, show what was found, and give the place of each rank.
+def placed(arguments: argparse.Namespace, mpirun: Mpirun, ranks: int) -> Iterator[Placement | HostPlacement | None]:
+    """Give the place of each rank, None where mpirun decides; nodes of a resource file are checked and shown.
 
     Raises
     ------
@@ -118,15 +154,22 @@ def placed(arguments: argparse.Namespace, mpirun: Mpirun, ranks: int) -> Iterato
         Nodes cannot take part; the message names all of them.
     """
     resources = arguments.resources
-    counts = place(resources, ranks)
+    if resources is None and arguments.hosts is None:
+        yield None
+        return
     if not mpirun.is_open_mpi:
-        raise LaunchError(f"`neondist launch` needs Open MPI's mpirun, and {mpirun.path} is another; {REMEDY}")
+        raise LaunchError(f"several machines need Open MPI's mpirun, and {mpirun.path} is another; {REMEDY}")
+    if resources is None:
+        yield HostPlacement(arguments.hosts)
+        return
+    counts = place(resources, ranks) if arguments.hosts is None else arguments.hosts
     with tempfile.TemporaryDirectory(prefix="neondist-", dir=_folder()) as folder:
         config = Path(folder, "ssh_config")
         write_ssh_config(resources, config, os.environ)
         files = [Path(arguments.file), *(Path(one) for one in arguments.modules if one.endswith(".py"))]
         reports = check_nodes(resources, counts, config, mpirun.path, files, os.environ)
-        show(reports)
+        if arguments.generation in (None, 1):
+            show(reports)
         refuse(reports)
         yield Placement(resources, config, reports)
 

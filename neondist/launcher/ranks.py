@@ -18,8 +18,9 @@ from ..errors import LaunchError, RemoteError, UserError
 from ..heartbeat import descriptor
 from ..job import Job, detect
 from ..train import Watchdog
-from . import pinning, restarts
+from . import members, pinning
 from .cleanup import restore_tmpdir
+from .generations import run_generations
 from .launch import launch, ready, refuse_crowd, show_loss
 from .parent_watch import end_with_parent
 from .report import show
@@ -52,7 +53,7 @@ def on_ranks(
     def body(world: Transport) -> int:
         return _reported(world, prepare, work)
 
-    restarts.settle(arguments, detect(os.environ))
+    members.settle(arguments, detect(os.environ))
     if getattr(arguments, "virtual", None) is not None:
         return _on_virtual_ranks(arguments, body)
     from ..comm import SingleTransport, mpi
@@ -63,12 +64,12 @@ def on_ranks(
         if watches is not None:
             watches.open()
         try:
-            prepared = prepare(SingleTransport(), arguments.ranks)
+            prepared = prepare(SingleTransport(), _least(arguments))
         finally:
             if watches is not None:
                 watches.stop()
-        if arguments.restarts is not None:
-            return restarts.with_restarts(arguments, prepared)
+        if arguments.restarts is not None or arguments.source is not None:
+            return run_generations(arguments, prepared)
         return show_loss(launch(arguments, arguments.signals.heard), arguments)
     if arguments.watched:
         arguments.watchdog = new_watchdog(arguments, job)
@@ -79,6 +80,15 @@ def on_ranks(
     with _patient(job, arguments.watchdog, "the end of MPI"):
         mpi.finish()
     return code
+
+
+def start_script(arguments: argparse.Namespace) -> int:
+    """Start a script on all ranks under mpirun, and again after losses if it may be; return the job's exit code."""
+    members.settle(arguments, detect(os.environ))
+    ready(os.environ)
+    if arguments.restarts is not None:
+        return run_generations(arguments, None)
+    return show_loss(launch(arguments), arguments)
 
 
 def _reported(
@@ -148,12 +158,20 @@ def _on_virtual_ranks(arguments: argparse.Namespace, body: Callable[[Transport],
 
 def must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     """Tell whether ranks have to be started; LaunchError if they could not run."""
-    if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None and arguments.resources is None):
+    placed = arguments.resources is not None or arguments.source is not None
+    if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None and not placed):
         return False
     ready(os.environ)
-    if not arguments.force and arguments.resources is None:
+    if not arguments.force and not placed:
         refuse_crowd(arguments.ranks, os.environ)
     return True
+
+
+def _least(arguments: argparse.Namespace) -> int:
+    """Return the number of ranks that the input is checked for: the least, where hosts decide how many there are."""
+    if arguments.elastic is not None and arguments.source is not None:
+        return int(arguments.elastic[0])
+    return int(arguments.ranks)
 
 
 def _join(job: Job, watchdog: Watchdog | None) -> Transport:

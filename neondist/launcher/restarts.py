@@ -1,64 +1,16 @@
-"""`neondist run -n N --restarts K`: a job that has lost a rank begins again from its newest whole checkpoint."""
+"""What a run goes on from after a loss: its newest whole checkpoint, and the words that say so."""
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from ..console import say
-from ..errors import DataError, LaunchError, UserError
-from ..job import Job
-from .launch import launch, show_loss
+from ..errors import DataError
 
 KEEP = 2
 """Checkpoints that stay, so that there is one if the newest is damaged."""
-
-
-def settle(arguments: argparse.Namespace, job: Job | None) -> None:
-    """Let -n follow from --elastic.
-
-    Raises
-    ------
-    LaunchError
-        The options do not fit each other.
-    """
-    if arguments.elastic is not None:
-        low, high = arguments.elastic
-        if arguments.restarts is None:
-            raise LaunchError("--elastic: says on how many ranks a restart may go on; give --restarts too")
-        if arguments.ranks is None:
-            arguments.ranks = high
-        elif not low <= arguments.ranks <= high:
-            raise LaunchError(f"-n {arguments.ranks} is not within --elastic {low}:{high}; change one of them")
-    if arguments.restarts is not None and (arguments.ranks is None or job is not None):
-        raise LaunchError(
-            "--restarts: `neondist run` starts again only ranks that it has started itself: give their number with -n,"
-            " outside of an MPI job; in a job of the batch system's, put the job back into its queue"
-        )
-
-
-def with_restarts(arguments: argparse.Namespace, experiment: Any) -> int:
-    """Start the job of `neondist run`, and start it again as often as it may if a rank, a node or mpirun is lost."""
-    heard, folder, begun = arguments.signals.heard, arguments.folder, time.time()
-    words = list(arguments.words)
-    if experiment.checkpoint.keep < KEEP:
-        words += ["--set", f"checkpoint.keep={KEEP}"]
-    for number in range(1, arguments.restarts + 1):
-        arguments, before = _changed(arguments, words=words, begun=begun), checkpoints(folder)
-        ending = launch(arguments, heard)
-        if not ending.loss or heard:
-            return show_loss(ending, arguments)
-        source = "as it began"
-        if checkpoints(folder).items() - before.items():  # those that are gone were of the run that it replaces
-            source, words = f"from {make_whole(folder).name}", resuming_words(words)
-        arguments = _changed(arguments, ranks=_left(arguments, experiment))
-        say(f"restart {number} of {arguments.restarts}: {ending.loss}; goes on {source}, on {arguments.ranks} ranks")
-    return show_loss(launch(_changed(arguments, words=words), heard), arguments)
 
 
 def checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -101,19 +53,3 @@ def resuming_words(words: Sequence[str]) -> list[str]:
 
 def _number(stage: Path) -> int:
     return int(stage.stem[9:])
-
-
-def _left(arguments: argparse.Namespace, experiment: Any) -> int:
-    """Return on how many ranks to go on: as many, or, if that is allowed, fewer, as many as the experiment can take."""
-    if arguments.elastic is not None:
-        for ranks in range(arguments.ranks - 1, arguments.elastic[0] - 1, -1):
-            try:
-                experiment.validate(ranks)
-            except UserError:
-                continue
-            return ranks
-    return int(arguments.ranks)
-
-
-def _changed(arguments: argparse.Namespace, **fields: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(arguments), **fields})

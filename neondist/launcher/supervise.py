@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import IO, Any
 
@@ -21,6 +21,8 @@ from .parent_watch import end_child_with_us
 
 _UNNOTICED = 20.0
 """seconds in which mpirun does not see that its ranks end, after which it is ended"""
+_NOTICE = 0.2
+"""seconds that mpirun has to say that it has lost a daemon, whose ranks die with it"""
 _GRACE = 2.0
 """seconds that mpirun has to end and to remove its files after a loss"""
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -37,10 +39,19 @@ class Ending:
         Of `neondist run`: never 0 after a loss.
     loss : str
         The rank or node that was lost, in words; '' if there is none.
+    node : str
+        The node whose daemon was lost, '' if none was.
+    silent : int
+        The rank that has given no sign of life, -1 if there is none.
+    changed : bool
+        Whether it was stopped, with a checkpoint, because `change` has asked for that.
     """
 
     code: int
     loss: str = ""
+    node: str = ""
+    silent: int = -1
+    changed: bool = False
 
 
 def supervise(
@@ -50,14 +61,16 @@ def supervise(
     gently: bool = False,
     monitor: Monitor | None = None,
     heard: Sequence[str] = (),
+    change: Callable[[], bool] | None = None,
 ) -> Ending:
     """Run a command to its end; the exit code is 128 + n if signal n ended it, and above 128 after a loss.
 
     It inherits the file descriptors `inherited`. With `gently`, SIGTERM is passed on as SIGUSR1, which asks the ranks
     to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint. Both wait until the
-    ranks that the monitor knows listen: others would be killed. `heard` are names of signals that came before.
+    ranks that the monitor knows listen: others would be killed. `heard` are names of signals that came before. Once
+    `change` returns true, ranks that listen are asked to stop as well.
     """
-    job = _Job(gently)
+    job, changing = _Job(gently), False
     before = _handle(job.forward)  # before the start, so that no signal ends this process and leaves the other
     try:
         for name in heard:
@@ -84,8 +97,13 @@ def supervise(
             if not job.ready and (monitor is None or monitor.all_sent("listens")):
                 job.ready = True
                 job.send(job.asked)
+            if job.ready and not changing and change is not None and change():
+                changing = True
+                job.send([signal.SIGUSR1])
             if code is None and monitor is not None and (monitor.loss or _lingers(monitor)):
                 code = 128 + signal.SIGKILL if monitor.loss else monitor.code
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_NOTICE)
                 monitor.end_ranks()
                 _end(process)
         if monitor is not None:
@@ -97,6 +115,8 @@ def supervise(
             signal.signal(number, handler)
     signals = [number for number in job.received if number in ENDING]
     ending = _judge(code, signals, monitor, messages)
+    if changing and ending.code == STOPPED and not job.received:
+        ending = replace(ending, changed=True)
     if not ending.loss:
         sys.stderr.write(messages.of_mpi.decode(errors="replace"))
         if ending.code not in (0, STOPPED) and not messages.spoken:  # no rank has said why: mpirun names the one
@@ -137,11 +157,15 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
         loss = f"{monitor.describe(monitor.lost)} was killed by {messages.signals[monitor.lost]}"
     elif not loss and code == 0:
         loss = f"{monitor.describe(monitor.without_word()[0])} {ENDED}"
+    elif not loss and messages.signals:
+        rank, text = next(iter(messages.signals.items()))
+        loss = f"{monitor.describe(rank)} was killed by {text}"
     elif not loss and code > 128:
         loss = f"a rank was killed ({_name(code - 128)})"
     if not loss:
         return Ending(code)
-    return Ending(code if code > 128 else 128 + signal.SIGKILL, loss)
+    silent = monitor.lost if monitor.silent else -1
+    return Ending(code if code > 128 else 128 + signal.SIGKILL, loss, messages.lost_node, silent)
 
 
 def _name(number: int) -> str:

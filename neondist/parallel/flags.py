@@ -18,6 +18,7 @@ class Flag(IntEnum):
     SIGUSR1 = 2
     TIME = 3
     STOP = 4
+    SNAPSHOT = 5
 
 
 class ControlFlags:

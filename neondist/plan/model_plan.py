@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ..geometry import GridShape, Partition
 from ..strategies import ParameterSpec
+from .layer import LayerPlan
 from .parameters import ParameterPlan
 
 Shape = tuple[int, ...]
@@ -74,6 +75,10 @@ class ModelPlan(Protocol):
     @property
     def wide_tiles(self) -> Partition | None:
         """The tiles of the image that the model reads, if they overlap."""
+
+    @property
+    def first_window(self) -> LayerPlan | None:
+        """The first layer with a window, if it sees the image at its full extent."""
 
     @property
     def thinnest(self) -> int:

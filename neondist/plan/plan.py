@@ -120,6 +120,14 @@ class Plan(Sequence[LayerPlan]):
         return self.layers[0].regions[0] if self.layers else None
 
     @property
+    def first_window(self) -> LayerPlan | None:
+        """The first layer whose window is larger than one cell, if it sees the image at its full extent."""
+        for plan in self.layers:
+            if plan.window is not None and any(k > 1 for k in plan.window.kernel):
+                return plan if plan.input_shape[:-1] == self.layers[0].input_shape[:-1] else None
+        return None
+
+    @property
     def thinnest(self) -> int:
         """The fewest cells along an axis, of the last two, of what a layer is given; 1 if that is no image."""
         images = [plan.input_shape for plan in self]

@@ -78,7 +78,7 @@ class TrainingRole:
                 if self.writes:
                     stack.enter_context(held(world, folder, "auto"))
                 if world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
-                    restore(folder / CHECKPOINT, state, "give another checkpoint_dir")
+                    restore(folder / CHECKPOINT, state, otherwise="give another checkpoint_dir")
                     state.notes.append(f"goes on from step {state.step} of {folder / CHECKPOINT}")
                 if self.writes:
                     self.hooks += [Checkpoint(folder / CHECKPOINT, self.schedule), CompletionMark(folder / COMPLETE)]

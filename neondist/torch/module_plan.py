@@ -131,6 +131,10 @@ class ModulePlan:
         return [name.removeprefix(f"{MODULE}/") for name in self.parameters.parameters]
 
     @property
+    def first_window(self) -> None:
+        """A module has no layers whose views could be drawn."""
+
+    @property
     def thinnest(self) -> int:
         """The fewest cells along an axis of what is cut into tiles; 1 if nothing is."""
         atoms = [atom for value in self.steps.values for dim in value.layout_or_none or () for atom in dim]

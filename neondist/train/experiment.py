@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -11,13 +12,14 @@ from typing import Any, Literal
 import numpy as np
 
 from ..backends import get_backend
-from ..comm import ProcessGrid, Transport, all_or_none
+from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
 from ..data.augment import Transform
 from ..errors import ConfigError
-from ..io import checkpoint
+from ..io.checkpoint import SnapshotStore
 from ..io.files import write_text
-from ..io.output import CHECKPOINT, COMPLETE, clear, has_run, held, is_new, present, tidy
+from ..io.output import CHECKPOINT, COMPLETE, GENERATIONS, clear, held, present, tidy
+from ..job import GENERATION
 from ..memory import least_room, room_for
 from ..metrics import Metric, Misclassification
 from ..models import TrainableModel
@@ -28,7 +30,7 @@ from ..registry.ranges import Count, Index
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import of_grid
 from .callbacks.best import Best, KeepBest
-from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
+from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
 from .callbacks.completion import CompletionMark
 from .callbacks.curves import Curves
 from .callbacks.hook import Hook, opened
@@ -36,11 +38,13 @@ from .callbacks.ledger_log import LedgerLog
 from .callbacks.loggers import Logger
 from .callbacks.metrics_log import MetricsLog
 from .callbacks.progress import ProgressBar
+from .callbacks.snapshots import Snapshots, open_store
 from .callbacks.tiles_picture import TilesPicture
 from .callbacks.worst_samples import WorstSamples
 from .consistency import check_consistency, check_data_consistency, outline
 from .loop import train_loop
-from .pretrain import last_stage, pretrain_stages
+from .pretrain import pretrain_stages
+from .start import begin
 from .state import Record, Stop, TrainState
 from .validate import validate
 
@@ -179,6 +183,7 @@ class FitExperiment(Registered):
         resolved: str | None = None,
         hooks: Iterable[Hook] | None = None,
         overwrite: bool = False,
+        snapshot: Count | Literal["auto"] | None = None,
     ) -> RunResult:
         """Train; collective, every rank gets the same result.
 
@@ -202,6 +207,9 @@ class FitExperiment(Registered):
             Called beside those that write the files; default a ProgressBar.
         overwrite : bool
             The files of an earlier run in `output` are replaced; without it, that is an error.
+        snapshot : int or 'auto', optional
+            In a job that `neondist run` supervises: write a snapshot to the shared memory of the nodes every so many
+            steps, or as often as takes at most 2 % of the time. A run that is resumed goes on from the newest.
 
         Raises
         ------
@@ -228,7 +236,7 @@ class FitExperiment(Registered):
                 lines = outline(self, plan, resume)
             check_consistency(grid.world, lines)
             with held(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
-                return _train(self, plan, grid, folder, resume, init_from, resolved, hooks)
+                return _train(self, plan, grid, folder, resume, init_from, resolved, hooks, snapshot)
 
 
 def _train(
@@ -240,6 +248,7 @@ def _train(
     init_from: str | Path | None,
     resolved: str | None,
     hooks: list[Hook],
+    snapshot: int | Literal["auto"] | None,
 ) -> RunResult:
     """Run an experiment that is right on every rank, in a folder that is its own."""
     model, dataset = experiment.model, experiment.dataset
@@ -251,11 +260,14 @@ def _train(
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
     if plan.streams and model.memory is None:
         run.notes.append(f"a step does not fit into the memory that there is; {plan.stream}")
-    begun = _start(run, folder, resume, init_from)
+    supervised = GENERATION in os.environ
+    store = open_store(folder, grid.world) if folder is not None and (resume or supervised) else None
+    begun = begin(run, folder, resume, init_from, store)
     writers: list[Hook] = []
     if folder is not None:
-        _begin(experiment, grid, folder, begun.resumed, resolved)
-        writers = _writers(folder, Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved))
+        _begin(experiment, grid, folder, begun.resumed, resolved, supervised)
+        writing = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved)
+        writers = _writers(folder, writing, store, snapshot)
     with closing(dataset), room_for("model", "smaller batches, or fewer or smaller layers"):
         if experiment.best is not None:
             keeping = KeepBest(experiment.best, experiment.metrics, folder, resolved)
@@ -275,7 +287,9 @@ def _train(
     return RunResult(grid.world.bcast(files), run.history, run.stop)
 
 
-def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, resolved: str | None) -> None:
+def _begin(
+    experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, resolved: str | None, supervised: bool
+) -> None:
     """Put the folder in order and write what is known before training.
 
     The files of an earlier run go once these are on the disk: if there is no room, it stays.
@@ -292,67 +306,23 @@ def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: b
             for name, text in texts.items():
                 write_text(folder / name, text)
             if not resume:
-                clear(folder, keep=texts)
+                clear(folder, keep=[*texts, *([GENERATIONS] if supervised else [])])
 
 
-def _writers(folder: Path, checkpoint: Checkpoint) -> list[Hook]:
+def _writers(
+    folder: Path, checkpoint: Checkpoint, store: SnapshotStore | None, snapshot: int | Literal["auto"] | None
+) -> list[Hook]:
     """Return the hooks that write files; the log before the checkpoint, which is what a resume believes."""
     return [
         MetricsLog(folder / "metrics.jsonl"),
         LedgerLog(folder / "ledger.jsonl"),
         checkpoint,
         CompletionMark(folder / COMPLETE),
+        *([Snapshots(store, snapshot, checkpoint)] if store is not None else []),
         Curves(folder / "curves.png"),
         TilesPicture(folder / "tiles.png"),
         WorstSamples(folder / "worst.npz"),
     ]
-
-
-@dataclass(frozen=True)
-class Start:
-    """How an experiment begins.
-
-    Attributes
-    ----------
-    resumed : whether the files of the earlier run stay
-    stage : the stage of pretraining whose checkpoint is to be read, 0 for none
-    pretrained : whether pretraining is over
-    """
-
-    resumed: bool = False
-    stage: int = 0
-    pretrained: bool = False
-
-
-def _start(run: TrainState, folder: Path | None, resume: bool | str, init_from: str | Path | None) -> Start:
-    """Give `run` the weights, and the position, that it begins with; collective.
-
-    Raises
-    ------
-    DataError
-        On every rank: a file is missing, damaged or does not fit.
-    """
-    if resume and folder is not None:
-        stage = last_stage(run.grid.world, folder) if run.model.whole.num_pretrain_epochs else 0
-        if stage:
-            return Start(True, stage)
-        if not _nothing_yet(run.grid.world, folder, resume):
-            restore(folder / CHECKPOINT, run)
-            return Start(True, pretrained=True)
-        run.notes.append("no earlier run has come to its first checkpoint: this one begins anew")
-    if init_from is not None:
-        with checkpoint.opened(Path(init_from), run.grid.world) as file:
-            run.notes.append(f"weights from {init_from}: {checkpoint.take(file, run.model.kept_arrays()['model'])}")
-    return Start()
-
-
-def _nothing_yet(world: Transport, folder: Path, resume: bool | str) -> bool:
-    """Tell whether a run that resumes begins anew; collective."""
-    new = False
-    with all_or_none(world):
-        if world.rank == 0:
-            new = not has_run(folder) if resume == "auto" else is_new(folder)
-    return bool(world.bcast(new))
 
 
 GRID_KEYS = ("replicas", "rows", "cols", "planes")

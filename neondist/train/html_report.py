@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import DataError
 from ..formats.base import faults
 from ..io.files import reason
+from ..io.generation_log import read_events
 from ..io.regular_file import open_regular, read_bytes
 from .page import is_number, page, picture, plot, png, safe, table, text, told
 from .state import Record
@@ -50,6 +51,7 @@ def report(folder: Path) -> str:
         *_worst(folder / "worst.npz"),
         "<h2>Time and bytes</h2>",
         table(["epoch", *_COSTS.values()], [[told(r.get(name)) for name in ("epoch", *_COSTS)] for r in shown]),
+        *_of_generations(folder),
         *(f"<h2>{path.name}</h2>{picture(path.name, read_bytes(path, _LARGEST, folder))}" for path in pictures),
         *(text(folder / name) for name in ("experiment.yaml", "environment.json") if (folder / name).is_file()),
     ])  # fmt: skip
@@ -133,6 +135,26 @@ def _of_classes(record: Mapping[str, Any], when: str = ", last epoch") -> list[s
                 _matrix([row[:_COLUMNS] for row in value[:_COLUMNS]]),
             ]
     return parts
+
+
+def _of_generations(folder: Path) -> list[str]:
+    """Return a table of the events of a supervised run; nothing where there was none but its start and its end."""
+    events = [one for one in read_events(folder) if one["event"] != "run"][-_ROWS:]
+    if all(one["event"] in ("start", "end") for one in events):
+        return []
+    rows = []
+    for one in events:
+        rest = {name: value for name, value in one.items() if name not in ("time", "event", "generation", "ranks")}
+        what = "; ".join(f"{name}: {_in_words(value)}" for name, value in rest.items() if value not in (None, [], {}))
+        rows.append([told(one.get(name)) for name in ("time", "generation", "event", "ranks")] + [safe(what)])
+    return ["<h2>Generations</h2>", table(["time", "generation", "event", "ranks", ""], rows)]
+
+
+def _in_words(value: Any) -> str:
+    """Return a value of an event: text, a number, a list, or a table such as ranks by host."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {number}" for key, number in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _worst(path: Path) -> list[str]:

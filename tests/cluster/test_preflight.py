@@ -163,6 +163,6 @@ def test_places_of_ranks():
          "ssh": {"username": "x"}}
     )  # fmt: skip
     assert place(spec, 5) == {"a": 2, "b": 3}
-    assert place(spec, 1) == {"a": 1, "b": 0}
+    assert place(spec, 1) == {"a": 1}
     with pytest.raises(LaunchError, match="has 5 devices"):
         place(spec, 6)

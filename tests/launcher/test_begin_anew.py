@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+from cli_runs import EXPERIMENT
 from storage_faults import GB
 
+from neondist.cli.arguments import parser
+from neondist.config import load_experiment
 from neondist.errors import ConfigError
 from neondist.io.output import has_run, is_new
-from neondist.launcher import restarts
+from neondist.launcher.generations import run_generations
 from neondist.launcher.supervise import Ending
+from neondist.signals import Signals
 
 RECORD = json.dumps({"stage": "one", "epoch": 0}) + "\n"
 NOTHING = {
@@ -49,8 +53,6 @@ def test_what_was_trained_is_kept(name, tmp_path):
 
 @pytest.mark.parametrize("resume", [False, True, "auto"])
 def test_gb_begins_anew_after_its_first_record(resume, tmp_path):
-    from neondist.config import load_experiment
-
     (tmp_path / "gb.yaml").write_text(GB)
     lay(tmp_path, {"environment.json": "{}", "pretrain.jsonl": RECORD})
     result = load_experiment(tmp_path / "gb.yaml").run(output=tmp_path, resume=resume, hooks=[])
@@ -61,22 +63,20 @@ def test_gb_begins_anew_after_its_first_record(resume, tmp_path):
         load_experiment(tmp_path / "gb.yaml").run(output=tmp_path, hooks=[])
 
 
-def test_a_restart_goes_on_from_what_the_job_itself_has_written(tmp_path, monkeypatch):
-    import argparse
-    from types import SimpleNamespace
-
+def test_a_restart_goes_on_from_what_the_job_itself_has_written(tmp_path):
+    lay(tmp_path, {"toy.yaml": EXPERIMENT})
+    arguments = parser().parse_args(
+        ["run", str(tmp_path / "toy.yaml"), "-n", "2", "--restarts", "1", "--output", str(tmp_path), "--overwrite"]
+    )
+    arguments.signals = Signals()
     lay(tmp_path, {"checkpoint.h5": "old", "checkpoint-00000003.h5": "old"})
     started = []
 
-    def launch(arguments, heard):
+    def launch(arguments, heard, more, change):
         started.append(arguments.words)
         Path(tmp_path, "checkpoint-00000003.h5").unlink(missing_ok=True)  # killed while it removes the earlier run
         return Ending(137, "rank 1 was lost") if len(started) == 1 else Ending(0)
 
-    monkeypatch.setattr(restarts, "launch", launch)
-    arguments = argparse.Namespace(
-        signals=SimpleNamespace(heard=[]), folder=tmp_path, restarts=1, ranks=2, elastic=None, words=["--overwrite"]
-    )
-    experiment = SimpleNamespace(checkpoint=SimpleNamespace(keep=2))
-    assert restarts.with_restarts(arguments, experiment) == 0
-    assert started == [["--overwrite"], ["--overwrite"]]
+    assert run_generations(arguments, load_experiment(tmp_path / "toy.yaml"), launch) == 0
+    assert started[0] == started[1]
+    assert "--overwrite" in started[1]

@@ -99,10 +99,27 @@ def test_mistakes_with_scripts(folder):
     write(folder, ["nodeB"])
     for words, message in (
         (["no.py"], "no.py: no such script"),
-        (["--restarts", "2", "script.py"], "--restarts: is for"),
+        (["--snapshot", "1", "--restarts", "2", "script.py"], "--snapshot: is for experiments"),
+        (["--hosts-from", "x", "script.py"], "--hosts-from: launch has the hosts of its resource file"),
     ):
         code, _, err = here(folder, "launch", "nodes.yaml", *words)
         assert (code, message in err) == (2, True), err
+
+
+@needs_mpirun
+def test_a_script_that_is_lost_begins_again(folder):
+    (folder / "nodes.yaml").write_text(f"nodes: [{{address: {platform.node()}, cpus: [0]}}]")
+    (folder / "dies.py").write_text(
+        "import os\nprint('generation', os.environ['NEONDIST_GENERATION'], flush=True)\n"
+        "if os.environ['NEONDIST_GENERATION'] == '1':\n    os.kill(os.getpid(), 9)\n"
+    )
+    code, out, err = call(neondist("launch", "nodes.yaml", "--restarts", 1, "dies.py"), folder)
+    assert code == 0, err
+    assert "; the script begins again, on 1 ranks" in out
+    assert [line for line in out.splitlines() if line in ("generation 1", "generation 2")] == [
+        "generation 1",
+        "generation 2",
+    ]
 
 
 class Sshd:

@@ -15,6 +15,8 @@ from test_restarts import weights
 import neondist as nd
 from neondist.comm import loopback
 from neondist.config import load_experiment
+from neondist.io.checkpoint.snapshots import folder_of
+from neondist.io.generation_log import read_events, read_run_key
 
 pytestmark = [needs_mpirun, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -39,6 +41,7 @@ def test_losses_on_other_nodes(nodes, tmp_path):
     """A daemon (mpirun: exit code 0), a stopped rank, a rank, and the supervisor; then the weights of a run without."""
     folder, log = tmp_path / "out", tmp_path / "log"
     command = neondist("run", "toy.yaml", "-n", 3, "--output", "out", "--resume", "auto", "--lease", "2s")
+    command += ["--set", "checkpoint.every_steps=1000"]  # progress is in snapshots
 
     def start(*words):
         with log.open("wb") as file:
@@ -49,6 +52,9 @@ def test_losses_on_other_nodes(nodes, tmp_path):
     def epochs():
         return (folder / "metrics.jsonl").read_text().count("\n") if (folder / "metrics.jsonl").exists() else 0
 
+    def resumes():
+        return [one for one in read_events(folder) if one["event"] == "resume"]
+
     def trained(more=2):
         before = epochs()
         wait(lambda: epochs() >= before + more, log.read_text)
@@ -56,7 +62,7 @@ def test_losses_on_other_nodes(nodes, tmp_path):
     def restarted(number):
         return wait(lambda: re.search(f"restart {number} of 2: (.*); goes on from", log.read_text()), log.read_text)[1]
 
-    job = start("--restarts", "2")
+    job = start("--restarts", "2", "--snapshot", "1")
     trained()
     (daemon,) = nodes.pids("daemon", "nodeB")
     os.kill(daemon, signal.SIGKILL)
@@ -73,8 +79,12 @@ def test_losses_on_other_nodes(nodes, tmp_path):
     assert re.match("error: rank [0-2] of 3 on node[A-C] ", error)  # others may end before it, as their peer is gone
     assert "--restarts" in error
     assert not nodes.pids("rank")
+    assert {one["source"] for one in resumes()} == {"a snapshot"}
 
+    before = len(resumes())
     job = start()
+    wait(lambda: len(resumes()) > before, log.read_text)
+    assert resumes()[-1]["source"] == "a snapshot"
     trained()
     job.kill()
     job.wait()
@@ -90,3 +100,40 @@ def test_losses_on_other_nodes(nodes, tmp_path):
     found = weights(folder / "checkpoint.h5")
     for name, array in loopback.run(3, undisturbed)[0].items():
         assert (found[name] == array).all(), name
+    assert not folder_of(read_run_key(folder)).exists()
+
+
+def test_hosts_that_come_and_go(nodes, tmp_path):
+    """A host is added; its daemon is killed; the ranks are on the others, until the run is asked to stop."""
+    log, hosts, discover = tmp_path / "log", tmp_path / "hosts.txt", tmp_path / "discover_hosts.sh"
+    discover.write_text(f"#!/bin/sh\ncat '{hosts}'\n")
+    discover.chmod(0o755)
+    hosts.write_text("nodeA:1\nnodeB:1\n")
+    words = ["--hosts-from", discover, "--elastic", "2:3", "--snapshot", 1, "--cool-down", "1h"]
+    with log.open("wb") as file:
+        job = subprocess.Popen(
+            neondist("run", "toy.yaml", "--output", "out", "--set", "checkpoint.every_steps=1000", *words),
+            cwd=tmp_path, env={**os.environ, **nodes.env}, stdout=file, stderr=file,
+        )  # fmt: skip
+
+    def steps():
+        return [int(path.stem[-10:]) for path in folder_of(read_run_key(tmp_path / "out")).glob("*.h5")]
+
+    def begun(generation):
+        events = [one for one in read_events(tmp_path / "out") if one.get("generation") == generation]
+        return events and max(steps(), default=0) > before and events[0]
+
+    before = 0
+    wait(lambda: begun(1), log.read_text)
+    hosts.write_text("nodeA:1\nnodeB:1\nnodeC:1\n")
+    for generation, ranks in ((2, {"nodeA": 1, "nodeB": 1, "nodeC": 1}), (3, {"nodeA": 1, "nodeB": 1})):
+        event = wait(lambda number=generation: begun(number), log.read_text)
+        assert (event["event"], event["hosts"]) == ("start", ranks)
+        before = max(steps(), default=before)
+        for pid in nodes.pids("daemon", "nodeC"):
+            os.kill(pid, signal.SIGKILL)
+    job.terminate()
+    assert job.wait(60) == 75, log.read_text()
+    assert "node nodeC was lost" in log.read_text()
+    assert not folder_of(read_run_key(tmp_path / "out")).exists()
+    assert not nodes.pids("rank")

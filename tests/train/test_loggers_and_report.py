@@ -10,6 +10,7 @@ from neondist.cli import main
 from neondist.comm import loopback
 from neondist.config import dump
 from neondist.errors import ConfigError, MissingPackageError
+from neondist.io.generation_log import GenerationLog
 from neondist.train.callbacks import loggers as module
 from neondist.train.callbacks.loggers import numbers
 from neondist.train.state import Record
@@ -112,6 +113,9 @@ class Page(HTMLParser):
 def test_a_report_is_a_page_of_its_own(tmp_path, capsys):
     history = run(tmp_path)
     (tmp_path / "experiment.yaml").write_text("name: <script>")
+    log = GenerationLog(tmp_path)
+    log.add("start", generation=1, ranks=2, hosts={"a": 1, "b": 1})
+    log.add("loss", generation=1, what="node <b> was lost", host=None)
     assert main(["report", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
     page = Page()
@@ -120,7 +124,15 @@ def test_a_report_is_a_page_of_its_own(tmp_path, capsys):
     assert all(where.startswith("data:image/png;base64,") for where in page.asked)
     assert "<script>" not in text
     assert f"{history[-1]['test_loss']:.5g}" in text
-    for words in ("confusion_matrix, last epoch", "validation_iou_per_class", "bytes of halos", "figcaption>loss<"):
+    for words in (
+        "confusion_matrix, last epoch",
+        "validation_iou_per_class",
+        "bytes of halos",
+        "figcaption>loss<",
+        "<h2>Generations",
+        "hosts: a 1, b 1",
+        "what: node &lt;b&gt; was lost<",
+    ):
         assert words in text
     assert len(re.findall("<svg", text)) >= 3
     capsys.readouterr()

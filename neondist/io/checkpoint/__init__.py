@@ -3,7 +3,7 @@
 pieces: which rank holds which part of an array. stream: parts to rank 0 and back, in blocks, so that no rank holds a
 cut array whole. checksum: that over the file. write, read: the HDF5 file. keep: older files beside the newest.
 weights: a file's weights alone. settings: numbers and texts of optimisers. scheme_memory: what border schemes remember.
-sync_state: that of gradient synchronisation.
+sync_state: that of gradient synchronisation. snapshots: files in the shared memory of nodes.
 """
 
 from .keep import kept_files
@@ -11,6 +11,7 @@ from .pieces import Piece
 from .read import Facts, opened
 from .scheme_memory import REMEMBERED, memory_of, remind
 from .settings import from_plain, to_plain
+from .snapshots import SnapshotStore
 from .stream import collect, scatter
 from .sync_state import restore_sync, sync_pieces
 from .weights import Taken, take
@@ -20,6 +21,7 @@ __all__ = [
     "REMEMBERED",
     "Facts",
     "Piece",
+    "SnapshotStore",
     "Taken",
     "collect",
     "from_plain",

@@ -1,4 +1,4 @@
-"""Reading a checkpoint file on rank 0, for all ranks."""
+"""Reading a checkpoint file on one rank, for all ranks."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Facts:
 
 
 class Opened:
-    """A file that is open on rank 0."""
+    """A file that is open on one rank."""
 
-    def __init__(self, facts: Facts, file: Any, world: Transport) -> None:
-        self.facts, self._file, self._world = facts, file, world
+    def __init__(self, facts: Facts, file: Any, world: Transport, root: int = 0) -> None:
+        self.facts, self._file, self._world, self._root = facts, file, world, root
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """Fill every rank's parts of arrays of the file, whose shapes have been compared; collective."""
@@ -53,15 +53,15 @@ class Opened:
 
         error: Exception | None = None
         try:
-            scatter(self._world, pieces, read)
+            scatter(self._world, pieces, read, self._root)
         except (OSError, RuntimeError) as problem:
             error = DataError(f"{self.facts.path}: cannot be read ({problem}); put back a copy, or name another file")
         agree(self._world, error)
 
 
 @contextmanager
-def opened(path: Path, world: Transport) -> Iterator[Opened]:
-    """Check a file's checksum on rank 0 and open it there; collective.
+def opened(path: Path, world: Transport, root: int = 0) -> Iterator[Opened]:
+    """Check a file's checksum on the rank `root` and open it there; collective.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def opened(path: Path, world: Transport) -> Iterator[Opened]:
     """
     check_alike(world, {CALL: "reading a checkpoint"})
     file, facts, error = None, None, None
-    if world.rank == 0:
+    if world.rank == root:
         try:
             check(path)
             file, facts = _open(path)
@@ -78,7 +78,7 @@ def opened(path: Path, world: Transport) -> Iterator[Opened]:
             error = problem
     try:
         agree(world, error)
-        yield Opened(world.bcast(facts), file, world)
+        yield Opened(world.bcast(facts, root), file, world, root)
     finally:
         if file is not None:
             file.close()

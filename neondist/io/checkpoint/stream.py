@@ -23,16 +23,18 @@ def collect(world: Transport, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, 
                 values = to_host(piece.array[block.slices])
             else:
                 parts = [box.intersect(block) for box in piece.boxes]
-                moves = Redistribution(world.all_to_all, world.rank, parts, _on_first(world, block))
+                moves = Redistribution(world.all_to_all, world.rank, parts, _on_one(world, block))
                 values = moves.forward(to_host(_within(piece, world.rank, parts)))
             if world.rank == 0:
                 yield piece, place, values.reshape([s.stop - s.start for s in place])
 
 
-def scatter(world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Slices], np.ndarray]) -> None:
-    """Fill every rank's part from `read(piece, place)`, which is called on rank 0 alone, once a block; collective.
+def scatter(
+    world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Slices], np.ndarray], root: int = 0
+) -> None:
+    """Fill every rank's part from `read(piece, place)`, which is called on rank `root` alone, once a block; collective.
 
-    If `read` raises, so does this, on rank 0, once the other ranks have got something.
+    If `read` raises, so does this, on that rank, once the other ranks have got something.
     """
     failure: Exception | None = None
 
@@ -48,11 +50,13 @@ def scatter(world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Sl
     for piece in pieces:
         for block, place in piece.blocks():
             if len(piece.boxes) == 1:
-                found = world.bcast(values_of(piece, block, place) if world.rank == 0 else None)
+                found = world.bcast(values_of(piece, block, place) if world.rank == root else None, root)
                 piece.array[block.slices] = namespace(piece.array).asarray(found)
                 continue
-            held, parts = _on_first(world, block), [box.intersect(block) for box in piece.boxes]
-            mine = values_of(piece, block, place) if world.rank == 0 else np.zeros(held[1].shape, piece.dtype)
+            held, parts = _on_one(world, block, root), [box.intersect(block) for box in piece.boxes]
+            mine = (
+                values_of(piece, block, place) if world.rank == root else np.zeros(held[world.rank].shape, piece.dtype)
+            )
             found = Redistribution(world.all_to_all, world.rank, held, parts).forward(mine)
             if found.size:
                 _within(piece, world.rank, parts)[...] = namespace(piece.array).asarray(found)
@@ -60,9 +64,9 @@ def scatter(world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Sl
         raise failure
 
 
-def _on_first(world: Transport, block: Box) -> list[Box]:
-    """Return what each rank has where rank 0 has all of a block."""
-    return [block, *[Box(block.lo, block.lo)] * (world.size - 1)]
+def _on_one(world: Transport, block: Box, root: int = 0) -> list[Box]:
+    """Return what each rank has where one rank has all of a block."""
+    return [block if rank == root else Box(block.lo, block.lo) for rank in range(world.size)]
 
 
 def _within(piece: Piece, rank: int, parts: Sequence[Box]) -> np.ndarray:

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ...comm import Transport
 from ...errors import ConfigError, DataError
 from ...halo import scheme_text
 from ...io.checkpoint import REMEMBERED, Piece, memory_of, opened, remind, restore_sync, sync_pieces, write
+from ...io.checkpoint.read import Opened
 from ...io.checkpoint.texts import LARGEST, of_kind, plain_json, whole
 from ...parallel import SyncState
 from ...registry import suggest
@@ -226,7 +228,7 @@ class Checkpoint(Hook):
 
     def after_run(self, run: TrainState) -> None:
         """Write the last state, unless it is written."""
-        if self.written != _place(run):
+        if not self.is_written(run):
             self.save(run)
 
     def on_stop(self, run: TrainState) -> None:
@@ -241,6 +243,15 @@ class Checkpoint(Hook):
         OutputError
             On every rank, if it cannot be written; the one before it stays.
         """
+        write(self.path, *self.contents(run), run.grid.world, self.schedule.keep, run.step)
+        self.written, self.last = _place(run), time.monotonic()
+
+    def is_written(self, run: TrainState) -> bool:
+        """Whether the last checkpoint is of this step."""
+        return self.written == _place(run)
+
+    def contents(self, run: TrainState) -> tuple[list[Piece], dict[str, str]]:
+        """Return the arrays and texts of a checkpoint of this step; collective."""
         texts = {
             "position": Progress.of(run).to_json(),
             **run.texts(),
@@ -251,9 +262,7 @@ class Checkpoint(Hook):
         remembered = memory_of(run.model.whole.exchanged, _owner(run), world)
         if remembered.text:
             texts[REMEMBERED] = remembered.text
-        pieces = [*_pieces(run), *remembered.pieces, *sync_pieces(_sync_states(run), world)]
-        write(self.path, pieces, texts, world, self.schedule.keep, run.step)
-        self.written, self.last = _place(run), time.monotonic()
+        return [*_pieces(run), *remembered.pieces, *sync_pieces(_sync_states(run), world)], texts
 
     def _minutes_are_over(self, run: TrainState) -> bool:
         """Tell, by rank 0's clock, whether a checkpoint is due; collective."""
@@ -261,8 +270,8 @@ class Checkpoint(Hook):
         return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last >= 60 * limit))
 
 
-def restore(path: Path, run: TrainState, otherwise: str = "run without --resume") -> None:
-    """Let `run` go on from where the file was written; collective.
+def restore(path: Path, run: TrainState, root: int = 0, otherwise: str = "run without --resume") -> None:
+    """Let `run` go on from where the file, which the rank `root` reads, was written; collective.
 
     Parameters
     ----------
@@ -274,11 +283,8 @@ def restore(path: Path, run: TrainState, otherwise: str = "run without --resume"
     DataError
         On every rank, if the file is missing, damaged, or of another model or seed.
     """
-    with opened(path, run.grid.world) as file:
-        try:
-            progress = Progress.from_json(file.facts.texts["position"])
-        except (KeyError, ValueError) as problem:
-            raise DataError(f"{path}: does not say how far its run was ({problem}); name another file") from None
+    with opened(path, run.grid.world, root) as file:
+        progress = _progress(file)
         for group, arrays in run.model.kept_arrays(file.facts.group("optimizer")).items():
             wanted = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
             _compare(path, file.facts.group(group), wanted, otherwise)
@@ -292,6 +298,23 @@ def restore(path: Path, run: TrainState, otherwise: str = "run without --resume"
             run.notes.append(note)
         if note := restore_sync(file, _sync_states(run), run.grid.world):
             run.notes.append(note)
+
+
+def step_of(path: Path, world: Transport) -> int:
+    """Return the step of a checkpoint, -1 if it is missing or damaged; collective."""
+    try:
+        with opened(path, world) as file:
+            return _progress(file).step
+    except DataError:
+        return -1
+
+
+def _progress(file: Opened) -> Progress:
+    try:
+        return Progress.from_json(file.facts.texts["position"])
+    except (KeyError, ValueError) as problem:
+        path = file.facts.path
+        raise DataError(f"{path}: does not say how far its run was ({problem}); name another file") from None
 
 
 def _pieces(run: TrainState) -> list[Piece]:

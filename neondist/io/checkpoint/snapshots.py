@@ -1,0 +1,166 @@
+"""Snapshots: checkpoint files in the shared memory of two nodes, newer than the last one on the disk.
+
+Rank 0 writes them; the first rank of another node, its buddy, has a copy, so that a run survives the loss of either
+node. A new file is written beside the last one, which goes once the new one is complete. A process on each of these
+nodes removes them when the supervisor says so, or some time after it was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+
+import numpy as np
+
+from ...comm import Message, Transport, all_or_none
+from ...heartbeat import reach
+from ..files import Draft, told
+from ..regular_file import open_regular
+from .pieces import Piece
+from .write import write
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "neondist-snapshots-"
+"""Of the folder of a run's snapshots; the run's key follows."""
+KEEPERS = "NEONDIST_SNAPSHOTS"
+"""'KEY HOST:PORT ...', where the supervisor says when snapshots can go; set for the ranks."""
+KEPT = 600
+"""Seconds for which snapshots outlive a supervisor that was killed, so that a resumed run finds them."""
+# a word comes from the supervisor; without one, it was killed. Who claims the files in the meantime keeps them.
+_KEEP = """read word; second=0
+while [ -z "$word" ]; do
+    [ "$(cat "$2" 2>/dev/null)" = "$3" ] || exit
+    [ $second -ge "$4" ] && word=remove; second=$((second + 1)); sleep 1
+done
+[ "$word" = remove ] && rm -rf -- "$1"
+"""
+
+
+def folder_of(key: str) -> Path:
+    """Return where a node has the snapshots of a run."""
+    return SHARED_MEMORY / f"{PREFIX}{key}"
+
+
+class SnapshotStore:
+    """Snapshots of a run on its nodes; all methods but `path` are collective.
+
+    Parameters
+    ----------
+    key : str
+        Of the run.
+    world : Transport
+        All ranks.
+    node : str, optional
+        This rank's node; default: its host name.
+
+    Attributes
+    ----------
+    writers : list of int
+        Rank 0, and its buddy if there is another node.
+    """
+
+    def __init__(self, key: str, world: Transport, node: str | None = None) -> None:
+        self.world, self.folder = world, folder_of(key)
+        self.node = re.sub(r"[^\w.]", "_", node or socket.gethostname())
+        nodes = world.allgather(self.node)
+        self._firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
+        self.writers = self._firsts[:2]
+        self._claimed = False
+
+    def path(self, step: int) -> Path:
+        """Return the file of a step on this node."""
+        return self.folder / f"{self.node}-{step:010d}.h5"
+
+    def steps(self) -> list[tuple[int, int]]:
+        """Return what there is, the newest first: the step, and a rank whose node has its file."""
+        mine = [int(path.stem[-10:]) for path in self._files()] if self.world.rank in self._firsts else []
+        every = enumerate(self.world.allgather(mine))
+        return sorted(((step, rank) for rank, steps in every for step in steps), reverse=True)
+
+    def write(self, pieces: Sequence[Piece], texts: Mapping[str, str], step: int) -> None:
+        """Write a snapshot, which replaces the one before it; parameters as of `checkpoint.write`.
+
+        Raises
+        ------
+        OutputError
+            On every rank: the shared memory of a node has no room; the one before it stays.
+        """
+        with all_or_none(self.world):
+            if self.world.rank in self.writers and not self._claimed:
+                self._claim()
+        write(self.path(step), pieces, texts, self.world)
+        if len(self.writers) > 1:
+            self._copy(self.path(step), *self.writers)
+        if self.world.rank in self.writers:
+            self._remove([path for path in self._files() if path != self.path(step)])
+
+    def remove(self) -> None:
+        """Remove all snapshots of the run on the nodes of this job."""
+        if self.world.rank in self._firsts:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._claimed = False
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob(f"{self.node}-{'[0-9]' * 10}.h5"))
+
+    def _remove(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            with suppress(OSError):
+                path.unlink()
+
+    def _claim(self) -> None:
+        """Make the folder, and start the process that removes it."""
+        with told(self.folder, "snapshots cannot be written"):
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            claim, mine = self.folder / f"{self.node}.claim", secrets.token_hex(8)
+            claim.write_text(mine)
+        self._claimed = True
+        key, *addresses = os.environ.get(KEEPERS, "").split() or [""]
+        supervisor = reach(key, addresses)
+        if supervisor is None:
+            return
+        with supervisor:
+            supervisor.sendall(f"{self.node}\n".encode())
+            subprocess.Popen(
+                ["/bin/sh", "-c", _KEEP, "sh", str(self.folder), str(claim), mine, str(KEPT)],
+                stdin=supervisor.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={"PATH": os.environ.get("PATH", os.defpath)},  # of a rank it has nothing
+                start_new_session=True,
+            )
+
+    def _copy(self, path: Path, source: int, target: int) -> None:
+        """Copy a file to another node."""
+        rank, data = self.world.rank, np.empty(0, np.uint8)
+        size = int(self.world.bcast(path.stat().st_size if rank == source else 0, source))
+        draft: Draft | None = None
+        with ExitStack() as stack:
+            with all_or_none(self.world), told(path, "the copy of a snapshot cannot be written"):
+                if rank == source:
+                    file = stack.enter_context(open_regular(path))
+                    data = np.frombuffer(mmap(file.fileno(), size, access=ACCESS_READ), np.uint8)
+                elif rank == target:
+                    draft = Draft(path)
+                    stack.callback(draft.discard)
+                    os.posix_fallocate(
+                        draft.file.fileno(), 0, size
+                    )  # now or never: memory that is mapped has no errors
+                    data = np.frombuffer(mmap(draft.file.fileno(), size), np.uint8)
+            whole = (slice(0, size),)
+            self.world.exchange(
+                [Message(target, data, whole)] if rank == source else [],
+                [Message(source, data, whole)] if rank == target else [],
+            ).run()
+            with all_or_none(self.world), told(path, "the copy of a snapshot cannot be written"):
+                if draft is not None:
+                    draft.finish()

@@ -1,0 +1,81 @@
+"""generations.jsonl: the history of a supervised run, one JSON object per event.
+
+Events: run (key), start (generation, ranks, grid, hosts), resume (step, source), loss (what, host), hosts (added,
+removed), wait, snapshots, end (code).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from .files import append, write_text
+from .output import GENERATIONS
+from .regular_file import read_bytes
+
+_LARGEST = 1 << 24  # bytes
+
+
+class GenerationLog:
+    """The log of a run, which this process appends to.
+
+    Parameters
+    ----------
+    folder : Path
+        Of the run.
+    resumed : bool
+        The log of the run that goes on is continued; else it begins anew.
+
+    Attributes
+    ----------
+    key : str
+        Random name of the run, under which nodes keep its snapshots.
+
+    Raises
+    ------
+    OutputError
+        It cannot be written.
+    """
+
+    def __init__(self, folder: Path, resumed: bool = False) -> None:
+        self.path = folder / GENERATIONS
+        self.key = read_run_key(folder) if resumed else ""
+        if not self.key:
+            self.key = secrets.token_hex(16)
+            write_text(self.path, "")
+            self.add("run", key=self.key)
+
+    def add(self, event: str, **fields: Any) -> None:
+        """Append an event."""
+        append(self.path, format_event(event, **fields))
+
+
+def format_event(event: str, **fields: Any) -> str:
+    """Return an event as a line of the file."""
+    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    return json.dumps({"time": now, "event": event, **fields}) + "\n"
+
+
+def read_run_key(folder: Path) -> str:
+    """Return the key of the run in a folder, '' if it has none."""
+    keys = [str(one.get("key", "")) for one in read_events(folder) if one["event"] == "run"]
+    return keys[-1] if keys and re.fullmatch("[0-9a-f]{32}", keys[-1]) else ""
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of a run, in order; lines that are none are left out."""
+    path, found = folder / GENERATIONS, []
+    if not path.is_file():
+        return []
+    for text in read_bytes(path, _LARGEST, folder).decode(errors="replace").splitlines():
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(values, dict) and isinstance(values.get("event"), str):
+            found.append(values)
+    return found

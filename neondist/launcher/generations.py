@@ -1,0 +1,198 @@
+"""Generations of a supervised job: after a loss, or a change of hosts, the next one goes on where it has stopped."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..cluster.preflight import NodesError
+from ..console import say
+from ..errors import OutputError, UserError
+from ..io.generation_log import GenerationLog
+from ..job import GENERATION
+from ..signals import STOPPED
+from ..train.validate import grid_shape_of
+from . import restarts
+from .launch import launch, monitor_addresses, show_loss
+from .members import WAIT, Members, Roster, Watcher, describe_shortage, make_fit_check, wait_for_members
+from .placement import list_addresses
+from .snapshots import Keepers
+from .supervise import Ending
+
+Start = Callable[[argparse.Namespace, Sequence[str], Mapping[str, str], Callable[[], bool]], Ending]
+
+
+def run_generations(
+    arguments: argparse.Namespace,
+    experiment: Any,
+    start: Start = launch,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Start the job of a command, and the next generation as often as one may follow; return the exit code.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+    experiment : FitExperiment or None
+        None: a script, which finds its own checkpoints.
+    start, sleep : callable
+        `launch` and time.sleep, but for tests.
+    """
+    arguments.signals.cleans_up = True
+    log = None if experiment is None else GenerationLog(arguments.folder, bool(arguments.resume))
+    addresses = monitor_addresses(os.environ) if arguments.source is None else list_addresses()
+    with Keepers(addresses) as keepers:
+        run = _Run(arguments, experiment, log, keepers, start, sleep)
+        code = run.go()
+        run.note("end", code=code)
+    return code
+
+
+class _Run:
+    """A job that goes on over several generations."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        experiment: Any,
+        log: GenerationLog | None,
+        keepers: Keepers,
+        start: Start,
+        sleep: Callable[[float], None],
+    ) -> None:
+        self.arguments, self.experiment, self.log = arguments, experiment, log
+        self.keepers, self.start, self.sleep = keepers, start, sleep
+        self.heard: list[str] = arguments.signals.heard
+        self.roster = Roster(arguments, make_fit_check(experiment))
+        self.words, self.begun, self.limit = list(arguments.words), time.time(), arguments.wait or WAIT
+        self.generation = self.restarts = 0
+        self.resumes = bool(arguments.resume)
+        if experiment is not None:
+            if experiment.checkpoint.keep < restarts.KEEP:
+                self.words += ["--set", f"checkpoint.keep={restarts.KEEP}"]
+            if arguments.snapshot is None and arguments.restarts is not None:
+                self.words += ["--snapshot", "auto"]
+
+    def go(self) -> int:
+        """Return the exit code of the last generation."""
+        while True:
+            members = wait_for_members(self.roster, self.limit, lambda: bool(self.heard), self.report_wait, self.sleep)
+            if members is None:
+                return self.give_up()
+            self.generation += 1
+            try:
+                ending = self.generate(members)
+            except NodesError as error:
+                if self.generation == 1 or not self.may_restart or not self.roster.drop(error.nodes):
+                    raise
+                self.restarts += 1
+                self.report_wait(str(error))
+                continue
+            if ending.loss and not self.heard and self.may_restart:
+                self.go_on_after_loss(members, ending)
+            elif ending.changed:
+                self.go_on_after_change(members)
+            else:
+                if ending.loss:
+                    self.note("loss", what=ending.loss)
+                    self.keepers.word = ""  # for --resume
+                return show_loss(ending, self.arguments)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether there are restarts left."""
+        return self.restarts < (self.arguments.restarts or 0)
+
+    def generate(self, members: Members) -> Ending:
+        """Run a generation to its end."""
+        fields: dict[str, Any] = {"ranks": members.ranks, "hosts": members.hosts, "resources": self.roster.resources}
+        fields |= {"generation": self.generation, "words": self.words, "begun": self.begun}
+        arguments = self.arguments
+        arguments = argparse.Namespace(**{**vars(arguments), **fields})
+        self.before = self.checkpoints()
+        self.note("start", ranks=members.ranks, grid=self.grid(members.ranks), hosts=members.hosts)
+        say(f"generation {self.generation}: {members}")
+        more = {GENERATION: str(self.generation), **self.keepers.environment}
+        with Watcher(self.roster, members) as watcher:
+            return self.start(arguments, self.heard, more, watcher.change)
+
+    def go_on_after_loss(self, members: Members, ending: Ending) -> None:
+        """Say what was lost, and from where the next generation goes on."""
+        self.restarts += 1
+        host = self.roster.lose(members, ending.node, ending.silent)
+        self.note("loss", what=ending.loss, host=host or None)
+        number = f"restart {self.restarts} of {self.arguments.restarts}"
+        left_out = f"; {host} is left out for {self.roster.pool.cool_down:g} s" if host and self.roster.pool else ""
+        say(f"{number}: {ending.loss}{left_out}; {self.source()}, on {self.describe_next()}")
+
+    def go_on_after_change(self, members: Members) -> None:
+        """Say how the hosts have changed, and from where the next generation goes on."""
+        now = self.roster.pool.usable() if self.roster.pool is not None else {}
+        before = members.hosts or {}
+        added = [host for host, slots in now.items() if slots > before.get(host, 0)]
+        removed = [host for host, count in before.items() if now.get(host, 0) < count]
+        self.note("hosts", added=added, removed=removed)
+        texts = [f"{' '.join(hosts)} {verb}" for hosts, verb in ((added, "added"), (removed, "removed")) if hosts]
+        say(f"hosts changed: {', '.join(texts)}; {self.source()}, on {self.describe_next()}")
+
+    def describe_next(self) -> str:
+        """Return the next generation's ranks, as far as these are known now."""
+        if self.roster.pool is not None:
+            self.roster.pool.refresh()
+        members = self.roster.choose()
+        return f"{self.roster.low} ranks or more, once there are hosts" if members is None else f"{members.ranks} ranks"
+
+    def source(self) -> str:
+        """Return from where the next generation goes on, and let it do so."""
+        if self.experiment is None:
+            return "the script begins again"
+        found = self.checkpoints()
+        # those that are gone, and where the run does not resume those from before, were of the run that it replaces
+        if found.items() - self.before.items() or (found and self.resumes):
+            self.resumes = True
+            name = restarts.make_whole(self.arguments.folder).name
+            self.words = restarts.resuming_words(self.words)
+            return f"goes on from {name}" + ("" if self.arguments.snapshot == 0 else " or a newer snapshot")
+        return "goes on as it began"
+
+    def checkpoints(self) -> dict[Path, tuple[int, int]]:
+        """Return the checkpoints of the run; none of a script."""
+        return {} if self.experiment is None else restarts.checkpoints(self.arguments.folder)
+
+    def grid(self, ranks: int) -> dict[str, int] | None:
+        """Return the factors of an experiment's grid on so many ranks."""
+        if self.experiment is None:
+            return None
+        with suppress(UserError):
+            return asdict(grid_shape_of(self.experiment, ranks))
+        return None
+
+    def give_up(self) -> int:
+        """Say why there is no further generation."""
+        if self.heard:
+            say(f"stopped while waiting for hosts: {self.heard[0]} came; --resume goes on")
+            return STOPPED
+        say(
+            f"error: gives up after {self.limit:g} s: {describe_shortage(self.roster)}; start it again with --resume"
+            " once there are hosts, or lower --elastic or -n",
+            sys.stderr,
+        )
+        return 1
+
+    def report_wait(self, text: str) -> None:
+        """Say what is waited for."""
+        self.note("wait", what=text)
+        say(text)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Append an event to the log."""
+        with suppress(OutputError):  # the run matters more
+            if self.log is not None:
+                self.log.add(event, generation=self.generation, **fields)

@@ -1,0 +1,328 @@
+"""Members of a generation: how many ranks on which hosts, while these come and go."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..cluster import ResourceSpec
+from ..cluster.hosts import HostPool, HostSource, fill, slots_of, unreachable
+from ..console import say
+from ..errors import LaunchError, UserError
+from ..job import LAUNCHED, Job
+
+COOL_DOWN = 60.0
+"""seconds for which a host that has failed is not used"""
+WAIT = 600.0
+"""seconds for which a run waits for hosts"""
+RESTARTS = 10
+"""restarts of a run that may change its hosts, where their number is not given"""
+POLL = 1.0
+"""seconds after which the list of hosts is read again"""
+_ELASTIC_ONLY = {"cool_down": "--cool-down", "wait": "--wait"}
+
+
+@dataclass(frozen=True)
+class Members:
+    """Ranks of a generation.
+
+    Attributes
+    ----------
+    ranks : int
+    hosts : dict of str to int, or None
+        Ranks of each host, in order; None where mpirun decides.
+    """
+
+    ranks: int
+    hosts: dict[str, int] | None = None
+
+    def host_of(self, rank: int) -> str:
+        """Return the host of a rank, '' if it is not known."""
+        owners = [host for host, count in (self.hosts or {}).items() for _ in range(count)]
+        return owners[rank] if 0 <= rank < len(owners) else ""
+
+    def __str__(self) -> str:
+        text = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        if self.hosts is None:
+            return text
+        return f"{text} on {', '.join(f'{host}:{count}' for host, count in self.hosts.items())}"
+
+
+def settle(arguments: argparse.Namespace, job: Job | None) -> None:
+    """Read the source of hosts, and let options follow from each other.
+
+    Raises
+    ------
+    LaunchError
+        The options do not fit each other, or the hosts.
+    """
+    if job is not None and LAUNCHED in os.environ:
+        return  # a rank, whose supervisor has done so
+    elastic, hosts = arguments.elastic, arguments.hosts_from
+    if hosts is not None:
+        _settle_hosts(arguments, job)
+    if elastic is not None:
+        low, high = elastic
+        if arguments.restarts is None:
+            if hosts is None:
+                raise LaunchError("--elastic: says on how many ranks a restart may go on; give --restarts too")
+            arguments.restarts = RESTARTS
+        if arguments.ranks is None:
+            arguments.ranks = high
+        elif not low <= arguments.ranks <= high:
+            raise LaunchError(f"-n {arguments.ranks} is not within --elastic {low}:{high}; change one of them")
+    if arguments.restarts is not None and (job is not None or (arguments.ranks is None and hosts is None)):
+        raise LaunchError(
+            "--restarts: `neondist run` starts again only ranks that it has started itself: give their number with -n,"
+            " outside of an MPI job; in a job of the batch system's, put the job back into its queue"
+        )
+    if arguments.snapshot is not None and arguments.restarts is None:
+        raise LaunchError("--snapshot: is what restarts go on from; give --restarts too")
+    for name, option in _ELASTIC_ONLY.items():
+        if getattr(arguments, name) is not None and arguments.source is None:
+            raise LaunchError(
+                f"{option}: is for hosts that come and go; give --hosts-from and --elastic, or leave it out"
+            )
+    if arguments.source is not None:
+        _settle_ranks(arguments)
+
+
+def _settle_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
+    if job is not None:
+        raise LaunchError("--hosts-from: inside an MPI job the job decides where ranks are; leave it out")
+    if getattr(arguments, "virtual", None) is not None:
+        raise LaunchError("--hosts-from: --virtual runs all ranks in this process; leave one of them out")
+    if arguments.resources is not None:
+        raise LaunchError("--hosts-from: the resource file of launch has the hosts already; leave it out")
+    arguments.source = HostSource(arguments.hosts_from)
+    if arguments.source.is_resources:
+        arguments.resources = ResourceSpec(arguments.hosts_from)
+
+
+def _settle_ranks(arguments: argparse.Namespace) -> None:
+    """Compare the number of ranks with the hosts that there are."""
+    source = arguments.source
+    slots = sum(source.read().values())
+    if arguments.ranks is None:
+        arguments.ranks = slots
+        if not slots:
+            raise LaunchError(
+                f"--hosts-from {source.path}: lists no host yet; give -n or --elastic MIN:MAX to wait for them"
+            )
+    least = arguments.elastic[0] if arguments.elastic is not None else arguments.ranks
+    if slots < least and not source.is_script:
+        asked = f"--elastic {least}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {least}"
+        raise LaunchError(
+            f"{asked}: {source.path} has {slots} slots for ranks; give at most so many, or list more hosts"
+        )
+
+
+class Roster:
+    """What a run may be made of: numbers of ranks that it can take, and the hosts that there are.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        `ranks`, `elastic`, `source`, `resources`, `cool_down`.
+    fits : callable
+        Whether the experiment can be cut for a number of ranks.
+
+    Attributes
+    ----------
+    pool : HostPool or None
+        None: the ranks are where mpirun starts them.
+    low, high : int
+        Numbers of ranks.
+    resources : ResourceSpec or None
+        As of the last reading.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, fits: Callable[[int], bool]) -> None:
+        self.elastic = arguments.elastic is not None
+        self.low, self.high = arguments.elastic or (arguments.ranks, arguments.ranks)
+        self.ranks = arguments.ranks
+        self.resources: ResourceSpec | None = arguments.resources
+        self._source, self._fits, self._known = arguments.source, fits, {}  # type: Any, Any, dict[int, bool]
+        self.pool = None if self._source is None else HostPool(self._read, arguments.cool_down or COOL_DOWN)
+
+    def choose(self) -> Members | None:
+        """Return as many ranks as there can be on hosts that may be used now; None if these are too few."""
+        if self.pool is None:
+            return self._largest(self.ranks)
+        usable = self.pool.usable()
+        found = self._largest(sum(usable.values()))
+        return found and Members(found.ranks, fill(usable, found.ranks))
+
+    def lose(self, members: Members, node: str, silent: int) -> str:
+        """Take note of a loss; return the host that is left out from now on, '' if none is.
+
+        A run of a fixed size, which could not go on without the host, uses it again at once.
+        """
+        if self.pool is None:
+            fewer = self._largest(self.ranks - 1)
+            self.ranks = fewer.ranks if fewer is not None else self.ranks
+            return ""
+        host = self.pool.match(node) if node else members.host_of(silent)
+        if not host or host == self._chief:
+            return ""
+        rest = sum(slots for other, slots in self.pool.usable().items() if other != host)
+        if not self.elastic and rest < self.low:
+            return ""
+        self.pool.fail(host)
+        return host
+
+    def drop(self, hosts: tuple[str, ...]) -> list[str]:
+        """Leave out hosts that cannot be reached; return them."""
+        if self.pool is None:
+            return []
+        found = [host for host in hosts if host != self._chief]
+        for host in found:
+            self.pool.fail(host)
+        return found
+
+    def changed(self, members: Members) -> bool:
+        """Whether a generation should end: a host has been taken away, or there could be more ranks."""
+        if self.pool is None or members.hosts is None:
+            return False
+        if any(self.pool.listed.get(host, 0) < count for host, count in members.hosts.items()):
+            return True
+        better = self.choose()
+        return better is not None and better.ranks > members.ranks
+
+    def unreachable(self, members: Members) -> tuple[str, ...]:
+        """Return hosts that do not answer; nodes of a resource file are checked as a job is started."""
+        if members.hosts is None or self.resources is not None:
+            return ()
+        return tuple(unreachable(members.hosts, os.environ))
+
+    @property
+    def _chief(self) -> str:
+        return self.resources.chief.address if self.resources is not None else ""
+
+    def _read(self) -> dict[str, int]:
+        if self._source.is_resources:
+            self.resources = ResourceSpec(self._source.path)
+            return slots_of(self.resources)
+        found: dict[str, int] = self._source.read()
+        return found
+
+    def _largest(self, slots: int) -> Members | None:
+        for ranks in range(min(self.high, slots), self.low - 1, -1):
+            if ranks not in self._known:
+                self._known[ranks] = self._fits(ranks)
+            if self._known[ranks]:
+                return Members(ranks)
+        return None
+
+
+class Watcher:
+    """Reads the list of hosts again and again while a generation runs; a context manager.
+
+    Parameters
+    ----------
+    roster : Roster
+    members : Members
+        Of the generation.
+    """
+
+    def __init__(self, roster: Roster, members: Members) -> None:
+        self._roster, self._members = roster, members
+        self._end, self._found = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._look, name="hosts", daemon=True)
+
+    def __enter__(self) -> Watcher:
+        if self._roster.pool is not None and self._roster.elastic:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join(POLL)
+
+    def change(self) -> bool:
+        """Whether the generation should end."""
+        return self._found.is_set()
+
+    def _look(self) -> None:
+        pool, times = self._roster.pool, 0
+        assert pool is not None
+        told = pool.error
+        while not self._end.wait(POLL):
+            pool.refresh()
+            if pool.error not in ("", told):
+                say(f"hosts: {pool.error}; the last list stays")
+            told = pool.error
+            times = times + 1 if self._roster.changed(self._members) else 0
+            if times >= 2 and not self._left_out():  # a list that is just being written has fewer hosts
+                self._found.set()
+                return
+
+    def _left_out(self) -> bool:
+        """Leave out new hosts that do not answer; return whether there were any."""
+        better = self._roster.choose()
+        return better is not None and bool(self._roster.drop(self._roster.unreachable(better)))
+
+
+def wait_for_members(
+    roster: Roster,
+    limit: float,
+    stopped: Callable[[], bool],
+    tell: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> Members | None:
+    """Return the members of the next generation once there can be one; None after `limit` seconds, or if stopped.
+
+    Progress is told now and every 30 seconds.
+    """
+    began, last = time.monotonic(), -1
+    while True:
+        if roster.pool is not None:
+            roster.pool.refresh()
+        found = roster.choose()
+        if found is not None:
+            gone = roster.drop(lost) if (lost := roster.unreachable(found)) else []
+            if not gone:
+                return found
+            tell(f"{', '.join(gone)} cannot be reached")
+            continue
+        waited = time.monotonic() - began
+        if stopped() or waited >= limit or roster.pool is None:
+            return None
+        if int(waited / 30) > last:
+            last = int(waited / 30)
+            tell(f"waiting for hosts: {describe_shortage(roster)}; gives up in {limit - waited:.0f} s")
+        sleep(POLL)
+
+
+def describe_shortage(roster: Roster) -> str:
+    """Return how many ranks there could be, and why not more."""
+    if roster.pool is None:
+        return f"the experiment takes no number of ranks from {roster.low} to {roster.high}"
+    have, cooling = sum(roster.pool.usable().values()), roster.pool.cooling()
+    text = f"there is room for {have} ranks, at least {roster.low} are wanted"
+    if have >= roster.low:
+        text = f"the experiment takes no number of ranks from {roster.low} to {min(have, roster.high)}"
+    if cooling:
+        text += f"; {', '.join(f'{host} ({left:.0f} s)' for host, left in cooling.items())} cools down after a failure"
+    return f"{text} ({roster.pool.error})" if roster.pool.error else text
+
+
+def make_fit_check(experiment: Any) -> Callable[[int], bool]:
+    """Return a function that tells whether an experiment can be cut for a number of ranks; a script can for any."""
+
+    def can(ranks: int) -> bool:
+        if experiment is None:
+            return True
+        try:
+            experiment.validate(ranks)
+        except UserError:
+            return False
+        return True
+
+    return can

@@ -1,0 +1,148 @@
+"""Snapshots in the memory of nodes: when they are written, and going on from the newest."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from ...comm import Transport, all_or_none
+from ...console import say
+from ...errors import DataError, OutputError
+from ...io.checkpoint import SnapshotStore
+from ...io.files import append
+from ...io.generation_log import format_event, read_run_key
+from ...io.output import GENERATIONS
+from ...parallel import Flag
+from ..state import TrainState
+from .checkpoint import Checkpoint, restore, step_of
+from .hook import Hook
+
+SHARE = 0.02
+"""Of a run's time, for snapshots whose number of steps is not given."""
+_EACH, _SPEED = 0.01, 5e8
+"""seconds of a snapshot, and its bytes a second, until one has been measured"""
+
+
+def open_store(folder: Path, world: Transport) -> SnapshotStore | None:
+    """Return the snapshots of a run that a supervisor has begun; collective."""
+    key = ""
+    with all_or_none(world):
+        if world.rank == 0:
+            key = read_run_key(folder)
+    key = world.bcast(key)
+    return SnapshotStore(key, world) if key else None
+
+
+class Snapshots(Hook):
+    """Write snapshots between checkpoints.
+
+    Where the shared memory has no room for them, checkpoints are written to the disk instead, as often.
+
+    Parameters
+    ----------
+    store : SnapshotStore
+    every : int, 'auto' or None
+        Steps; 'auto': as often as takes at most 2 % of the time; None: never.
+    checkpoint : Checkpoint
+        Called before this hook; a step that it has written needs no snapshot.
+    clock : callable
+        time.perf_counter, but for tests.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        every: int | Literal["auto"] | None,
+        checkpoint: Checkpoint,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.store, self.every, self.checkpoint, self.clock = store, every, checkpoint, clock
+        self.on_disk = False
+        self.began, self.spent, self.cost = 0.0, 0.0, math.inf
+
+    def before_run(self, run: TrainState) -> None:
+        """Begin to count time."""
+        size = run.model.whole.compiled.parameters.memory(run.grid.rank)
+        self.began, self.spent, self.cost = self.clock(), 0.0, _EACH + size / _SPEED
+
+    def after_step(self, run: TrainState) -> None:
+        """Write a snapshot, if one is due; rank 0 says in a step's sum of gradients that it is due after the next."""
+        flags = run.model.sync.flags
+        if self.every == "auto":
+            due = flags.ranks(Flag.SNAPSHOT) > 0
+        else:
+            due = self.every is not None and run.step % self.every == 0
+        if due and run.stop is None and not self.checkpoint.is_written(run):
+            self.save(run)
+        if self.every == "auto" and run.first_rank:
+            flags.mine[Flag.SNAPSHOT] = self.affordable
+
+    @property
+    def affordable(self) -> bool:
+        """Whether all snapshots, with one more, take their share of the time at most."""
+        return self.spent + self.cost <= SHARE * (self.clock() - self.began)
+
+    def save(self, run: TrainState) -> None:
+        """Write a snapshot now; collective."""
+        before = self.clock()
+        if not self.on_disk:
+            try:
+                self.store.write(*self.checkpoint.contents(run), run.step)
+            except OutputError as error:
+                self.on_disk = True
+                if run.first_rank:
+                    why = str(error).partition(";")[0]
+                    say(f"no snapshots in memory, checkpoints on the disk instead, as often: {why}")
+                    _log(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
+        if self.on_disk:
+            self.checkpoint.save(run)
+        self.cost = self.clock() - before
+        self.spent += self.cost
+
+    def after_run(self, run: TrainState) -> None:
+        """Remove the snapshots: the last checkpoint is on the disk."""
+        self.store.remove()
+
+    def on_stop(self, run: TrainState) -> None:
+        """Remove the snapshots: the checkpoint of this step is on the disk."""
+        self.store.remove()
+
+
+def restore_newest(path: Path, run: TrainState, store: SnapshotStore | None) -> None:
+    """Let `run` go on from the newest complete snapshot, or from the checkpoint where that is as new; collective.
+
+    Raises
+    ------
+    DataError
+        On every rank, as `restore`: neither can be used.
+    """
+    found = store.steps() if store is not None else []
+    on_disk = step_of(path, run.grid.world) if found else -1
+    for step, root in found:
+        if store is None or step <= on_disk:
+            break
+        try:
+            restore(store.path(step), run, root)
+        except DataError as problem:
+            run.notes.append(f"a snapshot cannot be used: {problem}")
+            continue
+        _note_resume(path.parent, run, "a snapshot")
+        return
+    restore(path, run)
+    _note_resume(path.parent, run, path.name)
+
+
+def _note_resume(folder: Path, run: TrainState, source: str) -> None:
+    if run.first_rank and (folder / GENERATIONS).exists():
+        _log(folder, "resume", step=run.step, source=source)
+    if source != "checkpoint.h5":
+        run.notes.append(f"goes on at step {run.step}, from {source}")
+
+
+def _log(folder: Path, event: str, **fields: object) -> None:
+    with suppress(OutputError):  # the run matters more
+        append(folder / GENERATIONS, format_event(event, **fields))

@@ -1,0 +1,67 @@
+"""Where an experiment begins: with new weights, or those of a file; or where an earlier run has stopped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..comm import Transport, all_or_none
+from ..io import checkpoint
+from ..io.checkpoint import SnapshotStore
+from ..io.output import CHECKPOINT, has_run, is_new
+from .callbacks.snapshots import restore_newest
+from .pretrain import last_stage
+from .state import TrainState
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an experiment begins.
+
+    Attributes
+    ----------
+    resumed : whether the files of the earlier run stay
+    stage : the stage of pretraining whose checkpoint is to be read, 0 for none
+    pretrained : whether pretraining is over
+    """
+
+    resumed: bool = False
+    stage: int = 0
+    pretrained: bool = False
+
+
+def begin(
+    run: TrainState,
+    folder: Path | None,
+    resume: bool | str,
+    init_from: str | Path | None,
+    store: SnapshotStore | None,
+) -> Start:
+    """Give `run` the weights, and the position, that it begins with; collective.
+
+    Raises
+    ------
+    DataError
+        On every rank: a file is missing, damaged or does not fit.
+    """
+    if resume and folder is not None:
+        stage = last_stage(run.grid.world, folder) if run.model.whole.num_pretrain_epochs else 0
+        if stage:
+            return Start(True, stage)
+        if not _nothing_yet(run.grid.world, folder, resume):
+            restore_newest(folder / CHECKPOINT, run, store)
+            return Start(True, pretrained=True)
+        run.notes.append("no earlier run has come to its first checkpoint: this one begins anew")
+    if init_from is not None:
+        with checkpoint.opened(Path(init_from), run.grid.world) as file:
+            run.notes.append(f"weights from {init_from}: {checkpoint.take(file, run.model.kept_arrays()['model'])}")
+    return Start()
+
+
+def _nothing_yet(world: Transport, folder: Path, resume: bool | str) -> bool:
+    """Tell whether a run that resumes begins anew; collective."""
+    new = False
+    with all_or_none(world):
+        if world.rank == 0:
+            new = not has_run(folder) if resume == "auto" else is_new(folder)
+    return bool(world.bcast(new))

@@ -1,0 +1,95 @@
+"""Lists of hosts, from files and scripts, and which of them may be used."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neondist.cluster.hosts import HostPool, HostSource, fill, parse_hosts, unreachable
+from neondist.errors import ConfigError
+
+NAMES = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,8}", fullmatch=True)
+FORMS = ("{0}:{1}", "{0} slots={1}", "  {0} slots={1} max_slots=9  # two", "{0}\tslots={1}")
+
+
+@given(st.dictionaries(NAMES, st.tuples(st.integers(1, 99), st.sampled_from(FORMS))))
+def test_all_forms_of_a_line(hosts):
+    text = "# hosts\n\n" + "\n".join(form.format(name, slots) for name, (slots, form) in hosts.items())
+    assert parse_hosts(text, "hosts") == {name: slots for name, (slots, _) in hosts.items()}
+
+
+def test_repeated_and_empty_lines():
+    assert parse_hosts("a\nb:2\na:3\nc:0\n", "x") == {"a": 4, "b": 2}
+
+
+@pytest.mark.parametrize("line", ["-x", "a b", "a:b", "a: 2", "$(id)", "a slots=-1", "a;b", "a:1:2"])
+def test_what_is_no_host(line):
+    with pytest.raises(ConfigError, match=r"hosts:2: '.*' is no host; expected HOST"):
+        parse_hosts(f"a\n{line}\n", "hosts")
+
+
+@given(st.dictionaries(NAMES, st.integers(1, 4), max_size=5), st.integers(0, 20))
+def test_hosts_are_filled_in_order(hosts, ranks):
+    found = fill(hosts, ranks)
+    assert sum(found.values()) == min(ranks, sum(hosts.values()))
+    assert list(found) == list(hosts)[: len(found)]
+    assert all(found[host] == hosts[host] for host in list(found)[:-1])
+
+
+def script(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_sources(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\nb\n")
+    (tmp_path / "r.yaml").write_text("nodes: [{address: a, cpus: [0, 1]}]")
+    assert HostSource(str(tmp_path / "hosts")).read() == {"a": 2, "b": 1}
+    assert HostSource(str(tmp_path / "r.yaml")).read() == {"a": 2}
+    discover = script(tmp_path / "discover_hosts.sh", "#!/bin/sh\necho w-0.job.svc:1\necho w-1.job.svc:1\n")
+    assert HostSource(discover).read() == {"w-0.job.svc": 1, "w-1.job.svc": 1}
+
+
+def test_sources_that_cannot_be_read(tmp_path):
+    (tmp_path / "no.sh").write_text("#!/bin/sh\necho a\n")
+    for path, message in (
+        (str(tmp_path / "none"), "no such file"),
+        (str(tmp_path / "no.sh"), "chmod"),
+        (script(tmp_path / "fails", "#!/bin/sh\necho no network >&2; exit 3\n"), r"exit code 3 \(no network\)"),
+        (script(tmp_path / "prints", "#!/bin/sh\necho a b\n"), "prints: output:1: 'a b' is no host"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            HostSource(path).read()
+
+
+def test_a_host_that_failed_cools_down():
+    now, hosts = [0.0], {"a": 1, "b.cluster": 2}
+    pool = HostPool(lambda: dict(hosts), 60.0, lambda: now[0])
+    pool.refresh()
+    assert (pool.match("b"), pool.match("c")) == ("b.cluster", "")
+    pool.fail("b.cluster")
+    now[0] = 59.0
+    assert (pool.usable(), pool.cooling()) == ({"a": 1}, {"b.cluster": 1.0})
+    now[0] = 60.0
+    assert pool.usable() == hosts
+
+
+def test_the_last_list_stays_where_the_source_fails():
+    answers = [{"a": 1}, ConfigError("no network"), {"b": 1}]
+
+    def read():
+        answer = answers.pop(0)
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    pool = HostPool(read, 1.0)
+    for listed, error in (({"a": 1}, ""), ({"a": 1}, "no network"), ({"b": 1}, "")):
+        pool.refresh()
+        assert (pool.listed, pool.error) == (listed, error)
+
+
+def test_hosts_that_do_not_answer(tmp_path):
+    agent = script(tmp_path / "agent", '#!/bin/sh\n[ "$1" != b ]\n')
+    assert unreachable(["a", "b", "c"], {"PRTE_MCA_plm_ssh_agent": agent}) == ["b"]
+    assert unreachable(["a"], {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "none")}) == ["a"]
