@@ -64,7 +64,8 @@ class RowTable:
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Return copies of rows (n, dim); those that are not there yet are made."""
-        return self._values[self._find(ids)]
+        places = self._find(ids)  # which may move the values
+        return self._values[places]
 
     def update(self, ids: np.ndarray, grads: np.ndarray, step: int, scale: float) -> None:
         """Apply gradients (n, dim) of rows; those of one id are added up."""
