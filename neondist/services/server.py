@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import threading
@@ -9,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ..cluster import TaskSpecDef
 from ..errors import ConfigError
 from .checkpoint import load_state, save_state
 from .message import Arrays, Message, MessageError
 from .progress import Credits, StalenessBound, rate_factor
 from .state import PushedGradient, ServerState, UpdateRule
-from .wire import Method, Service
+from .wire import Method, Service, ServiceHost, read_token
 
 LONGEST_WAIT = 60.0
 """Seconds for which a call waits; clients ask again."""
@@ -296,6 +298,30 @@ class ParameterServer(Service):
         if not _NAME.fullmatch(name):
             raise MessageError("field 'name': expected letters, digits, '.', '-' and '_'")
         return self._checkpoints / name
+
+
+def serve_role(
+    task: TaskSpecDef, environ: Mapping[str, str] | None = None, checkpoints: Path | None = None
+) -> ServiceHost:
+    """Return the running server of a task of type 'ps', on the address that the cluster gives it.
+
+    Parameters
+    ----------
+    task : TaskSpecDef
+    environ : mapping, optional
+        Has the job's token. Default: that of the process.
+    checkpoints : Path, optional
+        As of `ParameterServer`.
+
+    Raises
+    ------
+    ConfigError
+        The task is no parameter server, its address is not of this machine or in use, or there is no token.
+    """
+    if not task.is_ps() or task.index >= task.num_ps:
+        raise ConfigError(f"task '{task.type}' {task.index} is no parameter server of the cluster; give it an address")
+    token = read_token(os.environ if environ is None else environ)
+    return ServiceHost([ParameterServer(checkpoints)], task.ps_hosts[task.index], token)
 
 
 def _configured(request: Message) -> tuple[ServerState, UpdateRule]:

@@ -162,6 +162,10 @@ class ServiceHost:
         self.address = f"{host}:{port}"
         self._server.start()
 
+    def wait(self) -> None:
+        """Wait until the host is stopped, or the process interrupted."""
+        self._server.wait_for_termination()
+
     def stop(self, grace: float = 1.0) -> None:
         """Refuse new calls, and end those that have not ended within `grace` seconds."""
         self._server.stop(grace).wait()
