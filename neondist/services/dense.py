@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..memory import require_room
 from ..optim import FlatLayout
 from .message import Message, MessageError
 from .placement import ServerLayout
@@ -32,6 +33,8 @@ class DenseParameters:
 
     def __init__(self, layout: ServerLayout, updater: Updater) -> None:
         self.layout, self._updater = layout, updater
+        needed = sum(layout.size(dtype) * np.dtype(dtype).itemsize for dtype in layout.dtypes)
+        require_room(needed, "the parameters of a server", "start more servers")
         self.values = {dtype: np.zeros(layout.size(dtype), dtype) for dtype in layout.dtypes}
         self.slots: dict[str, Slots] = {dtype: {} for dtype in layout.dtypes}
         self._flat = {dtype: _flat_layout(layout, dtype) for dtype in layout.dtypes}

@@ -19,7 +19,9 @@ from ..strategies.shares import shares_of
 from .message import MessageError
 
 DTYPES = "float32", "float64"
-MOST_ROWS = 1 << 56
+MOST_SERVERS = 1 << 20
+MOST_NUMBERS, MOST_DIM = 1 << 62, 1 << 20
+"""Of a table, and of a row."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,16 @@ class TableSpec:
         known = registered(Initializer)
         numbers = all(type(n) is int and n > 0 for n in (rows, dim)) and type(stream) is int and 0 <= stream < 1 << 64
         texts = isinstance(name, str) and dtype in DTYPES and isinstance(lazy, bool) and isinstance(kind, str)
-        if not numbers or not texts or rows > MOST_ROWS or kind not in known or not isinstance(arguments, dict):
+        if (
+            not numbers
+            or not texts
+            or rows * dim > MOST_NUMBERS
+            or dim > MOST_DIM
+            or kind not in known
+            or not isinstance(arguments, dict)
+        ):
             raise MessageError("invalid table")
-        return cls(name, rows, dim, dtype, known[kind](**arguments), stream, lazy)
+        return cls(name, rows, dim, dtype, constructed(f"table '{name}'", known[kind], arguments), stream, lazy)
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,7 @@ class ServerLayout:
     def parse(cls, described: Mapping[str, Any]) -> ServerLayout:
         """Return the layout that JSON describes; MessageError if it is invalid."""
         index, servers = described.get("index"), described.get("servers")
-        if type(index) is not int or type(servers) is not int or not 0 <= index < servers:
+        if type(index) is not int or type(servers) is not int or not 0 <= index < servers <= MOST_SERVERS:
             raise MessageError("invalid index of a server")
         pieces, tables = described.get("pieces"), described.get("tables")
         if not isinstance(pieces, list) or not isinstance(tables, list):
@@ -216,6 +225,14 @@ def place(
         ServerLayout(server, servers, tuple(one for one in pieces if one.box.size), tuple(tables))
         for server, pieces in enumerate(found)
     ]
+
+
+def constructed(field: str, kind: type, arguments: Mapping[str, Any]) -> Any:
+    """Return an object of a class that a message names; ConfigError about `field` for other arguments than it has."""
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{field}: {kind.__name__}: {error}") from None
 
 
 def _items(value: Any, count: int) -> list[Any]:

@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..optim import FlatLayout, Optimizer, Scheduled
 from ..registry import registered, suggest
 from .message import MessageError
+from .placement import constructed
 
 if TYPE_CHECKING:
     from ..torch.by_name import TorchOptimizer
@@ -198,15 +199,8 @@ def make_updater(described: Mapping[str, Any]) -> Updater:
         known = registered(Optimizer)
         if name not in known or arguments.get("schedule") is not None:
             raise ConfigError(f"optimizer: servers have none named '{name}'{suggest(name, known)}")
-        return LayerUpdater(_constructed(known[name], arguments))
+        return LayerUpdater(constructed("optimizer", known[name], arguments))
     from ..torch.by_name import TorchOptimizer
 
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
     return TorchUpdater(TorchOptimizer(name, arguments))
-
-
-def _constructed(kind: type, arguments: Mapping[str, Any]) -> Any:
-    try:
-        return kind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"optimizer: {kind.__name__}: {error}") from None

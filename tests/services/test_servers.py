@@ -1,16 +1,25 @@
 """Parameter servers over real gRPC: updates equal to serial ones, rounds, staleness, and exactly-once."""
 
+import copy
 import itertools
+import os
+import random
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
 from parameter_servers import SHAPES, Servers, arrays
+from random_messages import change_value, check_hostile_requests
 
 import neondist as nd
 from neondist.errors import ServiceError
+from neondist.services.message import Message, MessageError
+from neondist.services.placement import TableSpec
 from neondist.services.progress import Credit
+from neondist.services.server import ParameterServer
 from neondist.services.state import UpdateRule
+from neondist.services.updates import describe_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -265,3 +274,36 @@ def test_mistakes_are_named():
         client.initialize(arrays(0), nd.SGD(0.1))
         with pytest.raises(ServiceError, match="no folder for checkpoints"):
             client.save("first")
+
+
+def test_hostile_requests_change_nothing(capfd):
+    """A sample; tools/hostile_messages.py sends 10,000."""
+    assert check_hostile_requests(150, int(os.environ["NEONDIST_SEED"])) > 75
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_hostile_models_are_refused(tmp_path):
+    """Requests for a model with one value changed, to servers that hold none: taken, or refused in words."""
+    draw, outcomes = random.Random(int(os.environ["NEONDIST_SEED"])), Counter()
+    table, shapes = TableSpec("table", 10, 2, "float64"), {"w": (4, 3), "b": ()}
+    with Servers(1) as job:
+        layout = job.layouts("PS", shapes, [table])[0].described()
+    fields = {
+        "layout": layout,
+        "optimizer": describe_optimizer(nd.Adam(0.1, weight_decay=0.1)),
+        "rule": UpdateRule().described(),
+        "values": True,
+        "name": "absent",
+    }
+    sent = {"dense/float64": np.zeros(13), "rows/table": np.zeros((2, 2)), "ids/table": np.arange(2)}
+    for _ in range(1500):
+        name = draw.choice(list(fields))
+        changed = fields | {name: change_value(draw, copy.deepcopy(fields[name]))}
+        method = draw.choice(["push_model", "push_model", "load_checkpoint"])
+        try:
+            ParameterServer(tmp_path).methods()[method](Message(changed, sent))
+            outcomes["taken"] += 1
+        except (MessageError, nd.UserError):
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > 1000
+    assert outcomes["taken"] > 50
