@@ -36,11 +36,12 @@ from itertools import chain
 from types import TracebackType
 from typing import Any
 
-import grpc
-
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError, UserError
 from ..version import __version__
 from .message import CHUNK, Arrays, Message, MessageError, ProtocolError, decode, encode
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it has to say comes as an error, too
+import grpc
 
 TOKEN = "NEONDIST_TOKEN"
 """The environment variable that hands the job's token to its processes."""
@@ -59,7 +60,7 @@ _COMMON = [
 _HOST = [
     *_COMMON,
     ("grpc.so_reuseport", 0),  # two servers on one port would share its calls
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+    ("grpc.http2.max_ping_strikes", 0),  # a loaded machine delays pings, which then seem too many
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 _CLIENT = [
