@@ -13,7 +13,7 @@ from ..comm import Transport
 from ..config import dump
 from ..job import STARTED, detect
 from ..launcher.ranks import new_watchdog, on_ranks
-from ..launcher.workers import run_workers, worker_place
+from ..launcher.workers import check_workers, run_workers, worker_place
 from ..train import Hook
 from . import options
 from .experiment import load, validated
@@ -106,6 +106,7 @@ def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any
     from ..io.output import prepare
 
     experiment = validated(arguments, world, ranks)
+    check_workers(arguments, experiment, ranks)
     prepare(world, arguments.folder, arguments.resume, arguments.overwrite)
     return experiment
 

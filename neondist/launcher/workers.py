@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import safe_path
 from ..console import say
 from ..errors import LaunchError
+from ..job import detect
 from ..signals import STOPPED
 from ..train.validate import grid_shape_of
 from .launch import words
@@ -41,6 +42,28 @@ def worker_place(environ: Mapping[str, str]) -> WorkerPlace | None:
     return WorkerPlace.read(environ)
 
 
+def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) -> None:
+    """Raise LaunchError if an experiment needs servers, and cannot have them; before anything is written."""
+    if experiment.server_strategy is None or SERVERS in os.environ:
+        return
+    remedy = "or use sync: true and staleness: 0"
+    for name in ("restarts", "elastic", "resources", "virtual"):
+        if getattr(arguments, name) is not None:
+            raise LaunchError(f"--{name}: is for one MPI job, and the strategy needs servers; leave it out, {remedy}")
+    if arguments.resume:
+        raise LaunchError(f"--resume: not where servers update; begin with --init-from checkpoint.h5, {remedy}")
+    if detect(os.environ) is not None or ranks == 1:
+        raise LaunchError(
+            f"strategy: needs servers, which neondist run FILE.yaml -n P starts for P ranks; {remedy[3:]}"
+        )
+    shape = grid_shape_of(experiment, ranks)
+    if shape.replicas == 1:
+        raise LaunchError(
+            f"strategy: servers are for several replicas, and {ranks} ranks are one of {shape.tiles} tiles; set"
+            f" grid.replicas, {remedy}"
+        )
+
+
 def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     """Run an experiment whose strategy needs servers, and return the exit code; None if it needs none.
 
@@ -50,22 +73,12 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     Raises
     ------
     LaunchError
-        Options that need a single MPI job.
+        A server did not start.
     """
     strategy = experiment.server_strategy
     if strategy is None or SERVERS in os.environ:
         return None
-    for name in ("restarts", "elastic", "resources"):
-        if getattr(arguments, name) is not None:
-            raise LaunchError(
-                f"--{name}: is for a single MPI job; updates on servers need neondist run -n P without it"
-            )
     shape = grid_shape_of(experiment, arguments.ranks)
-    if shape.replicas < 2:
-        raise LaunchError(
-            f"strategy: updates on servers are for several replicas, and {arguments.ranks} ranks are one of"
-            f" {shape.tiles} tiles; set grid.replicas, or use sync: true and staleness: 0"
-        )
     from ..services.training import WorkerPlace
     from ..services.wire import TOKEN, create_token
 

@@ -1,11 +1,14 @@
 """`neondist serve ps`, as a process: one message where it cannot start; killed, started again, it goes on."""
 
+import json
 import os
 import subprocess
 import sys
 
 import numpy as np
+import psutil
 import pytest
+from cli_runs import call, needs_mpirun, neondist
 
 import neondist as nd
 from neondist.cli import main
@@ -73,3 +76,29 @@ def test_the_server_of_a_task():
     for task in (TaskSpecDef("worker", 0, worker_hosts="a:1,b:1"), TaskSpecDef("ps", 0)):
         with pytest.raises(nd.ConfigError, match="is no parameter server of the cluster"):
             serve_role(task, {TOKEN: create_token()})
+
+
+ASYNCHRONOUS = """!FitExperiment
+dataset: !Synthetic {shape: [6, 6, 1], classes: 3, train: 24, test: 4}
+model: !MLPDist
+  layers: [!FCLayerDist {out_features: 8}, !FCLayerDist {out_features: 3}]
+batch_size: 4
+epochs: 1
+grid: {replicas: 2}
+strategy: !PSLoadBalancing {staleness: 1}
+"""
+
+
+@needs_mpirun
+def test_a_run_starts_workers_and_servers(tmp_path):
+    """Two processes of workers and two of servers; all have ended when the command has."""
+    (tmp_path / "e.yaml").write_text(ASYNCHRONOUS)
+    code, out, err = call(neondist("run", "e.yaml", "-n", 2, "--output", "out"), tmp_path)
+    assert (code, err) == (0, "")
+    assert "epoch 1/1" in out
+    for folder, steps in (("out", 3), ("out/worker-1", 3)):
+        record = json.loads((tmp_path / folder / "metrics.jsonl").read_text())
+        assert (record["epoch"], record["step"]) == (1, steps)
+    assert "staleness: 1" in (tmp_path / "out" / "strategy.yaml").read_text()
+    here = psutil.Process().children(recursive=True)
+    assert not [one for one in here if "serve" in one.cmdline()]
