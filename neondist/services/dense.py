@@ -59,7 +59,7 @@ class DenseParameters:
         for dtype, array in given.items():
             self.values[dtype][...] = array
 
-    def copies(self) -> dict[str, np.ndarray]:
+    def snapshot(self) -> dict[str, np.ndarray]:
         """Return copies of the values as a message has them."""
         return {PREFIX + dtype: array.copy() for dtype, array in self.values.items()}
 

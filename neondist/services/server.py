@@ -99,7 +99,7 @@ class ParameterServer(Service):
             if known == self._incarnation and version >= state.version:
                 return Message(fields)
             if self._copies is None or self._copies[0] != state.version:
-                self._copies = state.version, {**state.dense.copies()}
+                self._copies = state.version, {**state.dense.snapshot()}
             return Message(fields, self._copies[1])
 
     def pull_embedding_vector(self, request: Message) -> Message:

@@ -18,7 +18,7 @@ from neondist.services.message import Message, MessageError
 from neondist.services.placement import TableSpec
 from neondist.services.progress import Credit
 from neondist.services.server import ParameterServer
-from neondist.services.state import UpdateRule
+from neondist.services.state import PushedGradient, ServerState, UpdateRule
 from neondist.services.updates import describe_optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -307,3 +307,19 @@ def test_hostile_models_are_refused(tmp_path):
             outcomes["refused"] += 1
     assert outcomes["refused"] > 1000
     assert outcomes["taken"] > 50
+
+
+def test_the_order_of_arrival_changes_no_bit():
+    draw = np.random.default_rng(0)
+    given = [(str(worker), draw.normal(size=50), float(draw.integers(1, 9))) for worker in range(4)]
+    found = []
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        with Servers(1) as job:
+            layout = job.layouts("PS", {"w": (50,)})[0]
+        state = ServerState(layout.described(), describe_optimizer(nd.SGD(0.1)))
+        pushed = [given[at] for at in order]
+        state.apply(
+            [PushedGradient(name, name, 0, 0, n, 1.0, None, {"float64": g.copy()}, {}) for name, g, n in pushed]
+        )
+        found.append(state.dense.values["float64"])
+    np.testing.assert_array_equal(*found)

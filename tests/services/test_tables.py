@@ -11,6 +11,7 @@ from neondist import rng
 from neondist.errors import ServiceError
 from neondist.services.message import Message, encode
 from neondist.services.placement import TableSpec
+from neondist.services.state import UpdateRule
 from neondist.services.table import RowTable, combine, first_rows
 from neondist.services.updates import describe_optimizer, make_updater
 
@@ -54,6 +55,24 @@ def test_sparse_updates_equal_dense_ones(servers, optimizer):
             client.pull({})
         found = client.pull_rows(TABLE.name, np.arange(ROWS))
     np.testing.assert_allclose(found, dense_update(optimizer, first, minibatches(6)), rtol=0, atol=1e-12)
+
+
+def test_sparse_gradients_are_divided_as_dense_ones():
+    """Two workers with 1 and 3 samples: the mean of both, weighted, of rows as of a dense parameter."""
+    with Servers(2) as job:
+        layouts = job.layouts(shapes={"dense": (4,)}, tables=[TABLE])
+        clients = [job.client(str(at), layouts) for at in range(2)]
+        for client in clients:
+            client.initialize({"dense": np.zeros(4)}, nd.SGD(1.0), UpdateRule(grads_to_wait=2))
+            client.pull({"dense": np.zeros(4)})
+        ids = np.array([5, 8])
+        before = clients[0].pull_rows(TABLE.name, ids)
+        for client, value, samples in zip(clients, (1.0, 5.0), (1, 3), strict=True):
+            client.push({"dense": np.full(4, value), TABLE.name: (ids, np.full((2, DIM), value))}, samples)
+        values = {"dense": np.zeros(4)}
+        clients[0].pull(values)
+        np.testing.assert_allclose(values["dense"], -4.0, atol=1e-15)
+        np.testing.assert_allclose(clients[0].pull_rows(TABLE.name, ids) - before, -4.0, atol=1e-14)
 
 
 def test_rows_are_those_of_the_layer():

@@ -170,3 +170,19 @@ def test_a_token_is_a_secret():
     for environ in ({}, {"NEONDIST_TOKEN": ""}, {"NEONDIST_TOKEN": "short"}, {"NEONDIST_TOKEN": "line\n" * 9}):
         with pytest.raises(ConfigError, match="NEONDIST_TOKEN: expected a secret"):
             read_token(environ)
+
+
+class Old(Echo):
+    """A service of another version."""
+
+    def methods(self):
+        return {"hello": lambda request: Message({"version": "0.0.1"})}
+
+
+def test_a_server_of_another_version_is_named():
+    with (
+        ServiceHost([Old()], "127.0.0.1:0", TOKEN) as host,
+        ServiceClient(host.address, "Echo", TOKEN) as client,
+        pytest.raises(ServiceError, match=r"has neondist 0\.0\.1, this process .*; install one version"),
+    ):
+        client.hello()
