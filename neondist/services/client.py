@@ -142,14 +142,19 @@ class ParameterClient:
         described = [self._described(layout, optimizer) for layout in self.layouts]
         asked = self._all(lambda at: self._servers[at].call("push_model", {**described[at], "values": False}))
         absent = [at for at, reply in enumerate(asked) if not reply.flag("initialized")]
-        for at in absent:
-            arrays = dict(self._packed(self.layouts[at], values))
+
+        def give(at: int) -> bool:
+            if at not in absent:
+                return False
+            arrays = self._packed(self.layouts[at], values)
             for name in self._tables.keys() & values.keys():
                 ids = np.arange(at, len(values[name]), len(self.layouts))
                 arrays |= {IDS + name: ids, ROWS + name: values[name][ids]}
-            self._servers[at].call("push_model", {**described[at], "values": True}, arrays)
+            return self._servers[at].call("push_model", {**described[at], "values": True}, arrays).flag("taken")
+
+        taken = self._all(give)
         self._all(lambda at: self._servers[at].call("join", {"worker": self.worker}))
-        return bool(absent)
+        return any(taken)
 
     def pull(self, arrays: Mapping[str, np.ndarray]) -> bool:
         """Copy newer values into whole arrays, and return whether there were any.
@@ -261,7 +266,7 @@ class ParameterClient:
     def credits(self) -> Credits:
         """Return the minibatches that all servers have applied."""
         replies = self._all(lambda at: self._servers[at].call("credits"))
-        return _common([Credits.parse(reply.mapping("credits")) for reply in replies])
+        return Credits.common([Credits.parse(reply.mapping("credits")) for reply in replies])
 
     def save(self, name: str, patience: float = 60.0) -> Credits:
         """Write a checkpoint of all servers, and return the minibatches that are in it.
@@ -385,13 +390,3 @@ class ParameterClient:
 def _rows(table: TableSpec, gradient: Any) -> SparseGradient:
     ids, rows = gradient
     return combine(np.asarray(ids, np.int64), np.asarray(rows, table.dtype))
-
-
-def _common(held: Sequence[Credits]) -> Credits:
-    """Return the credits that are in all of some."""
-    found = Credits()
-    found.first_epoch = min(one.first_epoch for one in held)
-    for credit in held[0].listed():
-        if all(credit in one for one in held):
-            found.add(credit)
-    return found

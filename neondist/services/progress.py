@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .message import MessageError
@@ -85,6 +85,16 @@ class Credits:
         for key in self._masks.keys() | other._masks.keys():
             if key[0] >= found.first_epoch:
                 found._masks[key] = self._masks.get(key, 0) | other._masks.get(key, 0)
+        return found
+
+    @staticmethod
+    def common(sets: Sequence[Credits]) -> Credits:
+        """Return those that are in all of some sets."""
+        found = Credits()
+        found.first_epoch = min(one.first_epoch for one in sets)
+        for credit in sets[0].listed():
+            if all(credit in one for one in sets):
+                found.add(credit)
         return found
 
 

@@ -78,14 +78,17 @@ class ParameterServer(Service):
         ConfigError
             The server holds another model, or cannot apply the optimiser.
         """
+        made = None
+        if self._state is None and request.flag("values"):  # outside of the lock: it may import PyTorch
+            made = _configured(request)
+            made[0].set_values(request)
         with self._changed:
-            if self._state is None and request.flag("values"):
-                state, rule = _configured(request)
-                state.set_values(request)
-                self._begin(state, rule)
+            taken = made is not None and self._state is None
+            if made is not None and taken:
+                self._begin(*made)
             elif self._state is not None:
                 self._check_same(request)
-            return Message({"initialized": self._state is not None})
+            return Message({"initialized": self._state is not None, "taken": taken})
 
     def pull_variable(self, request: Message) -> Message:
         """Return all dense values, if they are newer than the caller's; wait for a version first."""
