@@ -123,8 +123,9 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
             totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
             _call(hooks, lambda hook: hook.after_step(run))
     run.samples_seen = len(split)
-    if model.whole.remote is not None and run.epoch + 1 >= run.epochs:
-        model.whole.remote.finish()
+    remote = model.whole.remote if run.workers > 1 else None
+    if remote is not None and run.epoch + 1 >= run.epochs:
+        remote.finish()
 
 
 def _batches(model: Trainable, split: Split, parts: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:
