@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..launcher.report import speaks
-from . import apply, bench, data, doctor, files, launch, options, plan, run, submit, sweep
+from . import apply, bench, data, doctor, files, launch, options, plan, run, serve, submit, sweep
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(hosts=None, generation=None)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, launch, submit, plan, apply, sweep, bench, doctor, data, files):
+    for command in (run, launch, submit, plan, apply, sweep, bench, serve, doctor, data, files):
         command.add(commands)
     return top
 

@@ -17,7 +17,7 @@ from .reconstruction import Reconstruction
 from .script import ScriptModel
 from .stimulus import optimal_stimulus
 from .train_step import ModelStep, TrainStep
-from .trainable import Trainable, TrainableModel
+from .trainable import RemoteUpdate, Trainable, TrainableModel
 
 __all__ = [
     "GB",
@@ -31,6 +31,7 @@ __all__ = [
     "Model",
     "ModelStep",
     "Reconstruction",
+    "RemoteUpdate",
     "ScriptModel",
     "TrainStep",
     "Trainable",

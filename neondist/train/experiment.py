@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -47,6 +47,9 @@ from .pretrain import pretrain_stages
 from .start import begin
 from .state import Record, Stop, TrainState
 from .validate import validate
+
+if TYPE_CHECKING:
+    from ..services.training import WorkerPlace
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,12 @@ class FitExperiment(Registered):
         strategy = as_strategy(strategy) if isinstance(strategy, str) else strategy
         self.grid = of_grid(strategy, self.grid)
         model.execute(accumulate, sync, recompute, strips, memory, strategy)
+        chosen = model.strategy
+        self.server_strategy = chosen if chosen is not None and chosen.needs_servers else None
+        if self.server_strategy is not None:
+            model.strategy = None  # within a worker
+            if model.num_pretrain_epochs:
+                raise ConfigError("strategy: stages of pretraining need sync: true and staleness: 0")
         model.nonfinite = nonfinite
 
     @checked
@@ -184,6 +193,7 @@ class FitExperiment(Registered):
         hooks: Iterable[Hook] | None = None,
         overwrite: bool = False,
         snapshot: Count | Literal["auto"] | None = None,
+        worker: WorkerPlace | None = None,
     ) -> RunResult:
         """Train; collective, every rank gets the same result.
 
@@ -210,6 +220,8 @@ class FitExperiment(Registered):
         snapshot : int or 'auto', optional
             In a job that `neondist run` supervises: write a snapshot to the shared memory of the nodes every so many
             steps, or as often as takes at most 2 % of the time. A run that is resumed goes on from the newest.
+        worker : WorkerPlace, optional
+            Of a strategy whose updates are asynchronous: which of the workers `grid` is, and where the servers are.
 
         Raises
         ------
@@ -225,6 +237,13 @@ class FitExperiment(Registered):
             raise ConfigError("overwrite: a run cannot be both resumed and replaced; leave out --resume or --overwrite")
         if resume is True and init_from is not None:
             raise ConfigError("init_from: a run that is resumed has its weights; leave out --resume or --init-from")
+        if (self.server_strategy is None) != (worker is None):
+            raise ConfigError(
+                "strategy: updates on servers need workers and servers, which neondist run FILE.yaml -n P starts for P"
+                " replicas or more; elsewhere use sync: true and staleness: 0"
+            )
+        if worker is not None and resume:
+            raise ConfigError("resume: updates on servers cannot be resumed; begin with --init-from checkpoint.h5")
         grid = self.open_grid() if grid is None else grid
         folder = None if output is None else Path(output)
         hooks = [ProgressBar()] if hooks is None else list(hooks)
@@ -236,7 +255,7 @@ class FitExperiment(Registered):
                 lines = outline(self, plan, resume)
             check_consistency(grid.world, lines)
             with held(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
-                return _train(self, plan, grid, folder, resume, init_from, resolved, hooks, snapshot)
+                return _train(self, plan, grid, folder, resume, init_from, resolved, hooks, snapshot, worker)
 
 
 def _train(
@@ -249,6 +268,7 @@ def _train(
     resolved: str | None,
     hooks: list[Hook],
     snapshot: int | Literal["auto"] | None,
+    worker: WorkerPlace | None,
 ) -> RunResult:
     """Run an experiment that is right on every rank, in a folder that is its own."""
     model, dataset = experiment.model, experiment.dataset
@@ -263,12 +283,23 @@ def _train(
     supervised = GENERATION in os.environ
     store = open_store(folder, grid.world) if folder is not None and (resume or supervised) else None
     begun = begin(run, folder, resume, init_from, store)
+    remote = None
+    if worker is not None and experiment.server_strategy is not None:
+        from ..services.training import ServerUpdate  # gRPC
+
+        remote = ServerUpdate(worker, experiment.server_strategy, model.built, model.optimizer, grid.world)
+        run.worker, run.workers = worker.index, worker.workers
+    model.remote = remote
     writers: list[Hook] = []
     if folder is not None:
         _begin(experiment, grid, folder, begun.resumed, resolved, supervised)
         writing = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved)
         writers = _writers(folder, writing, store, snapshot)
-    with closing(dataset), room_for("model", "smaller batches, or fewer or smaller layers"):
+    with (
+        closing(dataset),
+        nullcontext() if remote is None else closing(remote),
+        room_for("model", "smaller batches, or fewer or smaller layers"),
+    ):
         if experiment.best is not None:
             keeping = KeepBest(experiment.best, experiment.metrics, folder, resolved)
             keeping.begin(run)
@@ -302,7 +333,8 @@ def _begin(
         if grid.rank == 0:
             tidy(folder)
             texts = {"environment.json": to_json(facts)} | ({} if resolved is None else {"experiment.yaml": resolved})
-            texts["strategy.yaml"] = model.compiled.parameters.strategy.to_yaml()
+            chosen = model.compiled.parameters.strategy if model.remote is None else model.remote.strategy
+            texts["strategy.yaml"] = chosen.to_yaml()
             for name, text in texts.items():
                 write_text(folder / name, text)
             if not resume:
