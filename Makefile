@@ -28,6 +28,7 @@ hunt: .venv/test
 	$(BIN)/python tools/random_graphs.py --jobs $(WORKERS) $(HUNT)
 	$(BIN)/python tools/random_modules.py --jobs $(WORKERS) $(HUNT)
 	$(BIN)/python tools/operator_samples.py --jobs $(WORKERS) $(HUNT)
+	$(BIN)/python tools/queue_histories.py --jobs $(WORKERS) $(HUNT)
 
 # half an hour: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test

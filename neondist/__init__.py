@@ -131,6 +131,7 @@ from .optim import (
     StepDecay,
     Warmup,
 )
+from .services import WAIT, Task, TaskQueue
 from .strategies import ParameterSpec, Strategy
 from .train import Best, DebugHalo, FitExperiment, Hook, MLflow, TensorBoard, fit, pretrain
 from .version import __version__
@@ -152,6 +153,7 @@ __all__ = [
     "ROCAUC",
     "SGD",
     "SSIM",
+    "WAIT",
     "Accuracy",
     "Activation",
     "ActivationLayer",
@@ -295,6 +297,8 @@ __all__ = [
     "SumSquared",
     "Synthetic",
     "Tanh",
+    "Task",
+    "TaskQueue",
     "TaskSpec",
     "TaskSpecDef",
     "TensorBoard",

@@ -18,6 +18,7 @@ from ..geometry import Box, Overlapping
 from ..io.hdf5 import checksum
 from ..lazy import LazyTile
 from ..registry import Registered
+from ..rng import shuffled
 from .augment import AugmentedTile, Transform
 from .raw import normalised
 
@@ -107,6 +108,10 @@ class Split:
         part = copy(self)
         part.tiles, part.labels = (_Slice.of(samples, first, end) for samples in (self.tiles, self.labels))
         return part
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """Return the order in which an epoch trains the samples (int, shape (N,)), the same on every rank."""
+        return shuffled(len(self), seed, epoch)
 
     def fingerprint(self) -> str:
         """Return what of this split is the same on all ranks, as text: its size, scale, and labels that are no maps."""
