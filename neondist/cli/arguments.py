@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..launcher.report import speaks
-from . import apply, bench, data, doctor, files, launch, options, plan, run, sweep
+from . import apply, bench, data, doctor, files, launch, options, plan, run, sweep, train
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
             at = words.index("--")
             words = [*words[:at], *map(options.word, words[at + 1 :])]
         words, script = launch.split_script(words)
-        found = super().parse_args(plain(words), namespace)
+        found = super().parse_args(train.of_model(plain(words)), namespace)
         found.words, found.script = words, script
         if script:
             found.stops = found.watched = False
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(resources=None)  # of `launch`
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, launch, plan, apply, sweep, bench, doctor, data, files):
+    for command in (run, train, launch, plan, apply, sweep, bench, doctor, data, files):
         command.add(commands)
     return top
 

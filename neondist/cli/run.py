@@ -39,7 +39,7 @@ def add_options(one: argparse.ArgumentParser) -> None:
     )
     options.virtual(one)
     one.add_argument(
-        "--resume", nargs="?", default=False, const=True, type=_resume, metavar="auto",
+        "--resume", nargs="?", default=False, const=True, type=resume_mode, metavar="auto",
         help="continue from the checkpoint in the output directory; with auto, or begin where there is none",
     )  # fmt: skip
     one.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     def work(world: Transport, experiment: Any) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
         places = {"output": arguments.folder, "resolved": dump(experiment)}
-        result = experiment.run(experiment.open_grid(world), **places, hooks=_hooks(arguments), **start)
+        result = experiment.run(experiment.open_grid(world), **places, hooks=hooks_of(arguments), **start)
         if world.rank == 0:
             options.print_written(result.files)
         return result.stop.code if result.stop else 0
@@ -108,7 +108,8 @@ def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any
     return experiment
 
 
-def _hooks(arguments: argparse.Namespace) -> list[Hook]:
+def hooks_of(arguments: argparse.Namespace) -> list[Hook]:
+    """Return the hooks that show, watch and stop a run."""
     from ..train import DebugHalo, ProgressBar, StopOnSignal, TimeLimit
 
     watches = arguments.watchdog or new_watchdog(arguments, whole_process=False)
@@ -120,7 +121,8 @@ def _hooks(arguments: argparse.Namespace) -> list[Hook]:
     return found
 
 
-def _resume(text: str) -> bool | str:
+def resume_mode(text: str) -> bool | str:
+    """Read the value of --resume."""
     if text not in ("yes", "auto"):
         raise argparse.ArgumentTypeError(f"'{text}' cannot be used; give --resume or --resume auto")
     return text == "yes" or text

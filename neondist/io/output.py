@@ -14,6 +14,7 @@ from .lock import FolderLock
 from .regular_file import open_regular
 
 CHECKPOINT = "checkpoint.h5"
+EVALUATIONS = "evaluations.jsonl"
 BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
 CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
@@ -31,6 +32,7 @@ FILES = (
     "filters_*.png",
     "stimuli_*.png",
     "metrics.jsonl",
+    EVALUATIONS,
     CHECKPOINT,
     "checkpoint-*.h5",
     BEST,

@@ -98,6 +98,14 @@ class Plan(Sequence[LayerPlan]):
         return len(self.layers)
 
     @property
+    def first_window(self) -> LayerPlan | None:
+        """The first layer whose window is larger than one cell, if it sees the image at its full extent."""
+        for plan in self.layers:
+            if plan.window is not None and any(k > 1 for k in plan.window.kernel):
+                return plan if tuple(plan.input_shape[:-1]) == tuple(self.input_shape[:-1]) else None
+        return None
+
+    @property
     def streams(self) -> bool:
         """Whether images are read strip by strip; without a limit they are in memory, whatever goes in strips."""
         return self.stream is not None and self.training.memory is not None

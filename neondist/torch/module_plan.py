@@ -109,6 +109,10 @@ class ModulePlan:
         return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, limit, told, wide)
 
     @property
+    def first_window(self) -> None:
+        """None: a module's windows are parts of its segments."""
+
+    @property
     def needed(self) -> int:
         """The bytes of a rank in a pass without a way back, weights, images and outputs included."""
         ends = self.steps.inputs[0], self.output.id

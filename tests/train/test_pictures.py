@@ -9,7 +9,7 @@ from neondist.data import Synthetic
 from neondist.geometry import Box
 from neondist.layers import ConvLayerDist, FCLayerDist
 from neondist.train.callbacks import tiles_picture
-from neondist.train.callbacks.tiles_picture import collect, first_window, framed, strips
+from neondist.train.callbacks.tiles_picture import collect, framed, strips
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -78,12 +78,12 @@ def test_the_image_is_put_together_from_the_tiles(ranks, pixels, monkeypatch):
 
 def test_the_layer_drawn_is_the_first_that_looks_at_neighbours():
     made = experiment()
-    assert first_window(made.model.plan((13, 11, 2))).name == "conv1"
+    assert made.model.plan((13, 11, 2)).first_window.name == "conv1"
     pointwise = experiment(layers=lambda: [ConvLayerDist(2, 1), ConvLayerDist(2, 3, name="three"), FCLayerDist(4)])
-    assert first_window(pointwise.model.plan((13, 11, 2))).name == "three"
+    assert pointwise.model.plan((13, 11, 2)).first_window.name == "three"
     strided = experiment(layers=lambda: [ConvLayerDist(2, 1, stride=2), ConvLayerDist(2, 3), FCLayerDist(4)])
-    assert first_window(strided.model.plan((13, 11, 2))) is None
-    assert first_window(experiment(layers=lambda: [FCLayerDist(4)]).model.plan((13, 11, 2))) is None
+    assert strided.model.plan((13, 11, 2)).first_window is None
+    assert experiment(layers=lambda: [FCLayerDist(4)]).model.plan((13, 11, 2)).first_window is None
 
 
 def test_an_empty_tile_needs_no_room():

@@ -37,20 +37,12 @@ class TilesPicture(Hook):
         image = collect(run.dataset, grid, run.model.dtype, run.model.whole.input.own)
         with all_or_none(grid.world):
             if run.first_rank and can_draw():
-                layer = first_window(run.model.whole.compiled)
+                layer = run.model.whole.compiled.first_window
                 partition = grid.partition(shape[:2])
                 tiles = partition.boxes()
                 views = tiles if layer is None else layer.views
                 title = _title(shape, partition.parts, grid.replicas, layer)
                 draw_tiles(self.path, image, shape[:2], partition.parts, tiles, views, title)
-
-
-def first_window(plans: Sequence[LayerPlan]) -> LayerPlan | None:
-    """Return the first layer whose window is larger than one cell; it has to see the image at its full extent."""
-    for plan in plans:
-        if plan.window is not None and any(k > 1 for k in plan.window.kernel):
-            return plan if tuple(plan.input_shape[:-1]) == tuple(plans[0].input_shape[:-1]) else None
-    return None
 
 
 _ROWS = 256  # that are read at once
