@@ -1,7 +1,7 @@
 """A model-definition file: MNIST with PyTorch, as ElasticDL's design document has it, its slips corrected.
 
-neondist data records '!MNIST {}' --split train --to train.csv
-neondist data records '!MNIST {}' --split test --to test.csv
+neondist data records '!MNIST {}' --to train.csv
+neondist data records '!MNIST {}' --role prediction --to test.csv
 neondist train examples/mnist_definition.py --training-data train.csv --validation-data test.csv --num-epochs 3
 """
 
@@ -28,14 +28,14 @@ def loss(labels, predictions):
     return nn.functional.cross_entropy(predictions, labels.reshape(-1))
 
 
-def optimizer(parameters, lr=0.001):
+def optimizer(parameters, lr=0.002):
     return torch.optim.Adam(parameters, lr)
 
 
 def feed(records, mode):
     """Return images (n, 1, 28, 28) and labels (n,) of records of 784 pixels and a label."""
     values = np.stack(records)
-    features = values[:, : 28 * 28].reshape(-1, 1, 28, 28) / 255
+    features = (values[:, : 28 * 28].reshape(-1, 1, 28, 28) / 255 - 0.1307) / 0.3081
     if mode == "prediction":
         return features
     return features, values[:, 28 * 28].astype(np.int64)

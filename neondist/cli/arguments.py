@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..launcher.report import speaks
-from . import apply, bench, data, doctor, files, launch, options, plan, run, sweep, train
+from . import apply, bench, data, doctor, files, launch, options, plan, run, sweep, train, zoo
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(resources=None)  # of `launch`
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, train, launch, plan, apply, sweep, bench, doctor, data, files):
+    for command in (run, train, launch, plan, apply, sweep, bench, doctor, data, files, zoo):
         command.add(commands)
     return top
 

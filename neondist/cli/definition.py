@@ -38,16 +38,19 @@ def load_definition(path: str) -> ModelDefinition:
     return ModelDefinition(sys.modules[name], path)
 
 
-def reader_of(definition: ModelDefinition, source: str, mode: Mode) -> RecordReader:
-    """Return the reader of a source: the user's own, that of a data set's YAML text, or that of a file or table."""
-    own = definition.custom_reader(source)
-    if own is not None:
-        return Users(source, own)
+def open_source(source: str, mode: Mode) -> RecordReader:
+    """Return the reader of a file or a table, or of a data set as YAML names it, such as '!MNIST {}'."""
     if source.startswith("!"):
         import neondist.train  # noqa: F401  registers the classes that a text may name
 
         return SplitRecords(source, load_experiment(source, text=source, top="Dataset"), mode.value)
     return open_records(source, mode.value)
+
+
+def reader_of(definition: ModelDefinition, source: str, mode: Mode) -> RecordReader:
+    """Return the reader of a source: the user's own, or that of the source's kind."""
+    own = definition.custom_reader(source)
+    return open_source(source, mode) if own is None else Users(source, own)
 
 
 def samples_of(definition: ModelDefinition, source: str, mode: Mode, skip_bad: bool, speaks: bool = True) -> Samples:
@@ -79,7 +82,7 @@ def experiment_of(
     return FitExperiment(
         record_dataset(trained, judged),
         definition.model(arguments.seed),
-        batch_size=arguments.minibatch_size * workers,
+        batch_size=arguments.minibatch_size,
         epochs=arguments.num_epochs,
         grid={"replicas": workers, "rows": rows, "cols": cols},
         metrics=definition.metrics(),

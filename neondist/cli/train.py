@@ -205,10 +205,15 @@ def _settle(arguments: argparse.Namespace) -> None:
 
 def _extra_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:
     from ..train.callbacks.evaluations import Evaluations
+    from ..train.callbacks.local_tasks import LocalTasks
 
-    if not arguments.evaluation_steps:
-        return []
-    return [Evaluations(arguments.folder, arguments.evaluation_steps, experiment.metrics)]
+    found: list[Any] = []
+    if arguments.distribution_strategy == "Local":
+        records = arguments.minibatch_size * arguments.num_minibatches_per_task
+        found.append(LocalTasks(arguments.folder, records, arguments.training_data))
+    if arguments.evaluation_steps:
+        found.append(Evaluations(arguments.folder, arguments.evaluation_steps, experiment.metrics))
+    return found
 
 
 def _exported(arguments: argparse.Namespace) -> list[Path]:

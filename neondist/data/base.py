@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from copy import copy
 from functools import partial
 from numbers import Integral, Real
@@ -52,6 +52,8 @@ class Split:
     ----------
     epoch : int
         That of the augmentation, if there is one; the training loop sets it.
+    sampler : callable, optional
+        From the seed and the epoch to the order of training; default a permutation.
 
     Raises
     ------
@@ -60,6 +62,7 @@ class Split:
     """
 
     epoch = 0
+    sampler: Callable[[int, int], np.ndarray] | None = None
     fill: float | None = None  # what `tiles` have instead of NaN
     _tile: AugmentedTile | None = None
 
@@ -111,7 +114,7 @@ class Split:
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Return the order in which an epoch trains the samples (int, shape (N,)), the same on every rank."""
-        return shuffled(len(self), seed, epoch)
+        return shuffled(len(self), seed, epoch) if self.sampler is None else self.sampler(seed, epoch)
 
     def fingerprint(self) -> str:
         """Return what of this split is the same on all ranks, as text: its size, scale, and labels that are no maps."""

@@ -15,6 +15,7 @@ from .regular_file import open_regular
 
 CHECKPOINT = "checkpoint.h5"
 EVALUATIONS = "evaluations.jsonl"
+TASKS = "tasks.sqlite"
 BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
 CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
@@ -33,6 +34,7 @@ FILES = (
     "stimuli_*.png",
     "metrics.jsonl",
     EVALUATIONS,
+    f"{TASKS}*",
     CHECKPOINT,
     "checkpoint-*.h5",
     BEST,

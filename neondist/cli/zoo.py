@@ -1,0 +1,50 @@
+"""`neondist zoo init`: a first model-definition project."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..console import emit
+from ..errors import OutputError
+from ..io.files import make_folder, write_text
+from . import options
+
+_README = """\
+# A model-definition project of neondist
+
+`model.py` has a PyTorch model, its loss, its optimiser, and `feed`, which makes features and labels of records.
+
+    neondist check model.py
+    neondist data records '!MNIST {}' --to train.csv
+    neondist data records '!MNIST {}' --role prediction --to test.csv
+    neondist train model.py --training-data train.csv --validation-data test.csv --num-epochs 3 --output run
+    neondist train model.py --training-data train.csv --distribution-strategy AllreduceStrategy --num-workers 2
+    neondist evaluate model.py --validation-data test.csv --checkpoint run
+    neondist predict model.py --prediction-data test.csv --checkpoint run
+"""
+
+
+def add(commands: Any) -> None:
+    """Say what can be typed."""
+    top = commands.add_parser("zoo", help="write a model-definition project")
+    parts = top.add_subparsers(required=True, metavar="WHAT")
+    one = parts.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
+    one.add_argument("folder", type=options.file, nargs="?", default=Path("."), metavar="DIR", help="(default: here)")
+    one.set_defaults(command=init)
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Write the files; nothing that is there is replaced."""
+    template = files("neondist.cli").joinpath("model_definition.txt").read_text()
+    texts = {"model.py": template, "README.md": _README}
+    for name in texts:
+        if (arguments.folder / name).exists():
+            raise OutputError(f"{arguments.folder / name}: exists already; choose another folder")
+    make_folder(arguments.folder)
+    for name, text in texts.items():
+        write_text(arguments.folder / name, text)
+        emit(arguments.folder / name)
+    return 0
