@@ -10,6 +10,7 @@ from .comm import ProcessGrid, loopback
 from .costs import BCE, MAE, MSE, Cost, CrossEntropy, Dice, DiceCE, Focal, Huber, SoftmaxCrossEntropy, SumSquared
 from .data import CIFAR10, MNIST, Dataset, HDF5Dataset, ImageFiles, Photographs, Split, Synthetic
 from .data.augment import Brightness, Contrast, Elastic, Flip, Noise, QuarterTurns, Shift, Transform
+from .data.records import RecordIOWriter
 from .errors import (
     ConfigError,
     DataError,
@@ -275,6 +276,7 @@ __all__ = [
     "RMSprop",
     "ReLU",
     "Recall",
+    "RecordIOWriter",
     "RectLin",
     "Reduction",
     "RemoteError",

@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     top = commands.add_parser("zoo", help="write a model-definition project")
     parts = top.add_subparsers(required=True, metavar="WHAT")
     one = parts.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
-    one.add_argument("folder", type=options.file, nargs="?", default=Path("."), metavar="DIR", help="(default: here)")
+    one.add_argument("project", type=options.file, nargs="?", default=Path("."), metavar="DIR", help="(default: here)")
     one.set_defaults(command=init)
 
 
@@ -41,10 +41,10 @@ def init(arguments: argparse.Namespace) -> int:
     template = files("neondist.cli").joinpath("model_definition.txt").read_text()
     texts = {"model.py": template, "README.md": _README}
     for name in texts:
-        if (arguments.folder / name).exists():
-            raise OutputError(f"{arguments.folder / name}: exists already; choose another folder")
-    make_folder(arguments.folder)
+        if (arguments.project / name).exists():
+            raise OutputError(f"{arguments.project / name}: exists already; choose another folder")
+    make_folder(arguments.project)
     for name, text in texts.items():
-        write_text(arguments.folder / name, text)
-        emit(arguments.folder / name)
+        write_text(arguments.project / name, text)
+        emit(arguments.project / name)
     return 0

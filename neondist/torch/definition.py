@@ -149,7 +149,7 @@ class ModelDefinition:
         place = self._place(function)
 
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            made: Any = function(parameters) if takes_parameters else function()
+            made: Any = self._called(function, *([parameters] if takes_parameters else []))
             if not takes_parameters and callable(made) and not isinstance(made, torch.optim.Optimizer):
                 made = made(parameters)
             elif not takes_parameters:

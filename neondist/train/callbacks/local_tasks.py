@@ -51,6 +51,14 @@ class LocalTasks(Hook):
         """Credit the batch."""
         self._credit(run.epoch, run.samples_seen)
 
+    def after_run(self, run: TrainState) -> None:
+        """Close the queue, so that its file is whole."""
+        self.close()
+
+    def on_stop(self, run: TrainState) -> None:
+        """Close the queue."""
+        self.close()
+
     def close(self) -> None:
         """Close the queue."""
         if self.queue is not None:
