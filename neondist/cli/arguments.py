@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..launcher.report import speaks
-from . import apply, bench, data, doctor, files, launch, options, plan, run, sweep, train, zoo
+from . import apply, bench, data, doctor, files, launch, options, plan, run, serve, sweep, train, zoo
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,10 +42,10 @@ def parser() -> argparse.ArgumentParser:
     # stops: SIGTERM and SIGUSR1 ask it to stop, instead of ending it, and it writes to `folder`; watched: it must not
     # hang; watchdog: who watches; restarts, elastic, lease: as `run` has them; begun: when the job first began
     top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
-    top.set_defaults(resources=None)  # of `launch`
+    top.set_defaults(resources=None, num_ps=0)  # of `launch`, and of `train`: servers, 0 for a default
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, train, launch, plan, apply, sweep, bench, doctor, data, files, zoo):
+    for command in (run, train, launch, plan, apply, sweep, bench, serve, doctor, data, files, zoo):
         command.add(commands)
     return top
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..data.records import Mode, RecordReader, Samples, open_records, record_dat
 from ..data.records.arrays import SplitRecords
 from ..data.records.base import Users
 from ..errors import ConfigError
+from ..launcher.workers import SERVERS
 from .experiment import import_module
 
 if TYPE_CHECKING:
@@ -78,13 +80,14 @@ def experiment_of(
         trained = judged
     else:
         trained = samples_of(definition, training, Mode.TRAINING, skip, speaks)
-    workers, (rows, cols) = arguments.num_workers, arguments.tiles
+    (rows, cols), alone = arguments.tiles, SERVERS in os.environ  # other workers are jobs of their own
     return FitExperiment(
         record_dataset(trained, judged),
         definition.model(arguments.seed),
         batch_size=arguments.minibatch_size,
         epochs=arguments.num_epochs,
-        grid={"replicas": workers, "rows": rows, "cols": cols},
+        grid={"replicas": 1 if alone else arguments.num_workers, "rows": rows, "cols": cols},
         metrics=definition.metrics(),
+        strategy=arguments.strategy,
         checkpoint={"every_steps": arguments.checkpoint_steps} if arguments.checkpoint_steps else None,
     )

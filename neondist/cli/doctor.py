@@ -29,6 +29,7 @@ MODULES = {
     "PyYAML": ["yaml"],
     "threadpoolctl": ["threadpoolctl"],
     "psutil": ["psutil"],
+    "grpcio": ["grpc"],
     "torch": ["torch", "neondist.torch"],
     "cupy": ["cupy"],
     "matplotlib": ["matplotlib.figure"],

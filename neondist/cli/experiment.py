@@ -18,6 +18,7 @@ from ..comm import Transport
 from ..config import load_experiment, place
 from ..errors import ConfigError, LaunchError, UserError
 from ..launcher.launch import FORCE
+from ..launcher.workers import SERVERS
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 
@@ -27,7 +28,10 @@ def load(arguments: argparse.Namespace) -> Any:
     import neondist.train  # noqa: F401  registers the classes that a file may name
 
     modules = [import_module(module) for module in arguments.modules]
-    return load_experiment(arguments.file, arguments.settings, modules=modules)
+    experiment = load_experiment(arguments.file, arguments.settings, modules=modules)
+    if SERVERS in os.environ and experiment.server_strategy is not None:
+        experiment.grid |= {"replicas": 1}  # this process's; the others are workers of their own
+    return experiment
 
 
 def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:

@@ -13,6 +13,7 @@ from ..comm import Transport
 from ..config import dump
 from ..job import STARTED, detect
 from ..launcher.ranks import new_watchdog, on_ranks
+from ..launcher.workers import check_workers, run_workers, worker_place
 from ..train import Hook
 from . import options
 from .experiment import load, validated
@@ -76,12 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
     def work(world: Transport, experiment: Any) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
         places = {"output": arguments.folder, "resolved": dump(experiment)}
-        result = experiment.run(experiment.open_grid(world), **places, hooks=hooks_of(arguments), **start)
+        place = worker_place(os.environ) if experiment.server_strategy is not None else None
+        hooks = hooks_of(arguments)
+        result = experiment.run(experiment.open_grid(world), **places, hooks=hooks, **start, worker=place)
         if world.rank == 0:
             options.print_written(result.files)
         return result.stop.code if result.stop else 0
 
-    return on_ranks(arguments, partial(_prepare, arguments), work)
+    return on_ranks(arguments, partial(_prepare, arguments), work, partial(run_workers, arguments))
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -104,6 +107,7 @@ def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any
     from ..io.output import prepare
 
     experiment = validated(arguments, world, ranks)
+    check_workers(arguments, experiment, ranks)
     prepare(world, arguments.folder, arguments.resume, arguments.overwrite)
     return experiment
 

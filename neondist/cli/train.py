@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from ..data.records import Mode
 from ..errors import ConfigError, UserError
 from ..io.output import CHECKPOINT, WEIGHTS
 from ..launcher.ranks import on_ranks
+from ..launcher.workers import check_workers, run_workers, worker_place
+from ..strategies import PSLoadBalancing
 from . import options
 from .definition import experiment_of, load_definition, samples_of, tiles
 from .run import hooks_of, resume_mode
@@ -62,8 +65,10 @@ def add(commands: Any) -> None:
         help="continue from the checkpoint in the folder of the run; with auto, or begin where there is none",
     )  # fmt: skip
     one.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
-    one.add_argument("--force", action="store_true", help="start more ranks than this machine is made for")
-    one.set_defaults(command=train, stops=True, watched=True, time_limit=None, debug_halo=False)
+    options.ranks(one, argparse.SUPPRESS)  # -n is that of a worker in a job of its own
+    one.set_defaults(
+        command=train, stops=True, watched=True, strategy=None, virtual=None, time_limit=None, debug_halo=False
+    )
 
     one = _of_model(commands, "evaluate")
     one.add_argument("--validation-data", required=True, metavar="F", help=_DATA)
@@ -100,6 +105,7 @@ def train(arguments: argparse.Namespace) -> int:
             data = arguments.training_data, arguments.validation_data
             experiment = experiment_of(definition, arguments, *data, speaks=world.rank == 0)
             experiment.validate(ranks)
+            check_workers(arguments, experiment, ranks)
         prepare_folder(world, arguments.folder, arguments.resume, arguments.overwrite)
         return definition, experiment
 
@@ -112,12 +118,16 @@ def train(arguments: argparse.Namespace) -> int:
             resume=arguments.resume,
             overwrite=arguments.overwrite,
             hooks=[*hooks_of(arguments), *hooks],
+            worker=worker_place(os.environ) if experiment.server_strategy is not None else None,
         )
         if world.rank == 0:
             options.print_written([*result.files, *_exported(arguments)])
         return result.stop.code if result.stop else 0
 
-    return on_ranks(arguments, prepare, work)
+    def elsewhere(prepared: tuple[Any, Any]) -> int | None:
+        return run_workers(arguments, prepared[1])
+
+    return on_ranks(arguments, prepare, work, elsewhere)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -190,16 +200,29 @@ def _settle(arguments: argparse.Namespace) -> None:
     rows, cols = arguments.tiles
     ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy
     if strategy == "ParameterServerStrategy":
-        raise ConfigError("--distribution-strategy ParameterServerStrategy is not there yet; use AllreduceStrategy")
-    for name in ("num_ps", "use_async", "lr_staleness_modulation"):
+        arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
+        if arguments.grads_to_wait not in (1, arguments.num_workers):
+            raise ConfigError("--grads-to-wait: synchronous updates wait for all workers; leave it out")
+        if arguments.num_ps and not arguments.use_async:
+            raise ConfigError("--num-ps: without --use-async, the workers themselves own the parameters; leave it out")
+        if arguments.use_async and arguments.num_workers == 1:
+            raise ConfigError("--use-async: is for several workers; give --num-workers")
+    else:
+        for name in ("num_ps", "use_async"):
+            if getattr(arguments, name):
+                raise ConfigError(f"--{name.replace('_', '-')} is for ParameterServerStrategy; leave it out")
+    for name in ("sync_version_tolerance", "lr_staleness_modulation"):
         if getattr(arguments, name):
-            raise ConfigError(f"--{name.replace('_', '-')} is for ParameterServerStrategy; leave it out")
+            raise ConfigError(f"--{name.replace('_', '-')} is not available yet; leave it out")
     if strategy == "Local" and ranks > 1:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
     if arguments.evaluation_steps and arguments.validation_data is None:
         raise ConfigError("--evaluation-steps needs --validation-data")
+    place = worker_place(os.environ)
+    if place is not None:
+        ranks //= arguments.num_workers
     arguments.ranks = ranks if ranks > 1 else None
-    if arguments.checkpoint_dir is not None:
+    if arguments.checkpoint_dir is not None and (place is None or place.index == 0):
         arguments.folder = Path(arguments.checkpoint_dir)
 
 
@@ -250,7 +273,7 @@ def _of_model(commands: Any, command: str) -> argparse.ArgumentParser:
     )
     _file(one)
     _model_options(one)
-    one.set_defaults(num_workers=1, tiles=(1, 1), num_epochs=1, checkpoint_steps=0)
+    one.set_defaults(num_workers=1, tiles=(1, 1), num_epochs=1, checkpoint_steps=0, strategy=None)
     return one
 
 

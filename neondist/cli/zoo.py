@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ..console import emit
 from ..errors import OutputError
 from ..io.files import make_folder, write_text
+from ..io.regular_file import read_bytes
 from . import options
 
 _README = """\
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 
 def init(arguments: argparse.Namespace) -> int:
     """Write the files; nothing that is there is replaced."""
-    template = files("neondist.cli").joinpath("model_definition.txt").read_text()
+    template = read_bytes(Path(__file__).with_name("model_definition.txt")).decode()
     texts = {"model.py": template, "README.md": _README}
     for name in texts:
         if (arguments.project / name).exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from copy import copy
 from functools import partial
 from numbers import Integral, Real
@@ -33,6 +33,13 @@ class Tiles(Protocol):
     def __getitem__(self, indices: Any, /) -> np.ndarray: ...
 
 
+class Sampler(Protocol):
+    """The order in which samples are trained, such as that of a queue of tasks."""
+
+    def order(self, epoch: int, /) -> np.ndarray:
+        """Return the order of an epoch's samples (int, shape (N,)), the same on every rank."""
+
+
 class Split:
     """Samples and their targets; every index is a sample number, the same on all ranks.
 
@@ -52,8 +59,8 @@ class Split:
     ----------
     epoch : int
         That of the augmentation, if there is one; the training loop sets it.
-    sampler : callable, optional
-        From the seed and the epoch to the order of training; default a permutation.
+    sampler : Sampler, optional
+        Says the order of training; default: a permutation of the seed and the epoch.
 
     Raises
     ------
@@ -62,7 +69,7 @@ class Split:
     """
 
     epoch = 0
-    sampler: Callable[[int, int], np.ndarray] | None = None
+    sampler: Sampler | None = None
     fill: float | None = None  # what `tiles` have instead of NaN
     _tile: AugmentedTile | None = None
 
@@ -114,7 +121,7 @@ class Split:
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Return the order in which an epoch trains the samples (int, shape (N,)), the same on every rank."""
-        return shuffled(len(self), seed, epoch) if self.sampler is None else self.sampler(seed, epoch)
+        return shuffled(len(self), seed, epoch) if self.sampler is None else self.sampler.order(epoch)
 
     def fingerprint(self) -> str:
         """Return what of this split is the same on all ranks, as text: its size, scale, and labels that are no maps."""

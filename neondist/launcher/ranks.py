@@ -36,6 +36,7 @@ def on_ranks(
     arguments: argparse.Namespace,
     prepare: Callable[[Transport, int], Prepared],
     work: Callable[[Transport, Prepared], int],
+    elsewhere: Callable[[Prepared], int | None] = lambda prepared: None,
 ) -> int:
     """Prepare and work on every rank, and return the exit code.
 
@@ -47,6 +48,8 @@ def on_ranks(
     prepare : function of a transport and of the number of ranks
         Finds the user's mistakes, alike on every rank; called before mpirun is started as well, in one process.
     work : function of the transport and of what `prepare` has returned
+    elsewhere : function of what `prepare` has returned, optional
+        Called before mpirun would be started; it may start other processes, and returns the exit code then.
     """
 
     def body(world: Transport) -> int:
@@ -67,6 +70,8 @@ def on_ranks(
         finally:
             if watches is not None:
                 watches.stop()
+        if (code := elsewhere(prepared)) is not None:
+            return code
         if arguments.restarts is not None:
             return restarts.with_restarts(arguments, prepared)
         return show_loss(launch(arguments, arguments.signals.heard), arguments)

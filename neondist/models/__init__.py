@@ -15,7 +15,7 @@ from .model import Model, made_of_layers
 from .reconstruction import Reconstruction
 from .stimulus import optimal_stimulus
 from .train_step import ModelStep, TrainStep
-from .trainable import Trainable, TrainableModel
+from .trainable import RemoteUpdate, Trainable, TrainableModel
 
 __all__ = [
     "GB",
@@ -29,6 +29,7 @@ __all__ = [
     "Model",
     "ModelStep",
     "Reconstruction",
+    "RemoteUpdate",
     "TrainStep",
     "Trainable",
     "TrainableModel",

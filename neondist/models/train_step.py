@@ -51,7 +51,10 @@ class TrainStep(ABC):
             loss, good = self.gradients(x, targets, batch)
             if good:
                 with observers.during("update"):
-                    self.update()
+                    if model.remote is None:
+                        self.update()
+                    else:
+                        model.remote.update(owner.learning_rate_scale)
         where = None
         if not good:
             put_back()

@@ -89,6 +89,26 @@ class Trainable(Protocol):
         """
 
 
+class RemoteUpdate(ABC):
+    """Updates of all parameters of a model that are applied outside of its job."""
+
+    strategy: Strategy
+
+    @abstractmethod
+    def update(self, scale: float) -> None:
+        """Hand over the gradients of a step, and take over new values; collective.
+
+        Parameters
+        ----------
+        scale : float
+            Factor on the learning rate.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Take over the values at the end of training; collective."""
+
+
 class TrainableModel(Registered, Trainable, ABC):
     """A model that an experiment can train: what the loop and its hooks ask of it beside that.
 
@@ -101,6 +121,8 @@ class TrainableModel(Registered, Trainable, ABC):
         Bytes that the processes on one machine may use together, where somebody has said so.
     vector_parallel : bool or None
         Whether fully connected layers are divided by outputs and inputs in turn; None: they cannot be.
+    remote : RemoteUpdate or None
+        Updates the parameters in the place of the optimiser.
     room : int or None
         Bytes that a rank has, where it is known. If a step takes more, and no `memory` is asked for, it is streamed.
     """
@@ -108,6 +130,8 @@ class TrainableModel(Registered, Trainable, ABC):
     memory: int | None = None
     room: int | None = None
     vector_parallel: bool | None = None
+    remote: RemoteUpdate | None = None
+    strategy: StrategyBuilder | Strategy | None = None
     backend: str | Backend
     batch_size: int
     compiled: Any

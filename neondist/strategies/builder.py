@@ -70,6 +70,11 @@ class StrategyBuilder(Registered, ABC):
         assigned = self.assign(list(specs.values()), replicas, servers)
         return Strategy(builder_text(self), replicas, servers, specs, {name: assigned[name] for name in specs})
 
+    @property
+    def needs_servers(self) -> bool:
+        """Whether updates do not wait for all replicas, so that servers beside the MPI job apply them."""
+        return False
+
     @abstractmethod
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return how each parameter, by name, is partitioned, owned and synchronised."""

@@ -33,6 +33,11 @@ class Parallax(StrategyBuilder):
         self.dense = AllReduce(chunk_size)
         self.rows = PSLoadBalancing(local_proxy_variable, sync, staleness)
 
+    @property
+    def needs_servers(self) -> bool:
+        """Whether updates of sparse parameters do not wait for all replicas."""
+        return self.rows.needs_servers
+
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return the allreduce of dense parameters, and the owners of sparse ones."""
         dense = self.dense.assign([spec for spec in specs if not spec.sparse], replicas, servers)

@@ -35,6 +35,11 @@ class PS(StrategyBuilder):
             raise ConfigError(f"staleness: {staleness} needs sync=True; without synchronisation there is no bound")
         self.local_proxy_variable, self.sync, self.staleness = local_proxy_variable, sync, staleness
 
+    @property
+    def needs_servers(self) -> bool:
+        """Whether updates do not wait for all replicas."""
+        return not self.sync or self.staleness > 0
+
     def divide(self, spec: ParameterSpec) -> Partition | None:
         """Return the partition of a parameter; None: it stays whole."""
         return None

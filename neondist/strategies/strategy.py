@@ -128,14 +128,19 @@ class Strategy:
             if name not in theirs:
                 raise self.error(f"parameter '{name}' does not exist in the model; build it for this model", name)
 
+    @property
+    def needs_servers(self) -> bool:
+        """Whether updates of a parameter do not wait for all replicas."""
+        return any(not one.sync or one.staleness for one in self.parameters.values())
+
     def check_synchronous(self) -> None:
         """Raise ConfigError if a parameter's updates need servers beside the MPI job."""
         for name, one in self.parameters.items():
             if not one.sync or one.staleness:
                 wanted = f"staleness {one.staleness}" if one.sync else "sync false"
                 raise self.error(
-                    f"parameter '{name}' has {wanted}, which needs parameter servers; they are not available yet, so"
-                    " use sync: true and staleness: 0",
+                    f"parameter '{name}' has {wanted}, which needs parameter servers: neondist run -n P starts them"
+                    " for an experiment; elsewhere use sync: true and staleness: 0",
                     name,
                 )
 

@@ -105,7 +105,7 @@ class ModelDefinition:
 
     def _own(self) -> list[str]:
         """Return the public names that the file itself defines."""
-        found = vars(self.module).items()
+        found = inspect.getmembers(self.module)
         return [n for n, one in found if n[0] != "_" and getattr(one, "__module__", None) == self.module.__name__]
 
     def _model(self) -> Callable[..., Any] | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -42,6 +42,9 @@ from .loop import train_loop
 from .pretrain import last_stage, pretrain_stages
 from .state import Record, Stop, TrainState
 from .validate import validate
+
+if TYPE_CHECKING:
+    from ..services.training import WorkerPlace
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,12 @@ class FitExperiment(Registered):
         strategy = as_strategy(strategy) if isinstance(strategy, str) else strategy
         self.grid = of_grid(strategy, self.grid)
         model.execute(accumulate, sync, recompute, strips, memory, strategy)
+        chosen = model.strategy
+        self.server_strategy = chosen if chosen is not None and chosen.needs_servers else None
+        if self.server_strategy is not None:
+            model.strategy = None  # within a worker
+            if model.num_pretrain_epochs:
+                raise ConfigError("strategy: stages of pretraining need sync: true and staleness: 0")
         model.nonfinite = nonfinite
 
     @checked
@@ -178,6 +187,7 @@ class FitExperiment(Registered):
         resolved: str | None = None,
         hooks: Iterable[Hook] | None = None,
         overwrite: bool = False,
+        worker: WorkerPlace | None = None,
     ) -> RunResult:
         """Train; collective, every rank gets the same result.
 
@@ -201,6 +211,8 @@ class FitExperiment(Registered):
             Called beside those that write the files; default a ProgressBar.
         overwrite : bool
             The files of an earlier run in `output` are replaced; without it, that is an error.
+        worker : WorkerPlace, optional
+            Of a strategy whose updates are asynchronous: which of the workers `grid` is, and where the servers are.
 
         Raises
         ------
@@ -216,6 +228,13 @@ class FitExperiment(Registered):
             raise ConfigError("overwrite: a run cannot be both resumed and replaced; leave out --resume or --overwrite")
         if resume is True and init_from is not None:
             raise ConfigError("init_from: a run that is resumed has its weights; leave out --resume or --init-from")
+        if (self.server_strategy is None) != (worker is None):
+            raise ConfigError(
+                "strategy: updates on servers need workers and servers, which neondist run FILE.yaml -n P starts for P"
+                " replicas or more; elsewhere use sync: true and staleness: 0"
+            )
+        if worker is not None and resume:
+            raise ConfigError("resume: updates on servers cannot be resumed; begin with --init-from checkpoint.h5")
         grid = self.open_grid() if grid is None else grid
         folder = None if output is None else Path(output)
         hooks = [ProgressBar()] if hooks is None else list(hooks)
@@ -227,7 +246,7 @@ class FitExperiment(Registered):
                 lines = outline(self, plan, resume)
             check_consistency(grid.world, lines)
             with held(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
-                return _train(self, plan, grid, folder, resume, init_from, resolved, hooks)
+                return _train(self, plan, grid, folder, resume, init_from, resolved, hooks, worker)
 
 
 def _train(
@@ -239,6 +258,7 @@ def _train(
     init_from: str | Path | None,
     resolved: str | None,
     hooks: list[Hook],
+    worker: WorkerPlace | None,
 ) -> RunResult:
     """Run an experiment that is right on every rank, in a folder that is its own."""
     model, dataset = experiment.model, experiment.dataset
@@ -251,11 +271,22 @@ def _train(
     if plan.streams and model.memory is None:
         run.notes.append(f"a step does not fit into the memory that there is; {plan.stream}")
     begun = _start(run, folder, resume, init_from)
+    remote = None
+    if worker is not None and experiment.server_strategy is not None:
+        from ..services.training import ServerUpdate  # gRPC
+
+        remote = ServerUpdate(worker, experiment.server_strategy, model.built, model.optimizer, grid.world)
+        run.worker, run.workers = worker.index, worker.workers
+    model.remote = remote
     writers: list[Hook] = []
     if folder is not None:
         _begin(experiment, grid, folder, begun.resumed, resolved)
         writers = _writers(folder, Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved))
-    with closing(dataset), room_for("model", "smaller batches, or fewer or smaller layers"):
+    with (
+        closing(dataset),
+        nullcontext() if remote is None else closing(remote),
+        room_for("model", "smaller batches, or fewer or smaller layers"),
+    ):
         if experiment.best is not None:
             keeping = KeepBest(experiment.best, experiment.metrics, folder, resolved)
             keeping.begin(run)
@@ -287,7 +318,8 @@ def _begin(experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: b
         if grid.rank == 0:
             tidy(folder)
             texts = {"environment.json": to_json(facts)} | ({} if resolved is None else {"experiment.yaml": resolved})
-            texts["strategy.yaml"] = model.compiled.parameters.strategy.to_yaml()
+            chosen = model.compiled.parameters.strategy if model.remote is None else model.remote.strategy
+            texts["strategy.yaml"] = chosen.to_yaml()
             for name, text in texts.items():
                 write_text(folder / name, text)
             if not resume:

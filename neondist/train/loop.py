@@ -97,17 +97,19 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     losses = [record.selected("loss") for record in run.history[len(run.history) - run.epoch :]]
     totals, start = run.totals, time.perf_counter() - run.totals.seconds
     sent, summed = model.whole.bytes_sent - totals.sent, model.whole.bytes_summed - totals.summed
-    batches = [samples[first : first + run.batch_size] for first in range(run.samples_seen, len(split), run.batch_size)]
+    starts = range(run.samples_seen, len(split), run.batch_size)[run.worker :: run.workers]
+    batches = [samples[first : first + run.batch_size] for first in starts]
+    totals.skipped += (len(split) - run.samples_seen - sum(map(len, batches))) * (run.workers > 1)
     mine = (batch[slice(*model.grid.sample_range(len(batch)))] for batch in batches)
     with closing(_batches(model, split, mine)) as read:
-        for batch, (x, targets) in zip(batches, read, strict=True):
+        for first, batch, (x, targets) in zip(starts, batches, read, strict=True):
             if run.stop is not None:
                 return
             epoch = run.epoch + run.samples_seen / len(split)
             model.learning_rate_scale = model.optimizer.scale(epoch, losses)
             model.momentum = model.optimizer.momentum_at(epoch)
             run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
-            run.samples_seen += len(batch)
+            run.samples_seen = first + len(batch)
             if math.isfinite(run.loss):
                 totals.loss += run.loss * len(batch)
             else:
@@ -115,6 +117,9 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
             totals.seconds = time.perf_counter() - start
             totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
             _call(hooks, lambda hook: hook.after_step(run))
+    run.samples_seen = len(split)
+    if model.whole.remote is not None and run.epoch + 1 >= run.epochs:
+        model.whole.remote.finish()
 
 
 def _batches(model: Trainable, split: Split, parts: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:

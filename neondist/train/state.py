@@ -75,7 +75,7 @@ class Totals:
     seconds : spent on the epoch
     sent_before, summed_before : bytes that all ranks sent, and gave into sums, before a resume
     sent, summed : bytes that this rank has sent, and given into sums, since
-    skipped : samples of steps that were skipped, because something was not finite
+    skipped : samples that are not in `loss`: of other workers, and of steps in which something was not finite
     """
 
     loss: float = 0.0
@@ -117,6 +117,7 @@ class TrainState:
         goes on from this very step
     totals : sums over the present epoch
     notes : what to tell at the start
+    worker, workers : of an asynchronous job: which of the workers this is, each of which trains every so many-th batch
     """
 
     model: Trainable
@@ -130,6 +131,8 @@ class TrainState:
     stop: Stop | None = None
     totals: Totals = field(default_factory=Totals)
     notes: list[str] = field(default_factory=list)
+    worker: int = 0
+    workers: int = 1
 
     seen = Renamed("samples_seen")
 

@@ -123,7 +123,7 @@ def test_replicas_of_tiles_train_what_one_process_does(place):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (MODEL.replace("def loss", "def cost"), "has no loss; it has CustomModel, cost, optimizer, feed"),
+        (MODEL.replace("def loss", "def cost"), "has no loss; it has CustomModel, cost, feed, optimizer"),
         (MODEL.replace("def feed", "def food").replace("def optimizer", "def o"), "has no optimizer and no feed"),
         (MODEL.replace("(nn.Module)", ""), "has no model"),
         (MODEL.replace("features, values[:, 16]", "features, values[1:, 16]"), "labels are 1 for 2 records"),
@@ -159,7 +159,9 @@ def test_bad_records(place, capsys):
     [
         (["--num-workers", "2"], "Local has one worker"),
         (["--use-async"], "--use-async is for ParameterServerStrategy"),
-        (["--distribution-strategy", "ParameterServerStrategy"], "ParameterServerStrategy"),
+        (["--distribution-strategy", "ParameterServerStrategy", "--use-async"], "several workers"),
+        (["--distribution-strategy", "ParameterServerStrategy", "--num-ps", "2"], "without --use-async"),
+        (["--lr-staleness-modulation"], "not available yet"),
         (["--evaluation-steps", "3"], "needs --validation-data"),
     ],
 )

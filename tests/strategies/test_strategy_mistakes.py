@@ -65,7 +65,6 @@ def test_wrong_builders_name_file_and_line(tmp_path, strategy, says):
     ({"change": ("compressor: null", "compressor: zip")}, "fc1/weights:", "'zip'"),
     ({"change": ("compressor: null", "compressor: fp16")}, "fc1/weights:", "fp16 needs kind: allreduce"),
     ({"change": ("owners: [0, 1]", "owners: [0, 9]")}, "fc1/weights:", "owner 9 does not exist"),
-    ({"change": ("staleness: 0", "staleness: 3")}, "fc1/weights:", "which needs parameter servers"),
 ])  # fmt: skip
 def test_wrong_files_name_their_own_line(tmp_path, changes, place, says):
     path, line_of = saved(tmp_path, **changes)
@@ -81,3 +80,12 @@ def test_a_scalar_cannot_be_partitioned(tmp_path):
     path, line_of = saved(tmp_path, change=("shape: [36, 8]", "shape: []"))
     err = run(tmp_path, path)
     assert f"{path}:{line_of('partition:')}: parameters.fc1/weights.partition: a scalar cannot be partitioned" in err
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    ((), "2 ranks are one of 2 tiles; set grid.replicas, or use sync: true"),
+    (("--set", "grid.replicas=2", "--restarts", 1), "--restarts: is for one MPI job"),
+    (("--set", "grid.replicas=2", "--resume"), "--resume: not where servers update"),
+])  # fmt: skip
+def test_servers_need_replicas_of_their_own(tmp_path, words, says):
+    assert says in run(tmp_path, "!PS {staleness: 1}", *words)

@@ -44,8 +44,7 @@ class LocalTasks(Hook):
         )  # fmt: skip
         credits = [(past, 0, samples) for past in range(epoch)]
         self.queue.restore([*credits, (epoch, 0, run.samples_seen)] if run.samples_seen else credits)
-        queue = self.queue
-        run.dataset.train.sampler = lambda seed, epoch: queue.order(epoch)
+        run.dataset.train.sampler = self.queue
 
     def after_step(self, run: TrainState) -> None:
         """Credit the batch."""

@@ -1,0 +1,248 @@
+"""Messages of services: a fixed header, fields as JSON, arrays as their bytes; nothing in them is executed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+MAGIC = b"NDMS"
+PROTOCOL = 1
+"""Raised whenever a message of one version cannot be read by the other."""
+HEADER = struct.Struct("<4sHHIQ")
+"""Magic, protocol, 0, bytes of the description, bytes of the arrays."""
+CHUNK = 1 << 20
+"""Largest piece in which a message travels: with larger ones gRPC is slower."""
+LONGEST_DESCRIPTION = 64 << 20
+ALIGNMENT = 16
+_DTYPE = re.compile(r"[<|][fiu][1248]|\|b1")
+_PADDING = bytes(ALIGNMENT)
+
+T = TypeVar("T")
+Arrays = np.ndarray | Sequence[np.ndarray]
+"""An array, or several of one dtype, which arrive as a single one-dimensional array."""
+
+
+class MessageError(ValueError):
+    """A message is malformed, or a field of it is missing or invalid."""
+
+
+class ProtocolError(MessageError):
+    """A message is of another protocol version."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A request or reply.
+
+    Attributes
+    ----------
+    fields : mapping of str to JSON values
+        Text, numbers, booleans, None, lists and mappings of these.
+    arrays : mapping of str to array or sequence of arrays
+        Of real, integer or boolean dtype.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Mapping[str, Arrays] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(part.nbytes for value in self.arrays.values() for part in _parts(value))
+
+    def integer(self, name: str, low: int = 0, high: int = 1 << 62) -> int:
+        """Return an integer field within [low, high].
+
+        Raises
+        ------
+        MessageError
+            Missing, not an integer, or out of range.
+        """
+        value = self._field(name, int)
+        if not low <= value <= high:
+            raise MessageError(f"field '{name}': {value} is not in [{low}, {high}]")
+        return value
+
+    def number(self, name: str, low: float = 0.0) -> float:
+        """Return a finite number of at least `low`; MessageError otherwise."""
+        value = self.fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
+            raise MessageError(f"field '{name}': expected a number of at least {low:g}")
+        return float(value)
+
+    def text(self, name: str) -> str:
+        """Return a text field; MessageError otherwise."""
+        return self._field(name, str)
+
+    def flag(self, name: str) -> bool:
+        """Return a boolean field; MessageError otherwise."""
+        return self._field(name, bool)
+
+    def items(self, name: str) -> list[Any]:
+        """Return a list field; MessageError otherwise."""
+        return self._field(name, list)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Return a mapping field; MessageError otherwise."""
+        return self._field(name, dict)
+
+    def array(self, name: str, dtype: Any, shape: Sequence[int | None]) -> np.ndarray:
+        """Return an array of this dtype and shape, in which None is any extent.
+
+        Raises
+        ------
+        MessageError
+            Missing, or of another dtype or shape.
+        """
+        value = self.arrays.get(name)
+        if not isinstance(value, np.ndarray):
+            raise MessageError(f"array '{name}' is missing")
+        fits = len(shape) == value.ndim and all(n in (None, m) for n, m in zip(shape, value.shape, strict=True))
+        if value.dtype != np.dtype(dtype) or not fits:
+            wanted = f"{np.dtype(dtype)} {tuple('any' if n is None else n for n in shape)}"
+            raise MessageError(f"array '{name}': expected {wanted}, got {value.dtype} {value.shape}")
+        return value
+
+    def _field(self, name: str, kind: type[T]) -> T:
+        value = self.fields.get(name)
+        if type(value) is not kind:
+            raise MessageError(f"field '{name}': expected {kind.__name__}, got {type(value).__name__}")
+        return value
+
+
+def encode(message: Message) -> Iterator[bytes]:
+    """Yield a message in chunks of at most CHUNK bytes; arrays are copied once."""
+    described, buffers, size = [], [], 0
+    for name, value in message.arrays.items():
+        parts = [_little_endian(part) for part in _parts(value)]
+        if len({part.dtype for part in parts}) > 1:
+            raise MessageError(f"array '{name}': its parts differ in dtype")
+        shape = list(value.shape) if isinstance(value, np.ndarray) else [sum(part.size for part in parts)]
+        dtype = parts[0].dtype.str if parts else "<f4"
+        if not _DTYPE.fullmatch(dtype):
+            raise MessageError(f"array '{name}': dtype {parts[0].dtype} cannot be sent")
+        described.append([name, dtype, shape])
+        buffers += [part.reshape(-1).view(np.uint8).data for part in parts if part.size]
+        nbytes = sum(part.nbytes for part in parts)
+        buffers.append(memoryview(_PADDING[: -nbytes % ALIGNMENT]))
+        size += nbytes + -nbytes % ALIGNMENT
+    text = json.dumps({"fields": dict(message.fields), "arrays": described}, allow_nan=False).encode()
+    if len(text) > LONGEST_DESCRIPTION:
+        raise MessageError(f"fields of {len(text)} bytes; at most {LONGEST_DESCRIPTION} can be sent")
+    head = HEADER.pack(MAGIC, PROTOCOL, 0, len(text), size)
+    return _chunks([memoryview(head + text), *buffers])
+
+
+def decode(chunks: Iterable[bytes], limit: int) -> Message:
+    """Return the message that chunks contain.
+
+    Parameters
+    ----------
+    chunks : iterable of bytes
+    limit : int
+        Largest size of all arrays in bytes.
+
+    Raises
+    ------
+    MessageError
+        Malformed, truncated, or larger than the limit; ProtocolError: of another version.
+    """
+    stream = iter(chunks)
+    first = next(stream, b"")
+    if len(first) < HEADER.size:
+        raise MessageError("truncated header")
+    magic, protocol, reserved, described, size = HEADER.unpack_from(first)
+    if magic != MAGIC:
+        raise MessageError("not a message of neondist")
+    if protocol != PROTOCOL:
+        raise ProtocolError(f"protocol {protocol}; this process has {PROTOCOL}")
+    if reserved or described > LONGEST_DESCRIPTION:
+        raise MessageError("invalid header")
+    if size > limit:
+        raise MessageError(f"arrays of {size} bytes; the limit is {limit}")
+    text, payload = bytearray(described), np.empty(size, np.uint8)
+    _fill([memoryview(text), payload.data], first[HEADER.size :], stream)
+    return _described(bytes(text), payload)
+
+
+def _fill(targets: list[memoryview], first: bytes, stream: Iterator[bytes]) -> None:
+    """Fill buffers one after the other; MessageError if there are fewer bytes or more."""
+    chunk = memoryview(first)
+    for target in targets:
+        while target.nbytes:
+            if not chunk.nbytes:
+                following = next(stream, None)
+                if following is None:
+                    raise MessageError("truncated")
+                chunk = memoryview(following)
+            step = min(target.nbytes, chunk.nbytes)
+            target[:step] = chunk[:step]
+            target, chunk = target[step:], chunk[step:]
+    if chunk.nbytes or any(map(len, stream)):
+        raise MessageError("more bytes than its header says")
+
+
+def _described(text: bytes, payload: np.ndarray) -> Message:
+    try:
+        found = json.loads(text, parse_constant=_refuse_constant)
+        fields, described = found["fields"], found["arrays"]
+        if not isinstance(fields, dict) or not isinstance(described, list) or len(found) != 2:
+            raise MessageError("invalid description")
+        arrays: dict[str, Arrays] = {}
+        start = 0
+        for name, dtype, shape in described:
+            if (
+                not isinstance(name, str)
+                or name in arrays
+                or not _DTYPE.fullmatch(dtype)
+                or not isinstance(shape, list)
+            ):
+                raise MessageError("invalid description of an array")
+            if not all(type(n) is int and n >= 0 for n in shape) or len(shape) > 32:
+                raise MessageError(f"array '{name}': invalid shape")
+            stop = start + math.prod(shape) * np.dtype(dtype).itemsize
+            if stop > payload.size:
+                raise MessageError(f"array '{name}': its shape needs more bytes than there are")
+            arrays[name] = payload[start:stop].view(dtype).reshape(shape)
+            start = stop + -stop % ALIGNMENT
+        if start != payload.size:
+            raise MessageError("more bytes than its arrays need")
+    except MessageError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise MessageError(f"invalid description ({type(error).__name__})") from None
+    return Message(fields, arrays)
+
+
+def _refuse_constant(text: str) -> None:
+    raise MessageError(f"{text} is not JSON")
+
+
+def _parts(value: Arrays) -> Sequence[np.ndarray]:
+    return [value] if isinstance(value, np.ndarray) else value
+
+
+def _little_endian(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
+
+
+def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
+    pending: list[memoryview] = []
+    room = CHUNK
+    for buffer in buffers:
+        while buffer.nbytes:
+            pending.append(buffer[:room])
+            room -= pending[-1].nbytes
+            buffer = buffer[pending[-1].nbytes :]
+            if not room:
+                yield b"".join(pending)
+                pending, room = [], CHUNK
+    if pending:
+        yield b"".join(pending)

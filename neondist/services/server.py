@@ -1,0 +1,332 @@
+"""The parameter server: holds values, applies gradients, and says who has to wait."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ..cluster import TaskSpecDef
+from ..errors import ConfigError
+from .checkpoint import load_state, save_state
+from .message import Arrays, Message, MessageError
+from .progress import Credits, StalenessBound, rate_factor
+from .state import PushedGradient, ServerState, UpdateRule
+from .wire import Method, Service, ServiceHost, read_token
+
+LONGEST_WAIT = 60.0
+"""Seconds for which a call waits; clients ask again."""
+LONGEST_HOLD = 120.0
+"""Seconds after which gradients are taken again, if whoever wanted a checkpoint is gone."""
+_NAME = re.compile(r"\w[\w.-]{0,99}")
+
+
+class ParameterServer(Service):
+    """One server of a job's parameters.
+
+    It holds nothing until a worker pushes a model, or a checkpoint is loaded.
+
+    Parameters
+    ----------
+    checkpoints : Path, optional
+        The folder of its checkpoints, shared with the other servers. None: it neither saves nor loads.
+    """
+
+    name = "PServer"
+
+    def __init__(self, checkpoints: Path | None = None) -> None:
+        self._checkpoints = checkpoints
+        self._changed = threading.Condition()
+        self._incarnation = ""
+        self._state: ServerState | None = None
+        self._rule, self._bound = UpdateRule(), StalenessBound(None)
+        self._pending: list[PushedGradient] = []
+        self._pushed: dict[str, int] = {}
+        self._copies: tuple[int, dict[str, Arrays]] | None = None
+        self._held_until, self._admitted, self._saving = 0.0, Credits(), 0
+        self._refused, self._left = 0, set[str]()
+
+    def methods(self) -> Mapping[str, Method]:
+        """Return the methods that workers call."""
+        return {
+            "push_model": self.push_model,
+            "pull_variable": self.pull_variable,
+            "pull_embedding_vector": self.pull_embedding_vector,
+            "push_gradient": self.push_gradient,
+            "join": self.join,
+            "leave": self.leave,
+            "wait_turn": self.wait_turn,
+            "finish_round": self.finish_round,
+            "finish_epoch": self.finish_epoch,
+            "credits": self.credits,
+            "hold": self.hold,
+            "release": self.release,
+            "save_checkpoint": self.save_checkpoint,
+            "load_checkpoint": self.load_checkpoint,
+            "status": self.status,
+        }
+
+    def push_model(self, request: Message) -> Message:
+        """Take over a model, unless there is one; a request without values only asks.
+
+        Raises
+        ------
+        ConfigError
+            The server holds another model, or cannot apply the optimiser.
+        """
+        with self._changed:
+            if self._state is None and request.flag("values"):
+                state, rule = _configured(request)
+                state.set_values(request)
+                self._begin(state, rule)
+            elif self._state is not None:
+                self._check_same(request)
+            return Message({"initialized": self._state is not None})
+
+    def pull_variable(self, request: Message) -> Message:
+        """Return all dense values, if they are newer than the caller's; wait for a version first."""
+        version, at_least = request.integer("version"), request.integer("at_least")
+        known = request.text("incarnation")
+        with self._changed:
+            state = self._held()
+            self._wait(request, lambda: self._incarnation != known or state.version >= at_least)
+            state = self._held()
+            fields = {"version": state.version, "incarnation": self._incarnation}
+            if known == self._incarnation and version >= state.version:
+                return Message(fields)
+            if self._copies is None or self._copies[0] != state.version:
+                self._copies = state.version, {**state.dense.copies()}
+            return Message(fields, self._copies[1])
+
+    def pull_embedding_vector(self, request: Message) -> Message:
+        """Return rows of a table by ids, which are made at their first use."""
+        ids = request.array("ids", "int64", [None])
+        with self._changed:
+            state = self._held()
+            return Message({"version": state.version}, {"rows": state.table(request.text("name")).rows(ids)})
+
+    def push_gradient(self, request: Message) -> Message:
+        """Apply a gradient, or keep it for its round; refuse it if it is too old, or applied already.
+
+        The reply's `outcome` is 'applied', 'stale' or 'duplicate'; `version` is the first version that contains it.
+        """
+        with self._changed:
+            state = self._held()
+        gradient, incarnation = state.read_gradient(request), request.text("incarnation")
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_enter(gradient), LONGEST_HOLD)
+            state = self._held()
+            if incarnation != self._incarnation:
+                return self._refusal("stale")
+            self._bound.join(gradient.worker)
+            if self._is_known(gradient):
+                return self._refusal("duplicate")
+            staleness = max(0, state.version - gradient.version)
+            if self._rule.sync and staleness > self._rule.version_tolerance:
+                return self._refusal("stale")
+            self._pushed[gradient.client] = gradient.sequence
+            self._bound.arrive(gradient.worker)
+            factor = 1.0
+            if self._rule.sync:
+                self._pending.append(gradient)
+                target = state.version + 1
+                self._end_round(complete=True)
+            else:
+                factor = rate_factor(staleness, self._rule.modulate)
+                state.apply([gradient], factor)
+                target = state.version
+            self._changed.notify_all()
+            return Message({"outcome": "applied", "version": target, "staleness": staleness, "factor": factor})
+
+    def join(self, request: Message) -> Message:
+        """Count a worker."""
+        with self._changed:
+            self._bound.join(request.text("worker"))
+            self._left.discard(request.text("worker"))
+            return Message()
+
+    def leave(self, request: Message) -> Message:
+        """Wait no longer for a worker that has ended, or is lost."""
+        with self._changed:
+            self._bound.leave(request.text("worker"))
+            self._left.add(request.text("worker"))
+            if self._state is not None:
+                self._end_round(complete=True)
+            self._changed.notify_all()
+            return Message()
+
+    def wait_turn(self, request: Message) -> Message:
+        """Wait until a worker may go on, as the staleness bound says."""
+        worker = request.text("worker")
+        with self._changed:
+            return Message({"ready": self._wait(request, lambda: self._bound.may_go_on(worker))})
+
+    def finish_round(self, request: Message) -> Message:
+        """Apply the gradients that wait for others, as at the end of an epoch."""
+        with self._changed:
+            self._held()
+            self._end_round(complete=False)
+            self._changed.notify_all()
+            return Message()
+
+    def finish_epoch(self, request: Message) -> Message:
+        """Forget the credits of an epoch that is complete: all its gradients count as applied."""
+        with self._changed:
+            self._held().credits.finish(request.integer("epoch"))
+            return Message()
+
+    def credits(self, request: Message) -> Message:
+        """Return the credits of the gradients that were applied."""
+        with self._changed:
+            return Message({"credits": self._held().credits.described()})
+
+    def hold(self, request: Message) -> Message:
+        """Take no gradients but those with given credits, and return the credits of those that were applied."""
+        admitted = Credits.parse(request.mapping("admitted"))
+        with self._changed:
+            state = self._held()
+            self._held_until, self._admitted = time.monotonic() + LONGEST_HOLD, admitted
+            self._changed.notify_all()
+            return Message({"credits": state.credits.described(), "version": state.version})
+
+    def release(self, request: Message) -> Message:
+        """Take gradients again."""
+        with self._changed:
+            self._held_until = 0.0
+            self._changed.notify_all()
+            return Message()
+
+    def save_checkpoint(self, request: Message) -> Message:
+        """Write what this server holds into the folder of a checkpoint; gradients must be held."""
+        folder = self._folder(request)
+        with self._changed:
+            state = self._held()
+            if time.monotonic() > self._held_until:
+                raise ConfigError("save_checkpoint: gradients are not held; call hold first")
+            write = save_state(state, folder, request.text("save"))
+            self._saving += 1
+        try:
+            write()
+        finally:
+            with self._changed:
+                self._saving -= 1
+        return Message({"version": state.version})
+
+    def load_checkpoint(self, request: Message) -> Message:
+        """Take over the parts of a checkpoint, of any number of servers, that are this server's."""
+        folder = self._folder(request)
+        state, rule = _configured(request)
+        load_state(state, folder)
+        with self._changed:
+            self._begin(state, rule)
+            self._changed.notify_all()
+            return Message({"version": state.version})
+
+    def status(self, request: Message) -> Message:
+        """Return counts: version, samples, rows in use, gradients refused, workers and their steps."""
+        with self._changed:
+            state = self._state
+            held = {} if state is None else {name: table.count for name, table in state.tables.items()}
+            fields = {
+                "initialized": state is not None,
+                "version": 0 if state is None else state.version,
+                "samples": 0.0 if state is None else state.samples,
+                "bytes": 0 if state is None else state.dense.nbytes,
+                "rows": held,
+                "refused": self._refused,
+                "pending": len(self._pending),
+                "left": len(self._left),
+                "workers": dict(self._bound.steps),
+            }
+            return Message(fields)
+
+    def _begin(self, state: ServerState, rule: UpdateRule) -> None:
+        self._state, self._rule = state, rule
+        self._bound = StalenessBound(None if rule.sync else rule.staleness)
+        self._incarnation = secrets.token_hex(8)
+        self._pending, self._pushed, self._copies = [], {}, None
+
+    def _held(self) -> ServerState:
+        if self._state is None:
+            raise ConfigError("the server holds no model yet; push one, or load a checkpoint")
+        return self._state
+
+    def _check_same(self, request: Message) -> None:
+        state = self._held()
+        ours = state.layout.described(), state.optimizer, self._rule.described()
+        for what, one in zip(("layout", "optimizer", "rule"), ours, strict=True):
+            if request.mapping(what) != one:
+                raise ConfigError(
+                    f"the server holds a model with another {what}; start servers of their own for each job"
+                )
+
+    def _is_known(self, gradient: PushedGradient) -> bool:
+        """Whether a gradient, or another one with its credit, has been taken already."""
+        if gradient.sequence <= self._pushed.get(gradient.client, -1):
+            return True
+        credit = gradient.credit
+        return credit is not None and (
+            credit in self._held().credits or any(one.credit == credit for one in self._pending)
+        )
+
+    def _refusal(self, outcome: str) -> Message:
+        self._refused += outcome == "stale"
+        version = self._held().version + bool(outcome == "duplicate" and self._pending)
+        return Message({"outcome": outcome, "version": version, "staleness": 0, "factor": 0.0})
+
+    def _may_enter(self, gradient: PushedGradient) -> bool:
+        if time.monotonic() > self._held_until:
+            return not self._saving
+        return not self._saving and gradient.credit is not None and gradient.credit in self._admitted
+
+    def _end_round(self, complete: bool) -> None:
+        """Apply the gradients of the round, if there are enough of them, or (not `complete`) any."""
+        workers = len(self._bound.steps)
+        needed = min(self._rule.grads_to_wait, workers) if workers else self._rule.grads_to_wait
+        if self._pending and (not complete or len(self._pending) >= needed):
+            gradients, self._pending = self._pending, []
+            self._held().apply(gradients)
+
+    def _wait(self, request: Message, condition: Callable[[], bool]) -> bool:
+        return self._changed.wait_for(condition, min(request.number("seconds"), LONGEST_WAIT))
+
+    def _folder(self, request: Message) -> Path:
+        name = request.text("name")
+        if self._checkpoints is None:
+            raise ConfigError("the server has no folder for checkpoints; start it with --checkpoint-dir")
+        if not _NAME.fullmatch(name):
+            raise MessageError("field 'name': expected letters, digits, '.', '-' and '_'")
+        return self._checkpoints / name
+
+
+def serve_role(
+    task: TaskSpecDef, environ: Mapping[str, str] | None = None, checkpoints: Path | None = None
+) -> ServiceHost:
+    """Return the running server of a task of type 'ps', on the address that the cluster gives it.
+
+    Parameters
+    ----------
+    task : TaskSpecDef
+    environ : mapping, optional
+        Has the job's token. Default: that of the process.
+    checkpoints : Path, optional
+        As of `ParameterServer`.
+
+    Raises
+    ------
+    ConfigError
+        The task is no parameter server, its address is not of this machine or in use, or there is no token.
+    """
+    if not task.is_ps() or task.index >= task.num_ps:
+        raise ConfigError(f"task '{task.type}' {task.index} is no parameter server of the cluster; give it an address")
+    token = read_token(os.environ if environ is None else environ)
+    return ServiceHost([ParameterServer(checkpoints)], task.ps_hosts[task.index], token)
+
+
+def _configured(request: Message) -> tuple[ServerState, UpdateRule]:
+    state = ServerState(request.mapping("layout"), request.mapping("optimizer"))
+    return state, UpdateRule.parse(request.mapping("rule"))

@@ -1,0 +1,158 @@
+"""A model of an experiment whose parameters servers update: this replica is one worker of several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..comm import Transport, all_or_none
+from ..errors import ConfigError
+from ..models import RemoteUpdate
+from ..namespace import namespace
+from ..parallel import Parameters
+from ..strategies import ParameterSpec, Strategy, StrategyBuilder
+from .client import ParameterClient
+from .placement import place
+from .state import UpdateRule
+from .wire import read_token
+
+SERVERS, WORKER, WORKERS = "NEONDIST_SERVERS", "NEONDIST_WORKER", "NEONDIST_WORKERS"
+"""Environment variables of a worker: addresses of the servers, its number, and the number of workers."""
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """The place of this process's replica in an asynchronous job.
+
+    Attributes
+    ----------
+    index, workers : int
+    servers : tuple of str
+        Their addresses.
+    token : str
+    """
+
+    index: int
+    workers: int
+    servers: tuple[str, ...]
+    token: str
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> WorkerPlace | None:
+        """Return the place that the environment gives; None if the process is no worker."""
+        if not environ.get(SERVERS):
+            return None
+        try:
+            index, workers = int(environ[WORKER]), int(environ[WORKERS])
+        except (KeyError, ValueError):
+            raise ConfigError(f"{SERVERS} is set: {WORKER} and {WORKERS} must be integers") from None
+        return cls(index, workers, tuple(environ[SERVERS].split(",")), read_token(environ))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that `read` reads, without the token."""
+        return {SERVERS: ",".join(self.servers), WORKER: str(self.index), WORKERS: str(self.workers)}
+
+
+class ServerUpdate(RemoteUpdate):
+    """Updates of all parameters by servers; its first rank speaks with them.
+
+    Parameters
+    ----------
+    worker : WorkerPlace
+    strategy : StrategyBuilder or Strategy
+        Asynchronous, of all parameters.
+    parameters : Parameters
+        Of a built model, each whole on every rank or cut over the tiles.
+    optimizer : Optimizer or TorchOptimizer
+    world : Transport
+        The ranks of this worker.
+
+    Raises
+    ------
+    ConfigError
+        On every rank: the strategy does not suit the parameters, or servers cannot apply the optimiser.
+    ServiceError
+        On every rank: a server cannot be reached, or refuses the model.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerPlace,
+        strategy: StrategyBuilder | Strategy,
+        parameters: Parameters,
+        optimizer: Any,
+        world: Transport,
+    ) -> None:
+        self._worker, self._parameters, self._world = worker, parameters, world
+        if getattr(optimizer, "ema", None) is not None:
+            raise ConfigError("ema: the running mean would stay on the servers; leave it out")
+        count = len(worker.servers)
+        specs = [
+            ParameterSpec(one.full_name, one.parameter.shape, str(parameters.values.dtype), bool(one.parameter.sparse))
+            for one in parameters.trained
+        ]
+        self.strategy = strategy.build(specs, count) if isinstance(strategy, StrategyBuilder) else strategy
+        self.strategy.check_model(specs)
+        decays = [shard.full_name for shard in parameters.trained if shard.decays]
+        layouts = place(self.strategy, count, decays=decays)
+        self._values = self._gathered(parameters.values)
+        self._client: ParameterClient | None = None
+        with all_or_none(world):
+            if world.rank == 0:
+                self._client = ParameterClient(worker.servers, layouts, worker.token, f"worker-{worker.index:05d}")
+                self._client.initialize(self._values, optimizer, _rule(self.strategy))
+        self._pull()
+
+    def update(self, scale: float) -> None:
+        """Push this worker's gradients, wait for slower workers where there is a bound, and pull new values."""
+        gradients = self._gathered(self._parameters.grads)
+        with all_or_none(self._world):
+            if self._client is not None:
+                self._client.push(gradients, scale=scale)
+                self._client.wait_turn()
+        self._pull()
+
+    def finish(self) -> None:
+        """Wait, on the first worker, for the others to end; take over the last values."""
+        with all_or_none(self._world):
+            if self._client is not None:
+                self._client.leave()
+                while not self._worker.index and self._client.left() < self._worker.workers:
+                    time.sleep(0.05)
+        if not self._worker.index:
+            self._pull()
+
+    def close(self) -> None:
+        """End the connections."""
+        if self._client is not None:
+            self._client.close()
+
+    def _gathered(self, flat: Any) -> dict[str, np.ndarray]:
+        shards = self._parameters.trained
+        return {
+            shard.full_name: np.ascontiguousarray(shard.gather(array))
+            for shard, array in zip(shards, self._parameters.cut(flat), strict=True)
+        }
+
+    def _pull(self) -> None:
+        with all_or_none(self._world):
+            if self._client is not None:
+                self._client.pull(self._values)
+        if self._world.size > 1:
+            self._values = self._world.bcast(self._values)
+        for shard, array in zip(self._parameters.trained, self._parameters.cut(self._parameters.values), strict=True):
+            array[...] = namespace(array).asarray(shard.part_of(self._values[shard.full_name])).reshape(array.shape)
+        self._parameters.version += 1
+
+
+def _rule(strategy: Strategy) -> UpdateRule:
+    modes = {(one.sync, one.staleness) for one in strategy.parameters.values()}
+    if len(modes) > 1:
+        raise strategy.error("has parameters with different sync or staleness; give all the same")
+    sync, staleness = modes.pop()
+    return UpdateRule(sync=False, staleness=staleness if sync else None)

@@ -1,0 +1,43 @@
+"""Parameter servers of this process, over real gRPC."""
+
+import contextlib
+
+import numpy as np
+
+from neondist.services.client import ParameterClient
+from neondist.services.placement import place
+from neondist.services.server import ParameterServer
+from neondist.services.wire import ServiceHost, create_token
+from neondist.strategies import ParameterSpec, as_builder
+
+SHAPES = {"conv/weights": (3, 3, 2, 4), "conv/bias": (4,), "fc/weights": (10, 6), "fc/bias": (6,), "scale": ()}
+
+
+def arrays(seed, shapes=None, dtype="float64"):
+    draw = np.random.default_rng(seed)
+    return {name: np.asarray(draw.normal(size=shape), dtype) for name, shape in (shapes or SHAPES).items()}
+
+
+class Servers:
+    """Some servers, and their clients."""
+
+    def __init__(self, count, folder=None):
+        self.token, self.stack = create_token(), contextlib.ExitStack()
+        self.servers = [ParameterServer(folder) for _ in range(count)]
+        self.hosts = [self.stack.enter_context(ServiceHost([one], "127.0.0.1:0", self.token)) for one in self.servers]
+
+    def layouts(self, strategy="PSLoadBalancing", shapes=None, tables=(), dtype="float64"):
+        specs = [ParameterSpec(name, shape, dtype) for name, shape in (SHAPES if shapes is None else shapes).items()]
+        count = len(self.servers)
+        return place(as_builder(strategy).build(specs, count), count, tables)
+
+    def client(self, worker="0", layouts=None, **arguments):
+        addresses = [host.address for host in self.hosts]
+        made = ParameterClient(addresses, layouts or self.layouts(), self.token, worker, patience=1, **arguments)
+        return self.stack.enter_context(made)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.stack.close()

@@ -1,0 +1,132 @@
+"""Embedding tables on servers: sparse equals dense, bytes by rows, memory by rows in use."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from parameter_servers import Servers
+
+import neondist as nd
+from neondist import rng
+from neondist.errors import ServiceError
+from neondist.services.message import Message, encode
+from neondist.services.placement import TableSpec
+from neondist.services.table import RowTable, combine, first_rows
+from neondist.services.updates import describe_optimizer, make_updater
+
+ROWS, DIM = 40, 3
+TABLE = TableSpec(
+    "embedding/weights", ROWS, DIM, "float64", nd.Gaussian(1.0), rng.key(5, "weights", "embedding", "weights")
+)
+
+
+def minibatches(count, seed=0):
+    """Yield ids, with repetitions, and the gradients of their rows."""
+    draw = np.random.default_rng(seed)
+    for _ in range(count):
+        ids = draw.integers(0, ROWS, 7)
+        yield ids, draw.normal(size=(7, DIM))
+
+
+def dense_update(optimizer, table, steps):
+    """Return a whole table after updates of one process, each with a gradient of all rows."""
+    flat, updater, slots = table.copy().reshape(-1), make_updater(describe_optimizer(optimizer)), {}
+    for step, (ids, rows) in enumerate(steps):
+        gradient = np.zeros((ROWS, DIM))
+        np.add.at(gradient, ids, rows)
+        updater.update(flat, gradient.reshape(-1), slots, step, 1.0)
+    return flat.reshape(ROWS, DIM)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(
+    "optimizer", [nd.SGD(0.1), nd.SGD(0.1, momentum=0.9), nd.Adam(0.01), nd.RMSprop(0.01, momentum=0.5)], ids=repr
+)
+def test_sparse_updates_equal_dense_ones(servers, optimizer):
+    first = first_rows(TABLE, np.arange(ROWS))
+    with Servers(servers) as job:
+        client = job.client(layouts=job.layouts(shapes={}, tables=[TABLE]))
+        client.initialize({}, optimizer)
+        client.pull({})
+        for ids, rows in minibatches(6):
+            np.testing.assert_array_equal(client.pull_rows(TABLE.name, ids).shape, (7, DIM))
+            client.push({TABLE.name: (ids, rows)})
+            client.pull({})
+        found = client.pull_rows(TABLE.name, np.arange(ROWS))
+    np.testing.assert_allclose(found, dense_update(optimizer, first, minibatches(6)), rtol=0, atol=1e-12)
+
+
+def test_rows_are_those_of_the_layer():
+    """First values equal those of an EmbeddingLayer of the same seed and name."""
+    layers = [nd.EmbeddingLayer(ROWS, DIM, name="embedding")]
+    model = nd.Convnet(layers, cost=nd.MSE(), optimizer=nd.SGD(), seed=5, dtype="float64")
+    model.build((2, 1, 1), 1)
+    np.testing.assert_array_equal(first_rows(TABLE, np.arange(ROWS)), model.layers[0].params["weights"])
+
+
+def test_rows_may_begin_with_given_values():
+    given = np.random.default_rng(1).normal(size=(ROWS, DIM))
+    with Servers(2) as job:
+        client = job.client(layouts=job.layouts(shapes={}, tables=[TABLE]))
+        client.initialize({TABLE.name: given}, nd.SGD(0.1))
+        np.testing.assert_array_equal(client.pull_rows(TABLE.name, np.array([7, 3, 3, 39])), given[[7, 3, 3, 39]])
+
+
+def test_lazy_updates_change_rows_with_gradients_alone():
+    table = RowTable(
+        TableSpec("t", ROWS, DIM, "float64", lazy=True), make_updater(describe_optimizer(nd.Adam(0.1))), 0, 1
+    )
+    table.update(np.array([1, 2]), np.ones((2, DIM)), 0, 1.0)
+    before = table.rows(np.array([1]))
+    table.update(np.array([2]), np.ones((1, DIM)), 1, 1.0)
+    np.testing.assert_array_equal(table.rows(np.array([1])), before)
+    assert table.count == 2
+
+
+def test_repeated_ids_are_added_up():
+    ids, rows = combine(np.array([3, 1, 3]), np.array([[1.0], [2.0], [4.0]]))
+    assert (ids.tolist(), rows.tolist()) == ([1, 3], [[2.0], [5.0]])
+
+
+def test_a_huge_table_takes_the_memory_of_its_rows_in_use():
+    """20 million rows of 64 numbers, 5 GB, on two servers; 3,000 are in use."""
+    spec = TableSpec("huge", 20_000_000, 64)
+    draw = np.random.default_rng(0)
+    with Servers(2) as job:
+        client = job.client(layouts=job.layouts(shapes={}, tables=[spec]))
+        tracemalloc.start()
+        client.initialize({}, nd.Adam(0.01))
+        client.pull({})
+        for _ in range(3):
+            ids = draw.choice(spec.rows, 1000, replace=False)
+            rows = client.pull_rows("huge", ids)
+            client.push({"huge": (ids, rows)})
+            client.pull({})
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert sum(status["rows"]["huge"] for status in client.status()) == 3000
+    in_use = 3000 * 64 * 4 * 3  # values and two slots
+    assert peak < 8 * in_use
+
+
+def test_messages_grow_with_the_rows_and_not_with_the_table():
+    def sent(rows, count):
+        ids = np.arange(count)
+        values = first_rows(TableSpec("t", rows, 16), ids)
+        return len(b"".join(encode(Message({}, {"ids/t": ids, "rows/t": values}))))
+
+    small, large = sent(1000, 100), sent(20_000_000, 100)
+    assert small == large
+    assert sent(1000, 200) - small == 100 * (8 + 16 * 4)
+
+
+def test_ids_out_of_range_are_named():
+    with Servers(2) as job:
+        client = job.client(layouts=job.layouts(shapes={}, tables=[TABLE]))
+        client.initialize({}, nd.SGD(0.1))
+        client.pull({})
+        for wrong in (-1, ROWS):
+            with pytest.raises(ServiceError, match=f"id {wrong} is not in the table of {ROWS} rows"):
+                client.pull_rows(TABLE.name, np.array([0, wrong]))
+            with pytest.raises(ServiceError, match=f"id {wrong} is not"):
+                client.push({TABLE.name: (np.array([wrong]), np.ones((1, DIM)))})

@@ -1,0 +1,146 @@
+"""Parameter servers on this machine: python tools/bench_servers.py [--megabytes 100] [--servers 2] [--rounds 7].
+
+Compares a push and a pull of all parameters with the same bytes through plain sockets to as many processes, and an
+update on a server with the same optimiser in process. Best of some rounds, which alternate; prints a table.
+"""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+import neondist as nd
+from neondist.services.client import ParameterClient
+from neondist.services.placement import place
+from neondist.services.state import PushedGradient, ServerState, UpdateRule
+from neondist.services.updates import describe_optimizer
+from neondist.services.wire import TOKEN, create_token
+from neondist.strategies import ParameterSpec, PSLoadBalancing
+
+PEER = """
+import socket, sys
+listener = socket.create_server(("127.0.0.1", 0)); print(listener.getsockname()[1], flush=True)
+connection, _ = listener.accept()
+size = int(sys.argv[1]); buffer = bytearray(size); values = bytes(size)
+while True:
+    view = memoryview(buffer)
+    while view:
+        got = connection.recv_into(view)
+        if not got: sys.exit()
+        view = view[got:]
+    connection.sendall(values)
+"""
+
+
+class Sockets:
+    """Peers that take so many bytes each, and send as many back."""
+
+    def __init__(self, count, size):
+        command = [sys.executable, "-c", PEER, str(size)]
+        self.peers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
+        self.sockets = [socket.create_connection(("127.0.0.1", int(peer.stdout.readline()))) for peer in self.peers]
+        self.values, self.threads = bytes(size), ThreadPoolExecutor(count)
+
+    def exchange(self):
+        """Send all bytes, and receive as many."""
+        list(self.threads.map(self._one, self.sockets))
+
+    def _one(self, connection):
+        connection.sendall(self.values)
+        view = memoryview(bytearray(len(self.values)))
+        while view:
+            view = view[connection.recv_into(view) :]
+
+    def close(self):
+        """End the peers."""
+        for connection, peer in zip(self.sockets, self.peers, strict=True):
+            connection.close()
+            peer.wait()
+            peer.stdout.close()
+
+
+def measure(functions, rounds):
+    """Return the best seconds of each function; they take turns."""
+    best = [float("inf")] * len(functions)
+    for _ in range(rounds):
+        for at, function in enumerate(functions):
+            start = time.perf_counter()
+            function()
+            best[at] = min(best[at], time.perf_counter() - start)
+    return best
+
+
+def traffic(megabytes, servers, rounds):
+    """Return the best seconds of sockets and of servers."""
+    shapes = [(1024, 256)] * (megabytes * 1_000_000 // (1024 * 256 * 4))
+    specs = [ParameterSpec(f"layer{at}/weights", shape) for at, shape in enumerate(shapes)]
+    values = {spec.name: np.zeros(spec.shape, "float32") for spec in specs}
+    size = sum(value.nbytes for value in values.values())
+    token, sockets = create_token(), Sockets(servers, size // servers)
+    command = [sys.executable, "-m", "neondist", "serve", "ps"]
+    processes = [
+        subprocess.Popen(command, env=os.environ | {TOKEN: token}, stdout=subprocess.PIPE, text=True)
+        for _ in range(servers)
+    ]
+    addresses = [process.stdout.readline().split()[-1] for process in processes]
+    layouts = place(PSLoadBalancing().build(specs, servers), servers)
+    with ParameterClient(addresses, layouts, token, "0") as client:
+        client.initialize(values, nd.SGD(0.0), UpdateRule(sync=False))
+        client.pull(values)
+
+        def exchange():
+            client.push(values)
+            client.pull(values)
+
+        found = measure([sockets.exchange, exchange], rounds)
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    sockets.close()
+    return size, found
+
+
+def updates(optimizer, megabytes, rounds):
+    """Return the best seconds of an update in process, and of one as a server applies it."""
+    size = megabytes * 250_000
+    layout = place(PSLoadBalancing().build([ParameterSpec("weights", (size // 1000, 1000))], 1), 1)[0]
+    state = ServerState(layout.described(), describe_optimizer(optimizer))
+    values, gradient = np.zeros(size, "float32"), np.full(size, 1e-3, "float32")
+    slots, pushed = optimizer.slots(values), gradient.copy()
+
+    def update_here():
+        optimizer.update(values, gradient, slots, 1)
+
+    def update_on_server():
+        state.apply([PushedGradient("0", "0", 0, 0, 1.0, 1.0, None, {"float32": pushed}, {})])
+
+    update_on_server()  # makes the slots
+    return measure([update_here, update_on_server], rounds)
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    size, (plain, served) = traffic(given.megabytes, given.servers, given.rounds)
+    print(f"push and pull of {size / 1e6:.0f} MB, {given.servers} servers:")
+    print(f"  plain sockets {plain * 1e3:.0f} ms ({2 * size / plain / 1e9:.2f} GB/s)")
+    print(f"  servers {served * 1e3:.0f} ms ({2 * size / served / 1e9:.2f} GB/s): {plain / served:.2f}")
+    for optimizer in (nd.SGD(0.1), nd.SGD(0.1, momentum=0.9), nd.Adam(0.1)):
+        here, there = updates(optimizer, given.megabytes, given.rounds)
+        name = type(optimizer).__name__ + (" with momentum" if optimizer.slot_names == ("momentum",) else "")
+        print(f"update of {given.megabytes} MB, {name}:")
+        print(f"  in process {here * 1e3:.0f} ms, on a server {there * 1e3:.0f} ms: {there / here:.2f}")
+
+
+if __name__ == "__main__":
+    main()
