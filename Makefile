@@ -28,6 +28,7 @@ hunt: .venv/test
 	$(BIN)/python tools/random_graphs.py --jobs $(WORKERS) $(HUNT)
 	$(BIN)/python tools/random_modules.py --jobs $(WORKERS) $(HUNT)
 	$(BIN)/python tools/operator_samples.py --jobs $(WORKERS) $(HUNT)
+	$(BIN)/python tools/queue_histories.py --jobs $(WORKERS) $(HUNT)
 
 # hours, as root: jobs over three nodes of this machine that lose ranks, nodes and supervisors; LOSSES="--rounds 20 --seed 3"
 losses: .venv/test

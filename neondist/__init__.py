@@ -10,6 +10,7 @@ from .comm import ProcessGrid, loopback
 from .costs import BCE, MAE, MSE, Cost, CrossEntropy, Dice, DiceCE, Focal, Huber, SoftmaxCrossEntropy, SumSquared
 from .data import CIFAR10, MNIST, Dataset, HDF5Dataset, ImageFiles, Photographs, Split, Synthetic
 from .data.augment import Brightness, Contrast, Elastic, Flip, Noise, QuarterTurns, Shift, Transform
+from .data.records import RecordIOWriter
 from .errors import (
     ConfigError,
     DataError,
@@ -131,6 +132,7 @@ from .optim import (
     StepDecay,
     Warmup,
 )
+from .services import WAIT, Task, TaskQueue
 from .session import AutoDist, DistributedSession, LoadCheckpoint, StopAtStepHook, StopAtTimeHook
 from .strategies import ParameterSpec, Strategy
 from .train import Best, DebugHalo, FitExperiment, Hook, MLflow, TensorBoard, fit, pretrain
@@ -153,6 +155,7 @@ __all__ = [
     "ROCAUC",
     "SGD",
     "SSIM",
+    "WAIT",
     "Accuracy",
     "Activation",
     "ActivationLayer",
@@ -277,6 +280,7 @@ __all__ = [
     "RMSprop",
     "ReLU",
     "Recall",
+    "RecordIOWriter",
     "RectLin",
     "Reduction",
     "RemoteError",
@@ -301,6 +305,8 @@ __all__ = [
     "SumSquared",
     "Synthetic",
     "Tanh",
+    "Task",
+    "TaskQueue",
     "TaskSpec",
     "TaskSpecDef",
     "TensorBoard",

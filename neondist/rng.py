@@ -36,6 +36,11 @@ def key(*parts: int | str) -> int:
     return state
 
 
+def shuffled(samples: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of an epoch's samples (int, shape (samples,)), the same everywhere."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
+
+
 def uniform(stream: int, index: Any) -> Any:
     """Return float64 numbers in [0, 1), one for each entry of `index` (uint64, any shape)."""
     return (_bits(stream, namespace(index).asarray(index, np.uint64)) >> np.uint64(11)) * 2.0**-53

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..launcher.report import speaks
-from . import apply, bench, data, doctor, files, launch, options, plan, run, serve, submit, sweep
+from . import apply, bench, data, doctor, files, launch, options, plan, run, serve, submit, sweep, train, zoo
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
             at = words.index("--")
             words = [*words[:at], *map(options.word, words[at + 1 :])]
         words, script = launch.split_script(words)
-        found = super().parse_args(plain(words), namespace)
+        found = super().parse_args(train.of_model(plain(words)), namespace)
         found.words, found.script = words, script
         if script:
             found.stops = found.watched = False
@@ -44,10 +44,10 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
     # of `launch`, and of hosts that come and go
     top.set_defaults(resources=None, hosts_from=None, cool_down=None, wait=None, snapshot=None, source=None)
-    top.set_defaults(hosts=None, generation=None)
+    top.set_defaults(hosts=None, generation=None, num_ps=0)  # num_ps: of `train`; servers, 0 for a default
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, launch, submit, plan, apply, sweep, bench, serve, doctor, data, files):
+    for command in (run, train, launch, submit, plan, apply, sweep, bench, serve, doctor, data, files, zoo):
         command.add(commands)
     return top
 

@@ -1,4 +1,4 @@
-"""`neondist data`: download a data set, or convert one to HDF5."""
+"""`neondist data`: download a data set, convert one to HDF5, or write its records."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..console import emit
+from ..data.records import Mode, RecordIOWriter
+from ..errors import ConfigError
+from ..io.files import replacing
 from . import options
+from .definition import open_source
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
@@ -43,6 +49,14 @@ def add(commands: Any) -> None:
     one.add_argument("--compress", action="store_true", help="pack with gzip: smaller, slower to read")
     one.set_defaults(command=convert)
 
+    one = parts.add_parser("records", help="write records to a CSV or a RecordIO file", allow_abbrev=False)
+    one.add_argument("source", metavar="SOURCE", help="as `neondist train --training-data` takes it")
+    one.add_argument(
+        "--role", choices=[mode.value for mode in Mode], default="training", help="of a source with splits: which one"
+    )
+    one.add_argument("--to", type=options.file, metavar="FILE", required=True, help="ends in .csv or .recordio")
+    one.set_defaults(command=write_records)
+
 
 def download(arguments: argparse.Namespace) -> int:
     """Download the files, with a progress bar, and name them."""
@@ -56,6 +70,23 @@ def download(arguments: argparse.Namespace) -> int:
     for file in files:
         emit(file)
     emit(f"use them with dataset: !MNIST {{path: {arguments.to}}}")
+    return 0
+
+
+def write_records(arguments: argparse.Namespace) -> int:
+    """Write the records of a source."""
+    reader = open_source(arguments.source, Mode(arguments.role))
+    if arguments.to.suffix == ".csv":
+        with replacing(arguments.to) as file:
+            for number in range(len(reader)):
+                np.savetxt(file, reader.read([number])[0].reshape(1, -1), fmt="%.17g", delimiter=",")
+    elif arguments.to.suffix == ".recordio":
+        with RecordIOWriter(arguments.to) as records:
+            for number in range(len(reader)):
+                records.write(reader.read([number])[0])
+    else:
+        raise ConfigError(f"--to {arguments.to}: is neither .csv nor .recordio")
+    emit(f"{arguments.to}: {len(reader)} records")
     return 0
 
 

@@ -72,8 +72,14 @@ def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any
     return experiment
 
 
-def import_module(name: str) -> str:
+def import_module(name: str, option: str = "--import ") -> str:
     """Import a module by its dotted name, or a .py file by its path, and return its name; twice does nothing more.
+
+    Parameters
+    ----------
+    name : str
+    option : str
+        What messages begin with, before the name.
 
     Raises
     ------
@@ -81,14 +87,14 @@ def import_module(name: str) -> str:
         The module is not there, or fails while it is imported; the message says where.
     """
     with _ONE_AT_A_TIME:
-        return _import(name)
+        return _import(name, option)
 
 
-def _import(name: str) -> str:
+def _import(name: str, option: str) -> str:
     path = Path(name)
     is_file = path.suffix == ".py" or os.sep in name
     if is_file and not path.is_file():
-        raise ConfigError(f"--import {name}: no such file; give the path of a .py file, or a module's name")
+        raise ConfigError(f"{option}{name}: no such file; give the path of a .py file, or a module's name")
     try:
         if is_file:
             _import_file(path)
@@ -101,7 +107,7 @@ def _import(name: str) -> str:
             what = "no module of this name; give a module's name, or the path of a .py file"
         else:
             what = f"{_line(error)}{type(error).__name__}: {error}; a module must import without errors"
-        raise ConfigError(f"--import {name}: {what}") from error
+        raise ConfigError(f"{option}{name}: {what}") from error
     return path.stem if is_file else name
 
 

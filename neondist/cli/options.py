@@ -78,6 +78,13 @@ def positive(text: str) -> int:
     return number
 
 
+def not_negative(text: str) -> int:
+    """Read a whole number."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give 0 or more")
+    return int(text)
+
+
 def counts(text: str) -> list[int]:
     """Read '1,2,4'."""
     return [positive(word) for word in text.split(",")]

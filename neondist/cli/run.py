@@ -40,7 +40,7 @@ def add_options(one: argparse.ArgumentParser) -> None:
     )
     options.virtual(one)
     one.add_argument(
-        "--resume", nargs="?", default=False, const=True, type=_resume, metavar="auto",
+        "--resume", nargs="?", default=False, const=True, type=resume_mode, metavar="auto",
         help="continue from the checkpoint in the output directory; with auto, or begin where there is none",
     )  # fmt: skip
     one.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
@@ -96,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
         places = {"output": arguments.folder, "resolved": dump(experiment), "snapshot": arguments.snapshot or None}
         place = worker_place(os.environ) if experiment.server_strategy is not None else None
-        result = experiment.run(experiment.open_grid(world), **places, hooks=_hooks(arguments), **start, worker=place)
+        hooks = hooks_of(arguments)
+        result = experiment.run(experiment.open_grid(world), **places, hooks=hooks, **start, worker=place)
         if world.rank == 0:
             options.print_written(result.files)
         return result.stop.code if result.stop else 0
@@ -129,7 +130,8 @@ def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any
     return experiment
 
 
-def _hooks(arguments: argparse.Namespace) -> list[Hook]:
+def hooks_of(arguments: argparse.Namespace) -> list[Hook]:
+    """Return the hooks that show, watch and stop a run."""
     from ..train import DebugHalo, ProgressBar, StopOnSignal, TimeLimit
 
     watches = arguments.watchdog or new_watchdog(arguments, whole_process=False)
@@ -141,7 +143,8 @@ def _hooks(arguments: argparse.Namespace) -> list[Hook]:
     return found
 
 
-def _resume(text: str) -> bool | str:
+def resume_mode(text: str) -> bool | str:
+    """Read the value of --resume."""
     if text not in ("yes", "auto"):
         raise argparse.ArgumentTypeError(f"'{text}' cannot be used; give --resume or --resume auto")
     return text == "yes" or text

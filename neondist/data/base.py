@@ -50,6 +50,8 @@ class Dataset(Registered, ABC):
     """
 
     content: str = ""
+    needs_selection = True
+    """Whether `open` refuses data without a validation and a test split."""
     _kept: float | int | None = None  # for classes whose constructor does not call this one
     _shard: tuple[int, int] | None = None
     _grid: ProcessGrid | None = None  # that it was opened on
@@ -132,7 +134,7 @@ class Dataset(Registered, ABC):
                 samples = len(self.train)
                 first = samples - self.count_kept(samples)
                 self.train, self.validation = self.train.part(0, first), self.train.part(first, samples)
-            if len(self.splits) == 1:
+            if len(self.splits) == 1 and self.needs_selection:
                 raise DataError("dataset: has neither a validation nor a test split; give validation, such as 0.1")
             self._grid = grid
             if self._shard is not None:

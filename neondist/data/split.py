@@ -14,6 +14,7 @@ from ..errors import ShapeError
 from ..geometry import Box
 from ..io.hdf5 import checksum
 from ..lazy import LazyTile
+from ..rng import shuffled
 from .augment import AugmentedTile
 from .raw import normalised
 
@@ -24,6 +25,13 @@ class Tiles(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: Any, /) -> np.ndarray: ...
+
+
+class Sampler(Protocol):
+    """The order in which samples are trained, such as that of a queue of tasks."""
+
+    def order(self, epoch: int, /) -> np.ndarray:
+        """Return the order of an epoch's samples (int, shape (N,)), the same on every rank."""
 
 
 class Split:
@@ -45,6 +53,8 @@ class Split:
     ----------
     epoch : int
         That of the augmentation, if there is one; the training loop sets it.
+    sampler : Sampler, optional
+        Says the order of training; default: a permutation of the seed and the epoch.
 
     Raises
     ------
@@ -53,6 +63,7 @@ class Split:
     """
 
     epoch = 0
+    sampler: Sampler | None = None
     fill: float | None = None  # what `tiles` have instead of NaN
     _tile: AugmentedTile | None = None
 
@@ -107,6 +118,10 @@ class Split:
         part = copy(self)
         part.tiles, part.labels = (_Slice.of(samples, first, len(self), step) for samples in (self.tiles, self.labels))
         return part
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """Return the order in which an epoch trains the samples (int, shape (N,)), the same on every rank."""
+        return shuffled(len(self), seed, epoch) if self.sampler is None else self.sampler.order(epoch)
 
     def fingerprint(self) -> str:
         """Return what of this split is the same on all ranks, as text: its size, scale, and labels that are no maps."""

@@ -14,6 +14,8 @@ from .lock import FolderLock
 from .regular_file import open_regular
 
 CHECKPOINT = "checkpoint.h5"
+EVALUATIONS = "evaluations.jsonl"
+TASKS = "tasks.sqlite"
 BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
 COMPLETE = "complete.json"
@@ -34,6 +36,8 @@ FILES = (
     "filters_*.png",
     "stimuli_*.png",
     "metrics.jsonl",
+    EVALUATIONS,
+    f"{TASKS}*",
     CHECKPOINT,
     "checkpoint-*.h5",
     BEST,

@@ -86,7 +86,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     env = {**os.environ, TOKEN: token}
     fixed = getattr(strategy, "servers", None)
     with ExitStack() as stack:
-        count = fixed or min(shape.replicas, MOST_SERVERS)
+        count = arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
         servers = [stack.enter_context(_process(["neondist", "serve", "ps"], env, True)) for _ in range(count)]
         addresses = tuple(_address(server) for server in servers)
         workers = []

@@ -1,1 +1,5 @@
-"""Services of a job whose workers come and go: parameter servers, and the layer over which services are called."""
+"""Services of a job whose workers come and go: the queue of tasks, parameter servers, and calls between processes."""
+
+from .queue import WAIT, Task, TaskQueue
+
+__all__ = ["WAIT", "Task", "TaskQueue"]

@@ -163,8 +163,13 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     if isinstance(optimizer, Optimizer):
         arguments = {name: value for name, value in optimizer.arguments().items() if name != "schedule"}
         return {"kind": "neondist", "name": type(optimizer).__name__, "arguments": arguments}
+    import torch
+
     from ..torch.by_name import TorchOptimizer
 
+    if isinstance(optimizer, TorchOptimizer) and not isinstance(optimizer.found, type):
+        # a function of parameters: weights and a bias show whether it makes groups of them
+        optimizer = optimizer.made([torch.nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,))])
     if isinstance(optimizer, TorchOptimizer):
         found, arguments = optimizer.found, dict(optimizer.given)
     else:

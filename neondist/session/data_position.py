@@ -11,7 +11,7 @@ import numpy as np
 from ..data import Dataset
 from ..errors import ConfigError
 from ..models import TrainableModel
-from ..train.loop import close_epoch, losses_so_far, order, set_schedule
+from ..train.loop import close_epoch, losses_so_far, set_schedule
 from ..train.state import Record
 from .state import SessionState
 
@@ -48,7 +48,7 @@ class DataPosition:
     def parts(self) -> list[tuple[int, np.ndarray]]:
         """Return what is left of the epoch: samples of each batch over all replicas, and the numbers of this rank's."""
         state, grid = self.state, self.state.grid
-        numbers = order(len(self.dataset.train), self.seed, state.epoch)
+        numbers = self.dataset.train.order(self.seed, state.epoch)
         starts = range(state.samples_seen, state.samples, self.batch_size)
         sizes = [min(self.batch_size, state.samples - start) for start in starts]
         if self.own_shards:

@@ -27,6 +27,10 @@ def metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np
     """Return labels as metrics take them: NaN, for which those have no number, where they cannot judge by them."""
     found = channels_last(labels) if pytree.tree_leaves(labels)[0].dim() == y.ndim else labels
     found = np.asarray(pytree.tree_leaves(found)[0])
+    if found.shape == (*y.shape[:-1], 1) != y.shape:
+        found = found[..., 0]
+    if found.shape == y.shape[:-1] and found.dtype.kind == "f" and (found == np.floor(found)).all():
+        found = found.astype(np.int64)
     of_classes = found.shape == y.shape[:-1] and found.dtype.kind in "iu"
     known = found if ignored is None else found[found != ignored]
     if found.shape == y.shape or (of_classes and known.min(initial=0) >= 0 and known.max(initial=0) < y.shape[-1]):

@@ -132,7 +132,7 @@ class ModulePlan:
 
     @property
     def first_window(self) -> None:
-        """A module has no layers whose views could be drawn."""
+        """None: a module has no layers whose views could be drawn."""
 
     @property
     def thinnest(self) -> int:

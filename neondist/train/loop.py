@@ -89,15 +89,10 @@ def train_loop(
         raise
 
 
-def order(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of an epoch's samples (int, shape (samples,)), the same on every rank."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
-
-
 def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     """Train what is left of the epoch, or until a hook sets `run.stop`."""
     model, split = run.model, run.dataset.train
-    samples, split.epoch = order(len(split), seed, run.epoch), run.epoch
+    samples, split.epoch = split.order(seed, run.epoch), run.epoch
     model.begin_epoch(run.epoch, run.samples_seen)
     losses = losses_so_far(run)
     totals, start = run.totals, time.perf_counter() - run.totals.seconds

@@ -126,8 +126,9 @@ def headline(run: TrainState) -> str:
     done = f", from epoch {run.epoch}" if run.epoch else ""
     done += f", {run.samples_seen} samples into the next" if run.samples_seen else ""
     *others, last = [f"{len(split)} {_WORDS.get(name, name)}" for name, split in run.dataset.splits.items()]
+    samples = f"{', '.join(others)} and {last}" if others else last
     return (
-        f"{run.model} on {ranks}: {', '.join(others)} and {last} samples of"
+        f"{run.model} on {ranks}: {samples} samples of"
         f" {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{done}"
     )
 

@@ -1,0 +1,93 @@
+"""From the words of a command to an experiment: a model-definition file, and the records that it is trained on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import load_experiment
+from ..console import say
+from ..data.records import Mode, RecordReader, Samples, open_records, record_dataset
+from ..data.records.arrays import SplitRecords
+from ..data.records.base import Users
+from ..errors import ConfigError
+from ..launcher.workers import SERVERS
+from .experiment import import_module
+
+if TYPE_CHECKING:
+    from ..torch.definition import ModelDefinition
+
+
+def tiles(text: str) -> tuple[int, int]:
+    """Read '2x1'."""
+    found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"'{text}' is no division into tiles; give ROWSxCOLUMNS, such as 2x1")
+    return int(found[1]), int(found[2])
+
+
+def load_definition(path: str) -> ModelDefinition:
+    """Return the definition of a file; ConfigError if the file cannot be imported, or lacks something."""
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such file; give the path of a model-definition file")
+    name = import_module(path, "")
+    from ..torch.definition import ModelDefinition
+
+    return ModelDefinition(sys.modules[name], path)
+
+
+def open_source(source: str, mode: Mode) -> RecordReader:
+    """Return the reader of a file or a table, or of a data set as YAML names it, such as '!MNIST {}'."""
+    if source.startswith("!"):
+        import neondist.train  # noqa: F401  registers the classes that a text may name
+
+        return SplitRecords(source, load_experiment(source, text=source, top="Dataset"), mode.value)
+    return open_records(source, mode.value)
+
+
+def reader_of(definition: ModelDefinition, source: str, mode: Mode) -> RecordReader:
+    """Return the reader of a source: the user's own, or that of the source's kind."""
+    own = definition.custom_reader(source)
+    return open_source(source, mode) if own is None else Users(source, own)
+
+
+def samples_of(definition: ModelDefinition, source: str, mode: Mode, skip_bad: bool, speaks: bool = True) -> Samples:
+    """Return the samples that feed makes of a source's records, without bad ones if `skip_bad`."""
+    reader = reader_of(definition, source, mode)
+    bad = reader.find_bad() if skip_bad else []
+    if bad and speaks:
+        say("\n  ".join([f"{reader.name}: {len(bad)} bad records are left out:", *(what for _, what in bad[:20])]))
+    return Samples(reader, definition.feed(), mode, [number for number, _ in bad])
+
+
+def experiment_of(
+    definition: ModelDefinition,
+    arguments: argparse.Namespace,
+    training: str,
+    validation: str | None,
+    speaks: bool = True,
+) -> Any:
+    """Return the experiment that trains, or judges, the model of a definition."""
+    from ..train import FitExperiment
+
+    skip = arguments.skip_bad_records
+    judged = None if validation is None else samples_of(definition, validation, Mode.EVALUATION, skip, speaks)
+    if training == validation and judged is not None:
+        trained = judged
+    else:
+        trained = samples_of(definition, training, Mode.TRAINING, skip, speaks)
+    (rows, cols), alone = arguments.tiles, SERVERS in os.environ  # other workers are jobs of their own
+    return FitExperiment(
+        record_dataset(trained, judged),
+        definition.model(arguments.seed),
+        batch_size=arguments.minibatch_size,
+        epochs=arguments.num_epochs,
+        grid={"replicas": 1 if alone else arguments.num_workers, "rows": rows, "cols": cols},
+        metrics=definition.metrics(),
+        strategy=arguments.strategy,
+        checkpoint={"every_steps": arguments.checkpoint_steps} if arguments.checkpoint_steps else None,
+    )

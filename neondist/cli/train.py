@@ -1,0 +1,296 @@
+"""`neondist train MODEL.py`, and evaluate, predict and check of such a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..comm import ProcessGrid, Transport, all_or_none
+from ..console import emit
+from ..data.records import Mode
+from ..errors import ConfigError, UserError
+from ..io.output import CHECKPOINT, WEIGHTS
+from ..launcher.ranks import on_ranks
+from ..launcher.workers import check_workers, run_workers, worker_place
+from ..strategies import PSLoadBalancing
+from . import options
+from .definition import experiment_of, load_definition, samples_of, tiles
+from .run import hooks_of, resume_mode
+
+STRATEGIES = ("Local", "AllreduceStrategy", "ParameterServerStrategy")
+OF_MODELS = {"evaluate": "evaluate-model", "predict": "predict-model", "check": "check-model"}
+"""Commands that take a model-definition file, or an experiment; and what the parser calls them for the former."""
+
+
+def add(commands: Any) -> None:
+    """Say what can be typed."""
+    one = commands.add_parser("train", help="train what a model-definition file describes", allow_abbrev=False)
+    _file(one)
+    one.add_argument("--training-data", required=True, metavar="F", help=_DATA)
+    one.add_argument("--validation-data", metavar="F", help="records that judge the model after every epoch")
+    _model_options(one)
+    one.add_argument("--num-epochs", type=options.positive, default=1, metavar="N")
+    one.add_argument("--num-workers", type=options.positive, default=1, metavar="N", help="replicas (default 1)")
+    one.add_argument("--num-ps", type=options.not_negative, default=0, metavar="N", help="parameter servers")
+    one.add_argument(
+        "--tiles", type=tiles, default=(1, 1), metavar="RxC", help="tiles of an image in each replica (default 1x1)"
+    )
+    one.add_argument("--distribution-strategy", choices=STRATEGIES, default="Local")
+    one.add_argument("--use-async", action="store_true", help="servers apply each gradient at once")
+    one.add_argument("--grads-to-wait", type=options.positive, default=1, metavar="N")
+    one.add_argument("--sync-version-tolerance", type=options.not_negative, default=0, metavar="N")
+    one.add_argument("--lr-staleness-modulation", action="store_true")
+    one.add_argument("--num-minibatches-per-task", type=options.positive, default=8, metavar="N", help="(default 8)")
+    one.add_argument(
+        "--evaluation-steps", type=options.not_negative, default=0, metavar="N",
+        help="judge the validation data every N steps too (default 0: after epochs alone)",
+    )  # fmt: skip
+    one.add_argument(
+        "--checkpoint-steps", type=options.not_negative, default=0, metavar="N",
+        help="write a checkpoint every N steps (default 0: every epoch)",
+    )  # fmt: skip
+    one.add_argument("--checkpoint-dir", type=options.path, metavar="D", help="folder of the run (default --output)")
+    one.add_argument(
+        "--output", type=options.path, metavar="D",
+        help="where checkpoint.h5 and weights.safetensors are at the end (default runs/NAME OF THE FILE)",
+    )  # fmt: skip
+    one.add_argument(
+        "--resume", nargs="?", default=False, const=True, type=resume_mode, metavar="auto",
+        help="continue from the checkpoint in the folder of the run; with auto, or begin where there is none",
+    )  # fmt: skip
+    one.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+    options.ranks(one, argparse.SUPPRESS)  # -n is that of a worker in a job of its own
+    one.set_defaults(
+        command=train, stops=True, watched=True, strategy=None, virtual=None, time_limit=None, debug_halo=False
+    )
+
+    one = _of_model(commands, "evaluate")
+    one.add_argument("--validation-data", required=True, metavar="F", help=_DATA)
+    _checkpoint(one)
+    one.set_defaults(command=evaluate)
+
+    one = _of_model(commands, "predict")
+    one.add_argument("--prediction-data", required=True, metavar="F", help=_DATA)
+    _checkpoint(one)
+    one.add_argument("--output", type=options.path, metavar="Y.npy", help="also write the outputs of all records here")
+    one.set_defaults(command=predict)
+
+    one = _of_model(commands, "check")
+    one.add_argument("--training-data", metavar="F", help="records to feed: also check shapes, and print the plan")
+    one.set_defaults(command=check)
+
+
+def of_model(words: list[str]) -> list[str]:
+    """Return the words with the command that takes a model-definition file, if they name one."""
+    if words and words[0] in OF_MODELS and any(word.endswith(".py") for word in _operands(words[1:])):
+        return [OF_MODELS[words[0]], *words[1:]]
+    return words
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train in this process, or on the replicas and tiles that are asked for."""
+    _settle(arguments)
+
+    def prepare(world: Transport, ranks: int) -> tuple[Any, Any]:
+        from ..io.output import prepare as prepare_folder
+
+        with all_or_none(world):
+            definition = load_definition(arguments.file)
+            data = arguments.training_data, arguments.validation_data
+            experiment = experiment_of(definition, arguments, *data, speaks=world.rank == 0)
+            experiment.validate(ranks)
+            check_workers(arguments, experiment, ranks)
+        prepare_folder(world, arguments.folder, arguments.resume, arguments.overwrite)
+        return definition, experiment
+
+    def work(world: Transport, prepared: tuple[Any, Any]) -> int:
+        definition, experiment = prepared
+        hooks = [*_extra_hooks(arguments, experiment), *definition.callbacks()]
+        result = experiment.run(
+            experiment.open_grid(world),
+            output=arguments.folder,
+            resume=arguments.resume,
+            overwrite=arguments.overwrite,
+            hooks=[*hooks_of(arguments), *hooks],
+            worker=worker_place(os.environ) if experiment.server_strategy is not None else None,
+        )
+        if world.rank == 0:
+            options.print_written([*result.files, *_exported(arguments)])
+        return result.stop.code if result.stop else 0
+
+    def elsewhere(prepared: tuple[Any, Any]) -> int | None:
+        return run_workers(arguments, prepared[1])
+
+    return on_ranks(arguments, prepare, work, elsewhere)
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Print the loss and the metrics of a checkpoint as one line of JSON."""
+    from ..train import evaluate_checkpoint
+
+    definition = load_definition(arguments.file)
+    experiment = experiment_of(definition, arguments, arguments.validation_data, arguments.validation_data)
+    found = evaluate_checkpoint(experiment, _file_of(arguments.checkpoint), ProcessGrid.serial(), "validation")
+    emit(json.dumps(found))
+    return 0
+
+
+def predict(arguments: argparse.Namespace) -> int:
+    """Hand the outputs for all records, in their order, to PredictionOutputsProcessor, or write them."""
+    from ..train.inference.records import predictions
+
+    definition = load_definition(arguments.file)
+    processor = definition.processor()
+    if processor is None and arguments.output is None:
+        raise ConfigError(f"{arguments.file}: has no PredictionOutputsProcessor; define one, or give --output Y.npy")
+    samples = samples_of(definition, arguments.prediction_data, Mode.PREDICTION, arguments.skip_bad_records)
+    model, kept, count = definition.model(arguments.seed), [], 0
+    for outputs in predictions(model, samples, arguments.minibatch_size, _file_of(arguments.checkpoint)):
+        count += len(outputs)
+        if processor is not None:
+            _process(arguments.file, processor, outputs)
+        if arguments.output is not None:
+            kept.append(outputs)
+    if arguments.output is not None:
+        from ..io.files import replacing
+
+        with replacing(Path(arguments.output)) as file:
+            np.save(file, np.concatenate(kept))
+    emit(f"predicted: {count} records")
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Say what the file has; with records, print the plan of the model."""
+    definition = load_definition(arguments.file)
+    definition.metrics()
+    definition.model(arguments.seed)
+    if arguments.training_data is None:
+        emit(f"{arguments.file}: has all that training needs; give --training-data to check feed, and the model's plan")
+        return 0
+    from ..rich_console import Console
+    from ..train import describe
+
+    experiment = experiment_of(definition, arguments, arguments.training_data, None)
+    Console(soft_wrap=True).print(describe(experiment, 1))
+    return 0
+
+
+# Inner.
+
+_FLAGS = "--force", "--skip-bad-records", "--classes", "--probabilities", "--raw", "--overwrite"
+_DATA = "CSV, RecordIO, a folder of those, FILE.h5[:ARRAY], a table as SQLAlchemy's URL#TABLE, or '!MNIST {}'"
+
+
+def _operands(words: list[str]) -> list[str]:
+    """Return the words that are neither options nor the values of options."""
+    before = ["", *words]
+    is_value = [word.startswith("-") and "=" not in word and word not in _FLAGS for word in before]
+    return [word for word, value in zip(words, is_value, strict=False) if not (value or word.startswith("-"))]
+
+
+def _settle(arguments: argparse.Namespace) -> None:
+    """Find contradictions of the options, and set ranks and the folder of the run."""
+    rows, cols = arguments.tiles
+    ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy
+    if strategy == "ParameterServerStrategy":
+        arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
+        if arguments.grads_to_wait not in (1, arguments.num_workers):
+            raise ConfigError("--grads-to-wait: synchronous updates wait for all workers; leave it out")
+        if arguments.num_ps and not arguments.use_async:
+            raise ConfigError("--num-ps: without --use-async, the workers themselves own the parameters; leave it out")
+        if arguments.use_async and arguments.num_workers == 1:
+            raise ConfigError("--use-async: is for several workers; give --num-workers")
+    else:
+        for name in ("num_ps", "use_async"):
+            if getattr(arguments, name):
+                raise ConfigError(f"--{name.replace('_', '-')} is for ParameterServerStrategy; leave it out")
+    for name in ("sync_version_tolerance", "lr_staleness_modulation"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is not available yet; leave it out")
+    if strategy == "Local" and ranks > 1:
+        raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
+    if arguments.evaluation_steps and arguments.validation_data is None:
+        raise ConfigError("--evaluation-steps needs --validation-data")
+    place = worker_place(os.environ)
+    if place is not None:
+        ranks //= arguments.num_workers
+    arguments.ranks = ranks if ranks > 1 else None
+    if arguments.checkpoint_dir is not None and (place is None or place.index == 0):
+        arguments.folder = Path(arguments.checkpoint_dir)
+
+
+def _extra_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:
+    from ..train.callbacks.evaluations import Evaluations
+    from ..train.callbacks.local_tasks import LocalTasks
+
+    found: list[Any] = []
+    if arguments.distribution_strategy == "Local":
+        records = arguments.minibatch_size * arguments.num_minibatches_per_task
+        found.append(LocalTasks(arguments.folder, records, arguments.training_data))
+    if arguments.evaluation_steps:
+        found.append(Evaluations(arguments.folder, arguments.evaluation_steps, experiment.metrics))
+    return found
+
+
+def _exported(arguments: argparse.Namespace) -> list[Path]:
+    """Copy the results to --output, where the run has another folder."""
+    if arguments.output is None or Path(arguments.output) == arguments.folder:
+        return []
+    target = Path(arguments.output)
+    target.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name in (CHECKPOINT, WEIGHTS):
+        if (arguments.folder / name).is_file():
+            written.append(Path(shutil.copyfile(arguments.folder / name, target / name)))
+    return written
+
+
+def _file_of(checkpoint: str) -> Path:
+    path = Path(checkpoint)
+    return path / CHECKPOINT if path.is_dir() else path
+
+
+def _process(file: str, processor: Any, outputs: np.ndarray) -> None:
+    try:
+        processor.process(outputs, 0)
+    except UserError:
+        raise
+    except Exception as error:
+        what = f"PredictionOutputsProcessor.process failed: {type(error).__name__}: {error}"
+        raise ConfigError(f"{file}: {what}") from error
+
+
+def _of_model(commands: Any, command: str) -> argparse.ArgumentParser:
+    one: argparse.ArgumentParser = commands.add_parser(
+        OF_MODELS[command], prog=f"neondist {command}", allow_abbrev=False
+    )
+    _file(one)
+    _model_options(one)
+    one.set_defaults(num_workers=1, tiles=(1, 1), num_epochs=1, checkpoint_steps=0, strategy=None)
+    return one
+
+
+def _file(one: argparse.ArgumentParser) -> None:
+    one.add_argument("file", type=options.path, metavar="MODEL.py", help="the model-definition file")
+
+
+def _model_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument(
+        "--minibatch-size", type=options.positive, default=64, metavar="N", help="records of a worker (default 64)"
+    )
+    one.add_argument("--seed", type=options.not_negative, default=0, metavar="N", help="of weights and order")
+    one.add_argument("--skip-bad-records", action="store_true", help="leave out records that cannot be read; list them")
+
+
+def _checkpoint(one: argparse.ArgumentParser) -> None:
+    one.add_argument(
+        "--checkpoint", "--checkpoint-dir", type=options.path, required=True, metavar="FILE|D",
+        help="checkpoint.h5 of a training, or its folder",
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""`neondist zoo init`: a first model-definition project."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..console import emit
+from ..errors import OutputError
+from ..io.files import make_folder, write_text
+from ..io.regular_file import read_bytes
+from . import options
+
+_README = """\
+# A model-definition project of neondist
+
+`model.py` has a PyTorch model, its loss, its optimiser, and `feed`, which makes features and labels of records.
+
+    neondist check model.py
+    neondist data records '!MNIST {}' --to train.csv
+    neondist data records '!MNIST {}' --role prediction --to test.csv
+    neondist train model.py --training-data train.csv --validation-data test.csv --num-epochs 3 --output run
+    neondist train model.py --training-data train.csv --distribution-strategy AllreduceStrategy --num-workers 2
+    neondist evaluate model.py --validation-data test.csv --checkpoint run
+    neondist predict model.py --prediction-data test.csv --checkpoint run
+"""
+
+
+def add(commands: Any) -> None:
+    """Say what can be typed."""
+    top = commands.add_parser("zoo", help="write a model-definition project")
+    parts = top.add_subparsers(required=True, metavar="WHAT")
+    one = parts.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
+    one.add_argument("project", type=options.file, nargs="?", default=Path("."), metavar="DIR", help="(default: here)")
+    one.set_defaults(command=init)
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Write the files; nothing that is there is replaced."""
+    template = read_bytes(Path(__file__).with_name("model_definition.txt")).decode()
+    texts = {"model.py": template, "README.md": _README}
+    for name in texts:
+        if (arguments.project / name).exists():
+            raise OutputError(f"{arguments.project / name}: exists already; choose another folder")
+    make_folder(arguments.project)
+    for name, text in texts.items():
+        write_text(arguments.project / name, text)
+        emit(arguments.project / name)
+    return 0

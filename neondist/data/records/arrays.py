@@ -1,0 +1,83 @@
+"""Records in an array of an HDF5 file, and in a split of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ...comm import ProcessGrid
+from ...errors import DataError
+from ...io.hdf5 import array_names, faults, find, open_file
+from ..base import Dataset, Split
+from .base import RecordReader
+
+
+class HDF5Records(RecordReader):
+    """Entries of an array of an HDF5 file along its first axis.
+
+    Parameters
+    ----------
+    path : path
+    array : str
+    """
+
+    def __init__(self, path: Path, array: str) -> None:
+        super().__init__(f"{path}:{array}")
+        self.path, self.array = path, array
+        self._file = open_file(path)
+        with faults(path):
+            found = find(self._file, array)
+            if found is None or not getattr(found, "shape", ()) or found.dtype.kind not in "iufb":
+                names = ", ".join(array_names(self._file)) or "none"
+                raise DataError(f"{path}: has no array of numbers '{array}' with records along an axis; it has {names}")
+            self._records = found
+
+    def __len__(self) -> int:
+        return int(self._records.shape[0])
+
+    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Return entries by their numbers."""
+        with faults(self.path):
+            return [np.asarray(self._records[number]) for number in numbers]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class SplitRecords(RecordReader):
+    """Samples of a data set: values of an image as they are stored, (H, W, C) in row-major order, then the target's.
+
+    Parameters
+    ----------
+    name : str
+    dataset : Dataset
+    role : {'training', 'evaluation', 'prediction'}
+        Training: the training split. Otherwise the validation split, or else the test split; for prediction the other
+        way about.
+    """
+
+    def __init__(self, name: str, dataset: Dataset, role: str) -> None:
+        super().__init__(name)
+        self._dataset = dataset
+        dataset.open(ProcessGrid.serial())
+        order = {"training": ["train"], "evaluation": ["validation", "test"], "prediction": ["test", "validation"]}
+        splits = [dataset.splits[split] for split in order[role] if split in dataset.splits]
+        if not splits:
+            raise DataError(f"{name}: the data set has no split for {role}")
+        self._split: Split = splits[0]
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Return samples by their numbers."""
+        index = np.asarray(numbers, np.intp)
+        images, targets = np.asarray(self._split.tiles[index]), np.asarray(self._split.targets(index))
+        return [np.append(x.ravel(), t.ravel()) for x, t in zip(images, targets, strict=True)]
+
+    def close(self) -> None:
+        """Close the data set."""
+        self._dataset.close()

@@ -1,0 +1,89 @@
+"""Records in a table of a database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import DataError, MissingPackageError
+from .base import BadRecord, RecordReader
+
+
+class TableRecords(RecordReader):
+    """Rows of a table, which is read whole, in the order of its primary key, or else as the database gives them.
+
+    A row of numbers is an array of float64; any other, an array of text.
+
+    Parameters
+    ----------
+    url : str
+        SQLAlchemy's, followed by #TABLE where the database has several.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        try:
+            import sqlalchemy
+        except ImportError as error:
+            raise MissingPackageError(f"{url}: needs SQLAlchemy; pip install 'neondist[tables]'") from error
+        address, _, table = url.partition("#")
+        self._rows: list[Any] = []
+        try:
+            engine = sqlalchemy.create_engine(address)
+            self.name = f"{engine.url.render_as_string(hide_password=True)}{'#' if table else ''}{table}"
+            if engine.url.get_backend_name() == "sqlite":
+                self._require_file(engine.url.database)
+            with engine.connect() as connection:
+                found = self._table(sqlalchemy, engine, table)
+                self.columns = [column.name for column in found.columns]
+                query = sqlalchemy.select(found).order_by(*found.primary_key.columns)
+                self._rows = [tuple(row) for row in connection.execute(query)]
+            engine.dispose()
+        except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+            raise DataError(f"{self.name}: cannot be read ({str(error).splitlines()[0]})") from error
+        if not self._rows:
+            raise DataError(f"{self.name}: has no rows")
+        self._text = not all(_number(value) for value in self._rows[0])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Return rows by their numbers."""
+        return [self._row(number) for number in numbers]
+
+    def _row(self, number: int) -> np.ndarray:
+        row = self._rows[number]
+        if self._text:
+            return np.array([str(value) for value in row])
+        for name, value in zip(self.columns, row, strict=True):
+            if not _number(value):
+                raise BadRecord(number, f"{self.name}: row {number}: column {name}: {value!r} is no number")
+        return np.array(row, np.float64)
+
+    def _require_file(self, path: str | None) -> None:
+        from pathlib import Path
+
+        if path in (None, "", ":memory:") or not Path(str(path)).is_file():
+            raise DataError(f"{self.name}: there is no database {path}; correct the URL")
+
+    def _table(self, sqlalchemy: Any, engine: Any, table: str) -> Any:
+        names = sqlalchemy.inspect(engine).get_table_names()
+        if not table and len(names) == 1:
+            table = names[0]
+        if table not in names:
+            has = f"the database has {', '.join(names) or 'none'}"
+            if not table:
+                raise DataError(f"{self.name}: name a table, as URL#TABLE; {has}")
+            raise DataError(f"{self.name}: there is no table '{table}'; {has}")
+        return sqlalchemy.Table(table, sqlalchemy.MetaData(), autoload_with=engine)
+
+
+def _number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, str | bytes)

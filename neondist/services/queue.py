@@ -1,0 +1,356 @@
+"""The queue of tasks: ranges of records that workers train, evaluate or predict, in a SQLite database."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..registry.ranges import choice, integer, real
+from ..rng import shuffled
+from .database import Database, Piece
+
+KINDS = ("training", "evaluation", "prediction")
+
+
+class _Wait(Enum):
+    WAIT = "wait"
+
+    def __repr__(self) -> str:
+        return "nd.WAIT"
+
+
+WAIT: Final = _Wait.WAIT
+"""The answer of `TaskQueue.get` while all remaining tasks are in progress: ask again later."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A range of the records of an epoch, leased to one worker.
+
+    Attributes
+    ----------
+    id : int
+        Unique in the queue; a range that is handed out again has another one.
+    epoch : int
+        From 0; of evaluation and prediction the round.
+    start, end : int
+        Positions in the epoch's order.
+    kind : {'training', 'evaluation', 'prediction'}
+    indices : ndarray of int64
+        Numbers of the records at these positions, without those that are left out.
+    positions : ndarray of int64
+        Positions of `indices`.
+    """
+
+    id: int
+    epoch: int
+    start: int
+    end: int
+    kind: str
+    indices: np.ndarray = field(compare=False, repr=False)
+    positions: np.ndarray = field(compare=False, repr=False)
+
+    def minibatches(self, size: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield the positions before and after each minibatch, and the numbers of its records.
+
+        Whoever has the range, minibatches of one size are the same: (epoch, position) names one among all of the job.
+        """
+        for first in range(self.start, self.end, size):
+            upto = min(first + size, self.end)
+            records = self.indices[(first <= self.positions) & (self.positions < upto)]
+            if len(records):
+                yield first, upto, records
+
+
+class TaskQueue:
+    """Tasks over the records of a data set, handed out to any number of workers.
+
+    An epoch's order is a function of the seed and the epoch alone. A worker that is lost, or whose lease ends, gives
+    its tasks back from the first record that was not applied. All state is in the database: opening the same path goes
+    on. Methods may be called from several threads and processes.
+
+    Parameters
+    ----------
+    path : path
+        The SQLite database, made if it is missing.
+    records : int
+        Records of the data set.
+    records_per_task : int
+    epochs : int
+        Rounds of training tasks. Opening with more continues a queue that is done.
+    seed : int
+    shuffle : bool
+        Training order: a permutation for each epoch, or that of the data set.
+    lease : float
+        Seconds that a worker has between two signs of life: `get`, `applied`, or `heartbeat`.
+    retries : int
+        The failure of a record that stops the job, or with `skip_bad_records` takes the record out.
+    clock : callable
+        Returns seconds; the same clock whenever the queue is opened.
+    source : str
+        Name of the data set in messages.
+    skip_bad_records : bool
+        Leave out records that have failed `retries` times, instead of stopping; `skipped` lists them.
+
+    Raises
+    ------
+    ConfigError
+        An argument is out of range, the file is no queue, or was made with other arguments.
+
+    Examples
+    --------
+    >>> queue = nd.TaskQueue("tasks.sqlite", records=1000, records_per_task=64)  # doctest: +SKIP
+    >>> while (task := queue.get("worker 0")) is not None:  # doctest: +SKIP
+    ...     train(task.indices)
+    ...     queue.report(task.id)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        records: int,
+        records_per_task: int,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        lease: float = 60.0,
+        retries: int = 3,
+        clock: Callable[[], float] = time.time,
+        *,
+        source: str = "the data set",
+        skip_bad_records: bool = False,
+    ) -> None:
+        self.records = integer("records", records, 1)
+        self.records_per_task = integer("records_per_task", records_per_task, 1)
+        self.epochs, self.seed, self.shuffle = integer("epochs", epochs, 1), integer("seed", seed, 0), bool(shuffle)
+        self.lease, self.retries = real("lease", lease, 0.0, open_low=True), integer("retries", retries, 1)
+        self.source, self.skip_bad_records, self._clock = source, bool(skip_bad_records), clock
+        names = "records", "records_per_task", "seed", "shuffle"
+        self._base = Database(Path(path), {name: int(getattr(self, name)) for name in names})
+        self.order = lru_cache(maxsize=2)(self._order)
+
+    def get(self, worker: str, kind: str = "training") -> Task | Literal[_Wait.WAIT] | None:
+        """Lease the next task to a worker.
+
+        Returns
+        -------
+        Task, nd.WAIT or None
+            WAIT: all tasks that are not done are in progress, and one may come back. None: all are done.
+
+        Raises
+        ------
+        ConfigError
+            A record has failed too often; the message names the data set and the record.
+        """
+        choice("kind", kind, KINDS)
+        with self._base.transaction():
+            self._expire()
+            if stopped := self._base.verdict():
+                raise ConfigError(stopped)
+            piece = self._base.first_todo(kind)
+            while piece is None and self._begin_round(kind):
+                piece = self._base.first_todo(kind)
+            if piece is None:
+                return WAIT if self._base.held(kind=kind) else None
+            self._base.lease(piece.id, str(worker), self._clock() + self.lease)
+            skipped = [number for number, _ in self._base.skipped()] if kind == "training" else []
+        positions = np.arange(piece.start, piece.end)
+        positions = positions[~np.isin(self._numbers(piece)[positions], skipped)]
+        indices = self._numbers(piece)[positions]
+        return Task(piece.id, piece.epoch, piece.start, piece.end, kind, indices, positions)
+
+    def applied(self, task_id: int, upto: int) -> bool:
+        """Credit a task's records before a position, whose effect is in the weights, and extend its lease.
+
+        Parameters
+        ----------
+        task_id : int
+        upto : int
+            Position in the epoch's order, at most the task's `end`.
+
+        Returns
+        -------
+        bool
+            False: the lease is over; the work is not credited, and another worker may have the range.
+        """
+        with self._base.transaction():
+            piece = self._leased(task_id)
+            if piece is None:
+                return False
+            if not piece.start <= upto <= piece.end:
+                raise ConfigError(f"upto: {upto} is outside of task {task_id}, {piece.start} to {piece.end}")
+            self._base.credit(piece.id, max(upto, piece.applied), self._clock() + self.lease)
+            return True
+
+    def report(self, task_id: int, ok: bool = True, error: str | None = None, record: int | None = None) -> bool:
+        """End a task: all of it is applied, or it failed and what was not applied is handed out again.
+
+        Parameters
+        ----------
+        task_id : int
+        ok : bool
+        error : str, optional
+            The reason of a failure.
+        record : int, optional
+            The record that failed, default the first one that was not applied.
+
+        Returns
+        -------
+        bool
+            False: the lease is over, and the report changes nothing.
+
+        Raises
+        ------
+        ConfigError
+            The same record has failed `retries` times; the message names the data set and the record.
+        """
+        with self._base.transaction():
+            piece = self._leased(task_id)
+            if piece is None:
+                return False
+            if ok or piece.state == "done":
+                self._base.credit(piece.id, piece.end, self._clock())
+                return True
+            stopped = self._fail(piece, error or "no reason given", record)
+        if stopped:
+            raise ConfigError(stopped)
+        return True
+
+    def heartbeat(self, worker: str) -> None:
+        """Extend the leases of all tasks that a worker has."""
+        with self._base.transaction():
+            self._expire()
+            for piece in self._base.held(worker=str(worker)):
+                self._base.credit(piece.id, piece.applied, self._clock() + self.lease)
+
+    def lost(self, worker: str) -> None:
+        """Take back all tasks of a worker, from the first record that was not applied."""
+        with self._base.transaction():
+            for piece in self._base.held(worker=str(worker)):
+                self._base.split(piece, [(piece.applied, piece.end)])
+
+    def restart(self, kind: str, records: int | None = None) -> None:
+        """Begin another round of evaluation or prediction tasks, over so many records (default those of the queue)."""
+        choice("kind", kind, KINDS[1:])
+        count = self.records if records is None else integer("records", records, 1)
+        with self._base.transaction():
+            self._base.end_round(kind)
+            self._add_round(kind, self._base.rounds(kind), count)
+
+    def restore(self, credits: Iterable[tuple[int, int, int]]) -> None:
+        """Let the training tasks be those that restored weights lack; all leases end.
+
+        Parameters
+        ----------
+        credits : iterable of (epoch, start, upto)
+            Ranges of the order of epochs whose records are in the weights.
+        """
+        done: dict[int, list[tuple[int, int]]] = {}
+        for epoch, start, upto in credits:
+            done.setdefault(epoch, []).append((start, upto))
+        with self._base.transaction():
+            self._base.clear("training")
+            for epoch in range(max(done, default=-1) + 1):
+                self._add_round("training", epoch, self.records)
+                for piece in self._base.pieces("training", epoch):
+                    rest = _missing(piece.start, piece.end, done.get(epoch, []))
+                    if rest != [(piece.start, piece.end)]:
+                        self._base.split(piece, rest)
+
+    def counts(self, kind: str = "training") -> dict[str, int]:
+        """Return the numbers of tasks by state: 'todo' (of epochs to come too), 'doing', 'done' and 'failed'."""
+        with self._base.transaction():
+            self._expire()
+            found = self._base.counts(kind)
+            if kind == "training":
+                found["todo"] += max(0, self.epochs - self._base.rounds(kind)) * -(
+                    -self.records // self.records_per_task
+                )
+        return found
+
+    @property
+    def skipped(self) -> list[tuple[int, str]]:
+        """The records that were left out, and the last error of each."""
+        return self._base.skipped()
+
+    def close(self) -> None:
+        """Close the database; tasks in progress keep their leases."""
+        self._base.close()
+
+    def __enter__(self) -> TaskQueue:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # Inner.
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Return the numbers of the records of a training epoch, in the order of its positions."""
+        return shuffled(self.records, self.seed, epoch) if self.shuffle else np.arange(self.records)
+
+    def _numbers(self, piece: Piece) -> np.ndarray:
+        """Return the records at all positions up to a task's end."""
+        return self.order(piece.epoch) if piece.kind == "training" else np.arange(piece.end)
+
+    def _expire(self) -> None:
+        for piece in self._base.held(before=self._clock()):
+            self._base.split(piece, [(piece.applied, piece.end)])
+
+    def _leased(self, task_id: int) -> Piece | None:
+        """Return a task if its lease lasts, or has lasted until it was done."""
+        self._expire()
+        return self._base.leased(task_id)
+
+    def _begin_round(self, kind: str) -> bool:
+        """Add the tasks of the next round, and tell whether there was one."""
+        begun = self._base.rounds(kind)
+        if begun >= (self.epochs if kind == "training" else 1):
+            return False
+        self._add_round(kind, begun, self.records)
+        return True
+
+    def _add_round(self, kind: str, epoch: int, records: int) -> None:
+        cuts = [*range(0, records, self.records_per_task), records]
+        self._base.add_round(kind, epoch, list(pairwise(cuts)))
+
+    def _fail(self, piece: Piece, error: str, record: int | None) -> str | None:
+        """Count a failure and hand the rest out again; return why the job has to stop, if so."""
+        left = self._numbers(piece)[piece.applied : piece.end]
+        number = int(left[0] if record is None else record)
+        if number not in left:
+            raise ConfigError(f"record: {number} is not among those of task {piece.id} that are not applied")
+        failures = self._base.fail(piece.kind, number, error)
+        skips = failures >= self.retries and self.skip_bad_records and piece.kind == "training"
+        if skips:
+            self._base.skip(number, error)
+        if skips or failures < self.retries:
+            self._base.split(piece, [(piece.applied, piece.end)])
+            return None
+        self._base.end_failed(piece)
+        stopped = (
+            f"{self.source}: record {number} has failed {failures} times, the last time with: {error}; correct the"
+            " record, or leave out such records with --skip-bad-records"
+        )
+        self._base.stop(stopped)
+        return stopped
+
+
+def _missing(start: int, end: int, done: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the parts of a range that other ranges leave."""
+    found, at = [], start
+    for first, last in sorted(done):
+        if first > at and at < end:
+            found.append((at, min(first, end)))
+        at = max(at, last)
+    return [*found, (at, end)] if at < end else found

@@ -1,0 +1,49 @@
+"""evaluations.jsonl: the validation split, judged every so many steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...comm import all_or_none
+from ...console import say
+from ...io.files import append, write_text
+from ...io.output import EVALUATIONS
+from ...metrics import Metric
+from ..loop import judge
+from ..state import TrainState, without_nan
+from .hook import Hook
+
+
+class Evaluations(Hook):
+    """Judge the validation and the test split every so many steps; rank 0 prints a line and writes a JSON object.
+
+    Parameters
+    ----------
+    folder : path
+        Of the run.
+    steps : int
+    metrics : sequence of Metric
+    """
+
+    def __init__(self, folder: Path, steps: int, metrics: Sequence[Metric]) -> None:
+        self.path, self.steps, self.metrics = folder / EVALUATIONS, steps, metrics
+
+    def before_run(self, run: TrainState) -> None:
+        """Begin the file, or go on with it."""
+        with all_or_none(run.grid.world):
+            if run.first_rank and (run.step == 0 or not self.path.exists()):
+                write_text(self.path, "")
+
+    def after_step(self, run: TrainState) -> None:
+        """Judge, if it is time."""
+        if run.step % self.steps:
+            return
+        with run.model.whole.averaged():
+            found = {name: without_nan(value) for name, value in judge(run, self.metrics).items()}
+        with all_or_none(run.grid.world):
+            if run.first_rank:
+                append(self.path, json.dumps({"step": run.step, **found}, allow_nan=False) + "\n")
+                numbers = [f"{name} {value:.6g}" for name, value in found.items() if isinstance(value, float)]
+                say(f"step {run.step}: {', '.join(numbers)}")

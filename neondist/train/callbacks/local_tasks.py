@@ -1,0 +1,74 @@
+"""tasks.sqlite: the queue of a run in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...io.output import TASKS
+from ...services import Task, TaskQueue
+from ..state import TrainState
+from .hook import Hook
+
+_LEASE = 1e9
+"""seconds; the one worker is this process"""
+
+
+class LocalTasks(Hook):
+    """Let a queue in the run's folder say the order of the records, and credit them after each step.
+
+    A run that is resumed goes on from its checkpoint: the credit of what is not in the weights is taken back.
+
+    Parameters
+    ----------
+    folder : path
+    records_per_task : int
+        A multiple of the batch size.
+    source : str
+        Name of the data in messages.
+    """
+
+    def __init__(self, folder: Path, records_per_task: int, source: str) -> None:
+        self.folder, self.records_per_task, self.source = folder, records_per_task, source
+        self.queue: TaskQueue | None = None
+        self._task: Task | None = None
+
+    def before_run(self, run: TrainState) -> None:
+        """Open the queue, as the weights are."""
+        if run.step == 0:
+            for path in self.folder.glob(f"{TASKS}*"):
+                path.unlink()
+        samples, epoch = len(run.dataset.train), run.epoch
+        self.queue = TaskQueue(
+            self.folder / TASKS, samples, self.records_per_task, run.epochs, run.model.seed, lease=_LEASE,
+            source=self.source,
+        )  # fmt: skip
+        credits = [(past, 0, samples) for past in range(epoch)]
+        self.queue.restore([*credits, (epoch, 0, run.samples_seen)] if run.samples_seen else credits)
+        run.dataset.train.sampler = self.queue
+
+    def after_step(self, run: TrainState) -> None:
+        """Credit the batch."""
+        self._credit(run.epoch, run.samples_seen)
+
+    def after_run(self, run: TrainState) -> None:
+        """Close the queue, so that its file is whole."""
+        self.close()
+
+    def on_stop(self, run: TrainState) -> None:
+        """Close the queue."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the queue."""
+        if self.queue is not None:
+            self.queue.close()
+
+    def _credit(self, epoch: int, seen: int) -> None:
+        assert self.queue is not None
+        while self._task is None or (self._task.epoch, self._task.end) < (epoch, seen):
+            if self._task is not None:
+                self.queue.report(self._task.id)
+            found = self.queue.get("local")
+            assert isinstance(found, Task)  # there is one for every batch
+            self._task = found
+        self.queue.applied(self._task.id, seen)

@@ -1,0 +1,34 @@
+"""A checkpoint's outputs for records, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ...comm import ProcessGrid
+from ...data.records import Samples
+from ...io.checkpoint import opened
+from ...models import TrainableModel
+from ..weights import take_weights
+
+
+def predictions(model: TrainableModel, samples: Samples, batch_size: int, checkpoint: Path) -> Iterator[np.ndarray]:
+    """Yield the outputs (n, C, *spatial) of one batch of records after the other, in this process.
+
+    Raises
+    ------
+    UserError
+        DataError if the checkpoint is missing, damaged or of another model; ConfigError if feed fails.
+    """
+    grid, batch_size = ProcessGrid.serial(), min(batch_size, len(samples))
+    shape = samples.of(range(batch_size))[0].shape[1:]
+    model.build(shape, batch_size, grid, model.plan(shape, grid.shape, batch_size))
+    with opened(checkpoint, grid.world) as file:
+        take_weights(file, model)
+    for first in range(0, len(samples), batch_size):
+        numbers = range(first, min(first + batch_size, len(samples)))
+        x = np.ascontiguousarray(samples.of(numbers)[0], model.dtype)
+        y = np.asarray(model.fprop(x, training=False, batch_size=len(numbers)))
+        yield np.ascontiguousarray(np.moveaxis(y, -1, 1))

@@ -1,0 +1,204 @@
+"""`neondist train MODEL.py`, and evaluate, predict, check and zoo init."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_runs import call, needs_mpirun, neondist
+from definitions import MODEL, drawn, write_csv
+
+pytest.importorskip("torch")
+
+import neondist as nd
+from neondist.cli import main
+from neondist.cli.arguments import parser
+from neondist.cli.definition import experiment_of, load_definition
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a model and records, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"model_{tmp_path.name}.py").write_text(MODEL)
+    write_csv(tmp_path / "train.csv", drawn(64))
+    write_csv(tmp_path / "test.csv", drawn(40, seed=1))
+    return tmp_path
+
+
+def model(place, text=None, name=None):
+    path = place / f"{name or 'model'}_{place.name}.py"
+    path.write_text(MODEL if text is None else text)
+    return str(path)
+
+
+def records_of(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in Path(folder, name).read_text().splitlines()]
+
+
+DATA = "--training-data", "train.csv", "--validation-data", "test.csv"
+
+
+def test_train_evaluate_predict(place, capsys):
+    processor = """
+class PredictionOutputsProcessor:
+    def process(self, predictions, worker_id):
+        print("predicted", *predictions.argmax(1), worker_id)
+
+
+def eval_metrics_fn():
+    return {"right": lambda labels, predictions: (predictions.argmax(1) == labels).float().mean()}
+"""
+    file = model(place, MODEL + processor, "whole")
+    steps = "--evaluation-steps", "3", "--checkpoint-steps", "2", "--num-minibatches-per-task", "2"
+    options = "--minibatch-size", "16", "--num-epochs", "3", "--checkpoint-dir", "run", "--output", "out"
+    assert main(["train", file, *DATA, *steps, *options]) == 0
+    history = records_of("run")
+    assert history[-1]["train_loss"] < history[0]["train_loss"]
+    assert history[-1]["validation_right"] == pytest.approx(1 - history[-1]["validation_error"])
+    assert [record["step"] for record in records_of("run", "evaluations.jsonl")] == list(range(3, 13, 3))
+    assert (place / "out/weights.safetensors").is_file()
+    with nd.TaskQueue("run/tasks.sqlite", 64, 32, epochs=3) as queue:
+        assert queue.counts() == {"todo": 0, "doing": 0, "done": 6, "failed": 0}
+    capsys.readouterr()
+    assert main(["evaluate", file, "--validation-data", "test.csv", "--checkpoint", "out"]) == 0
+    assert json.loads(capsys.readouterr().out)["error"] == history[-1]["validation_error"]
+    arguments = "--prediction-data", "test.csv", "--checkpoint", "run", "--minibatch-size", "16", "--output", "y.npy"
+    assert main(["predict", file, *arguments]) == 0
+    lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("predicted ")]
+    assert [len(line) for line in lines] == [17, 17, 9]
+    found = np.load("y.npy").argmax(1)
+    assert [int(digit) for line in lines for digit in line[:-1]] == found.tolist()
+    assert np.mean(found != drawn(40, seed=1)[:, 16]) == history[-1]["validation_error"]
+
+
+def test_a_stopped_run_goes_on_with_its_tasks(place):
+    stop = """
+import neondist as nd
+
+
+class Stop(nd.Hook):
+    def after_step(self, run):
+        if run.step == 5:
+            raise KeyboardInterrupt
+
+
+def callbacks():
+    return [Stop()]
+"""
+    options = *DATA, "--minibatch-size", "16", "--num-epochs", "2", "--checkpoint-steps", "3"
+    assert main(["train", model(place, MODEL + stop, "stop"), *options, "--output", "a"]) == 130
+    assert main(["train", model(place), *options, "--output", "a", "--resume"]) == 0
+    assert main(["train", model(place), *options, "--output", "b"]) == 0
+    last = [records_of(folder)[-1] for folder in "ab"]
+    assert last[0]["validation_loss"] == last[1]["validation_loss"]
+
+
+OPTIONS = *DATA, "--minibatch-size", "32", "--distribution-strategy", "AllreduceStrategy"
+
+
+@needs_mpirun
+def test_replicas_are_ranks_of_one_job(place):
+    many = *OPTIONS, "--num-workers", "2", "--output", "many", "--force"
+    code, _, err = call(neondist("train", model(place), *many), place, NEONDIST_TESTS_HIDE="matplotlib")
+    assert code == 0, err
+    assert main(["train", model(place), *OPTIONS, "--output", "one"]) == 0
+    losses = [records_of(folder)[0]["validation_loss"] for folder in ("one", "many")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_replicas_of_tiles_train_what_one_process_does(place):
+    definition = load_definition(model(place))
+
+    def trained(world):
+        size = {1: (), 4: ("--num-workers", "2", "--tiles", "2x1")}[world.size]
+        arguments = parser().parse_args(["train", model(place), *OPTIONS, *size])
+        experiment = experiment_of(definition, arguments, "train.csv", "test.csv")
+        return experiment.run(experiment.open_grid(world), hooks=[]).history[0]["validation_loss"]
+
+    one, many = nd.loopback.run(1, trained), nd.loopback.run(4, trained)
+    np.testing.assert_allclose(many, one * 4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (MODEL.replace("def loss", "def cost"), "has no loss; it has CustomModel, cost, feed, optimizer"),
+        (MODEL.replace("def feed", "def food").replace("def optimizer", "def o"), "has no optimizer and no feed"),
+        (MODEL.replace("(nn.Module)", ""), "has no model"),
+        (MODEL.replace("features, values[:, 16]", "features, values[1:, 16]"), "labels are 1 for 2 records"),
+        (MODEL.replace("def loss(", "def loss(("), "SyntaxError"),
+        (MODEL.replace("(parameters, lr=0.1)", "(lr=0.1)").replace("SGD(parameters", "SGD([]"), "optimizer"),
+        (MODEL.replace("torch.optim.SGD(parameters, lr)", "3"), "returned a int"),
+        (MODEL.replace("4 * 4", "5"), "out"),
+    ],
+)
+def test_bad_definitions(place, capsys, text, what):
+    file = model(place, text, f"bad{abs(hash(text))}")
+    assert main(["train", file, *DATA, "--output", "run"]) == 2
+    error = capsys.readouterr().err
+    assert what in error
+    assert file in error or "out" in error
+    assert not (place / "run").exists()
+
+
+def test_bad_records(place, capsys):
+    text = (place / "train.csv").read_text().splitlines()
+    text[9] = "1,2,3"
+    (place / "train.csv").write_text("\n".join(text))
+    assert main(["train", model(place), *DATA, "--output", "run"]) == 2
+    assert "train.csv:10: has 3 columns, expected 17" in capsys.readouterr().err
+    assert main(["train", model(place), *DATA, "--output", "run", "--skip-bad-records", "--overwrite"]) == 0
+    output = capsys.readouterr()
+    assert "1 bad records are left out" in output.out + output.err
+    assert "63 training" in output.out + output.err
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--num-workers", "2"], "Local has one worker"),
+        (["--use-async"], "--use-async is for ParameterServerStrategy"),
+        (["--distribution-strategy", "ParameterServerStrategy", "--use-async"], "several workers"),
+        (["--distribution-strategy", "ParameterServerStrategy", "--num-ps", "2"], "without --use-async"),
+        (["--lr-staleness-modulation"], "not available yet"),
+        (["--evaluation-steps", "3"], "needs --validation-data"),
+    ],
+)
+def test_contradictions(place, capsys, options, what):
+    assert main(["train", model(place), "--training-data", "train.csv", *options]) == 2
+    assert what in capsys.readouterr().err
+
+
+def test_elasticdl_spellings(place):
+    """dataset_fn with three arguments, and optimizer(lr) that returns a function of the parameters."""
+    text = MODEL.replace("def feed(records, mode)", "def dataset_fn(records, mode, _)")
+    text = text.replace("optimizer(parameters, lr=0.1)", "optimizer(lr=0.1)")
+    text = text.replace(
+        "return torch.optim.SGD(parameters, lr)", "return lambda parameters: torch.optim.SGD(parameters, lr)"
+    )
+    assert main(["check", model(place, text, "spelt"), "--training-data", "train.csv"]) == 0
+
+
+def test_zoo_init_writes_what_check_takes(place, capsys):
+    assert main(["zoo", "init", "zoo"]) == 0
+    assert main(["check", "zoo/model.py"]) == 0
+    assert main(["zoo", "init", "zoo"]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_the_example_is_the_project_of_zoo_init(place, request):
+    assert main(["zoo", "init", "zoo"]) == 0
+    example = (request.config.rootpath / "examples/mnist_definition.py").read_text()
+    assert (place / "zoo/model.py").read_text() == example.replace("examples/mnist_definition.py", "model.py")
+
+
+def test_records_of_a_data_set(place):
+    text = "!Synthetic {shape: [4, 4, 1], train: 5, test: 3, classes: 2}"
+    for file in ("a.csv", "a.recordio"):
+        assert main(["data", "records", text, "--to", file]) == 0
+    from neondist.data.records import open_records
+
+    a, b = (np.stack(reader.read(range(5))) for reader in map(open_records, ("a.csv", "a.recordio")))
+    np.testing.assert_array_equal(a, b)
+    assert a.shape == (5, 17)

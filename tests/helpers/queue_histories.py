@@ -1,0 +1,136 @@
+"""Random histories of a task queue, its workers and the weights that they change."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import neondist as nd
+
+
+@dataclass
+class Weights:
+    """How often each record has changed the weights, and the minibatches that did, which change together."""
+
+    counts: dict = field(default_factory=dict)
+    credits: set = field(default_factory=set)
+
+    def push(self, task, first, upto, records):
+        """Apply a minibatch once; tell whether this was the first time."""
+        key = task.epoch, first, upto
+        if key in self.credits:
+            return False
+        self.credits.add(key)
+        for record in map(int, records):
+            self.counts[task.epoch, record] = self.counts.get((task.epoch, record), 0) + 1
+        return True
+
+    def copy(self):
+        return Weights(dict(self.counts), set(self.credits))
+
+
+class Worker:
+    """A worker that can be stopped between any two of its calls, and go on later."""
+
+    def __init__(self, name):
+        self.name, self.task, self.left, self.credit = name, None, [], None
+
+    def take(self, queue, batch):
+        """Ask for a task."""
+        self.task = queue.get(self.name)
+        if self.task is nd.WAIT or self.task is None:
+            done, self.task = self.task is None, None
+            return done
+        self.left, self.credit = list(self.task.minibatches(batch)), None
+        return False
+
+    def step(self, queue, weights, batch, bad, rng):
+        """Do the next thing; tell whether the queue has no more work."""
+        if self.task is None:
+            return self.take(queue, batch)
+        if self.credit is not None:
+            if not queue.applied(self.task.id, self.credit):
+                self.task = None
+            self.credit = None
+        elif self.left:
+            first, upto, records = self.left.pop(0)
+            if found := bad & {int(record) for record in records}:
+                queue.report(self.task.id, ok=False, error="unreadable", record=min(found))
+                self.task = None
+            else:
+                weights.push(self.task, first, upto, records)
+                self.credit = upto
+        else:
+            queue.report(self.task.id)
+            if rng.random() < 0.2:
+                queue.report(self.task.id)
+            self.task = None
+        return False
+
+
+def run_history(seed: int, folder: Path) -> dict:
+    """Run one history to its end; AssertionError unless each record has changed the weights once an epoch."""
+    rng = random.Random(seed)
+    records, per_task, epochs = rng.randint(1, 30), rng.randint(1, 9), rng.randint(1, 3)
+    batch, clock = rng.randint(1, per_task), [0.0]
+    bad = set(rng.sample(range(records), min(records, rng.choice([0, 0, 1, 2]))))
+    path = folder / f"{seed}.sqlite"
+
+    def opened():
+        return nd.TaskQueue(
+            path, records, per_task, epochs, seed, rng_shuffle, 10.0, 3, lambda: clock[0], skip_bad_records=True
+        )
+
+    rng_shuffle = rng.random() < 0.8
+    queue, weights, kept = opened(), Weights(), Weights()
+    workers = [Worker(f"w{number}") for number in range(rng.randint(1, 7))]
+    stopped, happened = [], {"lost": 0, "reopened": 0, "restored": 0, "expired": 0, "late": 0}
+    for _ in range(rng.randint(5, 120)):
+        event, worker = rng.random(), rng.choice(workers)
+        clock[0] += rng.random()
+        if event < 0.05:  # killed, and noticed or not
+            if rng.random() < 0.5:
+                queue.lost(worker.name)
+            workers[workers.index(worker)] = Worker(f"{worker.name}'")
+            happened["lost"] += 1
+        elif event < 0.08:  # stopped until its leases are over, maybe for good
+            stopped.append(worker)
+            workers[workers.index(worker)] = Worker(f"{worker.name}+")
+            clock[0] += 11
+            happened["expired"] += 1
+        elif event < 0.12 and stopped:
+            late = stopped.pop()
+            for _ in range(rng.randint(1, 6)):
+                late.step(queue, weights, batch, bad, rng)
+            if late.task is not None:
+                workers.append(late)
+            happened["late"] += 1
+        elif event < 0.15:
+            queue.close()
+            queue = opened()
+            happened["reopened"] += 1
+        elif event < 0.17:
+            kept = weights.copy()
+        elif event < 0.18:  # the servers are lost, and come back from their checkpoint
+            weights = kept.copy()
+            queue.restore(weights.credits)
+            happened["restored"] += 1
+        elif event < 0.22:
+            queue.heartbeat(worker.name)
+        else:
+            worker.step(queue, weights, batch, bad, rng)
+    for worker in workers:
+        queue.lost(worker.name)
+    last, clock[0] = Worker("last"), clock[0] + 11
+    for _ in range(20 * records * epochs + 1000):
+        if last.step(queue, weights, batch, bad, rng):
+            break
+    else:
+        raise AssertionError("the queue never ends")
+    skipped = {record for record, _ in queue.skipped}
+    assert skipped <= bad
+    expected = {(epoch, record): 1 for epoch in range(epochs) for record in range(records) if record not in bad}
+    assert weights.counts == expected, f"history {seed}"
+    found = queue.counts()
+    assert (found["todo"], found["doing"], found["failed"]) == (0, 0, 0)
+    queue.close()
+    return happened

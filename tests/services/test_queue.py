@@ -1,0 +1,209 @@
+"""The queue of tasks: order, leases, credit, failures, and random histories of all of them."""
+
+import random
+import sqlite3
+
+import numpy as np
+import pytest
+from queue_histories import run_history
+
+import neondist as nd
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def make(tmp_path, clock):
+    queues = []
+
+    def made(records=10, records_per_task=3, **more):
+        queues.append(nd.TaskQueue(tmp_path / "q.sqlite", records, records_per_task, clock=clock, **more))
+        return queues[-1]
+
+    yield made
+    for queue in queues:
+        queue.close()
+
+
+def ranges(queue):
+    found = []
+    while (task := queue.get("w")) not in (None, nd.WAIT):
+        found.append((task.start, task.end))
+    return found
+
+
+def test_tasks_cover_the_records_in_turn(make):
+    assert ranges(make()) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+
+
+@pytest.mark.parametrize("workers", range(1, 8))
+def test_order_depends_on_the_seed_and_not_on_the_workers(make, workers):
+    queue, handed, busy = make(23, 4, epochs=3, seed=5), [], []
+    rng = random.Random(workers)
+    while True:
+        task = queue.get(f"w{rng.randrange(workers)}") if len(busy) < workers else nd.WAIT
+        if task is None:
+            break
+        if task is not nd.WAIT:
+            handed.append(task.indices)
+            busy.append(task.id)
+        if busy and (task is nd.WAIT or rng.random() < 0.5):
+            queue.report(busy.pop(rng.randrange(len(busy))))
+    expected = [np.random.Generator(np.random.PCG64([5, epoch])).permutation(23) for epoch in range(3)]
+    np.testing.assert_array_equal(np.concatenate(handed), np.concatenate(expected))
+
+
+def test_without_shuffle_the_order_is_that_of_the_data(make):
+    assert make(shuffle=False).get("w").indices.tolist() == [0, 1, 2]
+
+
+def test_wait_while_others_have_the_last_task(make):
+    queue = make(3, 3)
+    task = queue.get("a")
+    assert queue.get("b") is nd.WAIT
+    assert queue.counts() == {"todo": 0, "doing": 1, "done": 0, "failed": 0}
+    assert queue.report(task.id)
+    assert queue.get("b") is None
+    assert queue.counts() == {"todo": 0, "doing": 0, "done": 1, "failed": 0}
+
+
+def test_a_lease_that_is_over_gives_back_what_was_not_applied(make, clock):
+    queue = make(lease=5.0)
+    task = queue.get("a")
+    assert queue.applied(task.id, 2)
+    clock.now = 4.0
+    queue.heartbeat("a")
+    clock.now = 9.0
+    assert queue.applied(task.id, 2)
+    clock.now = 14.1
+    assert not queue.applied(task.id, 3)
+    again = queue.get("b")
+    assert (again.start, again.end) == (2, 3)
+    assert again.id != task.id
+    assert not queue.report(task.id)
+    np.testing.assert_array_equal(again.indices, task.indices[2:])
+
+
+def test_a_lost_worker_keeps_its_credit(make):
+    queue = make(3, 3)
+    queue.applied(queue.get("a").id, 1)
+    queue.lost("a")
+    assert (queue.get("b").start, queue.counts()["doing"]) == (1, 1)
+
+
+def test_opening_the_path_again_goes_on(make):
+    queue = make()
+    queue.report(queue.get("a").id)
+    held = queue.get("a")
+    queue.close()
+    queue = make()
+    assert queue.applied(held.id, 6)
+    assert queue.get("b").start == 6
+    assert queue.counts() == {"todo": 1, "doing": 1, "done": 2, "failed": 0}
+
+
+def test_other_arguments_for_the_same_path_are_refused(make):
+    make().close()
+    with pytest.raises(nd.ConfigError, match="made with records 10, not 11"):
+        make(11)
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path):
+    (tmp_path / "q.sqlite").write_text("digits" * 100)
+    with pytest.raises(nd.ConfigError, match=r"q\.sqlite: cannot be used as a task queue"):
+        nd.TaskQueue(tmp_path / "q.sqlite", 3, 3)
+
+
+def test_the_third_failure_names_file_and_record(make):
+    queue = make(4, 4, source="digits.csv", shuffle=False)
+    for _ in range(2):
+        queue.report(queue.get("a").id, ok=False, error="no number", record=2)
+    queue.report(queue.get("a").id, ok=False, error="another", record=1)
+    with pytest.raises(nd.ConfigError, match=r"digits\.csv: record 2 has failed 3 times.*: no number"):
+        queue.report(queue.get("a").id, ok=False, error="no number", record=2)
+    assert queue.counts()["failed"] == 1
+    queue.close()
+    with pytest.raises(nd.ConfigError, match="record 2"):
+        make(4, 4, shuffle=False).get("b")
+
+
+def test_bad_records_can_be_left_out(make):
+    queue = make(4, 4, epochs=2, retries=1, shuffle=False, skip_bad_records=True)
+    task = queue.get("a")
+    queue.applied(task.id, 2)
+    queue.report(task.id, ok=False, error="no number", record=3)
+    task = queue.get("a")
+    assert (task.start, task.indices.tolist()) == (2, [2])
+    queue.report(task.id)
+    task = queue.get("a")
+    assert task.indices.tolist() == [0, 1, 2]
+    assert [(first, upto, list(found)) for first, upto, found in task.minibatches(2)] == [(0, 2, [0, 1]), (2, 4, [2])]
+    assert queue.skipped == [(3, "no number")]
+
+
+def test_evaluation_and_prediction_have_rounds_of_their_own(make):
+    queue = make(4, 2)
+    assert queue.get("a").kind == "training"
+    for kind in ("evaluation", "prediction"):
+        tasks = [queue.get("a", kind=kind) for _ in range(2)]
+        assert [task.indices.tolist() for task in tasks] == [[0, 1], [2, 3]]
+        assert queue.get("b", kind=kind) is nd.WAIT
+        for task in tasks:
+            queue.report(task.id)
+        assert queue.get("b", kind=kind) is None
+    queue.restart("evaluation", records=3)
+    task = queue.get("a", kind="evaluation")
+    assert (task.epoch, task.start, task.end) == (1, 0, 2)
+
+
+def test_restored_weights_take_back_their_credit(make):
+    queue = make(6, 3, epochs=2)
+    tasks = [queue.get("a") for _ in range(3)]
+    for task in tasks:
+        queue.report(task.id)
+    queue.restore([(0, 0, 2), (0, 3, 6)])
+    assert not queue.applied(tasks[0].id, 3)
+    assert ranges(queue) == [(2, 3), (0, 3), (3, 6)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda queue: queue.get("a", kind="trainig"), "kind"),
+        (lambda queue: queue.applied(queue.get("a").id, 4), "outside of task 1"),
+        (lambda queue: queue.report(queue.get("a").id, False, record=99), "record: 99"),
+    ],
+)
+def test_wrong_arguments_are_refused(make, call, message):
+    with pytest.raises(nd.ConfigError, match=message):
+        call(make())
+
+
+@pytest.mark.parametrize("field", ["records", "records_per_task", "epochs", "lease", "retries"])
+def test_numbers_out_of_range_are_refused(tmp_path, field):
+    with pytest.raises(nd.ConfigError, match=field):
+        nd.TaskQueue(tmp_path / "q.sqlite", **{"records": 3, "records_per_task": 3, field: 0})
+
+
+def test_the_database_is_in_write_ahead_mode(make, tmp_path):
+    make().get("a")
+    with sqlite3.connect(tmp_path / "q.sqlite") as other:
+        assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_record_changes_the_weights_once_an_epoch(tmp_path, seed):
+    run_history(seed, tmp_path)
