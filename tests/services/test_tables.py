@@ -41,7 +41,9 @@ def dense_update(optimizer, table, steps):
 
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize(
-    "optimizer", [nd.SGD(0.1), nd.SGD(0.1, momentum=0.9), nd.Adam(0.01), nd.RMSprop(0.01, momentum=0.5)], ids=repr
+    "optimizer",
+    [nd.SGD(0.1), nd.SGD(0.1, momentum=0.9), nd.Adam(0.01), nd.RMSprop(0.01, momentum=0.5)],
+    ids=["plain", "momentum", "adam", "rmsprop"],
 )
 def test_sparse_updates_equal_dense_ones(servers, optimizer):
     first = first_rows(TABLE, np.arange(ROWS))

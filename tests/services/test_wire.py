@@ -83,7 +83,9 @@ def test_errors_arrive_as_one_message(client, capfd):
         client.call("other")
 
 
-@pytest.mark.parametrize("token", ["", "x", TOKEN[:-1], TOKEN + "x", create_token()])
+@pytest.mark.parametrize(
+    "token", ["", "x", TOKEN[:-1], TOKEN + "x", create_token()], ids=["none", "short", "cut", "longer", "other"]
+)
 def test_without_the_token_nothing_is_called(host, echo, token):
     with ServiceClient(host.address, "Echo", token, patience=0) as client:
         for method in ("echo", "hello", "other"):
