@@ -56,7 +56,7 @@ def weighted(gradients, samples):
         ("ShardedOptimizer", nd.AdamW(0.01, ema=0.9), 3),
         ("PSLoadBalancing", nd.LAMB(0.01), 2),
     ],
-    ids=str,
+    ids=["sgd", "adam", "nesterov", "rmsprop", "adamw", "lamb"],
 )
 def test_synchronous_rounds_equal_serial_steps(strategy, optimizer, servers):
     """Three workers with uneven batches, whose gradients arrive in any order."""
