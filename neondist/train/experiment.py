@@ -24,7 +24,7 @@ from ..memory import least_room, room_for
 from ..metrics import Metric, Misclassification
 from ..models import TrainableModel
 from ..plan import Plan
-from ..registry import Registered, suggest
+from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index
 from ..strategies import Strategy, StrategyBuilder, as_strategy
@@ -42,6 +42,7 @@ from .callbacks.snapshots import Snapshots, open_store
 from .callbacks.tiles_picture import TilesPicture
 from .callbacks.worst_samples import WorstSamples
 from .consistency import check_consistency, check_data_consistency, outline
+from .grid_factors import grid_factors, mode_factors
 from .loop import train_loop
 from .pretrain import pretrain_stages
 from .start import begin
@@ -355,37 +356,6 @@ def _writers(
         TilesPicture(folder / "tiles.png"),
         WorstSamples(folder / "worst.npz"),
     ]
-
-
-GRID_KEYS = ("replicas", "rows", "cols", "planes")
-
-
-def grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
-    """Return the factors of the grid that are given; ConfigError if a name or a number is wrong."""
-    for key in grid or {}:
-        if key not in GRID_KEYS:
-            raise ConfigError(f"grid: unknown key '{key}'{suggest(str(key), GRID_KEYS)}")
-    return {key: int(value) for key, value in (grid or {}).items() if value is not None}
-
-
-def mode_factors(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str, Any]:
-    """Return the factors of the grid under a `dist_mode`; ConfigError if given ones do not go with it."""
-    modes: dict[str, dict[str, int | None]] = {
-        "halopar": {"replicas": 1},
-        "vecpar": {"replicas": 1},
-        "datapar": {"replicas": None, "planes": 1, "rows": 1, "cols": 1},
-        "halodatapar": {},
-    }
-    wanted = modes[dist_mode] if dist_mode is not None else {}
-    for key, value in wanted.items():
-        if value is not None and grid.get(key, value) != value:
-            raise ConfigError(
-                f"dist_mode: {dist_mode} has {key}: {value}, but grid has {key}: {grid[key]}; leave out {key}, or"
-                " take halodatapar"
-            )
-    if dist_mode == "halodatapar" and not grid:
-        raise ConfigError("dist_mode: halodatapar needs a grid that says how many replicas, such as {replicas: 2}")
-    return {**wanted, **grid}
 
 
 def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:

@@ -1,0 +1,39 @@
+"""The grid that an experiment's `grid` and `dist_mode` ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from ..registry import suggest
+
+GRID_KEYS = ("replicas", "rows", "cols", "planes")
+
+
+def grid_factors(grid: Mapping[str, int | None] | None) -> dict[str, int]:
+    """Return the factors of the grid that are given; ConfigError if a name or a number is wrong."""
+    for key in grid or {}:
+        if key not in GRID_KEYS:
+            raise ConfigError(f"grid: unknown key '{key}'{suggest(str(key), GRID_KEYS)}")
+    return {key: int(value) for key, value in (grid or {}).items() if value is not None}
+
+
+def mode_factors(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str, Any]:
+    """Return the factors of the grid under a `dist_mode`; ConfigError if given ones do not go with it."""
+    modes: dict[str, dict[str, int | None]] = {
+        "halopar": {"replicas": 1},
+        "vecpar": {"replicas": 1},
+        "datapar": {"replicas": None, "planes": 1, "rows": 1, "cols": 1},
+        "halodatapar": {},
+    }
+    wanted = modes[dist_mode] if dist_mode is not None else {}
+    for key, value in wanted.items():
+        if value is not None and grid.get(key, value) != value:
+            raise ConfigError(
+                f"dist_mode: {dist_mode} has {key}: {value}, but grid has {key}: {grid[key]}; leave out {key}, or"
+                " take halodatapar"
+            )
+    if dist_mode == "halodatapar" and not grid:
+        raise ConfigError("dist_mode: halodatapar needs a grid that says how many replicas, such as {replicas: 2}")
+    return {**wanted, **grid}
