@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..cluster import TaskSpecDef
@@ -307,7 +307,7 @@ class ParameterServer(Service):
 
 
 def serve_role(
-    task: TaskSpecDef, environ: Mapping[str, str] | None = None, services: Iterable[Service] | None = None
+    task: TaskSpecDef, environ: Mapping[str, str] | None = None, services: Sequence[Service] = ()
 ) -> ServiceHost:
     """Return the running server of a task of type 'ps', on the address that the cluster gives it.
 
@@ -316,7 +316,7 @@ def serve_role(
     task : TaskSpecDef
     environ : mapping, optional
         Has the job's token. Default: that of the process.
-    services : iterable of Service, optional
+    services : sequence of Service, optional
         Default: a `ParameterServer` without checkpoints.
 
     Raises

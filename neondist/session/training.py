@@ -84,7 +84,8 @@ class TrainingRole:
             if folder is not None:
                 if self.writes:
                     stack.enter_context(held(world, folder, "auto"))
-                if world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
+                begins = self.servers is None or self.writes  # others have the servers' values, and shards of their own
+                if begins and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
                     restore(folder / CHECKPOINT, state, otherwise="give another checkpoint_dir")
                     state.notes.append(f"goes on from step {state.step} of {folder / CHECKPOINT}")
                 if self.writes:

@@ -70,7 +70,7 @@ def test_two_workers_in_turns(servers, tmp_path):
     hooks = [[nd.StopAtStepHook(2 * STEPS)] for _ in range(2)]
     with session(task_of("master"), models[0], tmp_path, hooks[0], save_checkpoint_steps=3) as first:
         with session(task_of("worker"), models[1], tmp_path, hooks[1]) as second:
-            assert (first.global_step, second.global_step) == (0, 0)
+            assert (first.global_step, second.global_step, second.state.notes) == (0, 0, [])
             for step in range(STEPS):
                 for at, one in enumerate((first, second)):
                     assert not one.should_stop()
