@@ -92,7 +92,9 @@ class JobServers:
     def count(self) -> None:
         """Take over the number of updates by all workers; ask to stop where the master has."""
         assert self._remote is not None
-        self._state.model.step, self._state.model.uncounted = self._first_step + self._remote.version, 0
+        model = self._state.model
+        model.step = self._first_step + self._remote.version
+        model.uncounted = model.step  # by its own optimiser, with which a job without servers may go on
         if self._asked_to_stop.is_set():
             self._state.request_stop("the master has ended the job")
 

@@ -93,11 +93,12 @@ def test_two_workers_in_turns(servers, tmp_path):
     assert kept == [0, 3, 7, 9]  # the master's updates were the odd ones, and the last
     last = weights(models[0])
     _, task_of = servers()
-    again = built()
-    with session(task_of("master"), again, tmp_path, stop_grace_period_secs=0) as first:
-        assert first.global_step == 2 * STEPS + 1
-        for name, value in weights(again).items():
-            np.testing.assert_array_equal(value, last[name])
+    for task in (task_of("master"), nd.TaskSpecDef()):  # on new servers, and without any
+        again = built()
+        with session(task, again, tmp_path, stop_grace_period_secs=0) as first:
+            assert (first.global_step, again.uncounted) == (2 * STEPS + 1, 2 * STEPS + 1)
+            for name, value in weights(again).items():
+                np.testing.assert_array_equal(value, last[name])
 
 
 def test_a_worker_waits_for_the_master(servers):
