@@ -9,6 +9,14 @@ Start it in three shells, each with the same cluster and a task of its own:
 
 Master and worker each train on a shard of the digits and add up their gradients; the evaluator tests each checkpoint.
 Without TF_CONFIG one process trains alone.
+
+The tutorial's own cluster has a parameter server and two workers, each of which trains at its own pace:
+
+    export NEONDIST_TOKEN=...  # a secret of the job, the same in all shells
+    CLUSTER='"cluster": {"ps": ["127.0.0.1:3000"], "worker": ["127.0.0.1:3001", "127.0.0.1:3002"]}'
+    TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"ps\", \"index\": 0}}" python examples/roles.py
+    TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"worker\", \"index\": 0}}" python examples/roles.py
+    TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"worker\", \"index\": 1}}" python examples/roles.py
 """
 
 import sys
@@ -20,7 +28,7 @@ last_step, units = (int(word) for word in (sys.argv[2:4] or (200, 800)))
 batch_size = 100  # of each worker
 
 task = nd.TaskSpec()
-grid = nd.ProcessGrid(task.create_server(), replicas=None)
+grid = nd.ProcessGrid(task.create_server(), replicas=None)  # a server stays in create_server until the end
 dataset = nd.MNIST()
 if task.is_worker():
     dataset = dataset.shard(task.num_workers, task.shard_index)

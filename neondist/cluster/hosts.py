@@ -21,6 +21,8 @@ SCRIPT_TIMEOUT = 60.0
 SSH_TIMEOUT = 15.0
 """seconds in which a host has to answer"""
 SSH_ARGS = "PRTE_MCA_plm_ssh_args"
+DEFAULT_SLOTS = "OMPI_MCA_orte_set_default_slots"
+"""Environment variable in which the MPI operator says how many ranks each host takes: its script prints names alone."""
 _LARGEST = 1 << 22  # bytes of a host file
 _HOST = r"(?P<host>[A-Za-z0-9_][A-Za-z0-9._-]*)"
 _LINE = re.compile(rf"{_HOST}(?::(?P<colon>\d{{1,6}})|(?P<rest>(?:\s+\w+=\d{{1,6}})*))")
@@ -34,11 +36,16 @@ def slots_of(resources: ResourceSpec) -> dict[str, int]:
 def parse_hosts(text: str, where: str) -> dict[str, int]:
     """Return hosts and their slots, in order, from lines 'HOST', 'HOST:SLOTS' or 'HOST slots=N'; '#' begins a comment.
 
+    A host without slots has as many as the environment variable OMPI_MCA_orte_set_default_slots says, or 1.
+
     Raises
     ------
     ConfigError
-        'WHERE:LINE: what, and the remedy'.
+        'WHERE:LINE: what, and the remedy'; or the variable is no positive integer.
     """
+    default = os.environ.get(DEFAULT_SLOTS, "1")
+    if not re.fullmatch(r"0*[1-9]\d{0,5}", default):
+        raise ConfigError(f"{DEFAULT_SLOTS}: expected the number of ranks of a host, got '{default}'")
     found: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()
@@ -48,7 +55,7 @@ def parse_hosts(text: str, where: str) -> dict[str, int]:
         if match is None:
             raise ConfigError(f"{where}:{number}: '{content}' is no host; expected HOST, HOST:SLOTS or HOST slots=N")
         slots = re.search(r"\bslots=(\d+)", match["rest"] or "")
-        count = int(match["colon"] or (slots[1] if slots else 1))
+        count = int(match["colon"] or (slots[1] if slots else default))
         if count:
             found[match["host"]] = found.get(match["host"], 0) + count
     return found

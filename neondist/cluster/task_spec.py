@@ -137,7 +137,10 @@ class TaskSpecDef:
     user_last_worker_as_evaluator = use_last_worker_as_evaluator
 
     def create_server(self) -> Transport | None:
-        """Connect the tasks that train; return their transport, for `ProcessGrid`; collective over these tasks.
+        """Connect the tasks that train, and return their transport, for `ProcessGrid`; or run a parameter server.
+
+        It is collective over the tasks that train. A parameter server does not return: it serves until the master ends
+        its session, or SIGTERM comes, and then the process ends with exit code 0.
 
         Tasks that were started one by one, and know each other's addresses, meet at that of the first: of the master,
         or of worker 0. This needs PyTorch. `ProcessGrid(task.create_server(), replicas=None)` makes each a replica.
@@ -146,23 +149,23 @@ class TaskSpecDef:
         -------
         Transport or None
             None where there is nothing to connect, and `ProcessGrid` finds the ranks by itself: a task alone, an
-            evaluator, and the ranks of an MPI job.
+            evaluator, the ranks of an MPI job, and a worker in a cluster with parameter servers, through which alone
+            workers are connected.
 
         Raises
         ------
         ConfigError
-            The task is a parameter server, or there are some; the first address has no port; or the task is an MPI job
-            of several ranks.
+            The first address has no port; the task is an MPI job of several ranks; or, of a parameter server, its
+            address is not of this machine or in use, or NEONDIST_TOKEN has no secret.
         LaunchError
-            The other tasks do not come, or PyTorch is missing.
+            The other tasks do not come, or PyTorch is missing; or the workers of a parameter server are lost.
+        SystemExit
+            The server's work is done.
         """
-        if self.is_evaluator():
+        if self.is_ps():
+            sys.exit(import_module("neondist.services.job").serve_task(self))  # by name: it lies above, with gRPC
+        if self.is_evaluator() or self.num_ps:
             return None
-        if self.num_ps or self.is_ps():
-            raise ConfigError(
-                "create_server: parameter servers are not supported by this version; leave ps out of the cluster, and"
-                " the workers train synchronously"
-            )
         if not self.worker_hosts:
             if self.num_workers > 1 and torchrun_ranks(os.environ):
                 world: Transport = _torch_transport().world()

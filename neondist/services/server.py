@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..cluster import TaskSpecDef
@@ -307,7 +307,7 @@ class ParameterServer(Service):
 
 
 def serve_role(
-    task: TaskSpecDef, environ: Mapping[str, str] | None = None, checkpoints: Path | None = None
+    task: TaskSpecDef, environ: Mapping[str, str] | None = None, services: Sequence[Service] = ()
 ) -> ServiceHost:
     """Return the running server of a task of type 'ps', on the address that the cluster gives it.
 
@@ -316,8 +316,8 @@ def serve_role(
     task : TaskSpecDef
     environ : mapping, optional
         Has the job's token. Default: that of the process.
-    checkpoints : Path, optional
-        As of `ParameterServer`.
+    services : sequence of Service, optional
+        Default: a `ParameterServer` without checkpoints.
 
     Raises
     ------
@@ -327,7 +327,7 @@ def serve_role(
     if not task.is_ps() or task.index >= task.num_ps:
         raise ConfigError(f"task '{task.type}' {task.index} is no parameter server of the cluster; give it an address")
     token = read_token(os.environ if environ is None else environ)
-    return ServiceHost([ParameterServer(checkpoints)], task.ps_hosts[task.index], token)
+    return ServiceHost(services or [ParameterServer()], task.ps_hosts[task.index], token)
 
 
 def _configured(request: Message) -> tuple[ServerState, UpdateRule]:

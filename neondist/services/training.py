@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,6 +54,11 @@ class WorkerPlace:
         return cls(index, workers, tuple(environ[SERVERS].split(",")), read_token(environ))
 
     @property
+    def name(self) -> str:
+        """Name among the workers."""
+        return f"worker-{self.index:05d}"
+
+    @property
     def environment(self) -> dict[str, str]:
         """The variables that `read` reads, without the token."""
         return {SERVERS: ",".join(self.servers), WORKER: str(self.index), WORKERS: str(self.workers)}
@@ -60,6 +66,11 @@ class WorkerPlace:
 
 class ServerUpdate(RemoteUpdate):
     """Updates of all parameters by servers; its first rank speaks with them.
+
+    Attributes
+    ----------
+    version : int
+        Updates by all workers so far, on the first server, as of the last pull.
 
     Parameters
     ----------
@@ -102,9 +113,10 @@ class ServerUpdate(RemoteUpdate):
         layouts = place(self.strategy, count, decays=decays)
         self._values = self._gathered(parameters.values)
         self._client: ParameterClient | None = None
+        self.version = 0
         with all_or_none(world):
             if world.rank == 0:
-                self._client = ParameterClient(worker.servers, layouts, worker.token, f"worker-{worker.index:05d}")
+                self._client = ParameterClient(worker.servers, layouts, worker.token, worker.name)
                 self._client.initialize(self._values, optimizer, _rule(self.strategy))
         self._pull()
 
@@ -117,12 +129,15 @@ class ServerUpdate(RemoteUpdate):
                 self._client.wait_turn()
         self._pull()
 
-    def finish(self) -> None:
-        """Wait, on the first worker, for the others to end; take over the last values."""
+    def finish(self, patience: float = math.inf) -> None:
+        """Wait, on the first worker, up to `patience` seconds for the others to end; take over the last values."""
+        end = time.monotonic() + patience
         with all_or_none(self._world):
             if self._client is not None:
                 self._client.leave()
                 while not self._worker.index and self._client.left() < self._worker.workers:
+                    if time.monotonic() > end:
+                        break
                     time.sleep(0.05)
         if not self._worker.index:
             self._pull()
@@ -143,8 +158,9 @@ class ServerUpdate(RemoteUpdate):
         with all_or_none(self._world):
             if self._client is not None:
                 self._client.pull(self._values)
+                self.version = self._client.versions[0]
         if self._world.size > 1:
-            self._values = self._world.bcast(self._values)
+            self._values, self.version = self._world.bcast((self._values, self.version))
         for shard, array in zip(self._parameters.trained, self._parameters.cut(self._parameters.values), strict=True):
             array[...] = namespace(array).asarray(shard.part_of(self._values[shard.full_name])).reshape(array.shape)
         self._parameters.version += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -29,6 +30,12 @@ class DistributedSession:
     PyTorch's random numbers. On exit the last state is written. The files are those of `FitExperiment.run`, and any
     number of ranks reads them.
 
+    In a cluster with parameter servers each worker trains by itself: its gradients go to the servers, which apply them
+    as they come, and their new values come back. The master gives them the model, or that of the checkpoint, and writes
+    the checkpoints; other workers wait for it on entry. `global_step` counts the updates of all workers. Where the
+    master ends its session, all end theirs after the step under way, and the servers end after them. The job's token
+    is in NEONDIST_TOKEN. The optimiser's arrays are on the servers and end with them.
+
     In the task of an evaluator the same loop evaluates: `should_stop` waits for the next checkpoint of the job and
     loads it, `run` calls a function that evaluates and writes what it returns to 'evaluation/metrics.jsonl'.
 
@@ -52,18 +59,22 @@ class DistributedSession:
     save_summaries_steps, save_summaries_secs : optional
         When the mean loss and the speed are written to summaries.jsonl and loggers; default: never.
     stop_grace_period_secs : float
-        How long to wait, at the end, for ranks that have not left their loop, before the job is ended.
+        How long to wait, at the end, for ranks that have not left their loop, or other workers of servers, before the
+        job is ended.
     log_step_count_steps : int, optional
         How often to print step, loss and speed; None: never.
 
     Raises
     ------
     ConfigError
-        On every rank: the model is not built or not distributed, or an object has no state that files can hold.
+        On every rank: the model is not built or not distributed, or an object has no state that files can hold; or
+        servers cannot update the model, or the job's token is missing.
     DataError
         On entry: the checkpoint is damaged, or of another model.
     OutputError
         On entry: another job writes to `checkpoint_dir`, or nothing can be written there.
+    ServiceError
+        Servers, or the master, do not come, or end before this worker.
 
     Examples
     --------
@@ -107,6 +118,11 @@ class DistributedSession:
         minutes = None if save_checkpoint_secs is None else save_checkpoint_secs / 60
         schedule = CheckpointSchedule(save_checkpoint_steps, None, minutes, KEEP)
         self._warn_alone()
+        servers = None
+        if self.task_spec.num_ps:
+            from .servers import JobServers  # gRPC
+
+            servers = JobServers(self.task_spec, state, stop_grace_period_secs, os.environ)
         self._role = TrainingRole(
             state,
             folder,
@@ -116,6 +132,7 @@ class DistributedSession:
             log_step_count_steps,
             (save_summaries_steps, save_summaries_secs),
             stop_grace_period_secs,
+            servers,
         )
 
     def _warn_alone(self) -> None:
@@ -140,7 +157,10 @@ class DistributedSession:
 
     @property
     def global_step(self) -> int:
-        """Steps so far, those of earlier sessions included; of an evaluator, that of the checkpoint at hand."""
+        """Steps so far, those of earlier sessions included; of an evaluator, that of the checkpoint at hand.
+
+        With parameter servers: updates of all workers, as of this worker's last step.
+        """
         return self.state.step
 
     @property

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..console import say
 from ..data import Dataset
@@ -23,6 +23,9 @@ from ..train.callbacks.loggers import Logger
 from .data_position import DataPosition
 from .logs import StepLog, SummaryLog
 from .state import SessionState
+
+if TYPE_CHECKING:
+    from .servers import JobServers
 
 KEEP = 5
 """Checkpoints that stay beside the newest, each under its step, so that an evaluator can be some behind."""
@@ -43,6 +46,8 @@ class TrainingRole:
     log_every, summaries : as of DistributedSession
     grace : float
         Seconds to wait at the end for ranks that have not left their loop.
+    servers : JobServers, optional
+        They update the parameters, and count the steps.
     """
 
     def __init__(
@@ -55,9 +60,11 @@ class TrainingRole:
         log_every: int | None,
         summaries: tuple[int | None, float | None],
         grace: float,
+        servers: JobServers | None = None,
     ) -> None:
         self.state, self.folder, self.writes, self.grace = state, folder, writes, grace
         self.hooks, self.schedule = list(hooks), schedule
+        self.servers = servers
         self.position: DataPosition | None = None
         self._stack = ExitStack()
         loggers = [hook for hook in self.hooks if isinstance(hook, Logger)]
@@ -77,12 +84,16 @@ class TrainingRole:
             if folder is not None:
                 if self.writes:
                     stack.enter_context(held(world, folder, "auto"))
-                if world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
+                begins = self.servers is None or self.writes  # others have the servers' values, and shards of their own
+                if begins and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
                     restore(folder / CHECKPOINT, state, otherwise="give another checkpoint_dir")
                     state.notes.append(f"goes on from step {state.step} of {folder / CHECKPOINT}")
                 if self.writes:
                     self.hooks += [Checkpoint(folder / CHECKPOINT, self.schedule), CompletionMark(folder / COMPLETE)]
             self._call(lambda hook: hook.before_run(state))
+            if self.servers is not None:  # now that the first weights are there
+                stack.callback(self.servers.close)
+                self.servers.join()
             for note in state.notes if state.first_rank and self.writes else ():
                 say(note)
             self.state.agree()
@@ -95,7 +106,10 @@ class TrainingRole:
         if isinstance(state.model, ScriptModel):
             state.model.count()
         state.loss = _as_loss(result)
-        if state.step != before:
+        stepped = state.step != before
+        if self.servers is not None:
+            self.servers.count()
+        if stepped:
             if self.position is not None and (size := self.position.take()):
                 totals = state.totals
                 totals.loss += state.loss * size if math.isfinite(state.loss) else 0.0
@@ -138,9 +152,13 @@ class TrainingRole:
                 return
             try:
                 self._meet()
+                if self.servers is not None:
+                    self.servers.leave()
                 self._call(
                     lambda hook: hook.after_run(self.state) if self.state.stop is None else hook.on_stop(self.state)
                 )
+                if self.servers is not None:
+                    self.servers.end()
             except BaseException as problem:
                 self._fail(problem)
                 raise

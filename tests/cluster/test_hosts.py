@@ -21,6 +21,15 @@ def test_repeated_and_empty_lines():
     assert parse_hosts("a\nb:2\na:3\nc:0\n", "x") == {"a": 4, "b": 2}
 
 
+def test_slots_of_the_environment(monkeypatch):
+    """The MPI operator's script prints names alone."""
+    monkeypatch.setenv("OMPI_MCA_orte_set_default_slots", "3")
+    assert parse_hosts("a\nb:2\nc slots=1\nd max_slots=9\n", "x") == {"a": 3, "b": 2, "c": 1, "d": 3}
+    monkeypatch.setenv("OMPI_MCA_orte_set_default_slots", "two")
+    with pytest.raises(ConfigError, match="OMPI_MCA_orte_set_default_slots: expected the number of ranks of a host"):
+        parse_hosts("a\n", "x")
+
+
 @pytest.mark.parametrize("line", ["-x", "a b", "a:b", "a: 2", "$(id)", "a slots=-1", "a;b", "a:1:2"])
 def test_what_is_no_host(line):
     with pytest.raises(ConfigError, match=r"hosts:2: '.*' is no host; expected HOST"):

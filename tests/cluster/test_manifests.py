@@ -2,7 +2,6 @@
 
 import functools
 import gzip
-import subprocess
 import sys
 from pathlib import Path
 
@@ -165,19 +164,11 @@ def test_files_without_names_for_a_config_map(folder):
         mpi_job(job(folder, modules=(str(folder / "large.py"),)), "image")
 
 
-def takes_hosts():
-    """Whether `neondist run` takes the operator's script of hosts."""
-    words = subprocess.run([sys.executable, "-m", "neondist", "run", "--help"], capture_output=True, text=True)
-    return "--hosts-from" in words.stdout
-
-
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @needs_mpirun
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_launcher_starts_ranks_on_all_workers(kind, folder, tmp_path):
     """With the operator's variables, host file and script of hosts, at the paths that a container would have."""
-    if kind == "--mpijob" and not takes_hosts():
-        pytest.skip("needs --hosts-from of neondist run")
     names = [f"toy-1-worker-{at}.toy-1-worker.default.svc" for at in range(2)]
     launcher, _ = containers(KINDS[kind](job(folder), "image"))
     nodes = FakeNodes(tmp_path, *names, slots=2)

@@ -74,8 +74,8 @@ def test_bad_variables_are_named(environ, names):
 
 
 @pytest.mark.parametrize(("environ", "message"), [
-    ({"JOB_NAME": "ps", "PS_HOSTS": "a:1", "WORKER_HOSTS": "b:1"}, "parameter servers are not supported"),
-    ({"JOB_NAME": "worker", "PS_HOSTS": "a:1", "WORKER_HOSTS": "b:1"}, "parameter servers are not supported"),
+    ({"JOB_NAME": "ps", "PS_HOSTS": "127.0.0.1:0", "WORKER_HOSTS": "b:1"}, "NEONDIST_TOKEN: expected a secret"),
+    ({"JOB_NAME": "ps", "WORKER_HOSTS": "b:1"}, "is no parameter server of the cluster"),
     ({"JOB_NAME": "worker", "WORKER_HOSTS": "b,c"}, "'b' has no port"),
     ({"JOB_NAME": "worker", "WORKER_HOSTS": "b:1", "MASTER_HOST": "a"}, "'a' has no port"),
 ])  # fmt: skip
@@ -95,6 +95,8 @@ def test_a_task_that_is_an_mpi_job_of_several_ranks(monkeypatch):
     {},
     {"JOB_NAME": "evaluator", "WORKER_HOSTS": "b:1,c:1"},
     {"JOB_NAME": "worker", "WORKER_HOSTS": "b:1"},
+    {"JOB_NAME": "worker", "PS_HOSTS": "a:1", "WORKER_HOSTS": "b:1,c:1"},
+    {"JOB_NAME": "master", "PS_HOSTS": "a:1", "WORKER_HOSTS": "b:1", "MASTER_HOST": "c:1"},
     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"},
 ])  # fmt: skip
 def test_nothing_to_connect(environ):

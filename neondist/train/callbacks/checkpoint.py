@@ -180,9 +180,9 @@ class CheckpointSchedule:
             numbers["every_epochs"] = 1
         return cls(every_minutes=minutes, **numbers)
 
-    def after_step(self, step: int) -> bool:
-        """Tell whether one is due after so many steps."""
-        return self.every_steps is not None and step % self.every_steps == 0
+    def after_step(self, step: int, before: int) -> bool:
+        """Tell whether one is due after so many steps; `before`: those when it was asked last, mostly one less."""
+        return self.every_steps is not None and step // self.every_steps > before // self.every_steps
 
     def after_epoch(self, epoch: int) -> bool:
         """Tell whether one is due after so many epochs."""
@@ -205,19 +205,19 @@ class Checkpoint(Hook):
     def __init__(self, path: Path, schedule: CheckpointSchedule | None = None, resolved: str | None = None) -> None:
         self.path, self.schedule, self.resolved = path, schedule or CheckpointSchedule.of(None), resolved
         self.written = (-1, -1, -1)
-        self.last = time.monotonic()
+        self.last, self.asked = time.monotonic(), 0
 
     def before_run(self, run: TrainState) -> None:
         """Write a first checkpoint, so that a place that cannot be written is found now, not after an epoch."""
-        self.written, self.last = _place(run), time.monotonic()
+        self.written, self.last, self.asked = _place(run), time.monotonic(), run.step
         if run.step == 0:
             self.save(run)
 
     def after_step(self, run: TrainState) -> None:
         """Write a checkpoint, if one is due in the middle of an epoch."""
-        ends = run.samples_seen >= run.samples
+        ends, asked, self.asked = run.samples_seen >= run.samples, self.asked, run.step
         if not (ends and self.schedule.after_epoch(run.epoch + 1)) and (
-            self.schedule.after_step(run.step) or self._minutes_are_over(run)
+            self.schedule.after_step(run.step, asked) or self._minutes_are_over(run)
         ):
             self.save(run)
 

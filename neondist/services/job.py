@@ -1,0 +1,137 @@
+"""The server of a task that was started by itself: it serves until the job is over, or its workers are lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from ..cluster import TaskSpecDef
+from ..console import say
+from ..errors import LaunchError
+from ..signals import INTERRUPTED, Signals
+from .message import Message
+from .server import LONGEST_WAIT, ParameterServer, serve_role
+from .wire import Method, Service
+
+FIRST_WAIT = 3600.0
+"""Seconds that a server waits for the first worker."""
+LEASE = 120.0
+"""Seconds without a word after which a worker is lost."""
+
+
+class JobService(Service):
+    """The beginning and the end of a job, as its workers and servers tell each other.
+
+    Parameters
+    ----------
+    lose : callable
+        Called with the name of a worker that is lost.
+    clock : callable
+        time.monotonic, but for tests.
+    """
+
+    name = "Job"
+
+    def __init__(self, lose: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._lose, self._clock = lose, clock
+        self._changed = threading.Condition()
+        self._started, self._heard = clock(), dict[str, float]()
+        self._first_step: int | None = None
+        self._stopping = self._over = self._joined = False
+
+    def methods(self) -> Mapping[str, Method]:
+        """Return the methods that workers call."""
+        return {"alive": self.alive, "begin": self.begin, "begun": self.begun, "stop": self.stop, "end": self.end}
+
+    def alive(self, request: Message) -> Message:
+        """Hear of a worker; tell it whether the master asks all to stop."""
+        with self._changed:
+            self._heard[request.text("worker")] = self._clock()
+            self._joined = True
+            return Message({"stopping": self._stopping})
+
+    def begin(self, request: Message) -> Message:
+        """Let the workers begin, the servers hold a model; return the step of its first version, as told first."""
+        with self._changed:
+            if self._first_step is None:
+                self._first_step = request.integer("first_step")
+            self._changed.notify_all()
+            return Message({"first_step": self._first_step})
+
+    def begun(self, request: Message) -> Message:
+        """Wait for the beginning; `first_step` is None if it has not come in time."""
+        with self._changed:
+            seconds = min(request.number("seconds"), LONGEST_WAIT)
+            self._changed.wait_for(lambda: self._first_step is not None, seconds)
+            return Message({"first_step": self._first_step})
+
+    def stop(self, request: Message) -> Message:
+        """Ask all workers to stop."""
+        with self._changed:
+            self._stopping = True
+            return Message()
+
+    def end(self, request: Message) -> Message:
+        """End the server."""
+        self.finish()
+        return Message()
+
+    def finish(self) -> None:
+        """Let `wait` return."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait for the end of the job.
+
+        Raises
+        ------
+        LaunchError
+            No worker has come, or all are lost.
+        """
+        while not self.is_over():
+            with self._changed:
+                self._changed.wait_for(lambda: self._over, 1.0)
+
+    def is_over(self) -> bool:
+        """Tell whether the job is over, and forget workers that are lost; LaunchError if there is none any more."""
+        with self._changed:
+            now = self._clock()
+            lost = [worker for worker, heard in self._heard.items() if now - heard > LEASE]
+            for worker in lost:
+                del self._heard[worker]
+            over, none = self._over, not self._heard
+        for worker in lost:
+            self._lose(worker)
+        if not over and none and self._joined:
+            raise LaunchError(f"parameter server: no worker has been heard of for {LEASE:g} s; start the job again")
+        if not over and none and now - self._started > FIRST_WAIT:
+            raise LaunchError(f"parameter server: no worker has come within {FIRST_WAIT:g} s; start the workers, too")
+        return over
+
+
+def serve_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None) -> int:
+    """Run the server of a task of type 'ps', and return the exit code: the job is over, or SIGTERM or Ctrl-C came.
+
+    Raises
+    ------
+    ConfigError
+        As `serve_role`.
+    LaunchError
+        No worker has come, or all are lost.
+    """
+    server = ParameterServer()
+    job = JobService(lambda worker: server.leave(Message({"worker": worker})))
+    signals = Signals().listen()
+    try:
+        with serve_role(task, environ, services=[server, job]) as host:
+            say(f"PServer at {host.address}")
+            signals.join(lambda name: job.finish())
+            job.wait()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        signals.restore()
+    return 0
