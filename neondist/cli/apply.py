@@ -20,6 +20,7 @@ from .run import duration
 
 EVERY = 30.0
 """seconds between two looks for checkpoints"""
+_OF_WEIGHTS = "windows", "stride", "scale", "mean", "std"
 
 
 def add(commands: Any) -> None:
@@ -166,14 +167,11 @@ def predict(arguments: argparse.Namespace) -> int:
     return _on_ranks(arguments, lambda world, ranks: loaded(arguments, world), work)
 
 
-_OF_WEIGHTS = "windows", "stride", "scale", "mean", "std"
-
-
 def _predict_module(arguments: argparse.Namespace) -> int:
     """Write the outputs of a module with weights of a file, which need no experiment."""
     for name in ("file", "checkpoint"):
         if (given := getattr(arguments, name)) is not None:
-            raise ConfigError(f"predict: --weights needs no {given}; leave out either")
+            raise ConfigError(f"predict: --weights needs no {given}; leave out one of them")
     if arguments.factory is None:
         raise ConfigError("predict: --weights W has no network; give --factory FILE.py:NAME, which returns one")
     memory = [word.removeprefix("memory=") for word in arguments.settings if word.startswith("memory=")]
@@ -183,11 +181,11 @@ def _predict_module(arguments: argparse.Namespace) -> int:
     def prepare(world: Transport, ranks: int) -> Any:
         from ..train.inference import TrainedModule
 
-        option = f"--factory {arguments.factory}: "
         given = {name: value for name in _OF_WEIGHTS if (value := getattr(arguments, name)) is not None}
+        given |= {"memory": memory[-1]} if memory else {}
         with all_or_none(world):
             factory = load_factory(arguments.factory, "--factory ")
-            trained = TrainedModule(factory, arguments.weights, option, memory=memory[-1] if memory else None, **given)
+            trained = TrainedModule(factory, arguments.weights, arguments.factory, **given)
             trained.check(arguments.input)
         return trained
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import threading
@@ -99,8 +100,8 @@ def load_factory(text: str, option: str) -> Callable[..., Any]:
     module = sys.modules[import_module(place, option)]
     found = getattr(module, name, None)
     if not callable(found):
-        members = vars(module).items()
-        own = [n for n, one in members if callable(one) and getattr(one, "__module__", None) == module.__name__]
+        members = inspect.getmembers(module, callable)
+        own = [n for n, one in members if getattr(one, "__module__", None) == module.__name__]
         remedy = f"; name one of {', '.join(own)}" if own else "; define a class or a function"
         if found is not None:
             raise ConfigError(f"{option}{text}: {name} is a {type(found).__name__}{remedy}")

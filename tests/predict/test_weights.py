@@ -39,6 +39,10 @@ class Dense(nn.Module):
         return self.b(self.a(x).relu())
 
 
+def needs(channels):
+    return tiles(channels)
+
+
 three = 3
 """
 WINDOW, STRIDE = 24, 8
@@ -175,7 +179,8 @@ def test_every_cell_and_classes_that_are_seen(folder):
     [
         ("--factory nets_of_test.py:Dense", "tiles.pt: does not fit the module: not in the file: a.weight"),
         ("--factory nets_of_test.py:tile", "nets_of_test.py has no 'tile'; did you mean 'tiles'"),
-        ("--factory nets_of_test.py:three", "three is a int; name one of tiles, Dense"),
+        ("--factory nets_of_test.py:three", "three is a int; name one of Dense, needs, tiles"),
+        ("--factory nets_of_test.py:needs", "py:needs: arguments: needs failed: TypeError: needs() missing 1"),
         ("--factory none.py:tiles", "--factory none.py: no such file"),
         ("--factory tiles", "give FILE.py:NAME"),
         ("--factory nets_of_test.py:tiles --windows 104", "103 x 131 cells have no room for a window of 104"),

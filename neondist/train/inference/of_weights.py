@@ -14,7 +14,7 @@ import numpy as np
 from ...comm import ProcessGrid, all_or_none
 from ...errors import AxesError, ConfigError, DataError
 from ...formats import open_source
-from ...io.regular_file import open_regular
+from ...io.regular_file import open_regular, read_bytes
 from .images import Images, open_images
 from .routes import InBlocks, InTiles, choose, limit_of
 from .windows import InWindows, block_of, check_windows
@@ -65,15 +65,21 @@ class TrainedModule:
         from ...torch.feeding import expected_image
 
         if stride is not None and windows is None:
-            raise ConfigError("stride: is that of windows; give --windows CELLS, or leave it out")
+            raise ConfigError("--stride: is that of windows; give --windows CELLS, or leave it out")
         if scale == 0 or 0 in std:
-            raise ConfigError("scale, std: values are divided by them; give none that is 0")
+            raise ConfigError(
+                f"{'scale' if scale == 0 else 'std'}: values are divided by it; give another number than 0"
+            )
         self.name, self.weights, self.windows, self.stride = name, Path(weights), windows, stride or windows
         self.mean, self.std, self.scale = list(mean), list(std), scale
         self.model = TorchModel(factory)
         self.model.execute(memory=memory)
-        load_weights(self.model.module, self.weights)
-        self.spatial, self.channels = expected_image(self.model.module)
+        try:
+            module = self.model.module
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}; name a class, or a function, without arguments") from error
+        load_weights(module, self.weights)
+        self.spatial, self.channels = expected_image(module)
         self._code = _file_of(factory)
 
     def check(self, source: str | Path) -> None:
@@ -169,5 +175,5 @@ class TrainedModule:
 def _file_of(factory: Callable[..., Any]) -> bytes:
     """Return the text of the file that a function is in; nothing of one that is in none."""
     with suppress(TypeError, OSError):
-        return Path(inspect.getfile(factory)).read_bytes()
+        return read_bytes(inspect.getfile(factory))
     return b""
