@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
     tiles[1].running_mean.uniform_(-1, 1)
     torch.save({"model": tiles.state_dict(), "epoch": 3, "optimizer": {"state": {}}}, folder / "tiles.pt")
     save_file(dense.state_dict(), folder / "dense.safetensors")
-    x = np.random.default_rng(0).integers(0, 256, (103, 131, 3), "uint8")
+    x = np.random.default_rng(0).integers(0, 256, (104, 131, 3), "uint8")
     tifffile.imwrite(
         folder / "slide.ome.tif",
         x,
@@ -71,7 +71,7 @@ def folder(tmp_path_factory):
         photometric="rgb",
         metadata={"axes": "YXS", **SIZE},
     )
-    with nd.create_sink(folder / "four.ome.zarr", (103, 131, 4), "uint8", "YXC") as sink:
+    with nd.create_sink(folder / "four.ome.zarr", (104, 131, 4), "uint8", "YXC") as sink:
         sink.commit()
     cells = torch.from_numpy(x).permute(2, 0, 1)[None].float()
     given = (cells / 255 - torch.tensor([0.5, 0.4, 0.3])[:, None, None]) / 0.2
@@ -79,7 +79,7 @@ def folder(tmp_path_factory):
     with torch.no_grad():
         rows = [
             torch.cat([tiles(given[..., r : r + WINDOW, c : c + WINDOW]) for c in range(0, 131 - WINDOW + 1, STRIDE)])
-            for r in range(0, 103 - WINDOW + 1, STRIDE)
+            for r in range(0, 104 - WINDOW + 1, STRIDE)
         ]
         np.save(folder / "map.npy", torch.stack(rows).numpy())
         np.save(folder / "dense.npy", dense(cells)[0].permute(1, 2, 0).numpy())
@@ -105,7 +105,7 @@ def on(ranks, folder, target, source="slide.ome.tif", block=None, overwrite=Fals
 def test_windows_are_those_of_a_plain_loop(folder, tmp_path, monkeypatch, ranks, block):
     monkeypatch.setattr("neondist.torch.windows.CELLS", 4 * WINDOW**2)  # several calls a block
     expected = np.load(folder / "map.npy")
-    assert on(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape == (10, 14, 3)
+    assert on(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape == (11, 14, 3)
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=0, atol=1e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["y.npy"]
 
@@ -148,7 +148,7 @@ def test_the_middle_of_windows(folder):
         whole = source.read([(0, n) for n in source.shape])
         middle = Centres(source, WINDOW, STRIDE)
         found = middle.read([(0, n) for n in middle.shape])
-        np.testing.assert_array_equal(found, whole[12 : 12 + 80 : 8, 12 : 12 + 112 : 8])
+        np.testing.assert_array_equal(found, whole[12 : 12 + 88 : 8, 12 : 12 + 112 : 8])
 
 
 def test_every_cell_and_classes_that_are_seen(folder):
@@ -166,7 +166,7 @@ def test_every_cell_and_classes_that_are_seen(folder):
     assert "PNG files hold bytes" in err
     code, out, err = here(folder, *words, "--output", "cells.png", "--classes", "--block", "64")
     assert code == 0, err
-    assert "written: cells.png, 103 x 131" in out
+    assert "written: cells.png, 104 x 131" in out
     expected = np.load(folder / "dense.npy").argmax(axis=-1)
     with Image.open(folder / "cells.png") as image:
         assert image.mode == "P"
@@ -183,7 +183,7 @@ def test_every_cell_and_classes_that_are_seen(folder):
         ("--factory nets_of_test.py:needs", "py:needs: arguments: needs failed: TypeError: needs() missing 1"),
         ("--factory none.py:tiles", "--factory none.py: no such file"),
         ("--factory tiles", "give FILE.py:NAME"),
-        ("--factory nets_of_test.py:tiles --windows 104", "103 x 131 cells have no room for a window of 104"),
+        ("--factory nets_of_test.py:tiles --windows 105", "104 x 131 cells have no room for a window of 105"),
         ("--factory nets_of_test.py:tiles --windows 32 --mean 1,2", "--mean: 2 numbers, and slide.ome.tif has 3"),
         ("--factory nets_of_test.py:tiles --stride 3", "give --windows CELLS"),
         ("--factory nets_of_test.py:tiles --windows 2", "for windows [1, 3, 2, 2], it fails: RuntimeError"),
