@@ -15,11 +15,12 @@ from ..errors import ConfigError
 from ..io.files import write_text
 from ..launcher.ranks import on_ranks
 from . import options
-from .experiment import loaded, validated
+from .experiment import load_factory, loaded, validated
 from .run import duration
 
 EVERY = 30.0
 """seconds between two looks for checkpoints"""
+_OF_WEIGHTS = "windows", "stride", "scale", "mean", "std"
 
 
 def add(commands: Any) -> None:
@@ -53,9 +54,14 @@ def add(commands: Any) -> None:
     _block(one)
     one.set_defaults(command=evaluate, watched=True)
 
-    one = commands.add_parser("predict", help="write a checkpoint's outputs for new images", allow_abbrev=False)
-    options.experiment(one)
-    _checkpoint(one)
+    one = commands.add_parser(
+        "predict",
+        help="write a checkpoint's outputs, or a trained module's, for new images",
+        allow_abbrev=False,
+    )
+    options.experiment(one, required=False)
+    _checkpoint(one, required=False)
+    _of_weights(one)
     one.add_argument(
         "--input", type=options.path, metavar="X", required=True,
         help="images of any size: a file of a known kind, such as .npy, .h5 (or FILE.h5:NAME) or .tif",
@@ -69,6 +75,30 @@ def add(commands: Any) -> None:
     _block(one)
     one.add_argument("--overwrite", action="store_true", help="replace what is there, or was begun with something else")
     one.set_defaults(command=predict, watched=True)
+
+
+def _of_weights(one: argparse.ArgumentParser) -> None:
+    """Add what a module of PyTorch and its weights need in the place of an experiment and a checkpoint."""
+    one.add_argument(
+        "--weights", type=options.path, metavar="W",
+        help="instead of FILE.yaml and --checkpoint: a state_dict as .safetensors or .pt",
+    )  # fmt: skip
+    one.add_argument(
+        "--factory", type=options.path, metavar="FILE.py:NAME", help="with --weights: returns the torch.nn.Module"
+    )
+    one.add_argument(
+        "--windows", type=options.positive, metavar="CELLS",
+        help="with --weights: a map of the scores that a classifier has for windows of so many cells along each axis",
+    )  # fmt: skip
+    one.add_argument(
+        "--stride", type=options.positive, metavar="CELLS", help="from window to window (default: side by side)"
+    )
+    one.add_argument(
+        "--scale", type=options.positive_number, metavar="S",
+        help="with --weights: the module is given (x / S - M) / D of values x (default 1)",
+    )  # fmt: skip
+    one.add_argument("--mean", type=options.numbers, metavar="M", help="one, or one a channel: 0.485,0.456,0.406")
+    one.add_argument("--std", type=options.numbers, metavar="D", help="one, or one a channel, as --mean")
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -120,17 +150,65 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 def predict(arguments: argparse.Namespace) -> int:
     """Write the outputs for new images; the experiment's data need not be there."""
+    if arguments.weights is not None:
+        return _predict_module(arguments)
+    for name in ("factory", *_OF_WEIGHTS):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"predict: --{name} goes with --weights W; leave it out")
+    if arguments.file is None or arguments.checkpoint is None:
+        raise ConfigError("predict: give FILE.yaml and --checkpoint FILE, or --weights W and --factory FILE.py:NAME")
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..train import predict
 
         files = arguments.checkpoint, arguments.input, arguments.output
-        names = "classes", "probabilities", "raw", "block", "overwrite"
-        shape = predict(experiment, *files, grid, **{name: getattr(arguments, name) for name in names})
-        if grid.rank == 0:
-            emit(f"written: {arguments.output}, {' x '.join(map(str, shape))}")
+        _tell_written(arguments, grid, predict(experiment, *files, grid, **_asked(arguments)))
 
     return _on_ranks(arguments, lambda world, ranks: loaded(arguments, world), work)
+
+
+def _predict_module(arguments: argparse.Namespace) -> int:
+    """Write the outputs of a module with weights of a file, which need no experiment."""
+    for name in ("file", "checkpoint"):
+        if (given := getattr(arguments, name)) is not None:
+            raise ConfigError(f"predict: --weights needs no {given}; leave out one of them")
+    if arguments.factory is None:
+        raise ConfigError("predict: --weights W has no network; give --factory FILE.py:NAME, which returns one")
+    memory = [word.removeprefix("memory=") for word in arguments.settings if word.startswith("memory=")]
+    if len(memory) < len(arguments.settings) or arguments.modules:
+        raise ConfigError("predict: --set, --strategy and --import are for experiments; leave them out with --weights")
+
+    def prepare(world: Transport, ranks: int) -> Any:
+        from ..train.inference import TrainedModule
+
+        given = {name: value for name in _OF_WEIGHTS if (value := getattr(arguments, name)) is not None}
+        given |= {"memory": memory[-1]} if memory else {}
+        with all_or_none(world):
+            factory = load_factory(arguments.factory, "--factory ")
+            trained = TrainedModule(factory, arguments.weights, arguments.factory, **given)
+            trained.check(arguments.input)
+        return trained
+
+    def work(world: Transport, trained: Any) -> int:
+        from ..train.inference import predict_module
+
+        grid = ProcessGrid(world)
+        if arguments.watchdog is not None:
+            arguments.watchdog.observe(grid)
+        shape = predict_module(trained, arguments.input, arguments.output, grid, **_asked(arguments))
+        _tell_written(arguments, grid, shape)
+        return 0
+
+    return on_ranks(arguments, prepare, work)
+
+
+def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("classes", "probabilities", "raw", "block", "overwrite")}
+
+
+def _tell_written(arguments: argparse.Namespace, grid: ProcessGrid, shape: tuple[int, ...]) -> None:
+    if grid.rank == 0:
+        emit(f"written: {arguments.output}, {' x '.join(map(str, shape))}")
 
 
 def _block(one: argparse.ArgumentParser) -> None:

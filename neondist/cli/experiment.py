@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ from ..config import load_experiment, place
 from ..errors import ConfigError, LaunchError, UserError
 from ..launcher.launch import FORCE
 from ..launcher.workers import SERVERS
+from ..registry import suggest
 
 _ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
 
@@ -88,6 +90,24 @@ def import_module(name: str, option: str = "--import ") -> str:
     """
     with _ONE_AT_A_TIME:
         return _import(name, option)
+
+
+def load_factory(text: str, option: str) -> Callable[..., Any]:
+    """Return what FILE.py:NAME, or MODULE:NAME, is; ConfigError, which begins with the option, if it is no function."""
+    place, colon, name = text.rpartition(":")
+    if not (colon and place and name):
+        raise ConfigError(f"{option}{text}: names no function; give FILE.py:NAME, or MODULE:NAME")
+    module = sys.modules[import_module(place, option)]
+    found = getattr(module, name, None)
+    if not callable(found):
+        members = inspect.getmembers(module, callable)
+        own = [n for n, one in members if getattr(one, "__module__", None) == module.__name__]
+        remedy = f"; name one of {', '.join(own)}" if own else "; define a class or a function"
+        if found is not None:
+            raise ConfigError(f"{option}{text}: {name} is a {type(found).__name__}{remedy}")
+        raise ConfigError(f"{option}{text}: {place} has no '{name}'{suggest(name, own) or remedy}")
+    made: Callable[..., Any] = found
+    return made
 
 
 def _import(name: str, option: str) -> str:

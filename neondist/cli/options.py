@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,9 +13,9 @@ from ..console import say, visible
 RANKS = "ranks to start with mpirun (default 1); inside an MPI job the job's size is used"
 
 
-def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS) -> None:
+def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS, required: bool = True) -> None:
     """Add FILE.yaml, -n, --set, --memory, --strategy and --import."""
-    one.add_argument("file", type=path, metavar="FILE.yaml", help="the experiment")
+    one.add_argument("file", type=path, metavar="FILE.yaml", nargs=None if required else "?", help="the experiment")
     ranks(one, ranks_help)
     one.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY.PATH=VALUE",
@@ -83,6 +84,25 @@ def not_negative(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give 0 or more")
     return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Read a finite number above 0."""
+    (number,) = numbers(text, 1)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give one above 0")
+    return number
+
+
+def numbers(text: str, most: int = 1 << 16) -> list[float]:
+    """Read '0.485,0.456,0.406', finite numbers."""
+    try:
+        found = [float(word) for word in text.split(",", most - 1)]
+    except ValueError:
+        found = []
+    if not found or not all(map(math.isfinite, found)):
+        raise argparse.ArgumentTypeError(f"'{text}' are no numbers; give one, or several such as 0.5,0.4,0.3")
+    return found
 
 
 def counts(text: str) -> list[int]:

@@ -126,7 +126,8 @@ class DraftSink(TileSink):
         Of what is known by axis, only these axes; where nothing is known, None, or by axis {}.
         """
         found = None if like is None else like.metadata.get(name)
-        self._kept.setdefault(name, set()).update(axes)
+        if like is None or name in like.metadata:
+            self._kept.setdefault(name, set()).update(axes)
         return {axis: value for axis, value in (found or {}).items() if axis in axes} if name in BY_AXIS else found
 
     def _name_losses(self, like: TileSource) -> None:

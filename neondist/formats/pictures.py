@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -95,9 +96,11 @@ class PictureSink(PlacedSink):
     ----------
     quality : int
         Of a JPEG, 1 to 95.
+    palette : bool
+        Of a PNG of bytes with one channel: they are numbers of classes, each shown in a colour of its own, 0 in black.
     """
 
-    choices: ClassVar[dict[str, Any]] = {"quality": 90}
+    choices: ClassVar[dict[str, Any]] = {"quality": 90, "palette": False}
 
     def _lay(self, part: Path, like: TileSource | None) -> Placement:
         kind = _PACKED.get(self.path.suffix.lower())
@@ -110,6 +113,8 @@ class PictureSink(PlacedSink):
                 f"{self.path}: {kind} files hold bytes (Y, X, C) with {' or '.join(map(str, channels))} channels, not"
                 f" {list(self.shape)}, axes '{self.axes}', {self.dtype}; choose .tif"
             )
+        if self._options["palette"] and (kind, self.dtype, self.shape[-1]) != ("PNG", np.uint8, 1):
+            raise ConfigError(f"{self.path}: a palette is for one channel of bytes in a PNG; leave out palette")
         part.touch(exist_ok=False)
         self.chunks = None
         return Placement(self.axes, self.dtype.str, self.shape, self.shape, (0,))
@@ -123,5 +128,14 @@ class PictureSink(PlacedSink):
         with replacing(packed) as file:
             kind = _PACKED[self.path.suffix.lower()]
             image = Image.fromarray(cells[..., 0] if self.shape[-1] == 1 else cells)
+            if self._options["palette"]:
+                image.putpalette(_colours())
             image.save(file, kind, quality=self._options["quality"])
         return packed
+
+
+def _colours() -> list[int]:
+    """Return red, green and blue of 256 classes: black, and then hues far from those before them."""
+    turns = ((number * 0.618034) % 1 for number in range(255))
+    hues = (colorsys.hsv_to_rgb(turn, 0.7, 0.95) for turn in turns)
+    return [0, 0, 0, *(round(255 * part) for hue in hues for part in hue)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
@@ -23,6 +24,18 @@ def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch
         labels = labels.astype(images.dtype if labels.dtype.kind == "f" else np.int64)
     features = torch.from_numpy(np.ascontiguousarray(np.moveaxis(images, -1, 1)))
     return features, None if labels is None else torch.from_numpy(labels)
+
+
+def expected_image(module: nn.Module) -> tuple[int, int | None]:
+    """Return how many spatial axes a module's images have, and how many channels, by its first convolution.
+
+    The first is that which the module has registered first; (2, None) of a module without any.
+    """
+    for one in module.modules():
+        kernel, channels = getattr(one, "kernel_size", None), getattr(one, "in_channels", None)
+        if isinstance(kernel, tuple) and isinstance(channels, int):
+            return len(kernel), channels
+    return 2, None
 
 
 def fed(

@@ -1,10 +1,10 @@
-"""Weights, and what an optimiser remembers, in safetensors files: numbers by name, which execute nothing."""
+"""Weights, and what an optimiser remembers, from and into files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,17 @@ from torch import nn
 
 from ..comm import SingleTransport, agree, all_or_none
 from ..comm.agree import CALL, check_alike
-from ..errors import ConfigError, DataError, MissingPackageError, UserError
+from ..errors import ConfigError, DataError
 from ..geometry import Box
 from ..io.checkpoint import Piece, Taken, scatter
 from ..io.files import replacing
-from ..io.regular_file import check_regular
 from .module import DistributedModule
+from .weights_file import opened_weights, safetensors
 
 OPTIMIZER = "optimizer/"
 """What the names of an optimiser's tensors begin with."""
+MOST = 3
+"""Names of each kind that a message has at most."""
 _AS_PLAIN = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # what NumPy, or HDF5, has no type for
 
 
@@ -55,7 +57,7 @@ def save_weights(
         if world.rank == 0:
             apart = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
             told = {name: json.dumps(fact) for name, fact in facts.items()}
-            content = _safetensors().torch.save(apart, told or None)
+            content = safetensors().torch.save(apart, told or None)
             with replacing(Path(path)) as file:
                 file.write(content)
 
@@ -67,7 +69,9 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
     ----------
     model : DistributedModule or torch.nn.Module
     path : path
-        Rank 0 reads it. It has to hold all of the model's state; numbers of another precision are converted.
+        Of safetensors, or of torch.save (.pt, .pth, .ckpt, .bin): a state_dict, alone or under 'model', 'state_dict'
+        and the like. Rank 0 reads it. It has to hold all of the model's state; numbers of another precision are
+        converted.
     optimizer : torch.optim.Optimizer, optional
         It goes on as the one that was saved.
 
@@ -82,9 +86,8 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         file, found = None, None
         with all_or_none(world):
             if world.rank == 0:
-                file = stack.enter_context(_opened(path))
-                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-                found = shapes, _facts(file.metadata())
+                file = stack.enter_context(opened_weights(path))
+                found = file.shapes, file.facts
         shapes, facts = world.bcast(found)
         if optimizer is None:
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(OPTIMIZER)}
@@ -101,7 +104,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         @lru_cache(1)
         def tensor_of(name: str) -> np.ndarray:
             assert file is not None
-            return as_array(file.get_tensor(name).to(fresh[name].dtype))
+            return as_array(file.tensor(name).to(fresh[name].dtype))
 
         error: Exception | None = None
         try:
@@ -172,51 +175,21 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def check_fit(path: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DataError, with all that differs, unless a file has the names and shapes of a model."""
+    """Raise DataError, with what differs first, unless a file has the names and shapes of a model."""
     both = [name for name in here if name in there]
     misfits = [(name, there[name], here[name]) for name in both if there[name] != here[name]]
-    found = Taken(both, [name for name in here if name not in there], sorted(there.keys() - here.keys()), misfits)
+    missing, left = [name for name in here if name not in there], [name for name in there if name not in here]
+    found = Taken(both, _first(missing), _first(sorted(left)), misfits[:MOST])
     if found.left or not found.complete:
         differences = str(found).partition("; ")[2]
         raise DataError(f"{path}: does not fit the module: {differences}; name a file of this module's state_dict")
+
+
+def _first(names: list[str]) -> list[str]:
+    return names if len(names) <= MOST else [*names[:MOST], f"{len(names) - MOST} more"]
 
 
 def _world(model: nn.Module) -> Any:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     return model.grid.world if isinstance(model, DistributedModule) else SingleTransport()
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ModuleNotFoundError:
-        raise MissingPackageError("weights files need safetensors: pip install 'neondist[torch]'") from None
-    return safetensors
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    package = _safetensors()
-    try:
-        check_regular(path)
-        file = package.safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; check the path") from None
-    except UserError:
-        raise
-    except Exception as error:  # the library's own, and those of the file system
-        raise DataError(f"{path}: is no safetensors file ({error}); name a file that save_weights wrote") from error
-    with file:
-        yield file
-
-
-def _facts(metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return what `save_weights` was told; another program's texts are no JSON, and stay texts."""
-    found: dict[str, Any] = {}
-    for name, text in (metadata or {}).items():
-        try:
-            found[name] = json.loads(text)
-        except (ValueError, RecursionError):
-            found[name] = text
-    return found

@@ -13,8 +13,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, tmp_path, request):
     place = Place(tmp_path)
-    if page.name == "pytorch.md":
+    if page.name in ("inference.md", "pytorch.md"):
         pytest.importorskip("torch")
+    if page.name == "pytorch.md":
         request.getfixturevalue("captured_once")
         place.env["NEONDIST_TESTS_HIDE"] = "matplotlib"
     for block in blocks(page):

@@ -125,6 +125,16 @@ def test_several_outputs(folder, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_map_of_classes_in_a_png_is_one_of_labels(folder, tmp_path):
+    """Three classes as three channels of colours would be targets, too."""
+    np.save(tmp_path / "one.npy", np.load(folder / "x.npy")[1])
+    on(1, folder, tmp_path / "y.png", tmp_path / "one.npy", classes=True)
+    with nd.open_source(tmp_path / "y.png") as seen:
+        assert seen.shape == (40, 52, 3)
+    files = tmp_path / "one.npy", tmp_path / "y.png"
+    assert evaluate_files(made(), folder / "net.h5", *files, ProcessGrid.serial())["error"] == 0
+
+
 def test_one_image_and_stacks_of_them(folder, tmp_path):
     import h5py
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,16 @@ def open_images(
     factor: Sequence[float] = (1,),
     offset: Sequence[float] = (0,),
     fill: float | None = None,
+    opener: Callable[..., TileSource] = open_source,
 ) -> Images:
     """Return the images of a file; where it does not name its axes they follow from what the network takes.
+
+    Parameters
+    ----------
+    path : path
+    sample_shape, factor, offset, fill : as of Images
+    opener : callable
+        Opens the file.
 
     Raises
     ------
@@ -105,7 +113,7 @@ def open_images(
         It is missing, damaged, of an unknown kind, or of another number of axes or channels.
     """
     try:
-        source = open_source(path)
+        source = opener(path)
         shape = None
         if not source.named:
             shape = source.shape if "C" in source.stored.stored else source.shape[:-1]
@@ -130,4 +138,4 @@ def open_images(
 def _misfit(path: str | Path, sample_shape: Sequence[int], shape: Sequence[int], axes: str = "") -> DataError:
     wanted = ", ".join(["N", *"DHW"[4 - len(sample_shape) :], str(sample_shape[-1])])
     held = f"an array of shape {list(shape)}" + (f" ({axes})" if axes else "")
-    return DataError(f"{path}: holds {held}; the model takes ({wanted})")
+    return DataError(f"{path}: holds {held}; the model takes ({wanted}): give images of these axes and channels")

@@ -14,7 +14,9 @@ from ...comm import ProcessGrid, all_or_none
 from ...costs import Dice
 from ...costs.mean import mean_of, parts_of, weighted, weights_of
 from ...data.datasets.hdf5_tiles import StreamedSplit
+from ...data.datasets.image_lists import open_mask
 from ...errors import ConfigError, DataError
+from ...formats import open_source
 from ...geometry import Box
 from ...metrics.base import PerSample
 from ...metrics.outputs import Outputs
@@ -80,9 +82,11 @@ def evaluate_files(
 def _labels(labels: str | Path, route: Route, images: Images) -> Images:
     *extent, channels = route.output_shape
     wanted, problem = (images.shape[0], *extent), DataError("")
-    for each in (channels, 1):  # a file without names for its axes may be read as either
+    # a file without names for its axes may be read as either; a picture with a palette has the numbers of its colours
+    of_palette = Path(labels).suffix.lower() == ".png"
+    for each in (1, channels) if of_palette else (channels, 1):
         try:
-            found = open_images(labels, (*extent, each))
+            found = open_images(labels, (*extent, each), opener=open_mask if of_palette and each == 1 else open_source)
         except DataError as error:
             problem = error
             continue

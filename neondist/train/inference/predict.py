@@ -1,10 +1,10 @@
-"""The outputs of a checkpoint's network for images of any size, written part by part."""
+"""The outputs of a trained network for images of any size, written part by part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from ...io.lock import Lock
 from ..experiment import FitExperiment
 from .images import Images
 from .network import network
+from .of_weights import TrainedModule
 from .progress import Progress
-from .results import channels_of, check_kinds, dtype_of, paths_of, result
+from .results import channels_of, check_kinds, dtype_of, kinds_of, options_of, paths_of, result
 from .routes import Route
 
 
@@ -78,21 +79,58 @@ def predict(
         ConfigError for a network that fits into no memory.
     """
     grid = experiment.open_grid() if grid is None else grid
-    asked = {"raw": raw, "probabilities": probabilities, "classes": classes}
-    kinds = [kind for kind, wanted in asked.items() if wanted] or ["raw"]
+    opened = partial(network, experiment, checkpoint, source, grid, block)
+    return _written(opened, Path(target), grid, kinds_of(raw, probabilities, classes), overwrite)
+
+
+def predict_module(
+    trained: TrainedModule,
+    source: str | Path,
+    target: str | Path,
+    grid: ProcessGrid | None = None,
+    classes: bool = False,
+    *,
+    probabilities: bool = False,
+    raw: bool = False,
+    block: int | None = None,
+    overwrite: bool = False,
+) -> tuple[int, ...]:
+    """Write the outputs of a module with trained weights, as `predict` does those of a checkpoint; collective.
+
+    Parameters
+    ----------
+    trained : TrainedModule
+    source, target, grid, classes, probabilities, raw, block, overwrite : as in `predict`
+        With windows, a block is so many windows along each axis.
+
+    Raises
+    ------
+    UserError
+        As `predict`.
+    """
+    grid = ProcessGrid() if grid is None else grid
+    opened = partial(trained.opened, source, grid, block)
+    return _written(opened, Path(target), grid, kinds_of(raw, probabilities, classes), overwrite)
+
+
+def _written(
+    opened: Callable[[list[Any] | None], AbstractContextManager[tuple[Route, Images, dict[str, str]]]],
+    target: Path,
+    grid: ProcessGrid,
+    kinds: Sequence[str],
+    overwrite: bool,
+) -> tuple[int, ...]:
+    """Write the outputs on the route that `opened` yields; the shape, collective."""
     grid.check("predict")
-    with (
-        _journal(Path(target), grid) as (journal, before),
-        network(experiment, checkpoint, source, grid, block, before) as (route, images, said),
-    ):
+    with _journal(target, grid) as (journal, before), opened(before) as (route, images, said):
         done: set[int] = set()
         with all_or_none(grid.world):
-            check_kinds(kinds, route.output_shape[-1], Path(target))
+            check_kinds(kinds, route.output_shape[-1], target)
             job = {"outputs": kinds, "route": route.about, "input": images.identity(), **said}
             if journal is not None:
                 done = journal.done(job, overwrite)
         done = grid.world.bcast(done)
-        with _sinks(paths_of(kinds, Path(target)), route, images, grid, overwrite, done) as sinks:
+        with _sinks(paths_of(kinds, target), route, images, grid, overwrite, done) as sinks:
             with all_or_none(grid.world):
                 if journal is not None and not done:
                     journal.begin(job)
@@ -196,8 +234,7 @@ def _sinks(
 ) -> Iterator[dict[str, TileSink]]:
     """Yield the files on their route, those of an earlier process if something is done; but for complete ones."""
     *extent, channels = route.output_shape
-    source, found = images.source, {}
-    like = source if tuple(extent) == images.shape[1:-1] else None
+    source, like, found = images.source, route.like(), {}
     axes = source.axes[: len(images.lead)] + source.axes[len(images.lead) : -1][: len(extent)] + "C"
     with ExitStack() as stack:
         for kind, path in paths.items():
@@ -205,14 +242,11 @@ def _sinks(
                 continue  # the process was ended between this file's name and the next
             shape = (*images.lead, *extent, channels_of(kind, channels))
             given = shape, dtype_of(kind, channels, route.dtype), axes
-            # as NumPy's users have class maps; formats of images know no single channel anyway
-            bare: dict[str, Any] = (
-                {"channels": False} if kind == "classes" and path.suffix in (".npy", ".h5", ".hdf5") else {}
-            )
-            make = partial(create_sink, path, *given, like=like, overwrite=overwrite, grid=grid, **bare)
+            options = options_of(kind, channels, path)
+            make = partial(create_sink, path, *given, like=like, overwrite=overwrite, grid=grid, **options)
             if not done:
                 with closing(make(resume=False)) as sink:
-                    if sink.lost:
+                    if sink.lost and grid.rank == 0:
                         say(f"note: {path} is without {', '.join(sink.lost)} of {source.path}")
             sink = stack.enter_context(closing(make(resume=True)))
             if done and not sink.resumed:

@@ -14,6 +14,12 @@ from ...errors import ConfigError
 KINDS = ("raw", "probabilities", "classes")
 
 
+def kinds_of(raw: bool, probabilities: bool, classes: bool) -> list[str]:
+    """Return the kinds that are asked for; the raw outputs if none is."""
+    asked = zip(KINDS, (raw, probabilities, classes), strict=True)
+    return [kind for kind, wanted in asked if wanted] or ["raw"]
+
+
 def check_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
     """Raise ConfigError for what a network with so many outputs for a cell has not, or such a file cannot keep."""
     if "classes" in kinds and path.suffix.lower() in (".jpg", ".jpeg"):
@@ -33,6 +39,16 @@ def channels_of(kind: str, channels: int) -> int:
 def dtype_of(kind: str, channels: int, dtype: Any) -> np.dtype:
     """Return what they are."""
     return np.min_scalar_type(channels - 1) if kind == "classes" else np.dtype(dtype)
+
+
+def options_of(kind: str, channels: int, path: Path) -> dict[str, Any]:
+    """Return how a file of one kind is written, beside what its format has by default."""
+    if kind != "classes":
+        return {}
+    suffix = path.suffix.lower()
+    if suffix in (".npy", ".h5", ".hdf5"):
+        return {"channels": False}  # as NumPy's users have class maps; formats of images know no single channel anyway
+    return {"palette": True} if suffix == ".png" and channels <= 256 else {}
 
 
 def result(kind: str, y: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...comm import ProcessGrid
 from ...errors import ConfigError
+from ...formats import TileSource
 from ...formats.cache import ChunkCache
 from ...geometry import Box, GridShape
 from ...memory import PROCESS, free_memory, share_of, words
@@ -47,6 +48,9 @@ class Route(Protocol):
     collective: bool
     about: list[Any]
 
+    def like(self) -> TileSource | None:
+        """Return an image whose cells lie where those of the output do; None if there is none."""
+
     def ordered(self, parts: Sequence[int]) -> Sequence[int]:
         """Return parts in the order in which they are best read."""
 
@@ -68,22 +72,36 @@ class InBlocks:
 
     Parameters
     ----------
-    model : TrainableModel
-        Built for one of the images, on one rank.
+    images : Images
     plan : BlockPlan, or what is like it
     run : callable
         From a block's number and its cells of the image to its output.
     cache : int
         Bytes of decoded chunks.
+    output_shape : (*spatial, C)
+        Of one image's output.
+    dtype : numpy.dtype
     """
 
     collective = False
 
-    def __init__(self, model: Any, images: Images, plan: Any, run: Callable[[int, Any], Any], cache: int) -> None:
+    def __init__(
+        self,
+        images: Images,
+        plan: Any,
+        run: Callable[[int, Any], Any],
+        cache: int,
+        output_shape: tuple[int, ...],
+        dtype: np.dtype,
+    ) -> None:
         images.source.cache, self._across = ChunkCache(cache), self._blocks_in(cache, images, plan)
-        self.images, self.plan, self._run, self.dtype = images, plan, run, model.dtype
-        self.parts, self.output_shape = images.shape[0] * len(plan), model.output_shape
+        self.images, self.plan, self._run, self.dtype = images, plan, run, dtype
+        self.parts, self.output_shape = images.shape[0] * len(plan), output_shape
         self.about = ["blocks", list(plan.size)]
+
+    def like(self) -> TileSource | None:
+        """Return the images, if the outputs are as large."""
+        return _as_large(self.images, self.output_shape)
 
     @staticmethod
     def _blocks_in(cache: int, images: Images, plan: Any) -> int:
@@ -136,6 +154,10 @@ class InTiles:
         model.build(images.shape[1:], batch, grid, plan)
         self.parts, self.output_shape = -(-images.shape[0] // batch), model.output_shape
         self.about = ["whole", batch]
+
+    def like(self) -> TileSource | None:
+        """Return the images, if the outputs are as large."""
+        return _as_large(self.images, self.output_shape)
 
     def ordered(self, parts: Sequence[int]) -> Sequence[int]:
         """Return them as they are."""
@@ -197,7 +219,7 @@ def choose(
     batch = max(grid.replicas, min(batch, images.shape[0] if images.stacked else 1))
     if before is not None and block is None:
         batch, block = (before[1], None) if before[0] == "whole" else (batch, max(before[1]))
-    limit = grid.world.bcast(_limit(memory, grid.size))
+    limit = grid.world.bcast(limit_of(memory, grid.size))
     if not isinstance(model, Model):
         return _choose_module(model, images, grid, batch, block, limit, beyond)
     alone = forward_plan(model, shape, GridShape(), 1)
@@ -217,7 +239,7 @@ def choose(
             plan = model.plan(shape, grid.shape, batch)
         if whole is not None or _needed(plan) <= limit:
             return InTiles(model, images, batch, grid, plan)
-    cache = _cache(images, limit)
+    cache = cache_of(images, limit)
     numbers = (limit - cache - alone.memory(0) + alone.arena(0, 0)) // model.dtype.itemsize
     sizes = _sizes(block, len(graph.shapes[graph.output]) - 1)
     blocks = fitted_blocks(graph, sizes, numbers, model.dtype.itemsize, beyond)
@@ -227,7 +249,7 @@ def choose(
     def run(number: int, x: np.ndarray) -> Any:
         return computed.run(number, model.context.backend.from_host(x, model.dtype))
 
-    return InBlocks(model, images, blocks, run, cache)
+    return InBlocks(images, blocks, run, cache, model.output_shape, model.dtype)
 
 
 def _choose_module(
@@ -246,11 +268,11 @@ def _choose_module(
         remedy = f"{needed}, and has {words(limit)}; use more ranks, or give more --memory"
     else:
         remedy = f"leave out --block: {needed}"
-    traced, cache = model.in_blocks(shape, remedy), _cache(images, limit)
+    traced, cache = model.in_blocks(shape, remedy), cache_of(images, limit)
     sizes, left = _sizes(block, len(traced.extent)), limit - cache - plan.weights
     blocks = fitted(partial(traced.blocks, beyond=beyond), traced.extent, sizes, left)
     model.build(shape, 1, ProcessGrid.serial())
-    return InBlocks(model, images, blocks, partial(model.block, blocks), cache)
+    return InBlocks(images, blocks, partial(model.block, blocks), cache, model.output_shape, model.dtype)
 
 
 def _halved(
@@ -264,7 +286,11 @@ def _halved(
     return plan, batch
 
 
-def _cache(images: Images, limit: int) -> int:
+def _as_large(images: Images, output_shape: tuple[int, ...]) -> TileSource | None:
+    return images.source if tuple(output_shape[:-1]) == images.shape[1:-1] else None
+
+
+def cache_of(images: Images, limit: int) -> int:
     """Return the bytes of decoded chunks that a rank may keep."""
     return 0 if images.source.chunks is None else min(CACHE, limit // 4)
 
@@ -280,7 +306,7 @@ def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, batch: int
     return compile_plan(model.chain, shape, grid, batch, training)
 
 
-def _limit(memory: int | None, ranks: int) -> int:
+def limit_of(memory: int | None, ranks: int) -> int:
     """Return the bytes that a rank may use for a network."""
     if memory is not None:
         return share_of(memory, ranks)

@@ -1,0 +1,243 @@
+"""Trained weights without an experiment: dense outputs, and maps of a classifier of windows."""
+
+import numpy as np
+import pytest
+import zarr
+
+torch = pytest.importorskip("torch")
+tifffile = pytest.importorskip("tifffile")
+
+from cli_runs import here  # noqa: E402
+from PIL import Image  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+import neondist as nd  # noqa: E402
+from neondist.comm import ProcessGrid, loopback  # noqa: E402
+from neondist.errors import ConfigError, DataError, OutputError  # noqa: E402
+from neondist.io.journal import Journal  # noqa: E402
+from neondist.torch.windows import ModuleWindows  # noqa: E402
+from neondist.train.inference import TrainedModule, predict_module  # noqa: E402
+from neondist.train.inference.windows import Centres  # noqa: E402
+
+NETS = """
+from torch import nn
+
+
+def tiles(channels=3):
+    return nn.Sequential(
+        nn.Conv2d(channels, 5, 3, 2), nn.BatchNorm2d(5), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3),
+    )
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+def needs(channels):
+    return tiles(channels)
+
+
+three = 3
+"""
+WINDOW, STRIDE = 24, 8
+HOW = {"windows": WINDOW, "stride": STRIDE, "scale": 255.0, "mean": [0.5, 0.4, 0.3], "std": [0.2]}
+SIZE = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.25, "PhysicalSizeYUnit": "µm"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Weights of two networks, a slide, and what a plain loop says of its windows."""
+    folder = tmp_path_factory.mktemp("weights")
+    (folder / "nets_of_test.py").write_text(NETS)
+    nets = {}
+    exec(NETS, nets)
+    torch.manual_seed(0)
+    tiles, dense = nets["tiles"](), nets["Dense"]()
+    tiles[1].running_mean.uniform_(-1, 1)
+    torch.save({"model": tiles.state_dict(), "epoch": 3, "optimizer": {"state": {}}}, folder / "tiles.pt")
+    save_file(dense.state_dict(), folder / "dense.safetensors")
+    x = np.random.default_rng(0).integers(0, 256, (104, 131, 3), "uint8")
+    tifffile.imwrite(
+        folder / "slide.ome.tif",
+        x,
+        tile=(32, 32),
+        compression="zlib",
+        photometric="rgb",
+        metadata={"axes": "YXS", **SIZE},
+    )
+    with nd.create_sink(folder / "four.ome.zarr", (104, 131, 4), "uint8", "YXC") as sink:
+        sink.commit()
+    cells = torch.from_numpy(x).permute(2, 0, 1)[None].float()
+    given = (cells / 255 - torch.tensor([0.5, 0.4, 0.3])[:, None, None]) / 0.2
+    tiles.eval()
+    with torch.no_grad():
+        rows = [
+            torch.cat([tiles(given[..., r : r + WINDOW, c : c + WINDOW]) for c in range(0, 131 - WINDOW + 1, STRIDE)])
+            for r in range(0, 104 - WINDOW + 1, STRIDE)
+        ]
+        np.save(folder / "map.npy", torch.stack(rows).numpy())
+        np.save(folder / "dense.npy", dense(cells)[0].permute(1, 2, 0).numpy())
+    return folder
+
+
+def nets():
+    found = {}
+    exec(NETS, found)
+    return found
+
+
+def on(ranks, folder, target, source="slide.ome.tif", block=None, overwrite=False, **how):
+    def body(world):
+        trained = TrainedModule(nets()["tiles"], folder / "tiles.pt", "tiles", **HOW | how)
+        return predict_module(trained, folder / source, target, ProcessGrid(world), block=block, overwrite=overwrite)
+
+    (shape,) = set(loopback.run(ranks, body))
+    return shape
+
+
+@pytest.mark.parametrize(("ranks", "block"), [(1, None), (2, 3), (3, 1)])
+def test_windows_are_those_of_a_plain_loop(folder, tmp_path, monkeypatch, ranks, block):
+    monkeypatch.setattr("neondist.torch.windows.CELLS", 4 * WINDOW**2)  # several calls a block
+    expected = np.load(folder / "map.npy")
+    assert on(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape == (11, 14, 3)
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=0, atol=1e-6)
+    assert [path.name for path in tmp_path.iterdir()] == ["y.npy"]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_windows_go_on_after_an_interruption(folder, tmp_path, monkeypatch):
+    """On another number of ranks; what was done is not computed again."""
+    add, run, computed = Journal.add, ModuleWindows.run, []
+
+    def once(self, number):
+        add(self, number)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", once)
+        with pytest.raises(Killed):
+            on(1, folder, tmp_path / "y.ome.zarr", block=4)
+    assert not (tmp_path / "y.ome.zarr").exists()
+    with pytest.raises(OutputError, match="begun with another network"):
+        on(1, folder, tmp_path / "y.ome.zarr", scale=1.0)
+    monkeypatch.setattr(
+        ModuleWindows, "run", lambda self, number, x: (computed.append(number), run(self, number, x))[1]
+    )
+    on(2, folder, tmp_path / "y.ome.zarr")
+    assert len(computed) == len(set(computed)) == 12 - 1
+    group = zarr.open_group(str(tmp_path / "y.ome.zarr"), mode="r")
+    np.testing.assert_allclose(np.moveaxis(group["0"][:], 0, -1), np.load(folder / "map.npy"), rtol=0, atol=1e-6)
+    (image,) = group.attrs["ome"]["multiscales"]
+    assert [axis.get("unit") for axis in image["axes"]] == [None, "micrometer", "micrometer"]
+    scale, shift = image["datasets"][0]["coordinateTransformations"]
+    assert scale["scale"] == [1, 0.25 * STRIDE, 0.5 * STRIDE]
+    assert shift["translation"] == [0, 0.25 * (WINDOW - 1) / 2, 0.5 * (WINDOW - 1) / 2]
+
+
+def test_the_middle_of_windows(folder):
+    with nd.open_source(folder / "slide.ome.tif") as source:
+        whole = source.read([(0, n) for n in source.shape])
+        middle = Centres(source, WINDOW, STRIDE)
+        found = middle.read([(0, n) for n in middle.shape])
+        np.testing.assert_array_equal(found, whole[12 : 12 + 88 : 8, 12 : 12 + 112 : 8])
+
+
+def test_every_cell_and_classes_that_are_seen(folder):
+    words = (
+        "predict",
+        "--weights",
+        "dense.safetensors",
+        "--factory",
+        "nets_of_test.py:Dense",
+        "--input",
+        "slide.ome.tif",
+    )
+    code, out, err = here(folder, *words, "--output", "cells.png", "--raw", "--classes", "--block", "64")
+    assert code == 2
+    assert "PNG files hold bytes" in err
+    code, out, err = here(folder, *words, "--output", "cells.png", "--classes", "--block", "64")
+    assert code == 0, err
+    assert "written: cells.png, 104 x 131" in out
+    expected = np.load(folder / "dense.npy").argmax(axis=-1)
+    with Image.open(folder / "cells.png") as image:
+        assert image.mode == "P"
+        assert len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)) == len(np.unique(expected)) == 2
+        np.testing.assert_array_equal(np.asarray(image), expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--factory nets_of_test.py:Dense", "tiles.pt: does not fit the module: not in the file: a.weight"),
+        ("--factory nets_of_test.py:tile", "nets_of_test.py has no 'tile'; did you mean 'tiles'"),
+        ("--factory nets_of_test.py:three", "three is a int; name one of Dense, needs, tiles"),
+        ("--factory nets_of_test.py:needs", "py:needs: arguments: needs failed: TypeError: needs() missing 1"),
+        ("--factory none.py:tiles", "--factory none.py: no such file"),
+        ("--factory tiles", "give FILE.py:NAME"),
+        ("--factory nets_of_test.py:tiles --windows 105", "104 x 131 cells have no room for a window of 105"),
+        ("--factory nets_of_test.py:tiles --windows 32 --mean 1,2", "--mean: 2 numbers, and slide.ome.tif has 3"),
+        ("--factory nets_of_test.py:tiles --stride 3", "give --windows CELLS"),
+        ("--factory nets_of_test.py:tiles --windows 2", "for windows [1, 3, 2, 2], it fails: RuntimeError"),
+        ("--factory nets_of_test.py:tiles --set epochs=1", "--import are for experiments"),
+        ("", "give --factory FILE.py:NAME"),
+    ],
+)
+def test_bad_input(folder, words, message):
+    code, _, err = here(
+        folder, "predict", "--weights", "tiles.pt", *words.split(), "--input", "slide.ome.tif", "--output", "bad.npy"
+    )
+    assert (code, err.count("\n")) == (2, 1), err
+    assert message in err
+    assert not list(folder.glob("bad*"))
+
+
+def test_channels_and_words_that_do_not_go_together(folder):
+    words = "--factory", "nets_of_test.py:tiles", "--input", "four.ome.zarr", "--output", "bad.npy", "--windows", "32"
+    code, _, err = here(folder, "predict", "--weights", "tiles.pt", *words)
+    assert code == 2
+    assert "four.ome.zarr: has 4 channels, and the first convolution of" in err
+    for more, message in (
+        ((), "give FILE.yaml and --checkpoint"),
+        (("--windows", "3"), "--windows goes with --weights"),
+    ):
+        code, _, err = here(folder, "predict", "--input", "four.ome.zarr", "--output", "bad.npy", *more)
+        assert code == 2
+        assert message in err
+
+
+class Hidden:
+    def __reduce__(self):
+        return exec, ("raise SystemExit(7)",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"model": {"0.weight": torch.zeros(1)}, "hidden": Hidden()}, r"objects in a file are not executed"),
+        ({"model": {"a": torch.zeros(1)}, "net": {"a": torch.zeros(1)}}, r"several states, under 'model' and 'net'"),
+        ({"weight": 3}, r"holds no state_dict, but a dict with the keys 'weight'"),
+        ([1], r"holds no state_dict, but a list"),
+    ],
+)
+def test_files_that_are_no_state_dict(tmp_path, content, message):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(DataError, match=rf"x\.pt: .*{message}"):
+        TrainedModule(nets()["tiles"], tmp_path / "x.pt", "tiles")
+
+
+def test_other_outputs_than_scores(folder, tmp_path):
+    (tmp_path / "x.pt").write_bytes((folder / "tiles.pt").read_bytes()[:900])
+    with pytest.raises(DataError, match=r"x\.pt: "):
+        TrainedModule(nets()["tiles"], tmp_path / "x.pt", "tiles")
+    trained = TrainedModule(nets()["Dense"], folder / "dense.safetensors", "Dense", windows=9)
+    with pytest.raises(ConfigError, match=r"gives \[1, 9, 9, 2\], channels last; return scores"):
+        trained.check(folder / "slide.ome.tif")
