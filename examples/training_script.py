@@ -99,7 +99,7 @@ loader = partial(ndt.loader, batch_size=4)
 training = loader(Shapes(30, augment=True), shuffle=True)
 validation = loader(Shapes(3, first=1000))
 model = ndt.distribute(UNet(), (4, 1, HEIGHT, WIDTH))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
 writer = SummaryWriter(str(FOLDER))
 

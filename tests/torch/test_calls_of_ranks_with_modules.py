@@ -163,7 +163,7 @@ def test_a_loss_by_hand(name, replicas):
             model.zero_grad()
             y, t = model(model.scatter(IMAGE)), model.scatter_target(IMAGE)
             loss(model, y, t).backward()
-        return [p.grad.clone() for p in model.parameters()], model._backward._warned
+        return [p.grad.clone() for p in model.parameters()], model.backward_check._warned
 
     plain = SimpleNamespace(loss=lambda criterion, y, t: criterion(y, t), parameters=(single := net()).parameters)
     loss(plain, single(IMAGE), IMAGE).backward()
@@ -181,7 +181,7 @@ def test_a_scattered_gradient_and_no_gradient_warn_of_nothing():
         y.backward(model.scatter_target(IMAGE))
         with torch.no_grad():
             model(model.scatter(IMAGE)).mean()
-        return model._backward._warned
+        return model.backward_check._warned
 
     assert nd.loopback.run(2, body) == [False, False]
 
