@@ -251,10 +251,6 @@ class ParameterClient:
         """Let nobody wait for another worker, which is lost."""
         self._all(lambda at: self._servers[at].call("leave", {"worker": worker}))
 
-    def left(self) -> int:
-        """Return how many workers have ended."""
-        return self._servers[0].call("status").integer("left")
-
     def finish_round(self) -> None:
         """Apply gradients that wait for others of their round, as at the end of an epoch."""
         self._all(lambda at: self._servers[at].call("finish_round"))

@@ -48,7 +48,7 @@ class ParameterServer(Service):
         self._pushed: dict[str, int] = {}
         self._copies: tuple[int, dict[str, Arrays]] | None = None
         self._held_until, self._admitted, self._saving = 0.0, Credits(), 0
-        self._refused, self._left = 0, set[str]()
+        self._refused = 0
 
     def methods(self) -> Mapping[str, Method]:
         """Return the methods that workers call."""
@@ -149,14 +149,12 @@ class ParameterServer(Service):
         """Count a worker."""
         with self._changed:
             self._bound.join(request.text("worker"))
-            self._left.discard(request.text("worker"))
             return Message()
 
     def leave(self, request: Message) -> Message:
         """Wait no longer for a worker that has ended, or is lost."""
         with self._changed:
             self._bound.leave(request.text("worker"))
-            self._left.add(request.text("worker"))
             if self._state is not None:
                 self._end_round(complete=True)
             self._changed.notify_all()
@@ -242,7 +240,6 @@ class ParameterServer(Service):
                 "rows": held,
                 "refused": self._refused,
                 "pending": len(self._pending),
-                "left": len(self._left),
                 "workers": dict(self._bound.steps),
             }
             return Message(fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,18 +9,19 @@ from typing import Any
 import numpy as np
 
 from ..comm import Transport, all_or_none
-from ..errors import ConfigError
+from ..errors import ConfigError, ServiceError
 from ..models import RemoteUpdate
 from ..namespace import namespace
 from ..parallel import Parameters
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from .client import ParameterClient
+from .master import PATIENCE, WorkerTasks
 from .placement import place
 from .state import UpdateRule
 from .wire import read_token
 
-SERVERS, WORKER, WORKERS = "NEONDIST_SERVERS", "NEONDIST_WORKER", "NEONDIST_WORKERS"
-"""Environment variables of a worker: addresses of the servers, its number, and the number of workers."""
+SERVERS, MASTER, WORKER = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
+"""Environment variables of a worker: addresses of the servers and of the master, and its number."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,17 @@ class WorkerPlace:
 
     Attributes
     ----------
-    index, workers : int
+    index : int
     servers : tuple of str
         Their addresses.
+    master : str
+        Its address.
     token : str
     """
 
     index: int
-    workers: int
     servers: tuple[str, ...]
+    master: str
     token: str
 
     @classmethod
@@ -47,15 +49,25 @@ class WorkerPlace:
         if not environ.get(SERVERS):
             return None
         try:
-            index, workers = int(environ[WORKER]), int(environ[WORKERS])
+            index, master = int(environ[WORKER]), environ[MASTER]
         except (KeyError, ValueError):
-            raise ConfigError(f"{SERVERS} is set: {WORKER} and {WORKERS} must be integers") from None
-        return cls(index, workers, tuple(environ[SERVERS].split(",")), read_token(environ))
+            raise ConfigError(f"{SERVERS} is set: {WORKER} must be an integer, and {MASTER} an address") from None
+        return cls(index, tuple(environ[SERVERS].split(",")), master, read_token(environ))
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables that `read` reads, without the token."""
-        return {SERVERS: ",".join(self.servers), WORKER: str(self.index), WORKERS: str(self.workers)}
+        return {SERVERS: ",".join(self.servers), MASTER: self.master, WORKER: str(self.index)}
+
+    @property
+    def name(self) -> str:
+        """The name of the worker, by which services know it."""
+        return worker_name(self.index)
+
+
+def worker_name(index: int) -> str:
+    """Return the name of a worker by its number."""
+    return f"worker-{index:05d}"
 
 
 class ServerUpdate(RemoteUpdate):
@@ -71,6 +83,8 @@ class ServerUpdate(RemoteUpdate):
     optimizer : Optimizer or TorchOptimizer
     world : Transport
         The ranks of this worker.
+    tasks : WorkerTasks
+        Say of which minibatch a gradient is.
 
     Raises
     ------
@@ -87,8 +101,9 @@ class ServerUpdate(RemoteUpdate):
         parameters: Parameters,
         optimizer: Any,
         world: Transport,
+        tasks: WorkerTasks,
     ) -> None:
-        self._worker, self._parameters, self._world = worker, parameters, world
+        self._worker, self._parameters, self._world, self._tasks = worker, parameters, world, tasks
         if getattr(optimizer, "ema", None) is not None:
             raise ConfigError("ema: the running mean would stay on the servers; leave it out")
         count = len(worker.servers)
@@ -104,31 +119,30 @@ class ServerUpdate(RemoteUpdate):
         self._client: ParameterClient | None = None
         with all_or_none(world):
             if world.rank == 0:
-                self._client = ParameterClient(worker.servers, layouts, worker.token, f"worker-{worker.index:05d}")
+                self._client = ParameterClient(worker.servers, layouts, worker.token, worker.name, patience=PATIENCE)
                 self._client.initialize(self._values, optimizer, _rule(self.strategy))
+                tasks.when_idle(self._client.leave)
         self._pull()
 
     def update(self, scale: float) -> None:
         """Push this worker's gradients, wait for slower workers where there is a bound, and pull new values."""
-        gradients = self._gathered(self._parameters.grads)
+        gradients, tasks = self._gathered(self._parameters.grads), self._tasks
         with all_or_none(self._world):
             if self._client is not None:
-                self._client.push(gradients, scale=scale)
+                if self._client.push(gradients, tasks.samples, tasks.credit, scale).stale:
+                    raise ServiceError("a parameter server has lost its values; start the command again")
                 self._client.wait_turn()
+        tasks.updated = True
         self._pull()
 
     def finish(self) -> None:
-        """Wait, on the first worker, for the others to end; take over the last values."""
-        with all_or_none(self._world):
-            if self._client is not None:
-                self._client.leave()
-                while not self._worker.index and self._client.left() < self._worker.workers:
-                    time.sleep(0.05)
+        """Take over the last values on the first worker: all tasks are done."""
         if not self._worker.index:
             self._pull()
 
     def close(self) -> None:
         """End the connections."""
+        self._tasks.close()
         if self._client is not None:
             self._client.close()
 
