@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import safe_path
 from ..console import say
 from ..errors import LaunchError, ServiceUnavailableError
+from ..io.output import clear
 from ..job import detect
 from ..signals import INTERRUPTED, STOPPED
 from ..train.validate import grid_shape_of
@@ -92,6 +93,9 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     env = {**os.environ, TOKEN: token}
     fixed = getattr(strategy, "servers", None)
     master = Master(getattr(arguments, "num_minibatches_per_task", 1))
+    if arguments.overwrite:  # at once, so that a worker that is started again finds files of this run alone
+        for folder in (arguments.folder, *arguments.folder.glob("worker-*")):
+            clear(folder)
     with ExitStack() as stack:
         count = arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
         servers = [stack.enter_context(_process(["neondist", "serve", "ps"], env, True)) for _ in range(count)]
@@ -152,6 +156,8 @@ class _Job:
         while True:
             if any(server.poll() is not None for server in self._servers):
                 say("error: a parameter server has ended; start the command again", sys.stderr)
+                for process in self._workers:
+                    process.kill()  # else each would tell that it has no server
                 return 1
             codes = [process.poll() for process in self._workers]
             for at, code in enumerate(codes):

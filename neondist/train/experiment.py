@@ -288,8 +288,7 @@ def _train(
 
         facts = {"records": run.samples, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
         run.tasks = WorkerTasks(worker.master, worker.token, worker.name, grid.world, facts)
-        chosen = worker, experiment.server_strategy, model.built, model.optimizer
-        remote = ServerUpdate(*chosen, grid.world, run.tasks)
+        remote = ServerUpdate(worker, experiment.server_strategy, model.built, model.optimizer, grid.world, run.tasks)
     model.remote = remote
     writers: list[Hook] = []
     if folder is not None:

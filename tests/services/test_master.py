@@ -67,6 +67,18 @@ def test_workers_must_train_on_the_same():
         master.report_training_params(Message(FACTS | {"seed": 4}))
 
 
+def test_a_worker_that_asks_again_gets_the_same_records():
+    """The reply may have been lost."""
+    master = Master(PER_TASK)
+    master.report_training_params(Message(FACTS))
+    first, again, other = (master.get_task(Message({"worker": name})) for name in "aab")
+    assert first.array("indices", "int64", [6]).tolist() == again.array("indices", "int64", [6]).tolist()
+    assert not master.applied(
+        Message({"task_id": first.integer("task_id"), "upto": 2, "updated": True, "credit": [0, 0, 0]})
+    ).flag("credited")
+    assert other.integer("start") == 6
+
+
 def served():
     """Return a master whose tasks are done, and the credits of all minibatches."""
     master, credits = Master(PER_TASK), Credits()
