@@ -112,7 +112,7 @@ def _problem(kind: str, code: int, text: str, killed: int) -> str:
 
 def _left(folder: Path, watched: set[int]) -> str:
     """Return which processes of a job are still there."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60  # workers try services again for some seconds
     while time.monotonic() < end:
         left = {pid for pid in watched if alive(pid)}
         for one in psutil.process_iter(["cwd"]):
