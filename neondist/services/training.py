@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +10,19 @@ from typing import Any
 import numpy as np
 
 from ..comm import Transport, all_or_none
-from ..errors import ConfigError
+from ..errors import ConfigError, ServiceError
 from ..models import RemoteUpdate
 from ..namespace import namespace
 from ..parallel import Parameters
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from .client import ParameterClient
+from .master import PATIENCE, WorkerTasks
 from .placement import place
 from .state import UpdateRule
 from .wire import read_token
 
-SERVERS, WORKER, WORKERS = "NEONDIST_SERVERS", "NEONDIST_WORKER", "NEONDIST_WORKERS"
-"""Environment variables of a worker: addresses of the servers, its number, and the number of workers."""
+SERVERS, MASTER, WORKER = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
+"""Environment variables of a worker: addresses of the servers and of the master, and its number."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,17 @@ class WorkerPlace:
 
     Attributes
     ----------
-    index, workers : int
+    index : int
     servers : tuple of str
         Their addresses.
+    master : str
+        Its address.
     token : str
     """
 
     index: int
-    workers: int
     servers: tuple[str, ...]
+    master: str
     token: str
 
     @classmethod
@@ -48,20 +50,25 @@ class WorkerPlace:
         if not environ.get(SERVERS):
             return None
         try:
-            index, workers = int(environ[WORKER]), int(environ[WORKERS])
+            index, master = int(environ[WORKER]), environ[MASTER]
         except (KeyError, ValueError):
-            raise ConfigError(f"{SERVERS} is set: {WORKER} and {WORKERS} must be integers") from None
-        return cls(index, workers, tuple(environ[SERVERS].split(",")), read_token(environ))
-
-    @property
-    def name(self) -> str:
-        """Name among the workers."""
-        return f"worker-{self.index:05d}"
+            raise ConfigError(f"{SERVERS} is set: {WORKER} must be an integer, and {MASTER} an address") from None
+        return cls(index, tuple(environ[SERVERS].split(",")), master, read_token(environ))
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables that `read` reads, without the token."""
-        return {SERVERS: ",".join(self.servers), WORKER: str(self.index), WORKERS: str(self.workers)}
+        return {SERVERS: ",".join(self.servers), MASTER: self.master, WORKER: str(self.index)}
+
+    @property
+    def name(self) -> str:
+        """The name of the worker, by which services know it."""
+        return worker_name(self.index)
+
+
+def worker_name(index: int) -> str:
+    """Return the name of a worker by its number."""
+    return f"worker-{index:05d}"
 
 
 class ServerUpdate(RemoteUpdate):
@@ -82,6 +89,8 @@ class ServerUpdate(RemoteUpdate):
     optimizer : Optimizer or TorchOptimizer
     world : Transport
         The ranks of this worker.
+    tasks : WorkerTasks, optional
+        Say of which minibatch a gradient is. Default: gradients have no credits.
 
     Raises
     ------
@@ -98,8 +107,9 @@ class ServerUpdate(RemoteUpdate):
         parameters: Parameters,
         optimizer: Any,
         world: Transport,
+        tasks: WorkerTasks | None = None,
     ) -> None:
-        self._worker, self._parameters, self._world = worker, parameters, world
+        self._worker, self._parameters, self._world, self._tasks = worker, parameters, world, tasks
         if getattr(optimizer, "ema", None) is not None:
             raise ConfigError("ema: the running mean would stay on the servers; leave it out")
         count = len(worker.servers)
@@ -116,34 +126,43 @@ class ServerUpdate(RemoteUpdate):
         self.version = 0
         with all_or_none(world):
             if world.rank == 0:
-                self._client = ParameterClient(worker.servers, layouts, worker.token, worker.name)
+                self._client = ParameterClient(worker.servers, layouts, worker.token, worker.name, patience=PATIENCE)
                 self._client.initialize(self._values, optimizer, _rule(self.strategy))
+                if tasks is not None:
+                    tasks.when_idle(self._client.leave)
         self._pull()
 
     def update(self, scale: float) -> None:
         """Push this worker's gradients, wait for slower workers where there is a bound, and pull new values."""
-        gradients = self._gathered(self._parameters.grads)
+        gradients, tasks = self._gathered(self._parameters.grads), self._tasks
         with all_or_none(self._world):
             if self._client is not None:
-                self._client.push(gradients, scale=scale)
+                samples, credit = (1, None) if tasks is None else (tasks.samples, tasks.credit)
+                if self._client.push(gradients, samples, credit, scale).stale:
+                    raise ServiceError("a parameter server has lost its values; start the command again")
                 self._client.wait_turn()
+        if tasks is not None:
+            tasks.updated = True
         self._pull()
 
-    def finish(self, patience: float = math.inf) -> None:
-        """Wait, on the first worker, up to `patience` seconds for the others to end; take over the last values."""
+    def wait_for_others(self, workers: int, patience: float) -> None:
+        """Leave; wait on the first worker, up to `patience` seconds, until all `workers` have left."""
         end = time.monotonic() + patience
         with all_or_none(self._world):
             if self._client is not None:
                 self._client.leave()
-                while not self._worker.index and self._client.left() < self._worker.workers:
-                    if time.monotonic() > end:
-                        break
+                while not self._worker.index and self._client.left() < workers and time.monotonic() < end:
                     time.sleep(0.05)
+
+    def finish(self) -> None:
+        """Take over the last values on the first worker."""
         if not self._worker.index:
             self._pull()
 
     def close(self) -> None:
         """End the connections."""
+        if self._tasks is not None:
+            self._tasks.close()
         if self._client is not None:
             self._client.close()
 

@@ -58,7 +58,8 @@ class JobServers:
             if world.rank == 0:
                 token = read_token(environ)
         self._state, self._grace, self._is_master = state, grace, task.is_master()
-        self._place = WorkerPlace(task.shard_index or 0, task.num_workers, tuple(task.ps_hosts), token)
+        self._place = WorkerPlace(task.shard_index or 0, tuple(task.ps_hosts), "", token)
+        self._workers = task.num_workers
         self._strategy = model.strategy or PSLoadBalancing(sync=False)
         self._remote: ServerUpdate | None = None
         self._clients: list[ServiceClient] = []
@@ -105,7 +106,8 @@ class JobServers:
         with all_or_none(world):
             if world.rank == 0 and self._is_master:
                 self._clients[0].call("stop")
-        self._remote.finish(self._grace)
+        self._remote.wait_for_others(self._workers, self._grace)
+        self._remote.finish()
         self.count()
 
     def end(self) -> None:

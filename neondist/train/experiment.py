@@ -243,8 +243,6 @@ class FitExperiment(Registered):
                 "strategy: updates on servers need workers and servers, which neondist run FILE.yaml -n P starts for P"
                 " replicas or more; elsewhere use sync: true and staleness: 0"
             )
-        if worker is not None and resume:
-            raise ConfigError("resume: updates on servers cannot be resumed; begin with --init-from checkpoint.h5")
         grid = self.open_grid() if grid is None else grid
         folder = None if output is None else Path(output)
         hooks = [ProgressBar()] if hooks is None else list(hooks)
@@ -286,10 +284,12 @@ def _train(
     begun = begin(run, folder, resume, init_from, store)
     remote = None
     if worker is not None and experiment.server_strategy is not None:
-        from ..services.training import ServerUpdate  # gRPC
+        from ..services.master import WorkerTasks  # gRPC
+        from ..services.training import ServerUpdate
 
-        remote = ServerUpdate(worker, experiment.server_strategy, model.built, model.optimizer, grid.world)
-        run.worker, run.workers = worker.index, worker.workers
+        facts = {"records": run.samples, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
+        run.tasks = WorkerTasks(worker.master, worker.token, worker.name, grid.world, facts)
+        remote = ServerUpdate(worker, experiment.server_strategy, model.built, model.optimizer, grid.world, run.tasks)
     model.remote = remote
     writers: list[Hook] = []
     if folder is not None:

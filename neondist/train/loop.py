@@ -91,34 +91,49 @@ def train_loop(
 
 def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
     """Train what is left of the epoch, or until a hook sets `run.stop`."""
-    model, split = run.model, run.dataset.train
-    samples, split.epoch = split.order(seed, run.epoch), run.epoch
+    model, split, tasks = run.model, run.dataset.train, run.tasks
     model.begin_epoch(run.epoch, run.samples_seen)
     losses = losses_so_far(run)
     totals, start = run.totals, time.perf_counter() - run.totals.seconds
     sent, summed = model.whole.bytes_sent - totals.sent, model.whole.bytes_summed - totals.summed
-    starts = range(run.samples_seen, len(split), run.batch_size)[run.worker :: run.workers]
-    batches = [samples[first : first + run.batch_size] for first in starts]
-    totals.skipped += (len(split) - run.samples_seen - sum(map(len, batches))) * (run.workers > 1)
-    mine = (batch[slice(*model.grid.sample_range(len(batch)))] for batch in batches)
-    with closing(_batches(model, split, mine)) as read:
-        for first, batch, (x, targets) in zip(starts, batches, read, strict=True):
-            if run.stop is not None:
-                return
-            set_schedule(run, losses)
-            run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
-            run.samples_seen = first + len(batch)
-            if math.isfinite(run.loss):
-                totals.loss += run.loss * len(batch)
-            else:
-                totals.skipped += len(batch)
-            totals.seconds = time.perf_counter() - start
-            totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
-            _call(hooks, lambda hook: hook.after_step(run))
+    for split.epoch, batches in _rounds(run, seed):
+        mine = (batch[slice(*model.grid.sample_range(len(batch)))] for _, _, batch in batches)
+        with closing(_batches(model, split, mine)) as read:
+            for (first, upto, batch), (x, targets) in zip(batches, read, strict=True):
+                if run.stop is not None:
+                    return
+                set_schedule(run, losses)
+                if tasks is not None:
+                    tasks.begin(first, upto, len(batch))
+                run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
+                seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
+                totals.skipped += seen - run.samples_seen - len(batch)  # 0, unless others have trained some
+                run.samples_seen = seen
+                if math.isfinite(run.loss):
+                    totals.loss += run.loss * len(batch)
+                else:
+                    totals.skipped += len(batch)
+                totals.seconds = time.perf_counter() - start
+                totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
+                goes_on = tasks is None or tasks.finish_minibatch()
+                _call(hooks, lambda hook: hook.after_step(run))
+                if not goes_on:
+                    break
+    totals.skipped += len(split) - run.samples_seen
     run.samples_seen = len(split)
-    remote = model.whole.remote if run.workers > 1 else None
-    if remote is not None and run.epoch + 1 >= run.epochs:
-        remote.finish()
+    if model.whole.remote is not None and run.epoch + 1 >= run.epochs:
+        model.whole.remote.finish()
+
+
+def _rounds(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, int, np.ndarray]]]]:
+    """Yield epochs and minibatches that are read one after the other: positions before and after, and samples."""
+    if run.tasks is not None:
+        for task in run.tasks.of_epoch(run.epoch):
+            yield task.epoch, list(task.minibatches(run.batch_size))
+        return
+    samples, size = run.dataset.train.order(seed, run.epoch), run.batch_size
+    starts = range(run.samples_seen, len(samples), size)
+    yield run.epoch, [(first, min(first + size, len(samples)), samples[first : first + size]) for first in starts]
 
 
 def losses_so_far(run: TrainState) -> list[float | None]:

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..comm import ProcessGrid
 from ..data import Dataset
@@ -16,6 +16,9 @@ from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import Flag
 from ..renamed import Renamed
+
+if TYPE_CHECKING:
+    from ..services.master import WorkerTasks
 
 
 class Record(dict[str, Any]):
@@ -120,7 +123,7 @@ class TrainState:
         goes on from this very step
     totals : sums over the present epoch
     notes : what to tell at the start
-    worker, workers : of an asynchronous job: which of the workers this is, each of which trains every so many-th batch
+    tasks : of a worker of an asynchronous job: what it trains; others train whole epochs
     """
 
     model: Trainable
@@ -134,8 +137,7 @@ class TrainState:
     stop: Stop | None = None
     totals: Totals = field(default_factory=Totals)
     notes: list[str] = field(default_factory=list)
-    worker: int = 0
-    workers: int = 1
+    tasks: WorkerTasks | None = None
 
     seen = Renamed("samples_seen")
 

@@ -72,6 +72,11 @@ def eval_metrics_fn():
     assert np.mean(found != drawn(40, seed=1)[:, 16]) == history[-1]["validation_error"]
 
 
+def test_training_without_validation_data(place):
+    assert main(["train", model(place), "--training-data", "train.csv", "--output", "run"]) == 0
+    assert "validation_loss" not in records_of("run")[0]
+
+
 def test_a_stopped_run_goes_on_with_its_tasks(place):
     stop = """
 import neondist as nd

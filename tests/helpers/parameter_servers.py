@@ -1,10 +1,11 @@
-"""Parameter servers of this process, over real gRPC."""
+"""Parameter servers and a master of this process, over real gRPC."""
 
 import contextlib
 
 import numpy as np
 
 from neondist.services.client import ParameterClient
+from neondist.services.master import Master
 from neondist.services.placement import place
 from neondist.services.server import ParameterServer
 from neondist.services.wire import ServiceHost, create_token
@@ -19,12 +20,14 @@ def arrays(seed, shapes=None, dtype="float64"):
 
 
 class Servers:
-    """Some servers, and their clients."""
+    """Some servers and a master, and their clients."""
 
-    def __init__(self, count, folder=None):
+    def __init__(self, count, folder=None, minibatches_per_task=1):
         self.token, self.stack = create_token(), contextlib.ExitStack()
         self.servers = [ParameterServer(folder) for _ in range(count)]
         self.hosts = [self.stack.enter_context(ServiceHost([one], "127.0.0.1:0", self.token)) for one in self.servers]
+        self.master = Master(minibatches_per_task)
+        self.master_host = self.stack.enter_context(ServiceHost([self.master], "127.0.0.1:0", self.token))
 
     def layouts(self, strategy="PSLoadBalancing", shapes=None, tables=(), dtype="float64"):
         specs = [ParameterSpec(name, shape, dtype) for name, shape in (SHAPES if shapes is None else shapes).items()]

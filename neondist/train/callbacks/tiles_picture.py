@@ -32,7 +32,7 @@ class TilesPicture(Hook):
     def before_run(self, run: TrainState) -> None:
         """Collect the tiles (collective) and draw."""
         shape, grid = run.dataset.sample_shape, run.grid
-        if len(shape) != 3 or not len(run.dataset.selection):
+        if len(shape) != 3 or len(run.dataset.splits) == 1 or not len(run.dataset.selection):
             return
         image = collect(run.dataset, grid, run.model.dtype, run.model.whole.input.own)
         with all_or_none(grid.world):

@@ -37,6 +37,8 @@ class WorstSamples(Hook):
 
     def after_run(self, run: TrainState) -> None:
         """Judge the split once more, sample by sample (collective), and write."""
+        if len(run.dataset.splits) == 1:
+            return
         model, split = run.model, run.dataset.selection
         if len(run.dataset.sample_shape) not in (3, 4) or model is not model.whole or not len(split):
             return
