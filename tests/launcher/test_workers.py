@@ -1,7 +1,5 @@
 """Workers beside servers: one that is killed is started again, and each record is applied once."""
 
-import re
-
 from cli_runs import call, neondist
 
 EXPERIMENT = """!FitExperiment
@@ -44,7 +42,6 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path):
     code, out, err = call(neondist("run", "job.yaml", "--import", "fails.py", "-n", 2, "--output", "run"), tmp_path)
     assert code == 0, err
     assert "was killed; started again" in err
-    # a busy machine may lose another worker: what counts is that each record was applied once
-    assert re.search(r"applied: 24 records in each of 2 epochs, each once; [1-5] workers started again", out), err
+    assert "applied: 24 records in each of 2 epochs, each once; 1 workers started again" in out, err
     assert (tmp_path / "killed").exists()
     assert (tmp_path / "run/complete.json").exists()
