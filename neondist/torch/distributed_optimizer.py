@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .module import DistributedModule
-from .parameters import ModuleParameters, planned_for
+from .parameters import ModuleParameters, planned_for, sparse_tables
 from .weights import as_array, begin_slots
 
 
@@ -62,10 +62,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
             if not tensors:
                 raise ConfigError("model: has no parameters that require gradients; there is nothing to optimize")
-            planned = planned_for(tensors, grid.shape, strategy)
+            sparse = sparse_tables(model)
+            planned = planned_for(tensors, grid.shape, strategy, sparse)
             if planned.partitioned and not made.elementwise:
                 raise ConfigError(f"strategy: {made.found.__name__} updates whole parameters, not parts of them")
-            self.parameters = ModuleParameters(tensors, grid, shares=planned.shares, compressors=planned.compressors)
+            self.parameters = ModuleParameters(
+                tensors, grid, shares=planned.shares, compressors=planned.compressors, sparse=sparse
+            )
         self.grid, self.strategy, self._order = grid, planned.strategy, list(tensors)
         self.optimizer = made.made(self.parameters.updated[name] for name in self._order)
         self._fixed = False
@@ -93,8 +96,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.parameters.owned_names:
             self.grid.check("DistributedOptimizer.step")
-        self.optimizer.step()
-        self.parameters.broadcast()
+        with self.parameters.updating():
+            self.optimizer.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -37,7 +37,7 @@ from .judging import LossOfCells, Owned, channels_last, metric_targets
 from .layout import axes_of
 from .module import DistributedModule
 from .module_plan import ModulePlan
-from .parameters import MODULE, ModuleParameters
+from .parameters import MODULE, ModuleParameters, sparse_tables
 from .schemes import Schemes, chosen
 from .train_step import ModuleStep
 from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights
@@ -233,7 +233,7 @@ class TorchModel(TrainableModel):
             self.parameters.close()
         planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
         updated = {name: tensors[name] for name in self.compiled.updated}
-        held = planned.shares, planned.compressors
+        held = planned.shares, planned.compressors, sparse_tables(self.module)
         self.parameters = ModuleParameters(updated, self.grid, self._sync, *held)
         self.sync = self.parameters.sync
         self.torch_optimizer = self.optimizer.made(self.parameters.updated.values())

@@ -24,7 +24,7 @@ from .costs import PlanCosts, StepCosts, paths, shape_given
 from .execution import Execution
 from .graph import GRADIENTS, Value
 from .layout import Mesh, cut
-from .parameters import MODULE, described
+from .parameters import MODULE, described, sparse_tables
 from .plan import TorchPlan, Traffic
 from .traffic import WayBack
 from .transfer import Wanted
@@ -269,5 +269,6 @@ def _updated(module: nn.Module, steps: TorchPlan) -> dict[str, Parameter]:
             aliases[0]: parameter
             for parameter, aliases in names.items()
             if any(steps.parameters.get(name) in reached for name in aliases)
-        }
+        },
+        sparse_tables(module),
     )

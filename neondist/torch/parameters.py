@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,17 +26,34 @@ MODULE = "module"
 """The layer's name of a module's arrays in checkpoints and strategies."""
 
 
-def described(tensors: Mapping[str, nn.Parameter]) -> dict[str, Parameter]:
-    """Return the parameters of a module by the names that checkpoints and strategies have for them."""
-    return {f"{MODULE}/{name}": Parameter(tuple(tensor.shape)) for name, tensor in tensors.items()}
+def sparse_tables(module: nn.Module) -> set[torch.Tensor]:
+    """Return the weights of the embeddings with `sparse=True`, whose gradients have few rows that are not 0."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    return {each.weight for each in module.modules() if isinstance(each, tables) and each.sparse}
+
+
+def described(
+    tensors: Mapping[str, nn.Parameter], sparse: AbstractSet[torch.Tensor] = frozenset()
+) -> dict[str, Parameter]:
+    """Return the parameters of a module by the names that checkpoints and strategies have for them.
+
+    How many rows of a sparse one a sample uses is not known before: at most all of them.
+    """
+    return {
+        f"{MODULE}/{name}": Parameter(tuple(tensor.shape), sparse=tensor.shape[0] if tensor in sparse else 0)
+        for name, tensor in tensors.items()
+    }
 
 
 def planned_for(
-    tensors: Mapping[str, nn.Parameter], grid: GridShape, strategy: StrategyBuilder | Strategy | str | None
+    tensors: Mapping[str, nn.Parameter],
+    grid: GridShape,
+    strategy: StrategyBuilder | Strategy | str | None,
+    sparse: AbstractSet[torch.Tensor] = frozenset(),
 ) -> ParameterPlan:
-    """Return the plan of a module's parameters under a strategy."""
-    dtype = as_array(next(iter(tensors.values()))).dtype
-    return ParameterPlan(described(tensors), grid, dtype, 0, None if strategy is None else as_strategy(strategy))
+    """Return the plan of a module's parameters, some of them sparse, under a strategy."""
+    dtype, chosen = as_array(next(iter(tensors.values()))).dtype, None if strategy is None else as_strategy(strategy)
+    return ParameterPlan(described(tensors, sparse), grid, dtype, 0, chosen)
 
 
 class ModuleParameters(Parameters):
@@ -51,6 +70,8 @@ class ModuleParameters(Parameters):
     sync : type of GradientSync
     shares : mapping of str to Share, optional
     compressors : mapping of str to str, optional
+    sparse : set of torch.nn.Parameter, optional
+        Tables whose rows travel with their ids.
 
     Attributes
     ----------
@@ -73,6 +94,7 @@ class ModuleParameters(Parameters):
         sync: type[GradientSync] = AllReduce,
         shares: Mapping[str, Share] | None = None,
         compressors: Mapping[str, str] | None = None,
+        sparse: AbstractSet[torch.Tensor] = frozenset(),
     ) -> None:
         if any(_is_synchronised(tensor) for tensor in tensors.values()):
             raise ConfigError("model: has a DistributedOptimizer already; distribute another copy of the module")
@@ -82,7 +104,7 @@ class ModuleParameters(Parameters):
                 f"strategy: the parameters are {', '.join(sorted(kinds))}; expected all float32, or all float64, on cpu"
             )
         dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
-        named = zip(tensors, described(tensors).values(), strict=True)
+        named = zip(tensors, described(tensors, sparse).values(), strict=True)
         shards = [ParameterShard(MODULE, name, parameter, grid) for name, parameter in named]
         super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
         self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
@@ -138,6 +160,17 @@ class ModuleParameters(Parameters):
         """Take over the values of what this rank does not own from the owners; collective."""
         self.version += 1
         self.owners.broadcast(self.values[self.owned :])
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Let an optimiser change what this rank owns meanwhile, then take over the rest from its owners; collective.
+
+        Of sparse parameters the rows that have changed travel.
+        """
+        before = self.owners.rows(self.values[self.owned :])
+        yield
+        self.version += 1
+        self.owners.broadcast(self.values[self.owned :], before)
 
     def slots_kept_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's state of `updated` as arrays: parts of parameters' shape, and others that are whole."""

@@ -50,7 +50,6 @@ class ModuleStep(TrainStep):
 
     def update(self) -> None:
         """Let the optimiser change what this rank owns, and take over the rest."""
-        with TRACING:  # an optimiser computes otherwise while others trace
+        with self.owner.built.updating(), TRACING:  # an optimiser computes otherwise while others trace
             self.owner.set_rates()
             self.owner.torch_optimizer.step()
-        self.owner.built.broadcast()

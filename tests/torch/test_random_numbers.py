@@ -162,3 +162,32 @@ def test_what_each_rank_would_draw_for_itself_is_refused(name):
     module = Function(REFUSED[name])
     with pytest.raises(ndt.UnsupportedOperator, match=r"random|dropout"):
         outputs(module, torch.zeros(IMAGES), (1, 2, 1))
+
+
+class Drawn(nn.Module):
+    """Numbers around an image and a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.std = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return torch.normal(x, self.std), torch.normal(2.0, x * 0)
+
+
+def test_means_and_deviations_have_gradients_of_zeros_on_every_rank():
+    x = torch.arange(3.0).reshape(1, 1, 1, 3)
+
+    def body(world):
+        model = ndt.distribute(Drawn(), x.shape, ProcessGrid(world, rows=2, cols=1))  # the second rank has no cells
+        tile = model.scatter(x).requires_grad_()
+        first, second = model(tile)
+        model.loss(nn.MSELoss(), first, model.scatter_target(torch.ones_like(x))).backward()
+        return model.gather(first), model.gather(second), tile.grad, model.module.std.grad, second.requires_grad
+
+    for first, second, inputs, parameters, differentiable in loopback.run(2, body, timeout=20):
+        assert torch.equal(first, x)
+        assert torch.equal(second, torch.full_like(x, 2.0))
+        assert not inputs.any()
+        assert not parameters.any()
+        assert differentiable

@@ -1,6 +1,6 @@
 """Training PyTorch modules under each strategy: the numbers of one process, bytes as planned, slots on owners alone."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -291,3 +291,44 @@ def test_sparse_gradients_are_those_of_dense_ones(strategy):
     for found in nd.loopback.run(2, body):
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+class BagOfWords(nn.Module):
+    """Two tables, of which each sample uses a few rows."""
+
+    def __init__(self, rows, sparse):
+        super().__init__()
+        self.first, self.second = nn.Embedding(rows, 16, sparse=sparse), nn.Embedding(rows, 16, sparse=sparse)
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, ids):
+        return self.last((self.first(ids).mean(1) + self.second(ids + 1).mean(1)).relu())
+
+
+@settings(max_examples=6)
+@given(
+    st.sampled_from(SYNCHRONOUS),
+    st.sampled_from([(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.01})]),
+    st.sampled_from([(2, 1, 1), (3, 1, 1), (2, 1, 2)]),
+)
+def test_rows_of_sparse_embeddings_travel_and_the_table_does_not(strategy, optimizer, shape):
+    def train(world, case):
+        torch.manual_seed(0)
+        module, grid = BagOfWords(*case).double(), nd.ProcessGrid(world, *shape)
+        model = ndt.distribute(module, (6, 4), grid, dtype=torch.int64)
+        update = ndt.DistributedOptimizer(model, optimizer[0], strategy, **optimizer[1])
+        random = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            ids = torch.randint(0, 200, (6, 4), generator=random)
+            y = torch.randn(6, 1, dtype=torch.float64, generator=random)
+            update.zero_grad()
+            model.loss(nn.MSELoss(), model(model.scatter(ids)), model.scatter_target(y)).backward()
+            update.step()
+        return update.parameters.reductions.bytes_reduced, [value.clone() for value in module.parameters()]
+
+    cases, ranks = [(300, False), (300, True), (3000, True)], int(np.prod(shape))
+    found = {case: nd.loopback.run(ranks, partial(train, case=case)) for case in cases}
+    for (_, dense), (_, rows) in zip(found[300, False], found[300, True], strict=True):
+        torch.testing.assert_close(rows, dense, rtol=1e-12, atol=1e-12)
+    table = 3000 * 16 * 8
+    assert all(0 < sent < table / 2 for sent, _ in found[3000, True])

@@ -75,7 +75,18 @@ def functional_batch_norm(
         y, *_ = fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)
         return y, None, None, running_mean, running_var
     y, mean, variance, number = normalised(lowering, x, None, weight, bias, eps)
+    lowering.trained([mean, variance], [False, False])  # PyTorch has no gradient of statistics
     return y, mean, None, *_statistics(lowering, (running_mean, running_var), (mean, variance), momentum, number)
+
+
+@rule("aten._batch_norm_with_update_functional.default", always=True, whole=_STATISTICS)
+def updating_batch_norm(
+    lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> Any:
+    """Reduction: moments of each channel, over all tiles and replicas."""
+    given = x, weight, bias, running_mean, running_var
+    y, _, _, *moved = functional_batch_norm(lowering, *given, True, momentum, eps)
+    return y, None, None, None, *moved
 
 
 def _statistics(

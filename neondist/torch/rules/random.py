@@ -144,13 +144,15 @@ def randn(lowering: Any, x: Any = None, mean: Any = 0.0, std: Any = 1.0, **_: An
 
     def run(u: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         rest = iter(tensors)
-        m, s = (next(rest) if hasattr(value, "axes") else value for value in (mean, std))
-        return (m + s * torch.sqrt(-2 * torch.log1p(-u)) * torch.cos(2 * torch.pi * v)).to(dtype)
+        m, s = (next(rest).detach() if hasattr(value, "axes") else value for value in (mean, std))
+        drawn = (m + s * torch.sqrt(-2 * torch.log1p(-u)) * torch.cos(2 * torch.pi * v)).to(dtype)
+        for a in tensors:  # the gradients of means and deviations are zeros, as in PyTorch
+            drawn = torch.where(never, a, drawn)
+        return drawn
 
+    never = torch.tensor(False)
     args = [first, second, *(lowering.aligned(value, layout, axes_of(layout)) for value in given)]
-    found = lowering.local(run, args, layout, dtype)
-    found.kind = "constant"  # as PyTorch has it: nothing of means and deviations
-    return found
+    return lowering.local(run, args, layout, dtype)
 
 
 def _drawn(lowering: Any, x: Any) -> Layout:
