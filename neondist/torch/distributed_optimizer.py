@@ -10,6 +10,9 @@ import torch
 
 from ..comm import all_or_none
 from ..errors import ConfigError
+from ..geometry import split
+from ..io.checkpoint.sync_state import GROUP as SYNCHRONISATION
+from ..parallel import SyncState
 from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .module import DistributedModule
@@ -21,8 +24,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """An optimiser of torch.optim whose gradients, updates and state a strategy divides over the ranks; collective.
 
     Gradients are synchronised when `backward` ends. Those of parameters that have owners are then None in the module,
-    and in `param_groups` of the owners: clip them with `clip_grad_norm_` of this class. What a compressor has left out
-    is no part of `state_dict`.
+    and in `param_groups` of the owners: clip them with `clip_grad_norm_` of this class.
 
     Parameters
     ----------
@@ -125,14 +127,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole, as the optimiser in one process has it; collective."""
+        """Return the state of the whole, as the optimiser in one process has it; collective.
+
+        Compressors add 'synchronisation': the error feedback of each rank, along a first axis of ranks.
+        """
         self.grid.check("DistributedOptimizer.state_dict")
         state: dict[int, dict[str, Any]] = {at: {} for at in range(len(self._order))}
         for shard, array in self.parameters.slots_kept_by(self.optimizer):
             name, _, slot = shard.name.rpartition("/")
             state[self._order.index(name)][slot] = torch.from_numpy(shard.gather(array))
         groups = self.optimizer.state_dict()["param_groups"]
-        return {"state": {at: slots for at, slots in state.items() if slots}, "param_groups": groups}
+        found = {"state": {at: slots for at, slots in state.items() if slots}, "param_groups": groups}
+        sync = {one.name: self._of_all(one) for one in self.parameters.compressed.state()}
+        return found | ({SYNCHRONISATION: sync} if sync else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned, on any number of ranks and under any strategy, or in one process."""
@@ -150,12 +157,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
             }
         self.optimizer.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        for one in self.parameters.compressed.state():
+            self._restore(one, state_dict.get(SYNCHRONISATION, {}).get(one.name))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups after construction: owners and the flat buffer are fixed."""
         if self._fixed:
             raise ConfigError("add_param_group: the strategy divides the parameters at construction; make a new one")
         super().add_param_group(param_group)
+
+    def _of_all(self, one: SyncState) -> torch.Tensor:
+        """Return a copy of an array of synchronisation; with an axis of ranks in front if it differs over them."""
+        array = one.array.copy() if one.replicated else self.grid.world.allgather_array(one.array)
+        return torch.from_numpy(array)
+
+    def _restore(self, one: SyncState, saved: torch.Tensor | None) -> None:
+        """Take over what `_of_all` has returned; on other numbers of ranks the sum over all ranks stays."""
+        shape = one.array.shape
+        given = None if saved is None else as_array(saved)
+        if given is not None and given.shape[not one.replicated :] != shape:
+            raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{one.name}' is not of this model: {given.shape}")
+        if not one.replicated:
+            given = np.zeros((0, *shape)) if given is None else given
+            lo, hi = split(len(given), self.grid.size, self.grid.rank)
+            one.array[...] = given[lo:hi].sum(axis=0)
+        elif given is not None:
+            one.array[...] = given
 
     def _begin_pass(self, gradient: torch.Tensor) -> None:
         """Set sums of earlier passes aside, before a pass adds to them."""

@@ -1,5 +1,6 @@
 """Training PyTorch modules under each strategy: the numbers of one process, bytes as planned, slots on owners alone."""
 
+import copy
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -236,6 +237,33 @@ def test_a_script_with_a_distributed_optimizer(name, before, after, shape):
         for at, slots in one.state_dict()["state"].items():
             for slot, value in slots.items():
                 torch.testing.assert_close(state["state"][at][slot], value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("compressor", ["fp16", "topk(0.3)", "powersgd(2)"])
+def test_error_feedback_is_part_of_the_state(compressor):
+    """A run that goes on from its state is the run that was not interrupted; on one rank nothing is left out."""
+
+    def body(world, interrupted):
+        module = Small().double()
+        model = ndt.distribute(module, (4, 2, 6, 5), nd.ProcessGrid(world))
+        optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, f"AllReduce(compressor='{compressor}')", lr=0.1)
+        script(module, optimizer, model, range(2))
+        if interrupted:
+            state, other = optimizer.state_dict(), Small().double()
+            other.load_state_dict(module.state_dict())
+            module, model = other, ndt.distribute(other, (4, 2, 6, 5), model.grid)
+            arguments = torch.optim.SGD, f"AllReduce(compressor='{compressor}')"
+            optimizer = ndt.DistributedOptimizer(model, *arguments, lr=0.1)
+            optimizer.load_state_dict(copy.deepcopy(state))
+            assert {len(one) for name, one in state["synchronisation"].items() if "feedback" in name} == {2}
+        script(module, optimizer, model, range(2, 4))
+        states = optimizer.parameters.compressed.state()
+        return [p.detach().numpy() for p in module.parameters()] + [state.array.copy() for state in states]
+
+    whole, interrupted = (nd.loopback.run(2, partial(body, interrupted=how)) for how in (False, True))
+    for expected, found in zip(whole, interrupted, strict=True):
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_gradients_of_a_script_are_compressed():
