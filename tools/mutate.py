@@ -92,7 +92,8 @@ def run_tests(tree, tests, limit):
     plain = "PYTHONDONTWRITEBYTECODE", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "OMP_NUM_THREADS"
     env = os.environ | dict.fromkeys(plain, "1")
     env["PYTHONPATH"] = os.pathsep.join([str(tree), *filter(None, [env.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    plugins = ["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]  # the latter chooses the suite's examples
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *plugins, *tests]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     child = subprocess.Popen(command, cwd=tree, env=env, start_new_session=True, text=True, **pipes)
     try:

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from present import backend_of
 
 from neondist.backends import get_backend
 
 backend = get_backend("numpy").kernels
+TABLES = [backend_of(name).kernels for name in ("numpy", "not compiled")]
 
 
 @st.composite
@@ -18,8 +20,9 @@ def cases(draw):
     return extent, kernel, draw(st.integers(0, 2)), draw(st.integers(1, 3))
 
 
+@pytest.mark.parametrize("backend", TABLES, ids=["numpy", "not compiled"])
 @given(cases())
-def test_separable_filter(case):
+def test_separable_filter(backend, case):
     extent, kernel, samples, channels = case
     rng = np.random.default_rng(0)
     x, taps = rng.normal(size=(samples, *extent, channels)), [list(rng.normal(size=k)) for k in kernel]

@@ -6,7 +6,7 @@ from math import floor
 import numpy as np
 import pytest
 from drawn import windows
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support import expected_view, slides
 
@@ -73,6 +73,7 @@ def test_windows_need_what_a_convolution_reads(drawn):
     assert (need.lo[0], need.hi[0]) == (reads[0][0], reads[-1][-1] + 1)
 
 
+@example(((7, 6), Window((1, 3), stride=(2, 1), padding=0)), (1, 2, 2))
 @given(windows(), parts_3d)
 @settings(max_examples=200)
 def test_plans_deliver_every_needed_cell_once(drawn, parts):

@@ -4,7 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from present import NAMES
 
@@ -13,6 +13,7 @@ from neondist.plan.memory import LiveRange, pack
 from neondist.runtime import Arena, LayerTask
 
 
+@example([LiveRange(3, 5, 5), LiveRange(1, 2, 6), LiveRange(5, 0, 1), LiveRange(4, 0, 3), LiveRange(1, 1, 2)])
 @given(st.lists(st.builds(LiveRange, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=12))
 def test_what_meets_does_not_overlap(spans):
     spans = [LiveRange(n, min(a, b), max(a, b)) for n, a, b in spans]

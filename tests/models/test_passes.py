@@ -297,3 +297,14 @@ def test_a_step_leaves_out_first_layers_that_have_nothing_to_train():
     assert model.train_batch(x, targets) > 0
     with pytest.raises(AssertionError, match="nobody needs"):
         model.bprop(model.fprop(x, training=True))
+
+
+def test_evaluation_leaves_running_statistics_alone():
+    model = nd.Convnet([nd.ConvLayer(3, 3), nd.BatchNormLayer(), nd.FCLayer(4)], seed=1)
+    model.build(SHAPE, 5)
+    x, labels = np.random.default_rng(0).normal(size=(5, *SHAPE)), np.arange(5) % 4
+    model.train_batch(x, labels)
+    before = model.state()
+    model.judged(x, labels, 5)
+    for name, array in model.state().items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)

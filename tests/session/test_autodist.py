@@ -239,3 +239,25 @@ def test_a_session_goes_on_with_all_that_a_script_remembers(strategy, tmp_path):
     assert len(first) == 2
     for losses, state in losses_and_weights("stopped", 4, 4):
         torch.testing.assert_close((first + losses, state), (expected, weights), rtol=1e-9, atol=1e-9)
+
+
+def test_the_gradient_of_an_input_is_that_of_the_whole():
+    x = torch.randn(2, 2, 7, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def gradient(grid):
+        torch.manual_seed(0)
+        d = nd.AutoDist(grid=grid)
+        with d.scope():
+            model = nn.Conv2d(2, 3, 3, padding=1).double()
+
+            @d.function
+            def step(images):
+                return model(images).square().mean()
+
+        images = x.clone().requires_grad_()
+        step(images).backward()
+        return images.grad
+
+    expected = gradient(nd.ProcessGrid.serial())
+    for found in nd.loopback.run(4, lambda world: gradient(nd.ProcessGrid(world, replicas=2, rows=2))):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -159,3 +159,14 @@ def test_a_checkpoint_of_other_objects_is_refused(tmp_path):
     module, _, _ = torch_parts(nd.ProcessGrid.serial(), "AllReduce")
     with pytest.raises(nd.DataError, match=r"states of \['MultiStepLR'\].*give another checkpoint_dir"):
         nd.DistributedSession(nd.TaskSpecDef(), module, tmp_path).__enter__()
+
+
+def test_the_loss_of_an_epoch_counts_each_sample_once():
+    model, dataset = layer_model(nd.ProcessGrid.serial())
+    with nd.DistributedSession(nd.TaskSpecDef(), model, log_step_count_steps=None) as session:
+        losses = []
+        for x, y in session.batches(dataset, 3):
+            losses.append(session.run(model.train_batch, x, y, batch_size=session.batch_size))
+            if len(losses) == 3:
+                break
+        assert session.state.totals.loss == pytest.approx(3 * sum(losses))
