@@ -1,10 +1,10 @@
 """Asynchronous jobs of workers and servers, some of whose processes are killed: each record is applied once an epoch.
 
-python tools/elastic_rounds.py [--rounds N] [--seed S] [--kinds worker rank server master]
+python tools/elastic_rounds.py [--rounds N] [--seed S] [--kinds worker rank server master supervisor]
 
-A round fails if the job hangs, leaves a process behind, or does not end as docs/servers.md says: where workers or ranks
-of their tiles are killed, with success and the servers' counters at one for each record and epoch; where a server is
-killed, with one message; and not at all where the supervisor is.
+A round fails if the job hangs, leaves a process behind, or does not end with success and the servers' counters at one
+for each record and epoch. Where the supervisor is killed, and with it all others, the same command with --resume auto
+has to end so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from processes import alive, children, kill  # noqa: E402
 
 RECORDS, EPOCHS, SIZE = 320, 3, 16
 LIMIT = 240.0
-KINDS = ("worker", "rank", "server", "master")
+KINDS = ("worker", "rank", "server", "master", "supervisor")
 SLOW = MODEL.replace("def forward(self, x):", "def forward(self, x):\n        import time\n\n        time.sleep(0.03)")
 APPLIED = f"applied: {RECORDS} records in each of {EPOCHS} epochs, each once; "
 
@@ -38,14 +38,15 @@ def command(folder: Path, rng: random.Random, tiles: str) -> list[str]:
     places = ["--num-workers", 2 if tiles != "1x1" else rng.choice([2, 3]), "--num-ps", rng.choice([1, 2])]
     strategy = ["--distribution-strategy", "ParameterServerStrategy", "--use-async", "--tiles", tiles]
     words = ["train", "model_slow.py", "--training-data", "train.csv", *more, *places, *strategy, "--output", "run"]
+    words += ["--checkpoint-steps", rng.choice([0, 1, 10])]
     return [sys.executable, "-m", "neondist", *map(str, words)]
 
 
 def targets(job: int, kind: str) -> list[int]:
     """Return the processes of a kind in a job."""
-    if kind == "master":
+    if kind == "supervisor":
         return [job]
-    word = "serve" if kind == "server" else "train"
+    word = {"server": "ps", "master": "master"}.get(kind, "train")
     top = [one for one in psutil.Process(job).children() if word in one.cmdline()]
     if kind != "rank":
         return [one.pid for one in top]
@@ -55,7 +56,7 @@ def targets(job: int, kind: str) -> list[int]:
 
 def disturb(job: subprocess.Popen[str], kind: str, rng: random.Random) -> int:
     """Kill processes of a kind at random moments, and return how many."""
-    killed, many = 0, rng.choice([1, 1, 2, 3]) if kind in ("worker", "rank") else 1
+    killed, many = 0, rng.choice([1, 1, 2, 3]) if kind != "supervisor" else 1
     for _ in range(many):
         moment = time.monotonic() + rng.uniform(0.0, 15.0)
         while job.poll() is None:
@@ -84,30 +85,26 @@ def round_of(seed: int, kinds: list[str]) -> tuple[str, int, str]:
         with (folder / "output").open("w+") as output:
             job = subprocess.Popen(words, cwd=folder, stdout=output, stderr=output, text=True)
             watched: set[int] = set()
-            killed = disturb(job, kind, rng) if kind != "master" else 0
-            if kind == "master":
+            if kind == "supervisor":
                 while not targets(job.pid, "worker") and job.poll() is None:
                     time.sleep(0.02)
                 time.sleep(rng.uniform(0.0, 15.0))
                 watched |= {pid for pid, _ in children(job.pid)}
                 killed = disturb(job, kind, random.Random(0))
+                if left := _left(folder, watched):
+                    return kind, killed, left
+                if killed:
+                    job = subprocess.Popen([*words, "--resume", "auto"], cwd=folder, stdout=output, stderr=output)
+            else:
+                killed = disturb(job, kind, rng)
             try:
                 code = job.wait(LIMIT)
             except subprocess.TimeoutExpired:
                 kill([pid for pid, _ in children(job.pid)] + [job.pid])
-                return kind, killed, "hangs"
+                return kind, killed, f"hangs: {(folder / 'output').read_text()}"
             text = (folder / "output").read_text()
-        return kind, killed, _problem(kind, code, text, killed) or _left(folder, watched)
-
-
-def _problem(kind: str, code: int, text: str, killed: int) -> str:
-    if kind == "master" or not killed:
-        return ""
-    if kind == "server":
-        ended = "a parameter server has ended" in text or APPLIED in text
-        return "" if ended and "Traceback" not in text else f"exit code {code}: {text}"
-    good = code == 0 and APPLIED in text
-    return "" if good else f"exit code {code}: {text}"
+        good = code == 0 and APPLIED in text and "Traceback" not in text
+        return kind, killed, ("" if good else f"exit code {code}: {text}") or _left(folder, watched)
 
 
 def _left(folder: Path, watched: set[int]) -> str:

@@ -4,28 +4,51 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import closing
 from typing import Any
 
 from ..console import say
+from ..errors import ConfigError
+from ..io.files import make_folder
+from ..io.output import TASKS
 from . import options
 
 
 def add(commands: Any) -> None:
     """Add the command and its services."""
-    one = commands.add_parser("serve", help="run a service of a job: a parameter server", allow_abbrev=False)
+    one = commands.add_parser(
+        "serve", help="run a service of a job: a parameter server, or the master", allow_abbrev=False
+    )
     services = one.add_subparsers(required=True, metavar="SERVICE")
     ps = services.add_parser(
         "ps", help="a parameter server, until it is ended", allow_abbrev=False,
         description="Run a parameter server. NEONDIST_TOKEN has the job's secret, the same for all its processes.",
     )  # fmt: skip
-    ps.add_argument(
-        "--address", default="127.0.0.1:0", metavar="HOST:PORT",
-        help="of this machine, to listen on; it is printed (default: 127.0.0.1 and any free port)",
-    )  # fmt: skip
+    _address(ps)
     ps.add_argument(
         "--checkpoint-dir", type=options.file, metavar="DIR", help="folder of checkpoints, which all servers see"
     )
     ps.set_defaults(command=serve_parameters)
+
+    master = services.add_parser(
+        "master", help="the tasks of a job, until it is ended", allow_abbrev=False,
+        description="Hand out the tasks of a job, and restore its servers after a restart of one. Restarted with the"
+        " same folder, it goes on. NEONDIST_TOKEN has the job's secret, the same for all its processes.",
+    )  # fmt: skip
+    _address(master)
+    master.add_argument(
+        "--servers", type=_addresses, required=True, metavar="HOST:PORT,...", help="addresses of all parameter servers"
+    )
+    master.add_argument(
+        "--checkpoint-dir", type=options.file, required=True, metavar="DIR",
+        help="folder of the servers' checkpoints and of tasks.sqlite",
+    )  # fmt: skip
+    master.add_argument("--num-minibatches-per-task", type=options.positive, default=8, metavar="N", help="(default 8)")
+    master.add_argument(
+        "--checkpoint-steps", type=options.not_negative, default=0, metavar="N",
+        help="write a checkpoint of the servers every N updates (default 0: as often as takes 2 %% of the time)",
+    )  # fmt: skip
+    master.set_defaults(command=serve_master)
 
 
 def serve_parameters(arguments: argparse.Namespace) -> int:
@@ -38,3 +61,40 @@ def serve_parameters(arguments: argparse.Namespace) -> int:
         say(f"PServer at {host.address}")
         host.wait()
     return 0
+
+
+def serve_master(arguments: argparse.Namespace) -> int:
+    """Run the master of a job until the process is ended."""
+    from ..services.group import ServerGroup
+    from ..services.master import Master
+    from ..services.recovery import ServerRecovery
+    from ..services.wire import ServiceHost, read_token
+
+    token, folder = read_token(os.environ), arguments.checkpoint_dir
+    make_folder(folder)
+    master = Master(arguments.num_minibatches_per_task, path=folder / TASKS)
+    group = ServerGroup(arguments.servers, token, timeout=60.0, patience=1.0)
+    recovery = ServerRecovery(group, folder, master, arguments.checkpoint_steps)
+    with closing(master), group, ServiceHost([master, recovery], arguments.address, token) as host, recovery:
+        say(f"Master at {host.address}")
+        host.wait()
+    return 0
+
+
+def _address(one: argparse.ArgumentParser) -> None:
+    one.add_argument(
+        "--address", default="127.0.0.1:0", metavar="HOST:PORT",
+        help="of this machine, to listen on; it is printed (default: 127.0.0.1 and any free port)",
+    )  # fmt: skip
+
+
+def _addresses(text: str) -> list[str]:
+    from ..services.wire import split_address
+
+    found = text.split(",")
+    try:
+        for address in found:
+            split_address(address)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return found

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from ..strategies import PSLoadBalancing
 from . import options
 from .definition import experiment_of, load_definition, samples_of, tiles
 from .run import hooks_of, resume_mode
+
+if TYPE_CHECKING:
+    from ..services.state import UpdateRule
 
 STRATEGIES = ("Local", "AllreduceStrategy", "ParameterServerStrategy")
 OF_MODELS = {"evaluate": "evaluate-model", "predict": "predict-model", "check": "check-model"}
@@ -43,9 +46,18 @@ def add(commands: Any) -> None:
     )
     one.add_argument("--distribution-strategy", choices=STRATEGIES, default="Local")
     one.add_argument("--use-async", action="store_true", help="servers apply each gradient at once")
-    one.add_argument("--grads-to-wait", type=options.positive, default=1, metavar="N")
-    one.add_argument("--sync-version-tolerance", type=options.not_negative, default=0, metavar="N")
-    one.add_argument("--lr-staleness-modulation", action="store_true")
+    one.add_argument(
+        "--grads-to-wait", type=options.positive, default=1, metavar="N",
+        help="gradients that servers average for an update, without --use-async (default 1)",
+    )  # fmt: skip
+    one.add_argument(
+        "--sync-version-tolerance", type=options.not_negative, default=0, metavar="N",
+        help="refuse gradients of values that are older by more updates, without --use-async (default 0)",
+    )  # fmt: skip
+    one.add_argument(
+        "--lr-staleness-modulation", action="store_true",
+        help="divide the learning rate by the updates since the values of a gradient, with --use-async",
+    )  # fmt: skip
     one.add_argument("--num-minibatches-per-task", type=options.positive, default=8, metavar="N", help="(default 8)")
     one.add_argument(
         "--evaluation-steps", type=options.not_negative, default=0, metavar="N",
@@ -104,6 +116,8 @@ def train(arguments: argparse.Namespace) -> int:
             definition = load_definition(arguments.file)
             data = arguments.training_data, arguments.validation_data
             experiment = experiment_of(definition, arguments, *data, speaks=world.rank == 0)
+            if getattr(arguments, "update_rule", None) is not None:
+                experiment.use_servers()
             experiment.validate(ranks)
             check_workers(arguments, experiment, ranks)
         prepare_folder(world, arguments.folder, arguments.resume, arguments.overwrite)
@@ -201,19 +215,11 @@ def _settle(arguments: argparse.Namespace) -> None:
     ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy
     if strategy == "ParameterServerStrategy":
         arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
-        if arguments.grads_to_wait not in (1, arguments.num_workers):
-            raise ConfigError("--grads-to-wait: synchronous updates wait for all workers; leave it out")
-        if arguments.num_ps and not arguments.use_async:
-            raise ConfigError("--num-ps: without --use-async, the workers themselves own the parameters; leave it out")
-        if arguments.use_async and arguments.num_workers == 1:
-            raise ConfigError("--use-async: is for several workers; give --num-workers")
+        arguments.update_rule = _update_rule(arguments)
     else:
-        for name in ("num_ps", "use_async"):
+        for name in ("num_ps", "use_async", "sync_version_tolerance", "lr_staleness_modulation"):
             if getattr(arguments, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is for ParameterServerStrategy; leave it out")
-    for name in ("sync_version_tolerance", "lr_staleness_modulation"):
-        if getattr(arguments, name):
-            raise ConfigError(f"--{name.replace('_', '-')} is not available yet; leave it out")
     if strategy == "Local" and ranks > 1:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
     if arguments.evaluation_steps and arguments.validation_data is None:
@@ -224,6 +230,26 @@ def _settle(arguments: argparse.Namespace) -> None:
     arguments.ranks = ranks if ranks > 1 else None
     if arguments.checkpoint_dir is not None and (place is None or place.index == 0):
         arguments.folder = Path(arguments.checkpoint_dir)
+
+
+def _update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
+    """Return how servers apply gradients; None: there are no servers, since the workers themselves own parameters."""
+    wait, tolerance = arguments.grads_to_wait, arguments.sync_version_tolerance
+    modulate, workers = arguments.lr_staleness_modulation, arguments.num_workers
+    for name, given in (("--grads-to-wait", wait > 1), ("--sync-version-tolerance", tolerance)):
+        if given and arguments.use_async:
+            raise ConfigError(f"{name} is for synchronous updates; leave it out, or --use-async")
+    if modulate and not arguments.use_async:
+        raise ConfigError("--lr-staleness-modulation is for asynchronous updates; give --use-async, or leave it out")
+    if wait > workers:
+        raise ConfigError(f"--grads-to-wait {wait}: there are {workers} workers; give at most as many")
+    if not (arguments.use_async or arguments.num_ps or tolerance or wait not in (1, workers)):
+        return None
+    if workers == 1:
+        raise ConfigError("--use-async and --num-ps are for several workers; give --num-workers")
+    from ..services.state import UpdateRule
+
+    return UpdateRule(not arguments.use_async, wait, tolerance, None, modulate)
 
 
 def _extra_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:

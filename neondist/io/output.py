@@ -16,6 +16,8 @@ from .regular_file import open_regular
 CHECKPOINT = "checkpoint.h5"
 EVALUATIONS = "evaluations.jsonl"
 TASKS = "tasks.sqlite"
+RECOVERY = "servers"
+"""The folder, in that of a run, of the checkpoints of its servers, with its queue."""
 BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
 COMPLETE = "complete.json"
@@ -113,7 +115,11 @@ def is_new(folder: Path) -> bool:
     """Tell whether a run has begun here, or was about to, and is worth nothing yet."""
     if has_run(folder):
         return False
-    others = [path for path in folder.iterdir() if path.name not in (LOCK, GENERATIONS) and path.suffix != ".partial"]
+    others = [
+        path
+        for path in folder.iterdir()
+        if path.name not in (LOCK, GENERATIONS, RECOVERY) and path.suffix != ".partial"
+    ]
     return not others or (folder / "environment.json").exists()
 
 

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import safe_path
 from ..console import say
-from ..errors import LaunchError, ServiceUnavailableError
-from ..io.output import clear
+from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
+from ..io.output import RECOVERY, clear, has_run
 from ..job import detect
 from ..signals import INTERRUPTED, STOPPED
 from ..train.validate import grid_shape_of
 from .launch import words
 from .parent_watch import end_child_with_us
+from .service_process import ServiceProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..services.master import Master
+    from ..services.message import Message
     from ..services.training import WorkerPlace
 
+T = TypeVar("T")
 SERVERS = "NEONDIST_SERVERS"
 """Set in the environment of workers."""
 MOST_SERVERS = 4
@@ -54,8 +58,7 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
     for name in ("restarts", "elastic", "resources", "virtual"):
         if getattr(arguments, name) is not None:
             raise LaunchError(f"--{name}: is for one MPI job, and the strategy needs servers; leave it out, {remedy}")
-    if arguments.resume:
-        raise LaunchError(f"--resume: not where servers update; begin with --init-from checkpoint.h5, {remedy}")
+    _check_resume(arguments)
     if detect(os.environ) is not None or ranks == 1:
         raise LaunchError(
             f"strategy: needs servers, which neondist run FILE.yaml -n P starts for P ranks; {remedy[3:]}"
@@ -71,8 +74,9 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
 def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     """Run an experiment whose strategy needs servers, and return the exit code; None if it needs none.
 
-    There is a worker for each replica, a process or an mpirun of its tiles, and as many servers, at most four. Their
-    tasks come from a master in this process. Worker 0 writes the run's folder, the others folders in it.
+    There is a worker for each replica, a process or an mpirun of its tiles; a master with their tasks; and as many
+    servers as workers, at most four. Worker 0 writes the run's folder, the others folders in it; the folder `servers`
+    has the servers' checkpoints and the queue.
 
     Raises
     ------
@@ -85,33 +89,44 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     if strategy is None or SERVERS in os.environ:
         return None
     shape = grid_shape_of(experiment, arguments.ranks)
-    from ..services.master import Master
     from ..services.training import WorkerPlace
-    from ..services.wire import TOKEN, ServiceHost, create_token
+    from ..services.wire import TOKEN, create_token
 
-    token = create_token()
+    token, folder = create_token(), Path(arguments.folder, RECOVERY)
     env = {**os.environ, TOKEN: token}
-    fixed = getattr(strategy, "servers", None)
-    master = Master(getattr(arguments, "num_minibatches_per_task", 1))
     if arguments.overwrite:  # at once, so that a worker that is started again finds files of this run alone
-        for folder in (arguments.folder, *arguments.folder.glob("worker-*")):
-            clear(folder)
+        for one in (arguments.folder, *arguments.folder.glob("worker-*")):
+            clear(one)
+    if not arguments.resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    fixed = getattr(strategy, "servers", None)
+    count = _servers_in(folder) or arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
     with ExitStack() as stack:
-        count = arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
-        servers = [stack.enter_context(_process(["neondist", "serve", "ps"], env, True)) for _ in range(count)]
-        addresses = tuple(_address(server) for server in servers)
-        host = stack.enter_context(ServiceHost([master], "127.0.0.1:0", token))
+
+        def serve(words: Sequence[str]) -> subprocess.Popen[str]:
+            return stack.enter_context(_process(["neondist", "serve", *words], env, True))
+
+        kept = ["--checkpoint-dir", str(folder.absolute())]
+        servers = [ServiceProcess(f"parameter server {at}", ["ps", *kept], serve) for at in range(count)]
+        for server in servers:
+            server.wait()
+        addresses = tuple(server.address for server in servers)
+        master = ServiceProcess("master", ["master", *kept, *_master_words(arguments, experiment, addresses)], serve)
+        master.wait()
 
         def start(index: int, again: bool) -> subprocess.Popen[str]:
-            place = WorkerPlace(index, addresses, host.address, token)
+            place = WorkerPlace(index, addresses, master.address, token, getattr(arguments, "update_rule", None))
             command = ["neondist", *_worker_words(arguments, index, shape.tiles, again)]
             return stack.enter_context(_process(command, env | place.environment, False, silent=index > 0))
 
-        job = _Job(start, shape.replicas, servers)
+        job = _Job(start, shape.replicas, [*servers, master])
         arguments.signals.join(job.forward)
-        code = job.watch(lambda index: _lost(master, addresses, token, index))
+        code = job.watch(lambda index: _lost(master.address, addresses, token, index))
         if code == 0:
-            say(f"applied: {_check(master, addresses, token)}; {job.restarted} workers started again")
+            text = job.insist(lambda: _check(master.address, addresses, token))
+            say(f"applied: {text}; {job.restarted}")
+        elif code == STOPPED:
+            job.insist(lambda: _save(master.address, token))
         return code
 
 
@@ -123,20 +138,22 @@ class _Job:
     start : callable
         Starts a worker by its number, for the first time or again.
     workers : int
-    servers : sequence of Popen
+    services : sequence of ServiceProcess
     """
 
     def __init__(
-        self, start: Callable[[int, bool], subprocess.Popen[str]], workers: int, servers: Sequence[Any]
+        self, start: Callable[[int, bool], subprocess.Popen[str]], workers: int, services: Sequence[ServiceProcess]
     ) -> None:
-        self._start, self._servers = start, servers
+        self._start, self._services = start, services
         self._workers = [start(index, False) for index in range(workers)]
         self._losses = [0] * workers
 
     @property
-    def restarted(self) -> int:
-        """How often workers were started again."""
-        return sum(self._losses)
+    def restarted(self) -> str:
+        """How often workers and services were started again, in words."""
+        services = sum(service.restarts for service in self._services)
+        more = f" and {services} services" if services else ""
+        return f"{sum(self._losses)} workers{more} started again"
 
     def forward(self, name: str) -> None:
         """Pass a signal on to all workers."""
@@ -154,11 +171,12 @@ class _Job:
         """
         ended: set[int] = set()
         while True:
-            if any(server.poll() is not None for server in self._servers):
-                say("error: a parameter server has ended; start the command again", sys.stderr)
+            try:
+                self._keep_services()
+            except LaunchError:
                 for process in self._workers:
-                    process.kill()  # else each would tell that it has no server
-                return 1
+                    process.kill()  # else each would say that it cannot reach the service
+                raise
             codes = [process.poll() for process in self._workers]
             for at, code in enumerate(codes):
                 if code is None or at in ended:
@@ -179,34 +197,97 @@ class _Job:
                 return max(code or 0 for code in codes)
             time.sleep(0.05)
 
+    def insist(self, call: Callable[[], T], patience: float = 120.0) -> T:
+        """Return what a call of services returns, once these have been restarted."""
+        end = time.monotonic() + patience
+        while True:
+            self._keep_services()
+            try:
+                return call()
+            except ServiceUnavailableError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    def _keep_services(self) -> None:
+        for service in self._services:
+            service.keep()
+
 
 def _was_killed(code: int) -> bool:
     """Whether an exit code is that of a process, or of a job, that was killed."""
     return code < 0 or (code > 128 and code != INTERRUPTED)
 
 
-def _lost(master: Master, servers: Sequence[str], token: str, index: int) -> None:
+def _lost(master: str, servers: Sequence[str], token: str, index: int) -> None:
     """Give back the task of a worker, and let servers wait for it no longer."""
     from ..services.training import worker_name
-    from ..services.wire import ServiceClient
 
-    master.lost(worker_name(index))
-    for address in servers:
-        with ServiceClient(address, "PServer", token, patience=1.0) as client, suppress(ServiceUnavailableError):
-            client.call("leave", {"worker": worker_name(index)}, timeout=10.0)
+    worker = {"worker": worker_name(index)}
+    for address, service, method in [(master, "Master", "lost"), *((one, "PServer", "leave") for one in servers)]:
+        with suppress(ServiceError):  # a master without tasks yet, or a service that is being restarted
+            _call(address, service, token, method, worker)
 
 
-def _check(master: Master, servers: Sequence[str], token: str) -> str:
+def _check(master: str, servers: Sequence[str], token: str) -> str:
     """Return what servers have applied in words; ServiceError unless each record was applied once."""
-    from ..services.progress import Credits
-    from ..services.wire import ServiceClient
-
     found = []
     for address in servers:
-        with ServiceClient(address, "PServer", token) as client:
-            samples = client.call("status").number("samples")
-            found.append(master.check(samples, Credits.parse(client.call("credits").mapping("credits"))))
+        samples = _call(address, "PServer", token, "status").number("samples")
+        credits = _call(address, "PServer", token, "credits").mapping("credits")
+        told = _call(master, "Master", token, "check", {"samples": samples, "credits": credits})
+        found.append(told.text("text"))
     return found[0]
+
+
+def _save(master: str, token: str) -> None:
+    """Write a checkpoint of the servers."""
+    _call(master, "Recovery", token, "save")
+
+
+def _call(address: str, service: str, token: str, method: str, fields: Mapping[str, Any] | None = None) -> Message:
+    from ..services.wire import ServiceClient
+
+    with ServiceClient(address, service, token, timeout=10.0, patience=1.0) as client:
+        return client.call(method, fields)
+
+
+def _servers_in(folder: Path) -> int | None:
+    """Return the number of servers of the newest checkpoint of a run; None if there is none."""
+    if not folder.is_dir():
+        return None
+    from ..services.checkpoint import servers_of
+    from ..services.recovery import complete_checkpoints
+
+    found = complete_checkpoints(folder)
+    return servers_of(found[-1]) if found else None
+
+
+def _check_resume(arguments: argparse.Namespace) -> None:
+    """Raise an error if there is nothing to resume, or with another number of servers; or if a run would be lost."""
+    folder = Path(arguments.folder, RECOVERY)
+    count = _servers_in(folder)
+    if not arguments.resume:
+        if count is not None and not arguments.overwrite:
+            raise ConfigError(
+                f"output: {arguments.folder} has a run already; go on with it by --resume, replace it by --overwrite,"
+                " or choose another folder with --output"
+            )
+        return
+    if count is None and (arguments.resume is True or has_run(arguments.folder)):
+        raise DataError(f"{folder}: has no checkpoint of servers to resume; begin with --init-from checkpoint.h5")
+    if count is not None and arguments.num_ps not in (None, 0, count):
+        raise LaunchError(f"--num-ps {arguments.num_ps}: the run to resume has {count} servers; leave it out")
+
+
+def _master_words(arguments: argparse.Namespace, experiment: Any, servers: Sequence[str]) -> list[str]:
+    steps = experiment.checkpoint.every_steps or 0
+    minibatches = getattr(arguments, "num_minibatches_per_task", 1)
+    return [
+        *("--servers", ",".join(servers)),
+        *("--num-minibatches-per-task", str(minibatches)),
+        *("--checkpoint-steps", str(steps)),
+    ]
 
 
 def _worker_words(arguments: argparse.Namespace, index: int, tiles: int, again: bool) -> list[str]:
@@ -247,11 +328,3 @@ def _process(
                 process.wait()
         if process.stdout is not None:
             process.stdout.close()
-
-
-def _address(server: subprocess.Popen[str]) -> str:
-    assert server.stdout is not None
-    line = server.stdout.readline()
-    if not line:
-        raise LaunchError("a parameter server did not start; its message is above")
-    return line.split()[-1]

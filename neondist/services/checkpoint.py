@@ -19,10 +19,10 @@ from ..io.checkpoint import Piece, opened, write
 from ..io.checkpoint.read import Opened
 from ..io.checkpoint.texts import plain_json
 from ..io.files import make_folder, replacing
-from .message import MessageError
+from .message import Message, MessageError
 from .placement import ServerLayout, ServerPiece, TableSpec
 from .progress import Credits
-from .state import ServerState
+from .state import ServerState, UpdateRule
 from .table import first_rows
 from .updates import Slots
 
@@ -32,13 +32,15 @@ LARGEST_TABLE = 4 << 30
 _FILE = re.compile(r"server-(\d+)-of-(\d+)\.h5")
 
 
-def save_state(state: ServerState, folder: Path, save: str) -> Callable[[], None]:
+def save_state(state: ServerState, rule: UpdateRule, folder: Path, save: str) -> Callable[[], None]:
     """Return a function that writes a server's file as it is now.
 
     Rows that are made meanwhile do not disturb it; updates would.
 
     Parameters
     ----------
+    rule : UpdateRule
+        How it applies gradients.
     save : str
         Names this checkpoint among others, the same for all servers.
     """
@@ -64,15 +66,48 @@ def save_state(state: ServerState, folder: Path, save: str) -> Callable[[], None
         "credits": state.credits.described(),
         "layout": layout.described(),
         "optimizer": state.optimizer,
+        "rule": rule.described(),
     }
     pieces = [Piece(name, one.shape, one, [Box.of(one.shape)]) for name, one in arrays.items()]
-    path = folder / f"server-{layout.index}-of-{layout.servers}.h5"
+    path = file_of(folder, layout.index, layout.servers)
 
     def write_file() -> None:
         make_folder(folder)
         write(path, pieces, {"server": json.dumps(header)}, SingleTransport())
 
     return write_file
+
+
+def file_of(folder: Path, index: int, servers: int) -> Path:
+    """Return the file of a server in a checkpoint."""
+    return folder / f"server-{index}-of-{servers}.h5"
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint has a file of each server; they may still be of different checkpoints, or damaged."""
+    return servers_of(folder) is not None
+
+
+def servers_of(folder: Path) -> int | None:
+    """Return the number of servers of a checkpoint; None if files are missing."""
+    found = [matched for path in folder.glob("server-*.h5") if (matched := _FILE.fullmatch(path.name))]
+    counts = {int(matched[2]) for matched in found}
+    return len(found) if counts == {len(found)} else None
+
+
+def read_configuration(folder: Path, index: int, servers: int) -> Message:
+    """Return the layout, optimizer and rule of a server in a checkpoint of as many servers, as a message has them.
+
+    Raises
+    ------
+    DataError
+        The file is missing, or no file of a server.
+    """
+    path = file_of(folder, index, servers)
+    if not path.is_file():
+        raise DataError(f"{folder}: has no file of server {index} of {servers}; name another one")
+    with opened(path, SingleTransport()) as file:
+        return Message(_ServerFile(file).configuration)
 
 
 def load_state(state: ServerState, folder: Path) -> None:
@@ -164,6 +199,7 @@ class _ServerFile:
             self.credits = Credits.parse(header["credits"])
             self.layout = ServerLayout.parse(header["layout"])
             self.optimizer = {"kind": str(header["optimizer"]["kind"]), "name": str(header["optimizer"]["name"])}
+            self.configuration = {name: header[name] for name in ("layout", "optimizer", "rule")}
         except (KeyError, TypeError, ValueError, MessageError, UserError) as error:
             raise DataError(f"{self.path}: is no file of a server ({error})") from None
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ..errors import ServiceError
 from .dense import PREFIX
+from .group import ServerGroup
 from .message import Arrays, Message
 from .placement import ServerLayout, TableSpec
 from .progress import Credit, Credits
 from .state import IDS, ROWS, UpdateRule
 from .table import combine
 from .updates import describe_optimizer
-from .wire import ServiceClient
 
-T = TypeVar("T")
 SparseGradient = tuple[np.ndarray, np.ndarray]
 """Ids (n,) and rows (n, dim)."""
 Gradients = Mapping[str, np.ndarray | SparseGradient]
@@ -110,10 +108,10 @@ class ParameterClient:
         if len(addresses) != len(layouts):
             raise ServiceError(f"{len(addresses)} servers, but the parameters are placed on {len(layouts)}")
         self.layouts, self.worker, self.timeout = list(layouts), worker, timeout
-        self._servers = [ServiceClient(one, "PServer", token, timeout, patience) for one in addresses]
+        self._group = ServerGroup(addresses, token, timeout, patience)
+        self._servers, self._all = self._group.clients, self._group.each
         # one thread for each direction: pushes of a worker keep their order
         self._pushes, self._pulls = (ThreadPoolExecutor(1, name) for name in ("push", "pull"))
-        self._calls = ThreadPoolExecutor(2 * len(addresses), "server-call")
         self._client, self._sequence = f"{worker}/{secrets.token_hex(4)}", 0
         self.versions, self._incarnations = [-1] * len(addresses), [""] * len(addresses)
         self._targets = [0] * len(addresses)
@@ -265,8 +263,7 @@ class ParameterClient:
 
     def credits(self) -> Credits:
         """Return the minibatches that all servers have applied."""
-        replies = self._all(lambda at: self._servers[at].call("credits"))
-        return Credits.common([Credits.parse(reply.mapping("credits")) for reply in replies])
+        return Credits.common(self._group.credits())
 
     def save(self, name: str, patience: float = 60.0) -> Credits:
         """Write a checkpoint of all servers, and return the minibatches that are in it.
@@ -279,23 +276,7 @@ class ParameterClient:
             Servers do not agree within `patience` seconds, as where a worker was lost between two of them; try again
             when its minibatch has been computed once more.
         """
-        try:
-            held, end = self._hold(Credits()), time.monotonic() + patience
-            while any(one.described() != held[0].described() for one in held):
-                if time.monotonic() > end:
-                    raise ServiceError(
-                        f"checkpoint {name}: servers have not applied the same gradients; try again later"
-                    )
-                union = held[0]
-                for one in held[1:]:
-                    union = union.union(one)
-                time.sleep(0.02)
-                held = self._hold(union)
-            fields = {"name": name, "save": secrets.token_hex(8)}
-            self._all(lambda at: self._servers[at].call("save_checkpoint", fields))
-        finally:
-            self._release()
-        return held[0]
+        return self._group.save(name, patience)
 
     def load(self, name: str, optimizer: Any, rule: UpdateRule | None = None) -> None:
         """Let all servers load a checkpoint, also one of another number of servers, in place of what they hold."""
@@ -306,28 +287,19 @@ class ParameterClient:
 
     def status(self) -> list[dict[str, Any]]:
         """Return the counts of each server."""
-        return [dict(reply.fields) for reply in self._all(lambda at: self._servers[at].call("status"))]
+        return self._group.status()
 
     def close(self) -> None:
         """Close all connections, when calls under way have ended."""
-        for pool in (self._pushes, self._pulls, self._calls):
+        for pool in (self._pushes, self._pulls):
             pool.shutdown(wait=True, cancel_futures=True)
-        for server in self._servers:
-            server.close()
+        self._group.close()
 
     def __enter__(self) -> ParameterClient:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _all(self, function: Callable[[int], T]) -> list[T]:
-        """Call a function for each server at once; raise the first error when all have ended."""
-        futures = [self._calls.submit(function, at) for at in range(len(self._servers))]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-        return [future.result() for future in futures]
 
     def _described(self, layout: ServerLayout, optimizer: Any) -> dict[str, Any]:
         return {
@@ -358,6 +330,8 @@ class ParameterClient:
             waits = incarnation == self._incarnations[at] and version < self._targets[at]
             if incarnation != self._incarnations[at]:
                 self._targets[at] = 0
+                if self._incarnations[at]:
+                    self._servers[at].call("join", {"worker": self.worker})
             self.versions[at], self._incarnations[at] = version, incarnation
             if not waits:
                 return reply
@@ -377,14 +351,6 @@ class ParameterClient:
             oldest.integer("staleness"),
             oldest.number("factor"),
         )
-
-    def _hold(self, admitted: Credits) -> list[Credits]:
-        fields = {"admitted": admitted.described()}
-        replies = self._all(lambda at: self._servers[at].call("hold", fields))
-        return [Credits.parse(reply.mapping("credits")) for reply in replies]
-
-    def _release(self) -> None:
-        self._all(lambda at: self._servers[at].call("release"))
 
 
 def _rows(table: TableSpec, gradient: Any) -> SparseGradient:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import RLock
 from typing import NamedTuple
@@ -94,6 +94,14 @@ class Database:
         with self._lock:
             self._base.close()
 
+    def note(self, name: str, value: str) -> None:
+        """Keep a text."""
+        self._base.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (f"note {name}", value))
+
+    def noted(self, name: str) -> str | None:
+        """Return a text that `note` has kept."""
+        return self._fact(f"note {name}")
+
     # Tasks.
 
     def add_round(self, kind: str, epoch: int, ranges: Sequence[tuple[int, int]]) -> None:
@@ -178,14 +186,6 @@ class Database:
         with self._lock:
             return list(self._base.execute("SELECT record, error FROM skipped ORDER BY record"))
 
-    def stop(self, message: str) -> None:
-        """Hand out nothing from now on."""
-        self._base.execute("INSERT OR REPLACE INTO facts VALUES ('stopped', ?)", (message,))
-
-    def verdict(self) -> str | None:
-        """Return why nothing is handed out any more, if so."""
-        return self._fact("stopped")
-
     def _add(self, kind: str, epoch: int, ranges: Sequence[tuple[int, int]]) -> None:
         rows = [(kind, epoch, start, end, start) for start, end in ranges]
         self._base.executemany(
@@ -202,3 +202,15 @@ class Database:
     def _all(self, where: str, *values: object) -> list[Piece]:
         rows = self._base.execute(f"SELECT {_COLUMNS} FROM tasks WHERE {where}", values)
         return [Piece(*row) for row in rows]
+
+
+def read_note(path: Path, name: str) -> str | None:
+    """Return a text that is kept in a file; None if there is no file, or no such text."""
+    if not path.is_file():
+        return None
+    try:
+        with closing(sqlite3.connect(path, _PATIENCE)) as base:
+            row = base.execute("SELECT value FROM facts WHERE name = ?", (f"note {name}",)).fetchone()
+    except sqlite3.Error as error:
+        raise ConfigError(f"{path}: cannot be used as a task queue ({error}); name another file") from error
+    return None if row is None else str(row[0])

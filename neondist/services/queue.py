@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -29,6 +29,8 @@ class _Wait(Enum):
         return "nd.WAIT"
 
 
+_STOPPED = "stopped"
+"""Name of the text that says why nothing is handed out any more."""
 WAIT: Final = _Wait.WAIT
 """The answer of `TaskQueue.get` while all remaining tasks are in progress: ask again later."""
 
@@ -155,7 +157,7 @@ class TaskQueue:
         choice("kind", kind, KINDS)
         with self._base.transaction():
             self._expire()
-            if stopped := self._base.verdict():
+            if stopped := self._base.noted(_STOPPED):
                 raise ConfigError(stopped)
             piece = self._base.first_todo(kind)
             while piece is None and self._begin_round(kind):
@@ -247,13 +249,15 @@ class TaskQueue:
             self._base.end_round(kind)
             self._add_round(kind, self._base.rounds(kind), count)
 
-    def restore(self, credits: Iterable[tuple[int, int, int]]) -> None:
+    def restore(self, credits: Iterable[tuple[int, int, int]], notes: Mapping[str, str] | None = None) -> None:
         """Let the training tasks be those that restored weights lack; all leases end.
 
         Parameters
         ----------
         credits : iterable of (epoch, start, upto)
             Ranges of the order of epochs whose records are in the weights.
+        notes : mapping of str to str, optional
+            Texts to keep in the same transaction.
         """
         done: dict[int, list[tuple[int, int]]] = {}
         for epoch, start, upto in credits:
@@ -266,6 +270,18 @@ class TaskQueue:
                     rest = _missing(piece.start, piece.end, done.get(epoch, []))
                     if rest != [(piece.start, piece.end)]:
                         self._base.split(piece, rest)
+            for name, text in (notes or {}).items():
+                self._base.note(name, text)
+
+    def note(self, name: str, text: str) -> None:
+        """Keep a text beside the tasks."""
+        with self._base.transaction():
+            self._base.note(name, text)
+
+    def noted(self, name: str) -> str | None:
+        """Return a text that `note` has kept; None if there is none."""
+        with self._base.transaction():
+            return self._base.noted(name)
 
     def counts(self, kind: str = "training") -> dict[str, int]:
         """Return the numbers of tasks by state: 'todo' (of epochs to come too), 'doing', 'done' and 'failed'."""
@@ -342,7 +358,7 @@ class TaskQueue:
             f"{self.source}: record {number} has failed {failures} times, the last time with: {error}; correct the"
             " record, or leave out such records with --skip-bad-records"
         )
-        self._base.stop(stopped)
+        self._base.note(_STOPPED, stopped)
         return stopped
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..cluster import TaskSpecDef
-from ..errors import ConfigError
-from .checkpoint import load_state, save_state
+from ..errors import ConfigError, ServiceUnavailableError
+from .checkpoint import load_state, read_configuration, save_state
 from .message import Arrays, Message, MessageError
 from .progress import Credits, StalenessBound, rate_factor
 from .state import PushedGradient, ServerState, UpdateRule
@@ -45,6 +45,7 @@ class ParameterServer(Service):
         self._state: ServerState | None = None
         self._rule, self._bound = UpdateRule(), StalenessBound(None)
         self._pending: list[PushedGradient] = []
+        self._counted = 0
         self._pushed: dict[str, int] = {}
         self._copies: tuple[int, dict[str, Arrays]] | None = None
         self._held_until, self._admitted, self._saving = 0.0, Credits(), 0
@@ -126,7 +127,10 @@ class ParameterServer(Service):
             if incarnation != self._incarnation:
                 return self._refusal("stale")
             self._bound.join(gradient.worker)
-            if self._is_known(gradient):
+            if self._was_pushed(gradient):
+                return self._refusal("duplicate")
+            if self._has_credit(gradient):
+                self._count()  # else this round and that of another server could wait for each other
                 return self._refusal("duplicate")
             staleness = max(0, state.version - gradient.version)
             if self._rule.sync and staleness > self._rule.version_tolerance:
@@ -137,7 +141,7 @@ class ParameterServer(Service):
             if self._rule.sync:
                 self._pending.append(gradient)
                 target = state.version + 1
-                self._end_round(complete=True)
+                self._count()
             else:
                 factor = rate_factor(staleness, self._rule.modulate)
                 state.apply([gradient], factor)
@@ -210,7 +214,7 @@ class ParameterServer(Service):
             state = self._held()
             if time.monotonic() > self._held_until:
                 raise ConfigError("save_checkpoint: gradients are not held; call hold first")
-            write = save_state(state, folder, request.text("save"))
+            write = save_state(state, self._rule, folder, request.text("save"))
             self._saving += 1
         try:
             write()
@@ -220,14 +224,23 @@ class ParameterServer(Service):
         return Message({"version": state.version})
 
     def load_checkpoint(self, request: Message) -> Message:
-        """Take over the parts of a checkpoint, of any number of servers, that are this server's."""
-        folder = self._folder(request)
-        state, rule = _configured(request)
+        """Take over the parts of a checkpoint, of any number of servers, that are this server's.
+
+        A request without a layout is for server `index` of as many `servers`, with all that the checkpoint says.
+        """
+        folder, described = self._folder(request), request
+        if "layout" not in request.fields:
+            described = read_configuration(folder, request.integer("index"), request.integer("servers", 1))
+        state, rule = _configured(described)
         load_state(state, folder)
         with self._changed:
+            workers = list(self._bound.steps)
             self._begin(state, rule)
+            for worker in workers:
+                self._bound.join(worker)
             self._changed.notify_all()
-            return Message({"version": state.version})
+            fields = {"version": state.version, "incarnation": self._incarnation}
+            return Message({**fields, "credits": state.credits.described()})
 
     def status(self, request: Message) -> Message:
         """Return counts: version, samples, rows in use, gradients refused, workers and their steps."""
@@ -236,6 +249,7 @@ class ParameterServer(Service):
             held = {} if state is None else {name: table.count for name, table in state.tables.items()}
             fields = {
                 "initialized": state is not None,
+                "incarnation": self._incarnation,
                 "version": 0 if state is None else state.version,
                 "samples": 0.0 if state is None else state.samples,
                 "bytes": 0 if state is None else state.dense.nbytes,
@@ -251,11 +265,12 @@ class ParameterServer(Service):
         self._state, self._rule = state, rule
         self._bound = StalenessBound(None if rule.sync else rule.staleness)
         self._incarnation = secrets.token_hex(8)
-        self._pending, self._pushed, self._copies = [], {}, None
+        self._pending, self._counted, self._pushed, self._copies = [], 0, {}, None
+        self._held_until = 0.0
 
     def _held(self) -> ServerState:
         if self._state is None:
-            raise ConfigError("the server holds no model yet; push one, or load a checkpoint")
+            raise ServiceUnavailableError("the server holds no model yet; push one, or load a checkpoint")
         return self._state
 
     def _check_same(self, request: Message) -> None:
@@ -267,10 +282,12 @@ class ParameterServer(Service):
                     f"the server holds a model with another {what}; start servers of their own for each job"
                 )
 
-    def _is_known(self, gradient: PushedGradient) -> bool:
-        """Whether a gradient, or another one with its credit, has been taken already."""
-        if gradient.sequence <= self._pushed.get(gradient.client, -1):
-            return True
+    def _was_pushed(self, gradient: PushedGradient) -> bool:
+        """Whether this very gradient has been taken already."""
+        return gradient.sequence <= self._pushed.get(gradient.client, -1)
+
+    def _has_credit(self, gradient: PushedGradient) -> bool:
+        """Whether another gradient with its credit has been taken already."""
         credit = gradient.credit
         return credit is not None and (
             credit in self._held().credits or any(one.credit == credit for one in self._pending)
@@ -286,12 +303,20 @@ class ParameterServer(Service):
             return not self._saving
         return not self._saving and gradient.credit is not None and gradient.credit in self._admitted
 
+    def _count(self) -> None:
+        """Count a gradient in the round, which ends where there are enough."""
+        if self._rule.sync:
+            self._counted += 1
+            self._end_round(complete=True)
+            self._changed.notify_all()
+
     def _end_round(self, complete: bool) -> None:
         """Apply the gradients of the round, if there are enough of them, or (not `complete`) any."""
         workers = len(self._bound.steps)
         needed = min(self._rule.grads_to_wait, workers) if workers else self._rule.grads_to_wait
-        if self._pending and (not complete or len(self._pending) >= needed):
+        if self._pending and (not complete or self._counted >= needed):
             gradients, self._pending = self._pending, []
+            self._counted = 0
             self._held().apply(gradients)
 
     def _wait(self, request: Message, condition: Callable[[], bool]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from .wire import read_token
 
 SERVERS, MASTER, WORKER = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
 """Environment variables of a worker: addresses of the servers and of the master, and its number."""
+RULE = "NEONDIST_UPDATE_RULE"
+"""Environment variable of a worker: how servers apply gradients, as JSON, where the strategy does not say."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,15 @@ class WorkerPlace:
     master : str
         Its address.
     token : str
+    rule : UpdateRule, optional
+        How servers apply gradients. Default: as the strategy says.
     """
 
     index: int
     servers: tuple[str, ...]
     master: str
     token: str
+    rule: UpdateRule | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerPlace | None:
@@ -53,12 +59,17 @@ class WorkerPlace:
             index, master = int(environ[WORKER]), environ[MASTER]
         except (KeyError, ValueError):
             raise ConfigError(f"{SERVERS} is set: {WORKER} must be an integer, and {MASTER} an address") from None
-        return cls(index, tuple(environ[SERVERS].split(",")), master, read_token(environ))
+        try:
+            rule = UpdateRule.parse(json.loads(environ[RULE])) if environ.get(RULE) else None
+        except (ValueError, AttributeError):
+            raise ConfigError(f"{RULE}: invalid; leave it out, or set it as neondist does") from None
+        return cls(index, tuple(environ[SERVERS].split(",")), master, read_token(environ), rule)
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables that `read` reads, without the token."""
-        return {SERVERS: ",".join(self.servers), MASTER: self.master, WORKER: str(self.index)}
+        rule = {} if self.rule is None else {RULE: json.dumps(self.rule.described())}
+        return {SERVERS: ",".join(self.servers), MASTER: self.master, WORKER: str(self.index), **rule}
 
     @property
     def name(self) -> str:
@@ -127,9 +138,11 @@ class ServerUpdate(RemoteUpdate):
         with all_or_none(world):
             if world.rank == 0:
                 self._client = ParameterClient(worker.servers, layouts, worker.token, worker.name, patience=PATIENCE)
-                self._client.initialize(self._values, optimizer, _rule(self.strategy))
+                client, rule = self._client, worker.rule or _rule(self.strategy)
+                client.initialize(self._values, optimizer, rule)
                 if tasks is not None:
-                    tasks.when_idle(self._client.leave)
+                    tasks.when_idle(client.leave)
+                    tasks.when_blank(lambda: client.initialize(self._values, optimizer, rule))
         self._pull()
 
     def update(self, scale: float) -> None:
@@ -138,8 +151,11 @@ class ServerUpdate(RemoteUpdate):
         with all_or_none(self._world):
             if self._client is not None:
                 samples, credit = (1, None) if tasks is None else (tasks.samples, tasks.credit)
-                if self._client.push(gradients, samples, credit, scale).stale:
+                refused = self._client.push(gradients, samples, credit, scale).stale
+                if refused and tasks is None:
                     raise ServiceError("a parameter server has lost its values; start the command again")
+                if tasks is not None:
+                    tasks.refused = refused
                 self._client.wait_turn()
         if tasks is not None:
             tasks.updated = True

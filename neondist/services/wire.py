@@ -16,7 +16,8 @@ A service is a class with a name and methods:
             clock.call("add", {"a": 1, "b": 2}).number("sum")
 
 A method may raise `MessageError` where a request is invalid, and any `UserError` to refuse it: callers get a
-`ServiceError` with its message. Each call runs in a thread of the host, so methods guard what they share.
+`ServiceError` with its message. After a `ServiceUnavailableError` callers try again. Each call runs in a thread of the
+host, so methods guard what they share.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ _CLIENT = [
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _ABSENT = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+_RETRIED = *_ABSENT, grpc.StatusCode.ABORTED
 
 Method = Callable[[Message], Message]
 
@@ -236,7 +238,7 @@ class ServiceClient:
             try:
                 return self._attempt(method, message, timeout)
             except grpc.RpcError as error:
-                if error.code() not in _ABSENT or time.monotonic() + pause > given_up or self._closed.is_set():
+                if error.code() not in _RETRIED or time.monotonic() + pause > given_up or self._closed.is_set():
                     raise self._error(method, error) from None
                 self._closed.wait(pause)
                 pause = min(2 * pause, 0.5)
@@ -292,6 +294,8 @@ class ServiceClient:
         code, who = error.code(), f"{self.service} at {self.address}"
         if code in _ABSENT or code == grpc.StatusCode.CANCELLED:
             return ServiceUnavailableError(f"{who}: no answer; check that it runs, and the address")
+        if code == grpc.StatusCode.ABORTED:
+            return ServiceUnavailableError(f"{who}: {error.details()}")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return ServiceUnavailableError(f"{who}: {method}: no answer in time")
         if code == grpc.StatusCode.UNAUTHENTICATED:
@@ -376,6 +380,8 @@ class _StreamHandler(grpc.RpcMethodHandler):
             code, text = grpc.StatusCode.FAILED_PRECONDITION, f"{error}; install one version of neondist everywhere"
         except MessageError as error:
             text = f"invalid request: {error}"
+        except ServiceUnavailableError as error:
+            code, text = grpc.StatusCode.ABORTED, str(error)
         except UserError as error:
             code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
         except grpc.RpcError:  # the caller is gone

@@ -168,6 +168,10 @@ class FitExperiment(Registered):
                 raise ConfigError("strategy: stages of pretraining need sync: true and staleness: 0")
         model.nonfinite = nonfinite
 
+    def use_servers(self) -> None:
+        """Let servers apply the updates of a strategy with owners that waits for all replicas, too."""
+        self.server_strategy, self.model.strategy = self.server_strategy or self.model.strategy, None
+
     @checked
     def validate(self, ranks: int = 1) -> None:
         """Find everything that can be wrong before a rank is started; needs no MPI.

@@ -106,16 +106,17 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 if tasks is not None:
                     tasks.begin(first, upto, len(batch))
                 run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
-                seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
-                totals.skipped += seen - run.samples_seen - len(batch)  # 0, unless others have trained some
-                run.samples_seen = seen
-                if math.isfinite(run.loss):
-                    totals.loss += run.loss * len(batch)
-                else:
-                    totals.skipped += len(batch)
+                goes_on = tasks is None or tasks.finish_minibatch()
+                if goes_on:
+                    seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
+                    totals.skipped += seen - run.samples_seen - len(batch)  # 0, unless others have trained some
+                    run.samples_seen = seen
+                    if math.isfinite(run.loss):
+                        totals.loss += run.loss * len(batch)
+                    else:
+                        totals.skipped += len(batch)
                 totals.seconds = time.perf_counter() - start
                 totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
-                goes_on = tasks is None or tasks.finish_minibatch()
                 _call(hooks, lambda hook: hook.after_step(run))
                 if not goes_on:
                     break

@@ -14,6 +14,9 @@ import neondist as nd
 from neondist.cli import main
 from neondist.cli.arguments import parser
 from neondist.cli.definition import experiment_of, load_definition
+from neondist.cli.train import _settle
+from neondist.services.checkpoint import read_configuration
+from neondist.services.state import UpdateRule
 
 
 @pytest.fixture
@@ -159,14 +162,47 @@ def test_bad_records(place, capsys):
     assert "63 training" in output.out + output.err
 
 
+SERVED = "--distribution-strategy", "ParameterServerStrategy", "--num-workers", "2"
+
+
+def test_servers_average_as_many_gradients_as_the_options_say(place):
+    words = "train", model(place), *DATA, "--minibatch-size", "16", "--num-epochs", "2", *SERVED, "--num-ps", "1"
+    mode = "--grads-to-wait", "2", "--sync-version-tolerance", "1"
+    code, out, err = call(neondist(*words, *mode, "--output", "run"), place, NEONDIST_TESTS_HIDE="matplotlib")
+    assert code == 0, err
+    assert "applied: 64 records in each of 2 epochs, each once" in out, err
+    folder = next((place / "run/servers").glob("checkpoint-*"))
+    assert read_configuration(folder, 0, 1).fields["rule"] == UpdateRule(True, 2, 1).described()
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ([], None),
+        (["--grads-to-wait", "2"], None),
+        (["--num-ps", "1"], UpdateRule(True, 1)),
+        (["--sync-version-tolerance", "4"], UpdateRule(True, 1, 4)),
+        (["--use-async"], UpdateRule(False, 1)),
+        (["--use-async", "--lr-staleness-modulation"], UpdateRule(False, 1, 0, None, True)),
+    ],
+)
+def test_rules_of_servers(place, options, rule):
+    arguments = parser().parse_args(["train", model(place), "--training-data", "train.csv", *SERVED, *options])
+    _settle(arguments)
+    assert arguments.update_rule == rule
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
         (["--num-workers", "2"], "Local has one worker"),
         (["--use-async"], "--use-async is for ParameterServerStrategy"),
         (["--distribution-strategy", "ParameterServerStrategy", "--use-async"], "several workers"),
-        (["--distribution-strategy", "ParameterServerStrategy", "--num-ps", "2"], "without --use-async"),
-        (["--lr-staleness-modulation"], "not available yet"),
+        (["--distribution-strategy", "ParameterServerStrategy", "--num-ps", "2"], "give --num-workers"),
+        (["--lr-staleness-modulation"], "is for ParameterServerStrategy"),
+        ([*SERVED, "--lr-staleness-modulation"], "give --use-async"),
+        ([*SERVED, "--use-async", "--sync-version-tolerance", "1"], "is for synchronous updates"),
+        ([*SERVED, "--grads-to-wait", "3"], "there are 2 workers; give at most as many"),
         (["--evaluation-steps", "3"], "needs --validation-data"),
     ],
 )

@@ -1,10 +1,10 @@
-"""Workers beside servers: one that is killed is started again, and each record is applied once."""
+"""Workers beside servers: what is killed is started again, and each record is applied once."""
 
 from cli_runs import call, neondist
 
 EXPERIMENT = """!FitExperiment
-dataset: !Synthetic {shape: [6, 6, 1], classes: 2, train: 24, test: 4}
-model: !ConvnetDist {layers: [!FCLayerDist {out_features: 2, activation: !Fails {}}], optimizer: !SGD {}}
+dataset: !Synthetic {shape: [6, 6, 1], classes: 2, train: 48, test: 4}
+model: !ConvnetDist {layers: [!FCLayerDist {out_features: 2, activation: !Fails {}}], optimizer: !SGD {momentum: 0.5}}
 grid: {replicas: 2}
 batch_size: 4
 epochs: 2
@@ -13,22 +13,31 @@ strategy: !PS {sync: false}
 FAILS = """
 import os
 import signal
+import time
+
+import psutil
 
 import neondist as nd
 
+KILLS = {3: "worker", 5: "ps", 8: "master"}
+
 
 class Fails(nd.Activation):
-    "The identity; the process that comes to its third batch first is killed there."
+    "The identity; in the third batch of a process it is killed, later a server and the master, each once."
     batches = 0
 
     def fprop(self, z):
         self.batches += 1
-        if self.batches == 3:
+        time.sleep(0.05)
+        kind = KILLS.get(self.batches)
+        if kind is not None:
             try:
-                os.close(os.open("killed", os.O_CREAT | os.O_EXCL))
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.close(os.open(f"killed-{kind}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
-                pass
+                return z
+            beside = psutil.Process(os.getppid()).children()
+            for one in [psutil.Process()] if kind == "worker" else [one for one in beside if kind in one.cmdline()]:
+                one.send_signal(signal.SIGKILL)
         return z
 
     def bprop(self, y, dy):
@@ -36,12 +45,22 @@ class Fails(nd.Activation):
 """
 
 
-def test_a_worker_that_is_killed_is_started_again(tmp_path):
+def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path):
     (tmp_path / "job.yaml").write_text(EXPERIMENT)
     (tmp_path / "fails.py").write_text(FAILS)
-    code, out, err = call(neondist("run", "job.yaml", "--import", "fails.py", "-n", 2, "--output", "run"), tmp_path)
+    words = "run", "job.yaml", "--import", "fails.py", "-n", 2, "--output", "run"
+    code, out, err = call(neondist(*words), tmp_path)
     assert code == 0, err
-    assert "was killed; started again" in err
-    assert "applied: 24 records in each of 2 epochs, each once; 1 workers started again" in out, err
-    assert (tmp_path / "killed").exists()
+    for line in ("worker", "parameter server 0", "parameter server 1", "master"):
+        assert line in err
+    assert (err.count("was killed; started again"), err.count("was killed; restarted")) == (1, 3), err
+    assert "applied: 48 records in each of 2 epochs, each once; 1 workers and " in out, err
+    assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-worker", "killed-ps", "killed-master"}
     assert (tmp_path / "run/complete.json").exists()
+
+    code, out, err = call(neondist(*words), tmp_path)
+    assert code == 2
+    assert "has a run already; go on with it by --resume" in err
+    code, out, err = call(neondist(*words, "--resume", "--set", "epochs=3"), tmp_path)
+    assert code == 0, err
+    assert "applied: 48 records in each of 3 epochs, each once; 0 workers started again" in out, err

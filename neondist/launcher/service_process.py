@@ -1,0 +1,73 @@
+"""Servers and master of an asynchronous job: processes that are restarted at their addresses when they are killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from ..console import say
+from ..errors import LaunchError
+
+MOST_RESTARTS = 5
+"""Of a service that is killed."""
+
+
+class ServiceProcess:
+    """A service of a job.
+
+    Parameters
+    ----------
+    name : str
+        In messages.
+    words : sequence of str
+        Of its command, without its address.
+    start : callable
+        From the words of a command to its process, whose first line ends with the address.
+
+    Attributes
+    ----------
+    address : str
+    restarts : int
+
+    Raises
+    ------
+    LaunchError
+        It did not start.
+    """
+
+    def __init__(
+        self, name: str, words: Sequence[str], start: Callable[[Sequence[str]], subprocess.Popen[str]]
+    ) -> None:
+        self.name, self.restarts = name, 0
+        self._words, self._start = list(words), start
+        self._process = start(self._words)
+        self.address = ""
+
+    def wait(self) -> None:
+        """Wait until it listens."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise LaunchError(f"{self.name} did not start; its message is above")
+        self.address = line.split()[-1]
+
+    def keep(self) -> None:
+        """Restart it if it has been killed.
+
+        Raises
+        ------
+        LaunchError
+            It has ended by itself, or was killed too often.
+        """
+        code = self._process.poll()
+        if code is None:
+            return
+        if 0 <= code <= 128:
+            raise LaunchError(f"{self.name} has ended with exit code {code}; its message is above")
+        if self.restarts == MOST_RESTARTS:
+            raise LaunchError(f"{self.name} was killed {MOST_RESTARTS + 1} times; go on with --resume auto")
+        self.restarts += 1
+        say(f"{self.name} was killed; restarted", sys.stderr)
+        self._process = self._start([*self._words, "--address", self.address])
+        self.wait()
