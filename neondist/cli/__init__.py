@@ -17,6 +17,7 @@ from ..heartbeat import send
 from ..io.files import REMEDY, reason
 from ..launcher.parent_watch import die_with_launcher
 from ..launcher.report import report
+from ..launcher.workers import end_with_supervisor
 from ..signals import INTERRUPTED, Signals, listening
 from .arguments import parser
 from .complete import complete
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signals.restore()
     signals = listening() or Signals(whole_process=True).listen()
     die_with_launcher(os.environ)
+    end_with_supervisor(os.environ)
     send(os.environ, "listens")
     try:
         code = _flushed(sys.argv[1:], signals)

@@ -29,11 +29,6 @@ class ServiceProcess:
     ----------
     address : str
     restarts : int
-
-    Raises
-    ------
-    LaunchError
-        It did not start.
     """
 
     def __init__(
@@ -45,29 +40,32 @@ class ServiceProcess:
         self.address = ""
 
     def wait(self) -> None:
-        """Wait until it listens."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise LaunchError(f"{self.name} did not start; its message is above")
-        self.address = line.split()[-1]
-
-    def keep(self) -> None:
-        """Restart it if it has been killed.
+        """Wait until it listens; restart it if it is killed before.
 
         Raises
         ------
         LaunchError
             It has ended by itself, or was killed too often.
         """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            self.address = line.split()[-1]
+        else:
+            self._restart(self._process.wait())
+
+    def keep(self) -> None:
+        """Restart it if it has been killed; raises as `wait` does."""
         code = self._process.poll()
-        if code is None:
-            return
+        if code is not None:
+            self._restart(code)
+
+    def _restart(self, code: int) -> None:
         if 0 <= code <= 128:
             raise LaunchError(f"{self.name} has ended with exit code {code}; its message is above")
         if self.restarts == MOST_RESTARTS:
             raise LaunchError(f"{self.name} was killed {MOST_RESTARTS + 1} times; go on with --resume auto")
         self.restarts += 1
         say(f"{self.name} was killed; restarted", sys.stderr)
-        self._process = self._start([*self._words, "--address", self.address])
+        self._process = self._start([*self._words, *(["--address", self.address] if self.address else [])])
         self.wait()

@@ -22,7 +22,7 @@ from ..job import detect
 from ..signals import INTERRUPTED, STOPPED
 from ..train.validate import grid_shape_of
 from .launch import words
-from .parent_watch import end_child_with_us
+from .parent_watch import end_child_with_us, end_with_parent
 from .service_process import ServiceProcess
 
 if TYPE_CHECKING:
@@ -48,6 +48,12 @@ def worker_place(environ: Mapping[str, str]) -> WorkerPlace | None:
     from ..services.training import WorkerPlace
 
     return WorkerPlace.read(environ)
+
+
+def end_with_supervisor(environ: Mapping[str, str]) -> None:
+    """Let a worker end soon after the supervisor of its job, with which the servers end, rather than wait for these."""
+    if SERVERS in environ:
+        end_with_parent()
 
 
 def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) -> None:
