@@ -9,7 +9,7 @@ COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: losses all-cases image torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
+.PHONY: test-matrix losses all-cases image torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
@@ -46,6 +46,11 @@ all-cases: .venv/test
 # each in an environment of its own; TORCH="--versions oldest 2.12": others
 torch-versions: .venv/test
 	$(BIN)/python tools/torch_versions.py $(TORCH)
+
+# an hour where all are here: imports and a smoke test with each Python and PyTorch that is supported; PYTHONS="3.12 PATH"
+PYTHONS ?= 3.10 3.11 3.12 3.13
+test-matrix: .venv/test
+	$(BIN)/python tools/torch_versions.py --smoke --pythons $(PYTHONS) $(TORCH)
 
 # a few minutes, 1 GB of memory (Linux, root): the Dockerfile's commands, then its sshd and a run, without Docker
 image: .venv/test
