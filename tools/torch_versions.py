@@ -3,7 +3,7 @@
 python tools/torch_versions.py [--versions oldest pinned newest 2.12 ...] [--pythons 3.10 3.11 PATH ...] [--smoke]
 
 Each version gets an environment of its own in a temporary folder, with neondist and its extra `torch` as pip installs
-them, and goes through a part of the tests of neondist.torch; with --smoke it imports everything and trains on two ranks.
+them, and goes through a part of the tests of neondist.torch; with --smoke it imports it and trains on two ranks.
 Pythons that are not here, and versions of PyTorch that do not exist for a Python, are skipped with the reason. Exit
 code 1 if one of the others fails.
 """
