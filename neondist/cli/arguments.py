@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..launcher.report import speaks
-from . import apply, bench, data, doctor, files, launch, options, plan, run, serve, submit, sweep, train, zoo
+from . import apply, bench, data, doctor, files, launch, options, plan, run, serve, submit, sweep, top, train, zoo
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,18 +38,18 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser; `arguments.command(arguments)` runs what was asked for."""
-    top = _Parser(prog="neondist", description="Train convolutional networks whose samples are split over MPI ranks.")
+    every = _Parser(prog="neondist", description="Train convolutional networks whose samples are split over MPI ranks.")
     # stops: SIGTERM and SIGUSR1 ask it to stop, instead of ending it, and it writes to `folder`; watched: it must not
     # hang; watchdog: who watches; restarts, elastic, lease: as `run` has them; begun: when the job first began
-    top.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
+    every.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
     # of `launch`, and of hosts that come and go
-    top.set_defaults(resources=None, hosts_from=None, cool_down=None, wait=None, snapshot=None, source=None)
-    top.set_defaults(hosts=None, generation=None, num_ps=0)  # num_ps: of `train`; servers, 0 for a default
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    every.set_defaults(resources=None, hosts_from=None, cool_down=None, wait=None, snapshot=None, source=None)
+    every.set_defaults(hosts=None, generation=None, num_ps=0)  # num_ps: of `train`; servers, 0 for a default
+    commands = every.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (run, train, launch, submit, plan, apply, sweep, bench, serve, doctor, data, files, zoo):
+    for command in (run, train, launch, submit, plan, apply, sweep, bench, serve, top, doctor, data, files, zoo):
         command.add(commands)
-    return top
+    return every
 
 
 def plain(argv: Sequence[str]) -> list[str]:

@@ -175,6 +175,10 @@ class Master(Service):
         queue.restore(ranges, {_SERVERS: json.dumps(list(incarnations))})
         self.ready = True
 
+    def counts(self) -> dict[str, int]:
+        """Return the number of tasks by state."""
+        return self._begun().counts()
+
     def is_done(self) -> bool:
         """Whether all tasks are done."""
         if self._queue is None:

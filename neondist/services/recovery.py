@@ -12,13 +12,16 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError
 from .checkpoint import is_complete
 from .group import ServerGroup
+from .job_status import JobStatus, ServerStatus
 from .master import Master
 from .message import Message
 from .wire import Method, Service
@@ -27,6 +30,8 @@ POLL = 0.1
 """Seconds between two looks at the servers."""
 INTERVAL, SHARE = 5.0, 50.0
 """Between checkpoints there are at least so many seconds, and as many times the duration of one."""
+REPORT, WINDOW = 1.0, 10.0
+"""Seconds between two reports on the job, and those of which the throughput is the mean."""
 KEEP = 2
 """Checkpoints that stay."""
 PREFIX = "checkpoint-"
@@ -55,6 +60,8 @@ class ServerRecovery(Service):
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._saved: list[int] | None = None
         self._next, self._begun = 0.0, False
+        self._status: list[dict[str, Any]] = []
+        self._history: deque[tuple[float, float]] = deque()
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
 
     def methods(self) -> Mapping[str, Method]:
@@ -90,8 +97,11 @@ class ServerRecovery(Service):
             done = self._master.is_done()
             if versions != self._saved and (done or self._is_due(versions)):
                 self._save(versions)
-            self._master.finished = done and self._saved == versions
+            before, self._master.finished = self._master.finished, done and self._saved == versions
             self._master.ready = True
+            last = self._history[-1][0] if self._history else 0.0
+            if self._master.finished is not before or time.monotonic() - last >= REPORT:
+                self._report()
 
     def __enter__(self) -> ServerRecovery:
         self._thread.start()
@@ -108,10 +118,22 @@ class ServerRecovery(Service):
 
     def _versions(self) -> list[int] | None:
         """Return the servers' versions; None if they do not hold what the queue says."""
-        status = self._group.status()
+        status = self._status = self._group.status()
         if [one["incarnation"] for one in status] != self._master.agreed_with():
             return None
         return [int(one["version"]) for one in status]
+
+    def _report(self) -> None:
+        """Write the state of the job for `neondist top`."""
+        now, samples = time.monotonic(), min(float(one["samples"]) for one in self._status)
+        self._history.append((now, samples))
+        while self._history[0][0] < now - WINDOW:
+            self._history.popleft()
+        begun, before = self._history[0]
+        rate = max(0.0, samples - before) / (now - begun) if now > begun else 0.0
+        servers = [ServerStatus.of(one) for one in self._status]
+        counts, workers = self._master.counts(), dict(self._status[0]["workers"])
+        JobStatus(time.time(), rate, counts, workers, servers, self._master.finished).write(self._folder)
 
     def _settle(self) -> None:
         """Restore the servers from the newest checkpoint; where there is none, begin as soon as they have the model."""

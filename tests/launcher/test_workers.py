@@ -2,6 +2,9 @@
 
 from cli_runs import call, neondist
 
+from neondist.cli import main
+from neondist.services.job_status import JobStatus
+
 EXPERIMENT = """!FitExperiment
 dataset: !Synthetic {shape: [6, 6, 1], classes: 2, train: 48, test: 4}
 model: !ConvnetDist {layers: [!FCLayerDist {out_features: 2, activation: !Fails {}}], optimizer: !SGD {momentum: 0.5}}
@@ -45,7 +48,7 @@ class Fails(nd.Activation):
 """
 
 
-def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path):
+def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path, capsys):
     (tmp_path / "job.yaml").write_text(EXPERIMENT)
     (tmp_path / "fails.py").write_text(FAILS)
     words = "run", "job.yaml", "--import", "fails.py", "-n", 2, "--output", "run"
@@ -57,6 +60,13 @@ def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path):
     assert "applied: 48 records in each of 2 epochs, each once; 1 workers and " in out, err
     assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-worker", "killed-ps", "killed-master"}
     assert (tmp_path / "run/complete.json").exists()
+
+    status = JobStatus.read(tmp_path / "run/servers")
+    assert status.ended
+    assert status.tasks["doing"] == status.tasks["todo"] == 0 < status.tasks["done"]
+    assert [(one.version, one.samples) for one in status.servers] == [(24, 96)] * 2
+    assert main(["top", str(tmp_path / "run"), "--once"]) == 0
+    assert "the job has ended" in capsys.readouterr().out
 
     code, out, err = call(neondist(*words), tmp_path)
     assert code == 2

@@ -1,0 +1,67 @@
+"""`neondist top`: the workers, tasks and servers of a run, live."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from ..io.output import RECOVERY
+from ..memory import words
+from . import options
+
+QUIET = 10.0
+"""Seconds without a new state after which that is said."""
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    one = commands.add_parser(
+        "top", help="show the workers, tasks and servers of a run, live", allow_abbrev=False,
+        description="Show workers, tasks, servers and throughput of a run with parameter servers until it has ended.",
+    )  # fmt: skip
+    one.add_argument("run", type=options.path, metavar="RUN", help="the folder of the run")
+    one.add_argument("--once", action="store_true", help="print the state once")
+    one.set_defaults(command=top)
+
+
+def top(arguments: argparse.Namespace) -> int:
+    """Show the state of the job until it has ended."""
+    from rich.live import Live
+
+    from ..rich_console import Console
+    from ..services.job_status import JobStatus
+
+    folder, console = Path(arguments.run) / RECOVERY, Console(soft_wrap=True)
+    status = JobStatus.read(folder)
+    if arguments.once or not console.is_terminal:
+        console.print(shown(status, time.time()))
+        return 0
+    with Live(shown(status, time.time()), console=console, auto_refresh=False) as live:
+        while not status.ended:
+            time.sleep(0.5)
+            status = JobStatus.read(folder)
+            live.update(shown(status, time.time()), refresh=True)
+    return 0
+
+
+def shown(status: Any, now: float) -> Any:
+    """Return tables of a state for a console."""
+    from rich.console import Group
+    from rich.table import Table
+
+    tasks = ", ".join(f"{count} {state}" for state, count in status.tasks.items())
+    lines = [f"tasks: {tasks}", f"throughput: {status.samples_per_second:.0f} samples/s"]
+    if status.ended:
+        lines.append("the job has ended")
+    elif now - status.time > QUIET:
+        lines.append(f"no new state for {now - status.time:.0f} s: the job was killed, or its machine is very busy")
+    workers = Table("worker", "steps", title="workers", title_justify="left")
+    for name, steps in sorted(status.workers.items()):
+        workers.add_row(name, str(steps))
+    servers = Table("server", "version", "samples", "parameters", "rows", "refused", title_justify="left")
+    servers.title = "servers"
+    for at, one in enumerate(status.servers):
+        servers.add_row(str(at), str(one.version), str(one.samples), words(one.bytes), str(one.rows), str(one.refused))
+    return Group(*lines, workers, servers)

@@ -1,0 +1,66 @@
+"""status.json: what a master writes, `neondist top` shows; damaged files are refused."""
+
+import io
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from neondist.cli import main
+from neondist.cli.top import shown
+from neondist.services.job_status import JobStatus, ServerStatus
+
+STATUS = JobStatus(
+    1000.0, 12.3, {"todo": 3, "doing": 2, "done": 7, "failed": 0}, {"worker-1": 9, "worker-0": 8},
+    [ServerStatus(17, 272, 4096, 5, 1), ServerStatus(18, 288, 2048, 0, 0)],
+)  # fmt: skip
+
+
+def text_of(status, now):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(shown(status, now))
+    return console.file.getvalue()
+
+
+def test_the_state_is_read_as_it_was_written(tmp_path):
+    STATUS.write(tmp_path)
+    assert JobStatus.read(tmp_path) == STATUS
+
+
+def test_everything_is_shown():
+    text = text_of(STATUS, 1001.0)
+    assert "3 todo, 2 doing, 7 done, 0 failed" in text
+    assert "12 samples/s" in text
+    assert text.index("worker-0") < text.index("worker-1")
+    assert all(number in text for number in ("17", "272", "288", "4.1 kB"))
+    assert "no new state" not in text
+    assert "no new state for 60 s" in text_of(STATUS, 1060.0)
+
+
+def test_a_run_without_servers(tmp_path, capsys):
+    assert main(["top", str(tmp_path), "--once"]) == 2
+    assert "shows runs with parameter servers" in capsys.readouterr().err
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(["time", "tasks", "workers", "servers", "samples_per_second"]), JSON)
+def test_damaged_files(tmp_path_factory, name, value):
+    folder = tmp_path_factory.mktemp("run") / "servers"
+    folder.mkdir()
+    STATUS.write(folder)
+    found = json.loads((folder / "status.json").read_text()) | {name: value}
+    (folder / "status.json").write_text(json.dumps(found))
+    assert main(["top", str(folder.parent), "--once"]) in (0, 2)
+
+
+def test_a_folder_in_its_place(tmp_path, capsys):
+    (tmp_path / "servers/status.json").mkdir(parents=True)
+    assert main(["top", str(tmp_path), "--once"]) == 2
+    assert "status.json" in capsys.readouterr().err
