@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +31,21 @@ def tiles(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def load_definition(path: str) -> ModelDefinition:
+NAMES = (
+    "feed", "loss", "optimizer", "eval_metrics_fn", "callbacks", "custom_data_reader", "PredictionOutputsProcessor",
+    "custom_model",
+)  # fmt: skip
+"""Those that a file may have under other names."""
+
+
+def load_definition(path: str, names: Mapping[str, str] | None = None) -> ModelDefinition:
     """Return the definition of a file; ConfigError if the file cannot be imported, or lacks something."""
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such file; give the path of a model-definition file")
     name = import_module(path, "")
     from ..torch.definition import ModelDefinition
 
-    return ModelDefinition(sys.modules[name], path)
+    return ModelDefinition(sys.modules[name], path, names)
 
 
 def open_source(source: str, mode: Mode) -> RecordReader:

@@ -20,7 +20,7 @@ from ..launcher.ranks import on_ranks
 from ..launcher.workers import check_workers, run_workers, worker_place
 from ..strategies import PSLoadBalancing
 from . import options
-from .definition import experiment_of, load_definition, samples_of, tiles
+from .definition import NAMES, experiment_of, load_definition, samples_of, tiles
 from .run import hooks_of, resume_mode
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def train(arguments: argparse.Namespace) -> int:
         from ..io.output import prepare as prepare_folder
 
         with all_or_none(world):
-            definition = load_definition(arguments.file)
+            definition = load_definition(arguments.file, _names(arguments))
             data = arguments.training_data, arguments.validation_data
             experiment = experiment_of(definition, arguments, *data, speaks=world.rank == 0)
             if getattr(arguments, "update_rule", None) is not None:
@@ -148,7 +148,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss and the metrics of a checkpoint as one line of JSON."""
     from ..train import evaluate_checkpoint
 
-    definition = load_definition(arguments.file)
+    definition = load_definition(arguments.file, _names(arguments))
     experiment = experiment_of(definition, arguments, arguments.validation_data, arguments.validation_data)
     found = evaluate_checkpoint(experiment, _file_of(arguments.checkpoint), ProcessGrid.serial(), "validation")
     emit(json.dumps(found))
@@ -159,7 +159,7 @@ def predict(arguments: argparse.Namespace) -> int:
     """Hand the outputs for all records, in their order, to PredictionOutputsProcessor, or write them."""
     from ..train.inference.records import predictions
 
-    definition = load_definition(arguments.file)
+    definition = load_definition(arguments.file, _names(arguments))
     processor = definition.processor()
     if processor is None and arguments.output is None:
         raise ConfigError(f"{arguments.file}: has no PredictionOutputsProcessor; define one, or give --output Y.npy")
@@ -182,7 +182,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Say what the file has; with records, print the plan of the model."""
-    definition = load_definition(arguments.file)
+    definition = load_definition(arguments.file, _names(arguments))
     definition.metrics()
     definition.model(arguments.seed)
     if arguments.training_data is None:
@@ -305,6 +305,17 @@ def _of_model(commands: Any, command: str) -> argparse.ArgumentParser:
 
 def _file(one: argparse.ArgumentParser) -> None:
     one.add_argument("file", type=options.path, metavar="MODEL.py", help="the model-definition file")
+    group = one.add_argument_group("other names in the file")
+    for name in NAMES:
+        option = {"custom_model": "model-def", "PredictionOutputsProcessor": "prediction-outputs-processor"}
+        word = option.get(name, name.replace("_", "-"))
+        group.add_argument(f"--{word}", dest=f"name_{name}", metavar="NAME", help=f"of {name}")
+
+
+def _names(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the names that the file has for what is given; of FILE.NAME, as ElasticDL has it, the last part."""
+    given = {name: getattr(arguments, f"name_{name}") for name in NAMES}
+    return {name: own.rpartition(".")[2] for name, own in given.items() if own is not None}
 
 
 def _model_options(one: argparse.ArgumentParser) -> None:

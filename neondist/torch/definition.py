@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +36,8 @@ class ModelDefinition:
         eval_metrics_fn(), callbacks(), custom_data_reader(source) and PredictionOutputsProcessor.
     path : str
         The file as the user has named it.
+    names : mapping of str to str, optional
+        The file's own names of these, where they differ.
 
     Raises
     ------
@@ -43,17 +45,22 @@ class ModelDefinition:
         A name is missing, or means something else; the message lists what the file has.
     """
 
-    def __init__(self, module: ModuleType, path: str) -> None:
-        self.module, self.path = module, path
+    def __init__(self, module: ModuleType, path: str, names: Mapping[str, str] | None = None) -> None:
+        self.module, self.path, self._names = module, path, dict(names or {})
+        for name, own in self._names.items():
+            if not hasattr(module, own):
+                raise ConfigError(
+                    f"{path}: has no {own}, which is given as {name}; it has {', '.join(self._own()) or 'nothing'}"
+                )
         self._feed = self._optional("feed") or self._optional("dataset_fn")
         found = {name: self._feed if name == "feed" else self._optional(name) for name in REQUIRED}
         self.factory = self._model()
         missing = [name for name, function in found.items() if function is None]
         if missing or self.factory is None:
-            names = [*missing, *(["model"] if self.factory is None else [])]
-            wanted = [REQUIRED.get(name, "a torch.nn.Module class or custom_model()") for name in names]
+            absent = [*missing, *(["model"] if self.factory is None else [])]
+            wanted = [REQUIRED.get(name, "a torch.nn.Module class or custom_model()") for name in absent]
             raise ConfigError(
-                f"{path}: has no {' and no '.join(names)}; it has {', '.join(self._own()) or 'nothing'}. Define"
+                f"{path}: has no {' and no '.join(absent)}; it has {', '.join(self._own()) or 'nothing'}. Define"
                 f" {', '.join(wanted)}"
             )
         self._loss, self._optimizer = found["loss"], found["optimizer"]
@@ -98,7 +105,7 @@ class ModelDefinition:
     # Inner.
 
     def _optional(self, name: str) -> Callable[..., Any] | None:
-        found = getattr(self.module, name, None)
+        found = getattr(self.module, self._names.get(name, name), None)
         if found is not None and not callable(found):
             raise ConfigError(f"{self.path}: {name} is a {type(found).__name__}; define a function")
         return found

@@ -221,6 +221,16 @@ def test_elasticdl_spellings(place):
     assert main(["check", model(place, text, "spelt"), "--training-data", "train.csv"]) == 0
 
 
+def test_other_names(place, capsys):
+    text = MODEL.replace("def loss(", "def cost(").replace("def feed(", "def parse(").replace("CustomModel", "Net")
+    text = text.replace("def optimizer(", "def sgd(") + "\n\ndef make():\n    return Net()\n"
+    file = model(place, text, "named")
+    names = "--loss", "cost", "--feed", "parse", "--optimizer", "sgd", "--model-def", "named.make"
+    assert main(["check", file, "--training-data", "train.csv", *names]) == 0
+    assert main(["check", file, *names[:-1], "build"]) == 2
+    assert "has no build, which is given as custom_model; it has Net, cost, make, parse, sgd" in capsys.readouterr().err
+
+
 def test_zoo_init_writes_what_check_takes(place, capsys):
     assert main(["zoo", "init", "zoo"]) == 0
     assert main(["check", "zoo/model.py"]) == 0
