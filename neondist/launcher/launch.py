@@ -24,6 +24,8 @@ from .mpirun import REMEDY, Mpirun, find_mpirun
 from .placement import list_addresses, placed
 from .supervise import Ending, supervise
 
+CROWD = 4
+"""Threads per core above which a warning says that time is lost."""
 PER_CORE = 16
 """Ranks that may share a core: more than anybody tries a cut with, and fewer than make a machine stand still."""
 EACH = 64 << 20
@@ -118,6 +120,23 @@ def refuse_crowd(ranks: int, env: Mapping[str, str]) -> None:
             f"-n {ranks}: so many ranks need {memory.words(ranks * EACH)} before they have read anything, and"
             f" {memory.words(free)} are free; give at most {max(1, free // EACH)}; {FORCE}"
         )
+
+
+def warn_crowd(ranks: int, env: Mapping[str, str]) -> None:
+    """Say so where ranks compute with several times as many threads as this machine has cores."""
+    cores, each = threads.cores(), threads.count_threads() if threads.chosen(env) else 1
+    if several_machines(env) or ranks * each <= CROWD * cores:
+        return
+    remedies = [
+        f"use -n {max(1, cores // each)}",
+        *(["set OMP_NUM_THREADS=1"] if each > 1 else []),
+        "use more machines",
+    ]
+    say(
+        f"warning: {ranks} ranks x {each} {'thread' if each == 1 else 'threads'} on {cores}"
+        f" {'core' if cores == 1 else 'cores'} wait for each other most of the time; {', or '.join(remedies)}",
+        sys.stderr,
+    )
 
 
 def rank_words(arguments: argparse.Namespace) -> list[str]:

@@ -21,7 +21,7 @@ from ..train import Watchdog
 from . import members, pinning
 from .cleanup import restore_tmpdir
 from .generations import run_generations
-from .launch import launch, ready, refuse_crowd, show_loss
+from .launch import launch, ready, refuse_crowd, show_loss, warn_crowd
 from .parent_watch import end_with_parent
 from .report import show
 
@@ -169,6 +169,7 @@ def must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
     ready(os.environ)
     if not arguments.force and not placed:
         refuse_crowd(arguments.ranks, os.environ)
+        warn_crowd(arguments.ranks, os.environ)
     return True
 
 

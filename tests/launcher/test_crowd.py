@@ -6,7 +6,7 @@ from cli_runs import EXPERIMENT, needs_mpirun
 from neondist import memory, threads
 from neondist.cli import main
 from neondist.errors import LaunchError
-from neondist.launcher.launch import refuse_crowd
+from neondist.launcher.launch import refuse_crowd, warn_crowd
 
 
 @pytest.fixture
@@ -20,6 +20,21 @@ def test_cores(machine):
     refuse_crowd(2, {})
     with pytest.raises(LaunchError, match=r"-n 65: this machine has too few cores .* at most 64 on 4 cores; --force"):
         refuse_crowd(65, {})
+
+
+def test_a_crowd_is_warned_of_the_time_that_it_loses(machine, monkeypatch, capsys):
+    for name in threads.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    warn_crowd(16, {})
+    assert capsys.readouterr().err == ""
+    warn_crowd(17, {})
+    assert "17 ranks x 1 thread on 4 cores wait for each other most of the time; use -n 4" in capsys.readouterr().err
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    warn_crowd(6, {"OMP_NUM_THREADS": "3"})
+    assert "6 ranks x 3 threads on 4 cores" in (text := capsys.readouterr().err)
+    assert "use -n 1, or set OMP_NUM_THREADS=1, or use more machines" in text
+    warn_crowd(60, {"SLURM_JOB_NUM_NODES": "8"})
+    assert capsys.readouterr().err == ""
 
 
 def test_memory(machine):
