@@ -25,9 +25,14 @@ _OF_WEIGHTS = "windows", "stride", "scale", "mean", "std"
 
 def add(commands: Any) -> None:
     """Say what can be typed."""
-    one = commands.add_parser("evaluate", help="measure a checkpoint on the data of a YAML file", allow_abbrev=False)
-    options.experiment(one)
+    one = commands.add_parser(
+        "evaluate",
+        help="measure a checkpoint on the data of a YAML file, or a trained module on files",
+        allow_abbrev=False,
+    )
+    options.experiment(one, required=False)
     _checkpoint(one, required=False)
+    _of_weights(one)
     one.add_argument(
         "--follow", type=options.path, metavar="DIR",
         help="instead of --checkpoint: each new checkpoint of the run or session there once, until it is complete",
@@ -103,6 +108,11 @@ def _of_weights(one: argparse.ArgumentParser) -> None:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the cost and the metrics of a checkpoint, or of each that a job writes, as a line of JSON."""
+    if arguments.weights is not None:
+        return _evaluate_module(arguments)
+    _refuse_options_of_weights(arguments)
+    if arguments.file is None:
+        raise ConfigError("evaluate: give FILE.yaml, or --weights W and --factory FILE.py:NAME")
     if (arguments.checkpoint is None) == (arguments.follow is None):
         raise ConfigError("evaluate: give either --checkpoint FILE, or --follow DIR for each checkpoint of a job")
     if arguments.follow is not None:
@@ -133,6 +143,29 @@ def evaluate(arguments: argparse.Namespace) -> int:
     return _on_ranks(arguments, find, work)
 
 
+def _evaluate_module(arguments: argparse.Namespace) -> int:
+    """Print the loss and the error of a module with weights of a file, over images and labels in files."""
+    for name in ("follow", "every", "max_time", "output", "split"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"evaluate: --{name.replace('_', '-')} is for experiments; leave it out with --weights")
+    if arguments.input is None or arguments.labels is None:
+        raise ConfigError("evaluate: --weights needs images and labels; give --input X and --labels T")
+
+    def work(trained: Any, grid: ProcessGrid) -> None:
+        from ..train.html_report import page_of_numbers
+        from ..train.inference import evaluate_module
+
+        found = evaluate_module(trained, arguments.input, arguments.labels, grid, arguments.block)
+        with all_or_none(grid.world):
+            if grid.rank == 0:
+                emit(json.dumps(found))
+                if arguments.report is not None:
+                    of = {"checkpoint": arguments.weights, "images": arguments.input}
+                    write_text(Path(arguments.report), page_of_numbers(Path(arguments.weights).stem, of, found))
+
+    return _with_module(arguments, work)
+
+
 def _follow(arguments: argparse.Namespace) -> int:
     for name in ("split", "input", "labels", "report", "block"):
         if getattr(arguments, name) is not None:
@@ -152,9 +185,7 @@ def predict(arguments: argparse.Namespace) -> int:
     """Write the outputs for new images; the experiment's data need not be there."""
     if arguments.weights is not None:
         return _predict_module(arguments)
-    for name in ("factory", *_OF_WEIGHTS):
-        if getattr(arguments, name) is not None:
-            raise ConfigError(f"predict: --{name} goes with --weights W; leave it out")
+    _refuse_options_of_weights(arguments)
     if arguments.file is None or arguments.checkpoint is None:
         raise ConfigError("predict: give FILE.yaml and --checkpoint FILE, or --weights W and --factory FILE.py:NAME")
 
@@ -169,14 +200,36 @@ def predict(arguments: argparse.Namespace) -> int:
 
 def _predict_module(arguments: argparse.Namespace) -> int:
     """Write the outputs of a module with weights of a file, which need no experiment."""
+
+    def work(trained: Any, grid: ProcessGrid) -> None:
+        from ..train.inference import predict_module
+
+        shape = predict_module(trained, arguments.input, arguments.output, grid, **_asked(arguments))
+        _tell_written(arguments, grid, shape)
+
+    return _with_module(arguments, work)
+
+
+def _refuse_options_of_weights(arguments: argparse.Namespace) -> None:
+    command = arguments.words[0]
+    for name in ("factory", *_OF_WEIGHTS):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"{command}: --{name} goes with --weights W; leave it out")
+
+
+def _with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid], None]) -> int:
+    """Work with the module of `--factory` and the weights of a file, here or on ranks that mpirun starts."""
+    command = arguments.words[0]
     for name in ("file", "checkpoint"):
         if (given := getattr(arguments, name)) is not None:
-            raise ConfigError(f"predict: --weights needs no {given}; leave out one of them")
+            raise ConfigError(f"{command}: --weights needs no {given}; leave out one of them")
     if arguments.factory is None:
-        raise ConfigError("predict: --weights W has no network; give --factory FILE.py:NAME, which returns one")
+        raise ConfigError(f"{command}: --weights W has no network; give --factory FILE.py:NAME, which returns one")
     memory = [word.removeprefix("memory=") for word in arguments.settings if word.startswith("memory=")]
     if len(memory) < len(arguments.settings) or arguments.modules:
-        raise ConfigError("predict: --set, --strategy and --import are for experiments; leave them out with --weights")
+        raise ConfigError(
+            f"{command}: --set, --strategy and --import are for experiments; leave them out with --weights"
+        )
 
     def prepare(world: Transport, ranks: int) -> Any:
         from ..train.inference import TrainedModule
@@ -189,17 +242,14 @@ def _predict_module(arguments: argparse.Namespace) -> int:
             trained.check(arguments.input)
         return trained
 
-    def work(world: Transport, trained: Any) -> int:
-        from ..train.inference import predict_module
-
+    def do(world: Transport, trained: Any) -> int:
         grid = ProcessGrid(world)
         if arguments.watchdog is not None:
             arguments.watchdog.observe(grid)
-        shape = predict_module(trained, arguments.input, arguments.output, grid, **_asked(arguments))
-        _tell_written(arguments, grid, shape)
+        work(trained, grid)
         return 0
 
-    return on_ranks(arguments, prepare, work)
+    return on_ranks(arguments, prepare, do)
 
 
 def _asked(arguments: argparse.Namespace) -> dict[str, Any]:

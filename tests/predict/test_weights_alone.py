@@ -1,5 +1,7 @@
 """Trained weights without an experiment: dense outputs, and maps of a classifier of windows."""
 
+import json
+
 import numpy as np
 import pytest
 import zarr
@@ -12,6 +14,7 @@ from PIL import Image  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 import neondist as nd  # noqa: E402
+from neondist.cli import main  # noqa: E402
 from neondist.comm import ProcessGrid, loopback  # noqa: E402
 from neondist.errors import ConfigError, DataError, OutputError  # noqa: E402
 from neondist.io.journal import Journal  # noqa: E402
@@ -241,3 +244,32 @@ def test_other_outputs_than_scores(folder, tmp_path):
     trained = TrainedModule(nets()["Dense"], folder / "dense.safetensors", "Dense", windows=9)
     with pytest.raises(ConfigError, match=r"gives \[1, 9, 9, 2\], channels last; return scores"):
         trained.check(folder / "slide.ome.tif")
+
+
+@pytest.mark.parametrize("block", [None, "37"])
+def test_loss_and_error_are_those_of_pytorch(folder, tmp_path, capsys, block):
+    y = torch.from_numpy(np.load(folder / "dense.npy")).permute(2, 0, 1)[None]
+    labels = np.random.default_rng(1).integers(0, 2, (104, 131))
+    Image.fromarray(labels.astype("uint8")).save(tmp_path / "labels.tif")
+    words = ["evaluate", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
+    words += ["--input", folder / "slide.ome.tif", "--labels", tmp_path / "labels.tif"]
+    assert main([*map(str, words), *([] if block is None else ["--block", block])]) == 0
+    found = json.loads(capsys.readouterr().out)
+    target = torch.from_numpy(labels)[None]
+    assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(y, target).item(), rel=1e-5)
+    assert found["error"] == pytest.approx((y.argmax(1) != target).double().mean().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "give FILE.yaml, or --weights W and --factory"),
+        (["--weights", "w.pt"], "needs images and labels; give --input X and --labels T"),
+        (["--weights", "w.pt", "--split", "test"], "--split is for experiments"),
+        (["e.yaml", "--weights", "w.pt", "--input", "x.npy", "--labels", "t.npy"], "--weights needs no e.yaml"),
+        (["e.yaml", "--checkpoint", "c.h5", "--scale", "2"], "evaluate: --scale goes with --weights W"),
+    ],
+)
+def test_what_evaluate_takes_with_weights(words, says, capsys):
+    assert main(["evaluate", *words]) == 2
+    assert says in capsys.readouterr().err

@@ -6,8 +6,8 @@ block by block, or whole; windows: a classifier of tiles at each place. results:
 is. measure: cost and metrics over files, instead of outputs.
 """
 
-from .measure import evaluate_files
+from .measure import evaluate_files, evaluate_module
 from .of_weights import TrainedModule
 from .predict import predict, predict_module
 
-__all__ = ["TrainedModule", "evaluate_files", "predict", "predict_module"]
+__all__ = ["TrainedModule", "evaluate_files", "evaluate_module", "predict", "predict_module"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from ...data.datasets.image_lists import open_mask
 from ...errors import ConfigError, DataError
 from ...formats import open_source
 from ...geometry import Box
-from ...metrics.base import PerSample
+from ...metrics.base import Metric, PerSample
 from ...metrics.outputs import Outputs
-from ..experiment import FitExperiment
+from ...models import TrainableModel
+from ..experiment import FitExperiment, all_metrics
 from ..loop import counted, evaluate
 from ..state import told_of
 from .images import Images, open_images
 from .network import network
+from .of_weights import TrainedModule
 from .predict import through
 from .progress import Progress
 from .routes import InBlocks, InTiles, Route
@@ -60,19 +62,60 @@ def evaluate_files(
         As `predict`; ConfigError for a cost that needs whole images where they go in blocks.
     """
     grid = experiment.open_grid() if grid is None else grid
-    grid.check("evaluate images")
     beyond = max((metric.beyond for metric in experiment.metrics if isinstance(metric, PerSample)), default=0)
-    with network(experiment, checkpoint, source, grid, block, None, beyond) as (route, images, _):
+    opened = network(experiment, checkpoint, source, grid, block, None, beyond)
+    return _measured(opened, experiment.model, experiment.metrics, labels, grid)
+
+
+def evaluate_module(
+    trained: TrainedModule,
+    source: str | Path,
+    labels: str | Path,
+    grid: ProcessGrid | None = None,
+    block: int | None = None,
+) -> dict[str, Any]:
+    """Return the cross entropy and the misclassification of a module with trained weights over files; collective.
+
+    Parameters
+    ----------
+    trained : TrainedModule
+        With windows, labels are those of its map of scores.
+    source, labels, grid, block : as in `evaluate_files`
+
+    Returns
+    -------
+    dict
+        'samples', 'loss' and 'error', equal on every rank; None where something does not suit the targets.
+
+    Raises
+    ------
+    UserError
+        As `evaluate_files`.
+    """
+    grid = ProcessGrid() if grid is None else grid
+    return _measured(trained.opened(source, grid, block, None), trained.model, all_metrics(None), labels, grid)
+
+
+def _measured(
+    opened: AbstractContextManager[tuple[InBlocks | InTiles, Images, dict[str, str]]],
+    model: TrainableModel,
+    metrics: Sequence[Metric],
+    labels: str | Path,
+    grid: ProcessGrid,
+) -> dict[str, Any]:
+    """Return the cost and the metrics on the route that `opened` yields; collective."""
+    grid.check("evaluate images")
+    with opened as (route, images, _):
         with all_or_none(grid.world):
-            for metric in experiment.metrics:
+            for metric in metrics:
                 metric.check_outputs(route.output_shape)
             targets = _labels(labels, route, images)
         with closing(targets):
             if isinstance(route, InTiles):
-                found = _whole(route, experiment, images, targets)
+                found = _whole(route, metrics, images, targets)
             else:
                 with all_or_none(grid.world):
-                    sums = _Sums(experiment, route, _Targets(targets, Box.of(targets.shape[1:-1])), grid)
+                    sums = _Sums(model, metrics, route, _Targets(targets, Box.of(targets.shape[1:-1])), grid)
                 progress = Progress(route.parts, file=sys.stderr) if grid.rank == 0 else None
                 through(route, range(route.parts), grid, sums, progress)
                 found = sums.result()
@@ -100,8 +143,10 @@ def _labels(labels: str | Path, route: Route, images: Images) -> Images:
 class _Sums:
     """Adds up, block by block, what the cost and the metrics say; of some, sums of each sample over all its blocks."""
 
-    def __init__(self, experiment: FitExperiment, route: InBlocks, targets: _Targets, grid: ProcessGrid) -> None:
-        self.cost, self.metrics = experiment.model.cost_of_cells(), experiment.metrics
+    def __init__(
+        self, model: TrainableModel, metrics: Sequence[Metric], route: InBlocks, targets: _Targets, grid: ProcessGrid
+    ) -> None:
+        self.cost, self.metrics = model.cost_of_cells(), metrics
         self.route, self.targets = route, targets
         self.parts: list[Any] = [part for _, part in parts_of(self.cost)]
         self.grid, samples, shape = grid, len(targets), route.output_shape
@@ -189,7 +234,7 @@ class _Targets(_Tiles):
         return raw
 
 
-def _whole(route: InTiles, experiment: FitExperiment, images: Images, labels: Images) -> dict[str, Any]:
+def _whole(route: InTiles, metrics: Sequence[Metric], images: Images, labels: Images) -> dict[str, Any]:
     """Return what an evaluation of whole images finds, each rank its tile; collective."""
     factor, offset = np.asarray(images.factor, "f8"), np.asarray(images.offset, "f8")
     tile = route.grid.partition(route.output_shape[:-1]).box(route.grid.tile)
@@ -197,7 +242,7 @@ def _whole(route: InTiles, experiment: FitExperiment, images: Images, labels: Im
         _Tiles(images, route.model.input.own), _Targets(labels, tile), mean=offset / factor, std=1 / factor, scale=1.0
     )
     with closing(split):
-        return evaluate(route.model, split, route.batch, experiment.metrics)
+        return evaluate(route.model, split, route.batch, metrics)
 
 
 def _total(grid: ProcessGrid, sums: np.ndarray) -> np.ndarray:
