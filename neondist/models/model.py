@@ -20,6 +20,7 @@ from ..namespace import to_host
 from ..optim import SGD, Optimizer
 from ..parallel import SYNCS, GradientSync, LayerParameters, ParameterShard, TrainedSubset, gather, load
 from ..plan import Plan, Training, compile_plan, largest_of, micro_batches
+from ..plan.choices import put_schemes
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index, integer, shape_of
 from ..renamed import Renamed
@@ -183,6 +184,11 @@ class Model(LayerModel):
         self.memory = self.memory if memory is None else as_bytes("memory", memory)
         self._sync = self._sync if sync is None else SYNCS[sync]
         self.strategy = self.strategy if strategy is None else as_strategy(strategy)
+        if isinstance(self.strategy, Strategy) and self.strategy.schemes:
+            try:
+                put_schemes(self.leaves, self.strategy.schemes)
+            except ConfigError as error:
+                raise self.strategy.error(str(error), "schemes") from None
         for asked, field in ((self.accumulate > 1, "accumulate"), (self.recompute, "recompute")):
             for layer in self.leaves if asked else ():
                 if layer.scheme is not None and layer.scheme.has_memory:

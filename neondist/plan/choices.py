@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
+from ..errors import ConfigError
 from ..geometry import GridShape
-from ..layers import Node
-from ..machine import Figures
+from ..geometry.split import split
+from ..halo import as_scheme, scheme_text
+from ..layers import Layer, Node
+from ..machine import Figures, Machine
 from .planner import InSegment, best_cuts, can_follow, gather_seconds, segment_seconds
 from .segments import Links, blocks, placed, single
 
@@ -47,6 +50,40 @@ def choose(chain: Node, input_shape: Shape, grid: GridShape, figures: Figures) -
         for places in _groups(links, grid)
         for choice in _Cutter(links, places, grid, figures, first=number == 0).choices()
     ]
+
+
+def figures_on(
+    machine: Machine, grid: GridShape, batch_size: int, itemsize: int, cell_seconds: Mapping[str, float] | None = None
+) -> Figures:
+    """Return the figures of a machine for the tiles of a grid and the samples of its fullest replica.
+
+    Parameters
+    ----------
+    cell_seconds : mapping of str to float, optional
+        Measured times, as in `Figures`.
+    """
+    samples = max(1, split(batch_size, grid.replicas, 0)[1])
+    return replace(
+        machine.figures(grid.tiles), samples=samples, itemsize=itemsize, cell_seconds=dict(cell_seconds or {})
+    )
+
+
+def put_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
+    """Set the schemes of layers, by name, before their model is built, and return whether any differs from before.
+
+    Raises
+    ------
+    ConfigError
+        A layer does not exist, or a scheme is invalid.
+    """
+    by_name, changed = {str(layer.name): layer for layer in layers}, False
+    for name, text in schemes.items():
+        if name not in by_name:
+            raise ConfigError(f"schemes: layer '{name}' does not exist in the model; plan for this model again")
+        layer, scheme = by_name[name], as_scheme(text)
+        changed |= layer.scheme is None or scheme_text(scheme) != scheme_text(layer.scheme)
+        layer.scheme = scheme
+    return changed
 
 
 def _groups(links: Links, grid: GridShape) -> Iterator[list[int]]:

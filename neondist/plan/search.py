@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError, UserError
 from ..geometry import GridShape, grid_shape
@@ -21,6 +22,13 @@ from .model_plan import ModelPlan, Workload
 PARTS = "compute", "exchange", "sums", "synchronise"
 MOST = 24
 """grids that are compared at most"""
+
+
+class PlanWithSchemes(NamedTuple):
+    """A plan, and the halo schemes that a planner has chosen for its layers, by name."""
+
+    plan: ModelPlan
+    schemes: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,9 @@ class Choice:
 
     @property
     def order(self) -> tuple[float, str, tuple[int, ...]]:
-        """The faster first; of equal ones by the builder's name, and then the grid with fewer replicas."""
-        grid = self.plan.grid
-        return self.total, self.strategy.builder, (grid.replicas, grid.planes, -grid.rows, grid.cols)
+        """The faster first; of equal ones by builder, then the grid with fewer replicas, then plain halos."""
+        grid, schemes = self.plan.grid, len(self.strategy.schemes or ())
+        return self.total, self.strategy.builder, (grid.replicas, grid.planes, -grid.rows, grid.cols, schemes)
 
 
 def grids(ranks: int, given: dict[str, int], batch_size: int, extent: Sequence[int]) -> list[GridShape]:
@@ -75,15 +83,16 @@ def grids(ranks: int, given: dict[str, int], batch_size: int, extent: Sequence[i
 
 
 def choices(
-    plans: Iterable[ModelPlan],
+    plans: Iterable[ModelPlan | PlanWithSchemes],
     builders: Sequence[StrategyBuilder | Strategy],
     machine: Machine,
     resources: Resources | None = None,
 ) -> list[Choice]:
-    """Return every plan with every strategy, the fastest first."""
+    """Return every plan with every strategy, the fastest first; strategies carry the schemes of a plan."""
     made: dict[tuple[str, tuple[ParameterSpec, ...]], Strategy] = {}
     found = []
-    for plan in plans:
+    for one in plans:
+        plan, schemes = one if isinstance(one, PlanWithSchemes) else (one, None)
         load, ranks = plan.workload, plan.grid.size
         specs, shared, slots = load.parameters.specs, load.shared, load.parameters.slots
         for number, builder in enumerate(builders):
@@ -94,7 +103,8 @@ def choices(
                 made[key].check_model(specs)
             sync = sync_costs(made[key].parameters, shared, ranks, slots, machine)
             seconds = dict(zip(PARTS, (*_seconds(load, plan.grid, machine), sync.seconds), strict=True))
-            found.append(Choice(plan, replace(made[key], grid=_factors(plan.grid)), seconds, sync))
+            strategy = replace(made[key], grid=_factors(plan.grid), schemes=schemes)
+            found.append(Choice(plan, strategy, seconds, sync))
     return sorted(found, key=lambda choice: choice.order)
 
 
@@ -128,6 +138,8 @@ def best(
             break
     if not kept and limit is not None and within is not None:
         for choice in found:
+            if choice.strategy.schemes:  # strips come with plain halos
+                continue
             try:
                 return replace(choice, plan=within(choice.plan, limit)), None, left
             except UserError:
@@ -151,7 +163,8 @@ def named(choice: Choice) -> str:
     """Return '2 × 1 × 2 with PS': replicas, (planes,) rows and columns."""
     grid = choice.plan.grid
     parts = (grid.replicas, *([grid.planes] if grid.planes > 1 else []), grid.rows, grid.cols)
-    return f"{report.by(parts)} with {choice.strategy.builder}"
+    schemes = ", planned schemes" if choice.strategy.schemes else ""
+    return f"{report.by(parts)} with {choice.strategy.builder}{schemes}"
 
 
 def table(choice: Choice, runner_up: Choice | None, left: Sequence[str], error: str) -> Any:
@@ -177,7 +190,11 @@ def table(choice: Choice, runner_up: Choice | None, left: Sequence[str], error: 
         *(report.Column(part, [_time(one.seconds[part]) for one in both]) for part in PARTS),
         report.Column("step", [_time(one.total) for one in both]),
     ]
-    notes = [reason(choice, runner_up), *(f"left out: {why}" for why in left[:3])]
+    layers = defaultdict[str, list[str]](list)
+    for name, scheme in (choice.strategy.schemes or {}).items():
+        layers[scheme].append(name)
+    notes = [f"scheme {scheme}: {', '.join(names)}" for scheme, names in layers.items()]
+    notes += [reason(choice, runner_up), *(f"left out: {why}" for why in left[:3])]
     if len(left) > 3:
         notes.append(f"left out: {len(left) - 3} more that need too much memory")
     streamed = getattr(choice.plan, "stream", None)

@@ -76,8 +76,10 @@ class Strategy:
     parameters : dict of str to ParameterStrategy
     grid : dict of str to int, optional
         Replicas, planes, rows and cols that a planner has chosen with it.
+    schemes : dict of str to str, optional
+        Halo schemes that a planner has chosen with it, by the names of layers.
     places : dict of str to str
-        'FILE:LINE' of each parameter, and of the file under ''; empty where it was not loaded.
+        'FILE:LINE' of each parameter, of `schemes`, and of the file under ''; empty where it was not loaded.
     """
 
     builder: str
@@ -86,6 +88,7 @@ class Strategy:
     specs: dict[str, ParameterSpec]
     parameters: dict[str, ParameterStrategy]
     grid: dict[str, int] | None = None
+    schemes: dict[str, str] | None = None
     places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def error(self, problem: str, name: str = "") -> ConfigError:
@@ -186,7 +189,7 @@ class Strategy:
                 entry["partition"] = {"axis": one.partition[0], "sizes": one.partition[1]}
             entries[name] = {"shape": list(spec.shape), "dtype": spec.dtype, "sparse": spec.sparse, **entry}
         head = {"format": FORMAT, "builder": self.builder, "replicas": self.replicas, "servers": self.servers}
-        head |= {"grid": self.grid} if self.grid else {}
+        head |= {name: chosen for name in PLANNED if (chosen := getattr(self, name))}
         return yaml.safe_dump(head | {"parameters": entries}, sort_keys=False, default_flow_style=None, width=2**31)
 
 
@@ -206,6 +209,8 @@ def _listed(numbers: list[int], separator: str) -> str:
     return shown if len(numbers) <= most else f"{shown}{separator}... ({len(numbers)})"
 
 
+PLANNED = "grid", "schemes"
+"""what a planner may choose beside a strategy"""
 _TOP = "format", "builder", "replicas", "servers", "parameters"
 _GRID = "replicas", "planes", "rows", "cols"
 _ENTRY = "shape", "dtype", "sparse", *(each.name for each in fields(ParameterStrategy))
@@ -219,7 +224,7 @@ class _StrategyFile:
 
     def strategy(self) -> Strategy:
         """Return the strategy; raise ConfigError at the first wrong field."""
-        top = self._mapping(self.root, "", _TOP, ("grid",))
+        top = self._mapping(self.root, "", _TOP, PLANNED)
         if top["format"].value != FORMAT:
             raise fault(top["format"], "format", f"is {top['format']}; expected {FORMAT}")
         replicas, servers = (self._integer(top[name], name, 1) for name in ("replicas", "servers"))
@@ -228,9 +233,14 @@ class _StrategyFile:
         specs, found = {}, {}
         for name, node in entries.items():
             specs[name], found[name] = self._entry(name, node, max(replicas, servers))
-        places = {name: node.place for name, node in entries.items()} | {"": self.root.place}
+        places = {name: node.place for name, node in (top | entries).items()} | {"": self.root.place}
         grid = self._grid(top["grid"]) if "grid" in top else None
-        return Strategy(builder, replicas, servers, specs, found, grid, places)
+        schemes = self._schemes(top["schemes"]) if "schemes" in top else None
+        return Strategy(builder, replicas, servers, specs, found, grid, schemes, places)
+
+    def _schemes(self, node: Node) -> dict[str, str]:
+        given = value_of(node, "schemes", dict, "a mapping of layers to schemes")
+        return {name: value_of(child, join("schemes", name), str, "text") for name, child in given.items()}
 
     def _grid(self, node: Node) -> dict[str, int]:
         given = value_of(node, "grid", dict, f"a mapping with {', '.join(_GRID)}")

@@ -121,3 +121,89 @@ def test_a_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
     (tmp_path / "chosen.yaml").write_text(text.replace("rows: 1", "rows: 0"))
     assert main(["check", "one.yaml", "-n", "4", "--strategy", "chosen.yaml"]) == 2
     assert "chosen.yaml:5: grid.rows: expected an integer of at least 1" in capsys.readouterr().err
+
+
+CHAIN = """
+!FitExperiment
+dataset: !Synthetic {shape: [24, 24, 2], classes: 3, train: 8, test: 4}
+model: !ConvnetDist
+  layers:
+    - !ConvLayerDist {out_channels: 3, kernel_size: 3, padding: 1}
+    - !ConvLayerDist {out_channels: 3, kernel_size: 3, padding: 1, activation: !ReLU {}}
+    - !BatchNormLayerDist {}
+    - !ConvLayerDist {out_channels: 3, kernel_size: 3}
+    - !FCLayerDist {out_features: 3}
+  cost: !CrossEntropy {}
+  optimizer: !SGD {learning_rate: 0.1}
+batch_size: 1
+dtype: float64
+"""
+COSTS = """
+cores_per_node: 8
+node: {latency: LATENCY, bandwidth: BANDWIDTH}
+network: {latency: LATENCY, bandwidth: BANDWIDTH}
+"""
+SLOW_LINKS, FREE_LINKS = ("1e-3", "1e9"), ("1e-12", "1e15")
+
+
+def planned(folder, capsys, link):
+    """Return what `plan` prints for four ranks of a machine, and the strategy that it writes."""
+    (folder / "chain.yaml").write_text(CHAIN)
+    (folder / "machine.yaml").write_text(COSTS.replace("LATENCY", link[0]).replace("BANDWIDTH", link[1]))
+    files = ["--machine", str(folder / "machine.yaml"), "--to", str(folder / "strategy.yaml")]
+    assert main(["plan", str(folder / "chain.yaml"), "-n", "4", *files]) == 0
+    return capsys.readouterr().out, Strategy.load(folder / "strategy.yaml")
+
+
+def losses(strategy, ranks):
+    def job(transport):
+        layers = [nd.ConvLayerDist(3, 3, padding=1), nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU())]
+        layers += [nd.BatchNormLayerDist(), nd.ConvLayerDist(3, 3), nd.FCLayerDist(3)]
+        model = nd.ConvnetDist(layers, cost=nd.CrossEntropy(), optimizer=nd.SGD(learning_rate=0.1), strategy=strategy)
+        data = nd.Synthetic((24, 24, 2), classes=3, train=8, test=4)
+        factors = strategy.grid if strategy is not None else {}
+        experiment = nd.FitExperiment(data, model, batch_size=1, epochs=1, dtype="float64", grid=factors)
+        schemes = [type(layer.scheme).__name__ for layer in model.leaves]
+        with nd.ProcessGrid(transport, **experiment.grid) as grid:
+            return [record["train_loss"] for record in experiment.run(grid).history], schemes
+
+    return nd.loopback.run(ranks, job)[0]
+
+
+def test_halos_of_several_layers_travel_at_once_where_messages_are_slow(tmp_path, capsys):
+    """The choice is among plain and fused halos, and what is saved is replayed with the same numbers."""
+    text, strategy = planned(tmp_path, capsys, SLOW_LINKS)
+    assert {"conv1", "conv2"} <= strategy.schemes.keys()
+    assert "planned schemes" in text
+    assert f"scheme {strategy.schemes['conv1']}: conv1, conv2" in text
+    assert Strategy.load(tmp_path / "strategy.yaml").to_yaml() == (tmp_path / "strategy.yaml").read_text()
+    whole, fused = losses(None, 1), losses(strategy, 4)
+    assert fused[1][0] != "Halo"
+    assert fused[0] == pytest.approx(whole[0], rel=1e-10)
+
+
+def test_halos_stay_plain_where_messages_cost_nothing(tmp_path, capsys):
+    text, strategy = planned(tmp_path, capsys, FREE_LINKS)
+    assert "conv2" not in (strategy.schemes or {})
+    assert "deep_halo" not in text
+    assert "reason:" in text
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("schemes: {conv9: halo}", "schemes: layer 'conv9' does not exist in the model"),
+        ("schemes: {conv1: telepathy}", "telepathy"),
+        ("schemes: {conv1: 3}", "schemes.conv1: expected text"),
+        ("schemes: [halo]", "schemes: expected a mapping of layers to schemes"),
+    ],
+)
+def test_schemes_that_do_not_fit(entry, problem, tmp_path, capsys):
+    planned(tmp_path, capsys, FREE_LINKS)
+    lines = [line for line in (tmp_path / "strategy.yaml").read_text().splitlines() if not line.startswith("schemes")]
+    at = next(number for number, line in enumerate(lines) if line.startswith("parameters"))
+    (tmp_path / "strategy.yaml").write_text("\n".join([*lines[:at], entry, *lines[at:]]) + "\n")
+    assert main(["check", str(tmp_path / "chain.yaml"), "-n", "4", "--strategy", str(tmp_path / "strategy.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert problem in error
+    assert f"strategy.yaml:{at + 1}" in error

@@ -10,11 +10,10 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...geometry import GridShape, grid_shape
-from ...geometry.split import factorisations, split
-from ...halo import as_scheme
+from ...geometry.split import factorisations
 from ...machine import Machine
 from ...models import Model
-from ...plan.choices import Choice, choose
+from ...plan.choices import choose, figures_on, put_schemes
 from .rank_profile import LONG, QUICK, RankProfile, profile_rank
 
 Row = dict[str, Any]
@@ -75,31 +74,16 @@ def _schemes(
     made = experiment()
     if not isinstance(made.model, Model):  # a module's windows have the scheme that its file says
         return {"schemes": [], "seconds_with_schemes": row["seconds_per_step"], "bytes_with_schemes": row["bytes_sent"]}
-    figures = replace(
-        machine.figures(shape.tiles),
-        samples=max(1, split(made.batch_size, shape.replicas, 0)[1]),
-        itemsize=made.model.dtype.itemsize,
-        cell_seconds={name: machine.compute(each, shape.size) for name, each in found.cell_seconds.items()},
-    )
+    seconds = {name: machine.compute(each, shape.size) for name, each in found.cell_seconds.items()}
+    figures = figures_on(machine, shape, made.batch_size, made.model.dtype.itemsize, seconds)
     choices = choose(made.model.chain, made.dataset.sample_shape, shape, figures)
-    changed = _put(made.model, choices)
+    changed = put_schemes(made.model.leaves, {choice.layer: choice.scheme for choice in choices})
     best = row_of(shape, machine, profile(made, shape, LONG)) if changed else row
     return {
         "schemes": [asdict(choice) | {"saves": choice.halo_seconds - choice.seconds} for choice in choices],
         "seconds_with_schemes": best["seconds_per_step"],
         "bytes_with_schemes": best["bytes_sent"],
     }
-
-
-def _put(model: Any, choices: Sequence[Choice]) -> bool:
-    """Give the layers their schemes, and tell whether that changes anything."""
-    by_name = {choice.layer: as_scheme(choice.scheme) for choice in choices}
-    changed = False
-    for layer in model.leaves:
-        scheme = by_name.get(str(layer.name), layer.scheme)
-        changed |= (type(scheme), scheme.arguments()) != (type(layer.scheme), layer.scheme.arguments())
-        layer.scheme = scheme
-    return changed
 
 
 def row_of(shape: GridShape, machine: Machine, profile: RankProfile) -> Row:
