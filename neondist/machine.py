@@ -94,6 +94,8 @@ class Machine:
         it is late by (1/2 + ... + 1/n) times as much more than one alone, where lateness has an exponential tail.
     host : str
         Where it was measured.
+    error : float
+        Mean relative error of predicted steps of small networks, when it was measured; 0: not known.
     """
 
     cores_per_node: int
@@ -109,6 +111,7 @@ class Machine:
     shared_latency: float = 0.0
     jitter: float = 0.0
     host: str = ""
+    error: float = 0.0
 
     @classmethod
     def default(cls) -> Machine:
@@ -184,7 +187,7 @@ def read(path: Path) -> Machine:
             values[name] = int(_number(path, name, values.get(name), least=1.0))
     for one in fields(Machine):
         if isinstance(one.default, float):
-            least = 0.0 if one.name in ("shared_latency", "jitter") else None
+            least = 0.0 if one.name in ("shared_latency", "jitter", "error") else None
             values[one.name] = _number(path, one.name, values.get(one.name, one.default), least)
     return Machine(**values | {"host": str(values.get("host") or "")})
 

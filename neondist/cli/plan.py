@@ -14,7 +14,7 @@ from ..errors import ConfigError, UserError
 from . import options
 from .experiment import load
 
-ERROR = "predicted, not measured: `neondist bench model` compares predictions with measured steps on this machine"
+UNKNOWN = "predicted, not measured: `neondist bench model calibrate` measures a machine, and the error of predictions"
 
 
 def add(commands: Any) -> None:
@@ -51,11 +51,17 @@ def plan(arguments: argparse.Namespace) -> int:
         choice, runner_up, left = search.best(found, limit, within)
     except UserError as error:
         raise place(error) from None
-    Console(soft_wrap=True).print(search.table(choice, runner_up, left, ERROR))
+    Console(soft_wrap=True).print(search.table(choice, runner_up, left, _error(machine)))
     if arguments.to is not None:
         choice.strategy.save(arguments.to)
         emit(Path(arguments.to))
     return 0
+
+
+def _error(machine: Any) -> str:
+    if not machine.error:
+        return UNKNOWN
+    return f"predicted, not measured: steps of small networks were {machine.error:.0%} off in the mean on this machine"
 
 
 def _builders(model: Any) -> Sequence[Any]:

@@ -266,6 +266,15 @@ def test_calibrate(monkeypatch):
     assert not disturbed(0.1)
 
 
+def test_the_error_of_predictions_is_that_of_steps_measured_here(monkeypatch):
+    monkeypatch.setattr(calibrate, "CHECKED", ("lcn",))
+    monkeypatch.setattr(calibrate, "bench_step", lambda experiment, grid: {"seconds_per_step": 2.0 * grid.size})
+    monkeypatch.setattr(calibrate, "profile_rank", lambda *_: None)
+    monkeypatch.setattr(calibrate, "row_of", lambda shape, *_: {"seconds_per_step": 1.0 + 2 * (shape.size == 2)})
+    found = loopback.run(2, lambda world: calibrate.prediction_error(world, 2, machine.Machine.default()))
+    assert found == [pytest.approx((0.5 + 0.25) / 2)] * 2
+
+
 def test_span():
     assert span("1..4096")[::4] == [1, 16, 256, 4096]
     assert span("3..13") == [3, 6, 12]

@@ -27,7 +27,7 @@ class RankProfile:
 
     Attributes
     ----------
-    seconds : of computing, the fastest of some turns
+    seconds : of computing, the median of some turns
     noise : how much longer the median turn took, over the fastest
     notes : what it would send
     held : bytes of memory
@@ -51,7 +51,7 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
     Parameters
     ----------
     least : float
-        Seconds to compute, in a few turns, of which the fastest counts.
+        Seconds to compute, in a few turns, of which the median counts.
     """
     model: TrainableModel = experiment.model
     step, notes, samples = _prepared(experiment, shape)
@@ -76,7 +76,7 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
     noise = median(turns) / min(turns) - 1
     held, moved = (what(model.grid.rank) for what in (plan.memory, plan.moved))
     again = recomputed(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
-    return RankProfile(min(turns), notes, held, moved, spent, noise, again)
+    return RankProfile(median(turns), notes, held, moved, spent, noise, again)
 
 
 def recomputed(plan: Plan, tile: int) -> float:

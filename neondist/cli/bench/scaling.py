@@ -9,6 +9,7 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,13 @@ def calibrate(arguments: argparse.Namespace) -> int:
             raise ConfigError("bench model calibrate: messages need two ranks; give -n 2 or more")
 
     def work(world: Transport, _: None) -> int:
-        from ...bench.model.calibrate import calibrate as measure
+        from ...bench.model import calibrate as model
         from ...bench.model.table import disturbed
         from ...machine import write
 
-        machine, noise = measure(world, max(2, threads.cores(os.getppid())))
+        cores = max(2, threads.cores(os.getppid()))
+        machine, noise = model.calibrate(world, cores)
+        machine = replace(machine, error=model.prediction_error(world, cores, machine))
         if world.rank == 0:
             write(Path(arguments.output), machine, f"measured by neondist bench model calibrate on {world.size} ranks")
             emit(read_bytes(arguments.output).decode(), *disturbed(noise))
@@ -199,7 +202,7 @@ def _measure(arguments: argparse.Namespace, row: dict[str, Any]) -> float:
     settings = [f"grid.{axis}={count}" for axis, count in row["grid"].items()]
     steps = max(4, round(1 / row["seconds_per_step"]))
     made = step_of(arguments, row["ranks"], settings, steps, each=1)
-    return float(made["fastest_seconds"])
+    return float(made["seconds_per_step"])
 
 
 def span(text: str) -> list[int]:
