@@ -34,10 +34,11 @@ def launch(arguments: argparse.Namespace) -> int:
     arguments.resources = ResourceSpec(arguments.resource_file)
     if arguments.hosts_from is not None:
         raise LaunchError("--hosts-from: launch has the hosts of its resource file; leave it out, or use neondist run")
-    if arguments.restarts is not None:
+    if arguments.restarts is not None or arguments.spares:
         arguments.source = HostSource(arguments.resource_file)
     if arguments.ranks is None:
-        arguments.ranks = arguments.elastic[1] if arguments.elastic else arguments.resources.replicas
+        fixed = max(1, arguments.resources.replicas - arguments.spares)
+        arguments.ranks = arguments.elastic[1] if arguments.elastic else fixed
     if not arguments.script:
         return run.run(arguments)
     if arguments.snapshot is not None:

@@ -71,6 +71,10 @@ def add_options(one: argparse.ArgumentParser) -> None:
         " and again with --elastic",
     )  # fmt: skip
     one.add_argument(
+        "--spares", type=options.not_negative, default=0, metavar="K",
+        help="leave K slots of the hosts idle, for ranks that are lost: the next generation has the same grid",
+    )  # fmt: skip
+    one.add_argument(
         "--cool-down", type=duration, metavar="TIME",
         help="a host that has failed is not used for so long (default 1m)",
     )  # fmt: skip

@@ -39,18 +39,18 @@ class Ending:
         Of `neondist run`: never 0 after a loss.
     loss : str
         The rank or node that was lost, in words; '' if there is none.
-    node : str
-        The node whose daemon was lost, '' if none was.
-    silent : int
-        The rank that has given no sign of life, -1 if there is none.
+    nodes : tuple of str
+        The nodes whose daemons were lost.
+    silent : tuple of int
+        The ranks that have given no sign of life.
     changed : bool
         Whether it was stopped, with a checkpoint, because `change` has asked for that.
     """
 
     code: int
     loss: str = ""
-    node: str = ""
-    silent: int = -1
+    nodes: tuple[str, ...] = ()
+    silent: tuple[int, ...] = ()
     changed: bool = False
 
 
@@ -151,8 +151,10 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
     loss = monitor.loss
     if killed:
         loss = f"mpirun was killed ({_name(code - 128)})"
-    elif node := messages.lost_node:
-        loss = f"node {node} was lost: its daemon was killed, or the network to it failed"
+    elif len(nodes := messages.lost_nodes) == 1:
+        loss = f"node {nodes[0]} was lost: its daemon was killed, or the network to it failed"
+    elif nodes:
+        loss = f"nodes {', '.join(nodes)} were lost: their daemons were killed, or the network to them failed"
     elif monitor.lost in messages.signals:
         loss = f"{monitor.describe(monitor.lost)} was killed by {messages.signals[monitor.lost]}"
     elif not loss and code == 0:
@@ -164,8 +166,7 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
         loss = f"a rank was killed ({_name(code - 128)})"
     if not loss:
         return Ending(code)
-    silent = monitor.lost if monitor.silent else -1
-    return Ending(code if code > 128 else 128 + signal.SIGKILL, loss, messages.lost_node, silent)
+    return Ending(code if code > 128 else 128 + signal.SIGKILL, loss, messages.lost_nodes, monitor.silent)
 
 
 def _name(number: int) -> str:
