@@ -27,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
         if "--" in words:  # a launcher may append options to these words
             at = words.index("--")
             words = [*words[:at], *map(options.word, words[at + 1 :])]
-        words, script = launch.split_script(words)
+        words, script = run.split_script(words)
         found = super().parse_args(train.of_model(plain(words)), namespace)
         found.words, found.script = words, script
         if script:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
 from typing import Any
 
 from ..cluster import ResourceSpec
 from ..cluster.hosts import HostSource
 from ..errors import LaunchError
-from ..launcher.ranks import start_script
 from . import options, run
 
 
@@ -39,21 +36,4 @@ def launch(arguments: argparse.Namespace) -> int:
     if arguments.ranks is None:
         fixed = max(1, arguments.resources.replicas - arguments.spares)
         arguments.ranks = arguments.elastic[1] if arguments.elastic else fixed
-    if not arguments.script:
-        return run.run(arguments)
-    if arguments.snapshot is not None:
-        raise LaunchError(
-            "--snapshot: is for experiments; a script writes checkpoints of its own, as nd.DistributedSession does"
-        )
-    if not os.path.isfile(arguments.file):
-        raise LaunchError(f"{arguments.file}: no such script")
-    return start_script(arguments)
-
-
-def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of `launch` up to a script, and the script with its own words; [] where there is none."""
-    if words[:1] == ["launch"]:
-        for at in range(2, len(words)):
-            if words[at].endswith(".py") and words[at - 1] != "--import" and not words[at].startswith("-"):
-                return list(words[: at + 1]), list(words[at:])
-    return list(words), []
+    return run.run(arguments)

@@ -199,8 +199,8 @@ class _Run:
             say(f"stopped while waiting for hosts: {self.heard[0]} came; --resume goes on")
             return STOPPED
         say(
-            f"error: gives up after {self.limit:g} s: {describe_shortage(self.roster)}; start it again with --resume"
-            " once there are hosts, or lower --elastic or -n",
+            f"error: gives up after {self.limit:g} s: {describe_shortage(self.roster)}; start it again"
+            f"{'' if self.experiment is None else ' with --resume'} once there are hosts, or lower --elastic or -n",
             sys.stderr,
         )
         return 1

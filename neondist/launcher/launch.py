@@ -141,7 +141,7 @@ def warn_crowd(ranks: int, env: Mapping[str, str]) -> None:
 
 def rank_words(arguments: argparse.Namespace) -> list[str]:
     """Return the module that every rank runs, and its words."""
-    if arguments.resources is not None and arguments.script:
+    if arguments.script:
         return ["neondist.launcher.script", os.path.abspath(arguments.file), *arguments.script[1:]]
     return ["neondist", *words(arguments)]
 

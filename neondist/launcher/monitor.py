@@ -39,7 +39,7 @@ class Member:
     rank : int
     node : str
     words : list of str
-        What it has sent: 'listens', 'ended CODE', 'failed'.
+        What it has sent: 'listens', 'ignores', 'ended CODE', 'failed'.
     """
 
     rank: int
@@ -51,6 +51,11 @@ class Member:
         """Its exit code, None where it has not said how it ended."""
         last = self.words[-1].split() if self.words else [""]
         return {"ended": int(last[-1]) if last[-1].isdecimal() else 1, "failed": 1}.get(last[0])
+
+    @property
+    def listens(self) -> bool:
+        """Whether SIGUSR1 stops it with a checkpoint."""
+        return self.words.count("listens") > self.words.count("ignores")
 
 
 class Monitor:
@@ -107,9 +112,9 @@ class Monitor:
         self._wake.close()
         self._thread.join(10)
 
-    def all_sent(self, word: str) -> bool:
-        """Whether every rank has sent a word."""
-        return sum(word in member.words for member in list(self.members.values())) == self.ranks
+    def all_listen(self) -> bool:
+        """Whether SIGUSR1 stops every rank with a checkpoint."""
+        return sum(member.listens for member in list(self.members.values())) == self.ranks
 
     def settle(self, seconds: float = 5.0) -> None:
         """Wait until the connections of ranks that have ended are read to their ends."""

@@ -65,10 +65,10 @@ def supervise(
 ) -> Ending:
     """Run a command to its end; the exit code is 128 + n if signal n ended it, and above 128 after a loss.
 
-    It inherits the file descriptors `inherited`. With `gently`, SIGTERM is passed on as SIGUSR1, which asks the ranks
-    to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint. Both wait until the
-    ranks that the monitor knows listen: others would be killed. `heard` are names of signals that came before. Once
-    `change` returns true, ranks that listen are asked to stop as well.
+    It inherits the file descriptors `inherited`. Where ranks listen, SIGTERM is passed on as SIGUSR1, which asks them
+    to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint. With `gently`, both
+    wait until the ranks that the monitor knows listen: others would be killed. `heard` are names of signals that came
+    before. Once `change` returns true, ranks that listen are asked to stop as well.
     """
     job, changing = _Job(gently), False
     before = _handle(job.forward)  # before the start, so that no signal ends this process and leaves the other
@@ -94,8 +94,8 @@ def supervise(
         while code is None:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(0.1)
-            if not job.ready and (monitor is None or monitor.all_sent("listens")):
-                job.ready = True
+            job.ready = monitor.all_listen() if monitor is not None else gently
+            if job.ready:
                 job.send(job.asked)
             if job.ready and not changing and change is not None and change():
                 changing = True
@@ -198,7 +198,7 @@ class _Job:
     def forward(self, number: int, frame: FrameType | None = None) -> None:
         """Take a signal, and pass it on if the command is there for it."""
         self.received.append(number)
-        sent = _as_sent(number, self.gently)
+        sent = _as_sent(number, self.gently or self.ready)
         (self.asked if self.gently and sent == signal.SIGUSR1 else self.waiting).append(sent)
         self.send(self.waiting)
         if self.ready:

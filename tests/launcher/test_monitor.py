@@ -73,10 +73,10 @@ def ranks(monitor):
 
 def test_words_and_a_good_end(monitor, ranks):
     both = [ranks.start(rank, "listens", "ended 0") for rank in (0, 1)]
-    assert not monitor.all_sent("listens")
+    assert not monitor.all_listen()
     for one in both:
         tell(one)
-    wait(lambda: monitor.all_sent("listens"))
+    wait(lambda: monitor.all_listen())
     assert monitor.without_word() == [0, 1]
     for one in both * 2:
         tell(one)
