@@ -167,7 +167,7 @@ class Round:
         found = self.resumes()[len(resumed)]
         while self.step() <= found["step"] and job.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
-        lease = LEASE if "stop" in both else 0
+        lease = LEASE if both == ["stop"] else 0  # beside another event it is ended with the others, at once
         first = time.time() - now - lease
         late = datetime.fromisoformat(found["time"]).timestamp() - now - lease
         self.gone(victims)
