@@ -1,6 +1,7 @@
 """A session that goes on at any step has the numbers of one that nothing has interrupted, bit for bit."""
 
 import shutil
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -160,7 +161,8 @@ def torch_on(ranks, folder, last, kind):
     """Return losses, and the module's state, of each rank."""
 
     def body(world):
-        losses, _, state = torch_trained(folder, last, kind, nd.ProcessGrid(world, **TORCH_GRIDS[ranks]))
+        with closing(nd.ProcessGrid(world, **TORCH_GRIDS[ranks])) as grid:
+            losses, _, state = torch_trained(folder, last, kind, grid)
         return losses, {name: one.numpy() for name, one in state.items()}
 
     return loopback.run(ranks, body)
