@@ -64,7 +64,10 @@ def connect(env: MutableMapping[str, str]) -> None:
 
 
 def send(env: Mapping[str, str], word: str) -> None:
-    """Send a word to the supervisor, if this process is a rank that has one: 'listens', 'ended CODE' or 'failed'."""
+    """Send a word to the supervisor, if this process is a rank that has one.
+
+    'listens': SIGUSR1 stops it with a checkpoint; 'ignores': no longer; 'ended CODE' or 'failed'.
+    """
     number = descriptor(env)
     if number is not None:
         with contextlib.suppress(OSError):

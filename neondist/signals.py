@@ -124,8 +124,10 @@ def listen_in_command() -> None:
 
 def listening() -> Signals | None:
     """Return what this process listens with since its start, if it does."""
-    for name in (*STOPPING, "SIGINT"):
-        found = getattr(signal.getsignal(getattr(signal, name, signal.SIGINT)), "__self__", None)
-        if isinstance(found, Signals) and found.whole_process:
-            return found
-    return None
+    return next((found for name in (*STOPPING, "SIGINT") if (found := hearer(name)) and found.whole_process), None)
+
+
+def hearer(name: str) -> Signals | None:
+    """Return what hears a signal in this process, if a Signals does."""
+    found = getattr(signal.getsignal(getattr(signal, name, signal.SIGINT)), "__self__", None)
+    return found if isinstance(found, Signals) else None

@@ -1,11 +1,11 @@
 """Supervised jobs over three nodes of this machine, each disturbed at random moments, and run to their ends.
 
-python tools/loss_rounds.py [--rounds N] [--first N] [--seed S] [--folder DIR] [--results FILE]
+python tools/loss_rounds.py [--rounds N] [--first N] [--seed S] [--folder DIR] [--results FILE] [--only KIND]
 
 A round kills a rank, a node's daemon, mpirun or the supervisor (then `--resume auto`), stops a rank, or does two of
 these at the same time, once or twice. It fails if the job reports success in between, loses a step that a snapshot had,
-leaves a process or a file behind, goes on late, or comes to other weights than a job that nobody disturbed. Needs Linux
-and root.
+leaves a process or a file behind, goes on late, or comes to other weights than a job that nobody disturbed. At the end
+it prints, for each kind of event, the seconds to the end of the first step after it. Needs Linux and root.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import h5py
 import numpy as np
@@ -61,8 +63,11 @@ from torch import nn
 def net():
     return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(216, 4))
 """
+DIGITS = (ROOT / "yaml" / "mnist_distarray_convnet.yaml").read_text()
+DIGITS = DIGITS.replace("\nepochs: 6", "\nepochs: 1\ndtype: float64")
+EPOCHS = {"layers": 4, "torch": 4, "digits": 1}
 EVENTS = ("rank", "daemon", "mpirun", "supervisor", "stop", "two")
-KINDS = ("layers", "torch")
+KINDS = ("layers", "torch")  # and "digits", where it is asked for
 NODES = ("nodeA", "nodeB", "nodeC")
 LEASE, SOON, LIMIT = 2.0, 5.0, 600.0
 
@@ -89,8 +94,9 @@ class Round:
         self.faults: list[str] = []
         self.events: list[str] = []
         self.late: list[float] = []
+        self.steps: list[float] = []
 
-    def play(self, reference: Path) -> dict[str, object]:
+    def play(self, reference: Path) -> dict[str, Any]:
         """Disturb the job, see it to its end, and return what was found."""
         prepare(self.folder)
         self.nodes = FakeNodes(self.folder, *NODES)
@@ -110,7 +116,8 @@ class Round:
             shutil.rmtree(self.folder)
         return {
             "round": self.number, "kind": self.kind, "elastic": self.elastic, "events": self.events,
-            "seconds": [round(one, 1) for one in self.late], "faults": self.faults,
+            "seconds": [round(one, 1) for one in self.late], "first_steps": [round(one, 2) for one in self.steps],
+            "load": round(os.getloadavg()[0], 1), "faults": self.faults,
         }  # fmt: skip
 
     def start(self, *more: str) -> subprocess.Popen[bytes]:
@@ -139,7 +146,7 @@ class Round:
             time.sleep(0.05)
         event = self.rng.choice(EVENTS)
         both = self.rng.sample(EVENTS[:-1], 2) if event == "two" else [event]
-        before, resumed, victims = self.step(), self.resumes(), self.nodes.pids("rank")
+        before, resumed, victims, changes = self.step(), self.resumes(), self.nodes.pids("rank"), self.changes()
         self.events.append("+".join(both))
         now = time.time()
         for one in both:
@@ -157,12 +164,19 @@ class Round:
                 self.faults.append(f"{both}: does not go on")
                 return job
             time.sleep(0.05)
-        self.gone(victims)
         found = self.resumes()[len(resumed)]
-        late = datetime.fromisoformat(found["time"]).timestamp() - now - (LEASE if "stop" in both else 0)
+        while self.step() <= found["step"] and job.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        lease = LEASE if both == ["stop"] else 0  # beside another event it is ended with the others, at once
+        first = time.time() - now - lease
+        late = datetime.fromisoformat(found["time"]).timestamp() - now - lease
+        self.gone(victims)
         self.late.append(late)
-        if late > SOON * self.patience:
-            self.faults.append(f"{both}: went on after {late:.1f} s")
+        self.steps.append(first)
+        if self.changes() > changes:
+            self.events[-1] += ", growth"
+        elif first > SOON * self.patience:
+            self.faults.append(f"{both}: went on after {late:.1f} s, and the first step was over after {first:.1f} s")
         if found["step"] < before:
             self.faults.append(f"{both}: goes on at step {found['step']}, and step {before} was there")
         return job
@@ -180,11 +194,15 @@ class Round:
     def ended(self) -> bool:
         """Whether the run is complete: nothing was there to be disturbed."""
         metrics = self.folder / "out" / "metrics.jsonl"
-        return metrics.exists() and metrics.read_text().count("\n") == 4
+        return metrics.exists() and metrics.read_text().count("\n") == EPOCHS[self.kind]
 
     def resumes(self) -> list[dict[str, object]]:
         """Return the log's notes on where generations went on."""
         return [one for one in read_events(self.folder / "out") if one["event"] == "resume"]
+
+    def changes(self) -> int:
+        """Return how often the job has followed a change of its hosts."""
+        return sum(one["event"] == "hosts" for one in read_events(self.folder / "out"))
 
     def gone(self, pids: list[int]) -> None:
         """Ranks of the generation before are gone soon."""
@@ -227,7 +245,7 @@ def prepare(folder: Path) -> None:
     """Make the folder of a job."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "tmp").mkdir(parents=True)
-    for name, text in {"layers.yaml": LAYERS, "torch.yaml": TORCH, "nets.py": NETS}.items():
+    for name, text in {"layers.yaml": LAYERS, "torch.yaml": TORCH, "digits.yaml": DIGITS, "nets.py": NETS}.items():
         (folder / name).write_text(text)
 
 
@@ -249,6 +267,27 @@ def undisturbed(kind: str, base: Path) -> Path:
     return folder / "out" / "checkpoint.h5"
 
 
+def summarise(rounds: Sequence[dict[str, Any]]) -> str:
+    """Return, for each kind of event, how often it was and the seconds to the end of the first step after it."""
+    seconds: dict[str, list[float]] = {}
+    for one in rounds:
+        for event, first in zip(one["events"], one["first_steps"], strict=False):
+            event, _, growth = event.partition(",")
+            seconds.setdefault(growth.strip() or ("two" if "+" in event else event), []).append(first)
+    lines = [
+        f"seconds from an event to the end of the first step after it; a stopped rank: beyond its lease of {LEASE:g} s;"
+        " growth: the job has got a host back before that step"
+    ]
+    for event, found in sorted(seconds.items()):
+        lines.append(f"{event:>10}  {len(found):3} times  median {median(found):5.2f}  maximum {max(found):5.2f}")
+    every = [first for found in seconds.values() for first in found]
+    loads = [one["load"] for one in rounds]
+    if every:
+        lines.append(f"{'all':>10}  {len(every):3} times  median {median(every):5.2f}  maximum {max(every):5.2f}")
+        lines.append(f"load of {os.cpu_count()} cores: {min(loads)} to {max(loads)}")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Play all rounds; return 1 if any has failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -258,7 +297,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("loss_rounds"))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--patience", type=float, default=1.0, help="factor for all limits of time, on a busy machine")
-    parser.add_argument("--only", choices=KINDS, help="models of one kind alone")
+    parser.add_argument("--only", choices=(*KINDS, "digits"), help="models of one kind alone")
     arguments = parser.parse_args()
     if why := missing():
         parser.error(why)
@@ -266,15 +305,17 @@ def main() -> int:
     base.mkdir(parents=True, exist_ok=True)
     kinds = [arguments.only] if arguments.only else KINDS
     references = {kind: undisturbed(kind, base) for kind in kinds}
-    failed = 0
+    rounds: list[dict[str, Any]] = []
     for number in range(arguments.first, arguments.first + arguments.rounds):
         one = Round(number, arguments.seed, base, arguments.patience, kinds)
         found = one.play(references[one.kind])
-        failed += bool(found["faults"])
+        rounds.append(found)
         print(json.dumps(found), flush=True)
         if arguments.results is not None:
             with arguments.results.open("a") as file:
                 file.write(json.dumps(found) + "\n")
+    failed = sum(bool(one["faults"]) for one in rounds)
+    print(summarise(rounds))
     print(f"{failed} of {arguments.rounds} rounds failed")
     return min(failed, 1)
 

@@ -27,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
         if "--" in words:  # a launcher may append options to these words
             at = words.index("--")
             words = [*words[:at], *map(options.word, words[at + 1 :])]
-        words, script = launch.split_script(words)
+        words, script = run.split_script(words)
         found = super().parse_args(train.of_model(plain(words)), namespace)
         found.words, found.script = words, script
         if script:
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     # hang; watchdog: who watches; restarts, elastic, lease: as `run` has them; begun: when the job first began
     every.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
     # of `launch`, and of hosts that come and go
-    every.set_defaults(resources=None, hosts_from=None, cool_down=None, wait=None, snapshot=None, source=None)
+    every.set_defaults(resources=None, hosts_from=None, cool_down=None, wait=None, snapshot=None, source=None, spares=0)
     every.set_defaults(hosts=None, generation=None, num_ps=0)  # num_ps: of `train`; servers, 0 for a default
     commands = every.add_subparsers(required=True, metavar="COMMAND")
 

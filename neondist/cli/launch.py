@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
 from typing import Any
 
 from ..cluster import ResourceSpec
 from ..cluster.hosts import HostSource
 from ..errors import LaunchError
-from ..launcher.ranks import start_script
 from . import options, run
 
 
@@ -34,25 +31,9 @@ def launch(arguments: argparse.Namespace) -> int:
     arguments.resources = ResourceSpec(arguments.resource_file)
     if arguments.hosts_from is not None:
         raise LaunchError("--hosts-from: launch has the hosts of its resource file; leave it out, or use neondist run")
-    if arguments.restarts is not None:
+    if arguments.restarts is not None or arguments.spares:
         arguments.source = HostSource(arguments.resource_file)
     if arguments.ranks is None:
-        arguments.ranks = arguments.elastic[1] if arguments.elastic else arguments.resources.replicas
-    if not arguments.script:
-        return run.run(arguments)
-    if arguments.snapshot is not None:
-        raise LaunchError(
-            "--snapshot: is for experiments; a script writes checkpoints of its own, as nd.DistributedSession does"
-        )
-    if not os.path.isfile(arguments.file):
-        raise LaunchError(f"{arguments.file}: no such script")
-    return start_script(arguments)
-
-
-def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of `launch` up to a script, and the script with its own words; [] where there is none."""
-    if words[:1] == ["launch"]:
-        for at in range(2, len(words)):
-            if words[at].endswith(".py") and words[at - 1] != "--import" and not words[at].startswith("-"):
-                return list(words[: at + 1]), list(words[at:])
-    return list(words), []
+        fixed = max(1, arguments.resources.replicas - arguments.spares)
+        arguments.ranks = arguments.elastic[1] if arguments.elastic else fixed
+    return run.run(arguments)

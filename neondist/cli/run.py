@@ -1,4 +1,4 @@
-"""`neondist run` and `neondist check`: train what a file describes, or tell what every layer would do."""
+"""`neondist run` and `neondist check`: train what a file describes, or run a script; or tell what every layer does."""
 
 from __future__ import annotations
 
@@ -6,24 +6,35 @@ import argparse
 import os
 import re
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
 from ..comm import Transport
 from ..config import dump
+from ..errors import LaunchError
 from ..job import STARTED, detect
-from ..launcher.ranks import new_watchdog, on_ranks
+from ..launcher.ranks import new_watchdog, on_ranks, start_script
 from ..launcher.workers import check_workers, run_workers, worker_place
 from ..train import Hook
 from . import options
 from .experiment import load, validated
 
+_OF_EXPERIMENTS = (
+    "settings", "output", "virtual", "resume", "overwrite", "init_from", "time_limit", "stall_timeout", "debug_halo",
+    "snapshot",
+)  # fmt: skip
+_WITH_FILES = ("--import", "--set", "--hosts-from", "--init-from", "--output", "--strategy")
+"""options whose value may look like a script"""
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def add(commands: Any) -> None:
     """Say what can be typed."""
-    one = commands.add_parser("run", help="train what a YAML file describes", allow_abbrev=False)
+    one = commands.add_parser(
+        "run", help="train what a YAML file describes, or run a script on all ranks", allow_abbrev=False,
+        usage="neondist run [options] FILE.yaml | SCRIPT.py [words of the script]",
+    )  # fmt: skip
     add_options(one)
     one.set_defaults(command=run, stops=True, watched=True)
 
@@ -71,6 +82,10 @@ def add_options(one: argparse.ArgumentParser) -> None:
         " and again with --elastic",
     )  # fmt: skip
     one.add_argument(
+        "--spares", type=options.not_negative, default=0, metavar="K",
+        help="leave K slots of the hosts idle, for ranks that are lost: the next generation has the same grid",
+    )  # fmt: skip
+    one.add_argument(
         "--cool-down", type=duration, metavar="TIME",
         help="a host that has failed is not used for so long (default 1m)",
     )  # fmt: skip
@@ -91,6 +106,8 @@ def add_options(one: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train in this process, on virtual ranks, in the MPI job that this process is in, or under mpirun."""
+    if arguments.script:
+        return _run_script(arguments)
 
     def work(world: Transport, experiment: Any) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
@@ -103,6 +120,32 @@ def run(arguments: argparse.Namespace) -> int:
         return result.stop.code if result.stop else 0
 
     return on_ranks(arguments, partial(_prepare, arguments), work, partial(run_workers, arguments))
+
+
+def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of `run` or `launch` up to a script, and the script with its own words; [] without one."""
+    first = {"run": 1, "launch": 2}.get(words[0] if words else "", len(words))
+    for at in range(first, len(words)):
+        word = words[at]
+        is_value = words[at - 1] in _WITH_FILES or re.match(r"[\w.-]+=", word) is not None
+        if word.endswith(".py") and not word.startswith("-") and not is_value:
+            return list(words[: at + 1]), list(words[at:])
+    return list(words), []
+
+
+def _run_script(arguments: argparse.Namespace) -> int:
+    """Run a script on all ranks, with the words that follow it."""
+    for name in _OF_EXPERIMENTS:
+        if getattr(arguments, name) not in (None, False, []):
+            option = "--set, --memory and --strategy" if name == "settings" else f"--{name.replace('_', '-')}"
+            verb, leave = ("are", "them") if name == "settings" else ("is", "it")
+            raise LaunchError(
+                f"{option}: {verb} for experiments; a script has its own words, behind its name, and checkpoints of its"
+                f" own, as nd.DistributedSession writes; leave {leave} out"
+            )
+    if not os.path.isfile(arguments.file):
+        raise LaunchError(f"{arguments.file}: no such script")
+    return start_script(arguments)
 
 
 def check(arguments: argparse.Namespace) -> int:

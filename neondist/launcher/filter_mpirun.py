@@ -50,10 +50,10 @@ class Filter:
         self.dropped = False
 
     @property
-    def lost_node(self) -> str:
-        """The node whose daemon mpirun has lost, '' if it has lost none."""
-        found = _LOST_NODE.search(self.left_out)
-        return found[1].decode(errors="replace") if found else ""
+    def lost_nodes(self) -> tuple[str, ...]:
+        """The nodes whose daemons mpirun has lost."""
+        found = [name.decode(errors="replace") for name in _LOST_NODE.findall(self.left_out)]
+        return tuple(dict.fromkeys(found))
 
     @property
     def signals(self) -> dict[int, str]:

@@ -73,6 +73,7 @@ class _Run:
         self.roster = Roster(arguments, make_fit_check(experiment))
         self.words, self.begun, self.limit = list(arguments.words), time.time(), arguments.wait or WAIT
         self.generation = self.restarts = 0
+        self.spares, self.counted = self.roster.spares, False
         self.resumes = bool(arguments.resume)
         if experiment is not None:
             if experiment.checkpoint.keep < restarts.KEEP:
@@ -92,9 +93,11 @@ class _Run:
             except NodesError as error:
                 if self.generation == 1 or not self.may_restart or not self.roster.drop(error.nodes):
                     raise
-                self.restarts += 1
+                self.restarts += not self.counted  # nodes that were lost together are one restart
+                self.counted = False
                 self.report_wait(str(error))
                 continue
+            self.counted = False
             if ending.loss and not self.heard and self.may_restart:
                 self.go_on_after_loss(members, ending)
             elif ending.changed:
@@ -117,8 +120,10 @@ class _Run:
         arguments = self.arguments
         arguments = argparse.Namespace(**{**vars(arguments), **fields})
         self.before = self.checkpoints()
-        self.note("start", ranks=members.ranks, grid=self.grid(members.ranks), hosts=members.hosts)
-        say(f"generation {self.generation}: {members}")
+        spares = {"spares": members.spares} if self.roster.spares else {}
+        self.note("start", ranks=members.ranks, grid=self.grid(members.ranks), hosts=members.hosts, **spares)
+        say(f"generation {self.generation}: {members}{self.describe_spares(members)}")
+        self.roster.hold(members)
         more = {GENERATION: str(self.generation), **self.keepers.environment}
         with Watcher(self.roster, members) as watcher:
             return self.start(arguments, self.heard, more, watcher.change)
@@ -126,10 +131,13 @@ class _Run:
     def go_on_after_loss(self, members: Members, ending: Ending) -> None:
         """Say what was lost, and from where the next generation goes on."""
         self.restarts += 1
-        host = self.roster.lose(members, ending.node, ending.silent)
-        self.note("loss", what=ending.loss, host=host or None)
-        number = f"restart {self.restarts} of {self.arguments.restarts}"
-        left_out = f"; {host} is left out for {self.roster.pool.cool_down:g} s" if host and self.roster.pool else ""
+        self.counted = True
+        hosts = self.roster.lose(members, ending.nodes, ending.silent)
+        self.note("loss", what=ending.loss, host=", ".join(hosts) or None)
+        number, left_out = f"restart {self.restarts} of {self.arguments.restarts}", ""
+        if hosts and self.roster.pool is not None:
+            verb = "is" if len(hosts) == 1 else "are"
+            left_out = f"; {', '.join(hosts)} {verb} left out for {self.roster.pool.cool_down:g} s"
         say(f"{number}: {ending.loss}{left_out}; {self.source()}, on {self.describe_next()}")
 
     def go_on_after_change(self, members: Members) -> None:
@@ -148,6 +156,17 @@ class _Run:
             self.roster.pool.refresh()
         members = self.roster.choose()
         return f"{self.roster.low} ranks or more, once there are hosts" if members is None else f"{members.ranks} ranks"
+
+    def describe_spares(self, members: Members) -> str:
+        """Return how many spare slots there are, if there should be any."""
+        before, self.spares = self.spares, members.spares
+        if not self.roster.spares:
+            return ""
+        text = f"; {members.spares} of {self.roster.spares} spare slots"
+        if before and not members.spares:
+            smaller = "makes the run smaller" if self.roster.elastic else "lets the run wait for hosts"
+            text += f": all are used up, and the loss of another {smaller}"
+        return text
 
     def source(self) -> str:
         """Return from where the next generation goes on, and let it do so."""
@@ -180,8 +199,8 @@ class _Run:
             say(f"stopped while waiting for hosts: {self.heard[0]} came; --resume goes on")
             return STOPPED
         say(
-            f"error: gives up after {self.limit:g} s: {describe_shortage(self.roster)}; start it again with --resume"
-            " once there are hosts, or lower --elastic or -n",
+            f"error: gives up after {self.limit:g} s: {describe_shortage(self.roster)}; start it again"
+            f"{'' if self.experiment is None else ' with --resume'} once there are hosts, or lower --elastic or -n",
             sys.stderr,
         )
         return 1

@@ -34,7 +34,7 @@ FORCE = "--force starts them all the same"
 _HANDED_ON = (
     SUPERVISOR, LAUNCHED, STARTED, GENERATION, KEEPERS, *threads.VARIABLES, "TTY_COMPATIBLE", "TERM", "COLUMNS", "LINES"
 )  # fmt: skip
-_SUPERVISORS = ("--restarts", "--elastic", "--lease", "--hosts-from", "--cool-down", "--wait")
+_SUPERVISORS = ("--restarts", "--elastic", "--lease", "--hosts-from", "--cool-down", "--wait", "--spares")
 """options that ranks are not given"""
 _ALLOCATIONS = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "COBALT_NODEFILE")
 _HOST_FILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
@@ -141,7 +141,7 @@ def warn_crowd(ranks: int, env: Mapping[str, str]) -> None:
 
 def rank_words(arguments: argparse.Namespace) -> list[str]:
     """Return the module that every rank runs, and its words."""
-    if arguments.resources is not None and arguments.script:
+    if arguments.script:
         return ["neondist.launcher.script", os.path.abspath(arguments.file), *arguments.script[1:]]
     return ["neondist", *words(arguments)]
 

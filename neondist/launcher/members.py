@@ -36,10 +36,13 @@ class Members:
     ranks : int
     hosts : dict of str to int, or None
         Ranks of each host, in order; None where mpirun decides.
+    spares : int
+        Slots that are left for ranks that are lost, at most as many as asked for.
     """
 
     ranks: int
     hosts: dict[str, int] | None = None
+    spares: int = 0
 
     def host_of(self, rank: int) -> str:
         """Return the host of a rank, '' if it is not known."""
@@ -66,6 +69,10 @@ def settle(arguments: argparse.Namespace, job: Job | None) -> None:
     elastic, hosts = arguments.elastic, arguments.hosts_from
     if hosts is not None:
         _settle_hosts(arguments, job)
+    if arguments.spares and arguments.source is None:
+        raise LaunchError("--spares: are slots of a list of hosts; give --hosts-from, or use neondist launch")
+    if arguments.spares and arguments.restarts is None:
+        arguments.restarts = RESTARTS
     if elastic is not None:
         low, high = elastic
         if arguments.restarts is None:
@@ -105,20 +112,25 @@ def _settle_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
 
 
 def _settle_ranks(arguments: argparse.Namespace) -> None:
-    """Compare the number of ranks with the hosts that there are."""
-    source = arguments.source
+    """Compare the number of ranks, and of spares, with the hosts that there are."""
+    source, spares = arguments.source, arguments.spares
     slots = sum(source.read().values())
     if arguments.ranks is None:
-        arguments.ranks = slots
         if not slots:
             raise LaunchError(
                 f"--hosts-from {source.path}: lists no host yet; give -n or --elastic MIN:MAX to wait for them"
             )
+        arguments.ranks = max(1, slots - spares)
     least = arguments.elastic[0] if arguments.elastic is not None else arguments.ranks
     if slots < least and not source.is_script:
         asked = f"--elastic {least}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {least}"
         raise LaunchError(
             f"{asked}: {source.path} has {slots} slots for ranks; give at most so many, or list more hosts"
+        )
+    if spares > slots - least and not source.is_script:
+        raise LaunchError(
+            f"--spares {spares}: {source.path} has {slots} slots, of which at least {least} are for ranks; give"
+            f" --spares {slots - least} at most, or list more hosts"
         )
 
 
@@ -128,7 +140,7 @@ class Roster:
     Parameters
     ----------
     arguments : argparse.Namespace
-        `ranks`, `elastic`, `source`, `resources`, `cool_down`.
+        `ranks`, `elastic`, `spares`, `source`, `resources`, `cool_down`.
     fits : callable
         Whether the experiment can be cut for a number of ranks.
 
@@ -138,6 +150,8 @@ class Roster:
         None: the ranks are where mpirun starts them.
     low, high : int
         Numbers of ranks.
+    spares : int
+        Slots to leave for ranks that are lost, while there are more than a generation before has used.
     resources : ResourceSpec or None
         As of the last reading.
     """
@@ -145,7 +159,7 @@ class Roster:
     def __init__(self, arguments: argparse.Namespace, fits: Callable[[int], bool]) -> None:
         self.elastic = arguments.elastic is not None
         self.low, self.high = arguments.elastic or (arguments.ranks, arguments.ranks)
-        self.ranks = arguments.ranks
+        self.ranks, self.spares, self._held = arguments.ranks, arguments.spares, self.low
         self.resources: ResourceSpec | None = arguments.resources
         self._source, self._fits, self._known = arguments.source, fits, {}  # type: Any, Any, dict[int, bool]
         self.pool = None if self._source is None else HostPool(self._read, arguments.cool_down or COOL_DOWN)
@@ -155,26 +169,31 @@ class Roster:
         if self.pool is None:
             return self._largest(self.ranks)
         usable = self.pool.usable()
-        found = self._largest(sum(usable.values()))
-        return found and Members(found.ranks, fill(usable, found.ranks))
+        slots = sum(usable.values())
+        found = self._largest(max(slots - self.spares, min(self._held, slots)))
+        return found and Members(found.ranks, fill(usable, found.ranks), min(self.spares, slots - found.ranks))
 
-    def lose(self, members: Members, node: str, silent: int) -> str:
-        """Take note of a loss; return the host that is left out from now on, '' if none is.
+    def hold(self, members: Members) -> None:
+        """Keep the size of a generation in the next ones, by its spares, as long as there are hosts for it."""
+        self._held = members.ranks
 
-        A run of a fixed size, which could not go on without the host, uses it again at once.
+    def lose(self, members: Members, nodes: tuple[str, ...], silent: tuple[int, ...]) -> list[str]:
+        """Take note of a loss; return the hosts that are left out from now on.
+
+        A run of a fixed size, which could not go on without a host, uses it again at once.
         """
         if self.pool is None:
             fewer = self._largest(self.ranks - 1)
             self.ranks = fewer.ranks if fewer is not None else self.ranks
-            return ""
-        host = self.pool.match(node) if node else members.host_of(silent)
-        if not host or host == self._chief:
-            return ""
-        rest = sum(slots for other, slots in self.pool.usable().items() if other != host)
-        if not self.elastic and rest < self.low:
-            return ""
-        self.pool.fail(host)
-        return host
+            return []
+        hosts = [self.pool.match(node) for node in nodes] or [members.host_of(rank) for rank in silent]
+        left_out = []
+        for host in dict.fromkeys(hosts):
+            rest = sum(slots for other, slots in self.pool.usable().items() if other != host)
+            if host and host != self._chief and (self.elastic or rest >= self.low):
+                self.pool.fail(host)
+                left_out.append(host)
+        return left_out
 
     def drop(self, hosts: tuple[str, ...]) -> list[str]:
         """Leave out hosts that cannot be reached; return them."""
@@ -196,9 +215,9 @@ class Roster:
 
     def unreachable(self, members: Members) -> tuple[str, ...]:
         """Return hosts that do not answer; nodes of a resource file are checked as a job is started."""
-        if members.hosts is None or self.resources is not None:
+        if self.pool is None or members.hosts is None or self.resources is not None:
             return ()
-        return tuple(unreachable(members.hosts, os.environ))
+        return tuple(unreachable(fill(self.pool.usable(), members.ranks + members.spares), os.environ))
 
     @property
     def _chief(self) -> str:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from ..heartbeat import NONCE, PATIENCE, PROOF, SUPERVISOR, proof
+from ..heartbeat import BEAT, NONCE, PATIENCE, PROOF, SUPERVISOR, proof
 
 LEASE = 15.0
 """seconds without a heartbeat after which a rank is lost"""
@@ -22,6 +22,10 @@ LOOPBACK = "127.0.0.1"
 _TICK = 0.5
 _LONGEST = 512
 """bytes of a line"""
+_MISSED = 3
+"""heartbeats without which a rank is lost as well, when another's lease is over"""
+_NAMED = 4
+"""ranks that a message names"""
 _SPARE = 64
 """connections that may be open besides those of the ranks"""
 
@@ -35,7 +39,7 @@ class Member:
     rank : int
     node : str
     words : list of str
-        What it has sent: 'listens', 'ended CODE', 'failed'.
+        What it has sent: 'listens', 'ignores', 'ended CODE', 'failed'.
     """
 
     rank: int
@@ -47,6 +51,11 @@ class Member:
         """Its exit code, None where it has not said how it ended."""
         last = self.words[-1].split() if self.words else [""]
         return {"ended": int(last[-1]) if last[-1].isdecimal() else 1, "failed": 1}.get(last[0])
+
+    @property
+    def listens(self) -> bool:
+        """Whether SIGUSR1 stops it with a checkpoint."""
+        return self.words.count("listens") > self.words.count("ignores")
 
 
 class Monitor:
@@ -70,8 +79,8 @@ class Monitor:
         The first rank that was lost before any other has failed; -1 while there is none.
     loss : str
         The same in words, '' while there is none.
-    silent : bool
-        Whether that rank has given no sign of life, and may be there still.
+    silent : tuple of int
+        Ranks that have given no sign of life, that one among them, and may be there still.
     ending : float or None
         time.monotonic() when a rank has failed, or the last one ended.
     """
@@ -79,7 +88,8 @@ class Monitor:
     def __init__(self, ranks: int, addresses: Sequence[str] = (LOOPBACK,), lease: float = LEASE) -> None:
         self.ranks, self.lease = ranks, lease
         self.members: dict[int, Member] = {}
-        self.lost, self.loss, self.silent = -1, "", False
+        self.lost, self.loss = -1, ""
+        self.silent: tuple[int, ...] = ()
         self.ending: float | None = None
         self._key = secrets.token_hex(16)
         self._connections: list[_Connection] = []
@@ -102,9 +112,9 @@ class Monitor:
         self._wake.close()
         self._thread.join(10)
 
-    def all_sent(self, word: str) -> bool:
-        """Whether every rank has sent a word."""
-        return sum(word in member.words for member in list(self.members.values())) == self.ranks
+    def all_listen(self) -> bool:
+        """Whether SIGUSR1 stops every rank with a checkpoint."""
+        return sum(member.listens for member in list(self.members.values())) == self.ranks
 
     def settle(self, seconds: float = 5.0) -> None:
         """Wait until the connections of ranks that have ended are read to their ends."""
@@ -187,11 +197,28 @@ class Monitor:
             each.socket.close()
             self._connections.remove(each)
             if each.member is not None and each.member.code is None and not failed and not self.loss:
-                silent = f"has given no sign of life for {self.lease:g} s: it is stopped, or its node unreachable"
-                self.lost, self.silent = each.member.rank, not each.closed
-                self.loss = f"{self.describe(self.lost)} {ENDED if each.closed else silent}"
+                self.lost, self.loss = each.member.rank, f"{self.describe(each.member.rank)} {ENDED}"
+                if not each.closed:
+                    self._lose_silent([each, *(one for one in self._connections if self._is_quiet(one))])
         if self.ending is None and (failed or not self.without_word()):
             self.ending = time.monotonic()
+
+    def _lose_silent(self, connections: Sequence[_Connection]) -> None:
+        """Note all ranks whose nodes were lost at about the same time."""
+        self.silent = tuple(sorted(one.member.rank for one in connections if one.member is not None))
+        names = [self.describe(rank) for rank in self.silent[:_NAMED]]
+        names += [f"{len(self.silent) - _NAMED} more"] if len(self.silent) > _NAMED else []
+        what = ("has", "it is", "its node") if len(names) == 1 else ("have", "they are", "their nodes")
+        self.loss = (
+            f"{', '.join(names)} {what[0]} given no sign of life for {self.lease:g} s: {what[1]} stopped, or"
+            f" {what[2]} unreachable"
+        )
+
+    def _is_quiet(self, connection: _Connection) -> bool:
+        """Whether a rank has missed several heartbeats, though its lease may not be over."""
+        member = connection.member
+        most = min(self.lease, max(_MISSED * BEAT, self.lease / 2))
+        return member is not None and member.code is None and not connection.closed and connection.idle > most
 
     def _patience(self, connection: _Connection) -> float:
         return PATIENCE if connection.member is None else self.lease

@@ -89,9 +89,13 @@ def on_ranks(
 
 def start_script(arguments: argparse.Namespace) -> int:
     """Start a script on all ranks under mpirun, and again after losses if it may be; return the job's exit code."""
-    members.settle(arguments, detect(os.environ))
-    ready(os.environ)
-    if arguments.restarts is not None:
+    if detect(os.environ) is not None:
+        raise LaunchError(f"inside an MPI job each rank runs a script itself: python {arguments.file}")
+    members.settle(arguments, None)
+    arguments.ranks = arguments.ranks or 1
+    if not must_launch(arguments, None):
+        ready(os.environ)
+    if arguments.restarts is not None or arguments.source is not None:
         return run_generations(arguments, None)
     return show_loss(launch(arguments), arguments)
 

@@ -39,18 +39,18 @@ class Ending:
         Of `neondist run`: never 0 after a loss.
     loss : str
         The rank or node that was lost, in words; '' if there is none.
-    node : str
-        The node whose daemon was lost, '' if none was.
-    silent : int
-        The rank that has given no sign of life, -1 if there is none.
+    nodes : tuple of str
+        The nodes whose daemons were lost.
+    silent : tuple of int
+        The ranks that have given no sign of life.
     changed : bool
         Whether it was stopped, with a checkpoint, because `change` has asked for that.
     """
 
     code: int
     loss: str = ""
-    node: str = ""
-    silent: int = -1
+    nodes: tuple[str, ...] = ()
+    silent: tuple[int, ...] = ()
     changed: bool = False
 
 
@@ -65,10 +65,10 @@ def supervise(
 ) -> Ending:
     """Run a command to its end; the exit code is 128 + n if signal n ended it, and above 128 after a loss.
 
-    It inherits the file descriptors `inherited`. With `gently`, SIGTERM is passed on as SIGUSR1, which asks the ranks
-    to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint. Both wait until the
-    ranks that the monitor knows listen: others would be killed. `heard` are names of signals that came before. Once
-    `change` returns true, ranks that listen are asked to stop as well.
+    It inherits the file descriptors `inherited`. Where ranks listen, SIGTERM is passed on as SIGUSR1, which asks them
+    to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint. With `gently`, both
+    wait until the ranks that the monitor knows listen: others would be killed. `heard` are names of signals that came
+    before. Once `change` returns true, ranks that listen are asked to stop as well.
     """
     job, changing = _Job(gently), False
     before = _handle(job.forward)  # before the start, so that no signal ends this process and leaves the other
@@ -94,8 +94,8 @@ def supervise(
         while code is None:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(0.1)
-            if not job.ready and (monitor is None or monitor.all_sent("listens")):
-                job.ready = True
+            job.ready = monitor.all_listen() if monitor is not None else gently
+            if job.ready:
                 job.send(job.asked)
             if job.ready and not changing and change is not None and change():
                 changing = True
@@ -151,8 +151,10 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
     loss = monitor.loss
     if killed:
         loss = f"mpirun was killed ({_name(code - 128)})"
-    elif node := messages.lost_node:
-        loss = f"node {node} was lost: its daemon was killed, or the network to it failed"
+    elif len(nodes := messages.lost_nodes) == 1:
+        loss = f"node {nodes[0]} was lost: its daemon was killed, or the network to it failed"
+    elif nodes:
+        loss = f"nodes {', '.join(nodes)} were lost: their daemons were killed, or the network to them failed"
     elif monitor.lost in messages.signals:
         loss = f"{monitor.describe(monitor.lost)} was killed by {messages.signals[monitor.lost]}"
     elif not loss and code == 0:
@@ -164,8 +166,7 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
         loss = f"a rank was killed ({_name(code - 128)})"
     if not loss:
         return Ending(code)
-    silent = monitor.lost if monitor.silent else -1
-    return Ending(code if code > 128 else 128 + signal.SIGKILL, loss, messages.lost_node, silent)
+    return Ending(code if code > 128 else 128 + signal.SIGKILL, loss, messages.lost_nodes, monitor.silent)
 
 
 def _name(number: int) -> str:
@@ -197,7 +198,7 @@ class _Job:
     def forward(self, number: int, frame: FrameType | None = None) -> None:
         """Take a signal, and pass it on if the command is there for it."""
         self.received.append(number)
-        sent = _as_sent(number, self.gently)
+        sent = _as_sent(number, self.gently or self.ready)
         (self.asked if self.gently and sent == signal.SIGUSR1 else self.waiting).append(sent)
         self.send(self.waiting)
         if self.ready:

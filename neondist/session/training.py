@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..console import say
 from ..data import Dataset
+from ..heartbeat import descriptor, send
 from ..io.output import CHECKPOINT, COMPLETE, held
 from ..models import ScriptModel
-from ..train import Hook
+from ..signals import STOPPED, Signals, hearer
+from ..train import Hook, StopOnSignal
 from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
 from ..train.callbacks.completion import CompletionMark
 from ..train.callbacks.hook import opened
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 KEEP = 5
 """Checkpoints that stay beside the newest, each under its step, so that an evaluator can be some behind."""
+REMEDY = "the script, started again, goes on from here"
 
 
 class TrainingRole:
@@ -66,6 +70,7 @@ class TrainingRole:
         self.hooks, self.schedule = list(hooks), schedule
         self.servers = servers
         self.position: DataPosition | None = None
+        self.supervised = False
         self._stack = ExitStack()
         loggers = [hook for hook in self.hooks if isinstance(hook, Logger)]
         for logger in loggers:
@@ -80,6 +85,8 @@ class TrainingRole:
         """Restore the newest checkpoint, if there is one, and call the hooks; collective."""
         state, folder, world = self.state, self.folder, self.state.grid.world
         with ExitStack() as stack:
+            if folder is not None:
+                self._listen(stack)
             stack.enter_context(opened(self.hooks))
             if folder is not None:
                 if self.writes:
@@ -98,6 +105,20 @@ class TrainingRole:
                 say(note)
             self.state.agree()
             self._stack = stack.pop_all()
+
+    def _listen(self, stack: ExitStack) -> None:
+        """Let the supervisor of the job, if it has one, stop it with a checkpoint, from which it is started again.
+
+        The handlers stay for the life of the process: what comes late must not kill it.
+        """
+        if self.servers is not None or descriptor(os.environ) is None:
+            return
+        signals = hearer("SIGUSR1") or Signals().listen()
+        if hearer("SIGUSR1") is signals:  # not in a thread
+            self.hooks.append(StopOnSignal(signals, REMEDY))
+            self.supervised = True
+            send(os.environ, "listens")
+            stack.callback(send, os.environ, "ignores")
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function, count its step, and call the hooks; collective."""
@@ -145,7 +166,13 @@ class TrainingRole:
                 self.state.agree()
 
     def exit(self, error: BaseException | None) -> None:
-        """Call the hooks for the last time, which write the last checkpoint; collective without an error."""
+        """Call the hooks for the last time, which write the last checkpoint; collective without an error.
+
+        Raises
+        ------
+        SystemExit
+            With exit code 75: a job with a supervisor is to go on from that checkpoint.
+        """
         with self._stack:
             if error is not None:
                 self._fail(error)
@@ -162,6 +189,11 @@ class TrainingRole:
             except BaseException as problem:
                 self._fail(problem)
                 raise
+        stop = self.state.stop
+        if self.supervised and stop is not None and stop.code == STOPPED:
+            if self.state.first_rank:
+                say(f"stopped at step {self.state.step}: {stop.reason}")
+            raise SystemExit(STOPPED)
 
     def _fail(self, error: BaseException) -> None:
         for hook in self.hooks:

@@ -20,6 +20,7 @@ while [ "${1#-}" != "$1" ]; do
     shift
 done
 export FAKE_HOST="$1"; shift
+[ -e "${0%/*}/off-$FAKE_HOST" ] && exit 255
 exec setsid unshare --uts sh -c 'hostname "$FAKE_HOST"; eval "$@"' sh "$@"
 """
 MARK = "NEONDIST_FAKE_NODES"
@@ -49,7 +50,7 @@ class FakeNodes:
         agent.write_text(AGENT)
         agent.chmod(0o755)
         hosts.write_text("".join(f"{node} slots={slots}\n" for node in nodes))
-        self.nodes, self.mark = nodes, uuid.uuid4().hex
+        self.nodes, self.mark, self.folder = nodes, uuid.uuid4().hex, folder
         self.env = {
             "PRTE_MCA_plm_ssh_agent": str(agent),
             "PRTE_MCA_prte_do_not_resolve": "1",
@@ -70,6 +71,15 @@ class FakeNodes:
     def pids(self, kind, node=""):
         """Return the numbers of the processes of a kind, on a node or on all."""
         return [pid for each, where, pid in self.processes() if each == kind and node in ("", where)]
+
+    def switch_off(self, *nodes):
+        """Kill all processes of nodes, which cannot be reached from now on."""
+        for node in nodes:
+            (self.folder / f"off-{node}").touch()
+        for _, where, pid in self.processes():
+            if where in nodes:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def end(self):
         """Kill whatever is left."""

@@ -68,6 +68,6 @@ def test_what_is_left_out_is_kept_for_jobs_that_say_nothing_else(said, spoken):
 def test_what_mpirun_says_of_losses():
     messages = Filter()
     messages.feed(LOST + SIGNAL + b"[nodeC:0] *** on a NULL communicator\n")
-    assert (messages.lost_node, messages.signals) == ("nodeC", {1: "signal 9 (Killed)"})
+    assert (messages.lost_nodes, messages.signals) == (("nodeC",), {1: "signal 9 (Killed)"})
     assert messages.of_mpi == b"[nodeC:0] *** on a NULL communicator\n"
-    assert (Filter().lost_node, Filter().signals) == ("", {})
+    assert (Filter().lost_nodes, Filter().signals) == ((), {})

@@ -84,7 +84,7 @@ def test_hosts_that_come_and_go(folder, capsys):
 
 
 def test_a_node_that_fails_is_left_out(folder, capsys):
-    acts = [Ending(137, "node b was lost", node="b.cluster"), Ending(137, "rank 0 is stopped", silent=0)]
+    acts = [Ending(137, "node b was lost", nodes=("b.cluster",)), Ending(137, "rank 0 is stopped", silent=(0,))]
     script = Script(folder, *acts, Ending(137, "rank 1 was killed"), Ending(0))
     script.hosts("a:1 b:1 c:1 d:1")
     assert script.run("--elastic", "1:3", "--restarts", "3") == 0
@@ -96,7 +96,7 @@ def test_a_node_that_fails_is_left_out(folder, capsys):
 
 
 def test_a_run_of_fixed_size_uses_a_host_again(folder):
-    script = Script(folder, Ending(137, "node b was lost", node="b"), Ending(137, "node b was lost", node="b"))
+    script = Script(folder, *[Ending(137, "node b was lost", nodes=("b",))] * 2)
     script.hosts("a:1 b:1")
     assert script.run("-n", "2", "--restarts", "1") == 137
     assert script.started == [{"a": 1, "b": 1}] * 2
@@ -110,7 +110,7 @@ def test_ranks_without_hosts_are_fewer_after_a_loss_if_that_fits():
         roster, found = members.Roster(arguments, fitting.__contains__), []
         for _ in expected:
             found.append(roster.choose())
-            roster.lose(found[-1], "", 0)
+            roster.lose(found[-1], (), (0,))
         assert [one.ranks for one in found] == expected
 
 

@@ -87,7 +87,7 @@ def test_nodes_that_cannot_take_part(folder, monkeypatch):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["-n", 9], "-n 9: the resource file has 3 devices"), (["--virtual", 2], "--virtual runs all ranks"),
-    (["--elastic", "1:2"], "give --restarts too"),
+    (["--elastic", "1:2"], "give --restarts too"), (["--spares", 3], "of which at least 1 are for ranks"),
 ])  # fmt: skip
 def test_options_that_do_not_fit(folder, words, message):
     write(folder, ["nodeB", "nodeC"])

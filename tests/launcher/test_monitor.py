@@ -11,6 +11,7 @@ import time
 import pytest
 
 from neondist.heartbeat import NONCE, SUPERVISOR, proof, receive, split_address
+from neondist.launcher import monitor as monitor_module
 from neondist.launcher.monitor import Monitor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -72,10 +73,10 @@ def ranks(monitor):
 
 def test_words_and_a_good_end(monitor, ranks):
     both = [ranks.start(rank, "listens", "ended 0") for rank in (0, 1)]
-    assert not monitor.all_sent("listens")
+    assert not monitor.all_listen()
     for one in both:
         tell(one)
-    wait(lambda: monitor.all_sent("listens"))
+    wait(lambda: monitor.all_listen())
     assert monitor.without_word() == [0, 1]
     for one in both * 2:
         tell(one)
@@ -112,6 +113,21 @@ def test_a_stopped_rank_loses_its_lease_and_is_ended(monitor, ranks):
     assert monitor.loss.startswith(f"rank 0 of 2 on {os.uname().nodename} has given no sign of life for 2.5 s")
     monitor.end_ranks()
     assert [each.wait(60) for each in (one, other)] == [-signal.SIGKILL] * 2
+
+
+def test_ranks_that_are_silent_at_about_the_same_time_are_lost_together(monkeypatch):
+    monkeypatch.setattr(monitor_module, "BEAT", 0.1)
+    monkeypatch.setattr(monitor_module, "_TICK", 0.02)
+    with Monitor(3, lease=1.0) as monitor, contextlib.ExitStack() as stack:
+        quiet = [stack.enter_context(greeted(monitor, f"{rank} 1 node{rank}\n".encode())) for rank in (0, 1, 2)]
+        end = time.monotonic() + 0.3
+        while not monitor.loss:
+            for one in quiet[1 if time.monotonic() < end else 2 :]:
+                with contextlib.suppress(OSError):
+                    one.sendall(b"\n")
+            time.sleep(0.01)
+        assert monitor.silent == (0, 1)
+        assert monitor.loss.startswith("rank 0 of 3 on node0, rank 1 of 3 on node1 have given no sign of life for 1 s")
 
 
 def connected(monitor):

@@ -1,6 +1,7 @@
 """A session that goes on at any step has the numbers of one that nothing has interrupted, bit for bit."""
 
 import shutil
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -110,9 +111,9 @@ def torch_parts(grid, kind):
     return module, optimizer, scheduler
 
 
-def torch_trained(folder, last, kind):
+def torch_trained(folder, last, kind, grid=None):
     torch = pytest.importorskip("torch")
-    module, optimizer, scheduler = torch_parts(nd.ProcessGrid.serial(), kind)
+    module, optimizer, scheduler = torch_parts(grid or nd.ProcessGrid.serial(), kind)
 
     def step(number):
         drawn = torch.Generator().manual_seed(number)
@@ -151,6 +152,37 @@ def test_torch_modules_resume_at_any_step(tmp_path_factory, kind, cut):
     for at, kept in wanted["state"].items():
         assert all(torch.equal(slots["state"][at][name], one) for name, one in kept.items())
     shutil.rmtree(folder)
+
+
+TORCH_GRIDS = {1: {}, 2: {"rows": 2}, 4: {"rows": 2, "replicas": 2}}
+
+
+def torch_on(ranks, folder, last, kind):
+    """Return losses, and the module's state, of each rank."""
+
+    def body(world):
+        with closing(nd.ProcessGrid(world, **TORCH_GRIDS[ranks])) as grid:
+            losses, _, state = torch_trained(folder, last, kind, grid)
+        return losses, {name: one.numpy() for name, one in state.items()}
+
+    return loopback.run(ranks, body)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [("AllReduce", (2, 4)), ("plain", (4, 2)), ("ShardedOptimizer", (2, 4)), ("ShardedOptimizer", (4, 2))],
+    ids=str,
+)
+def test_torch_modules_resume_on_other_ranks(tmp_path, kind, counts):
+    """Weights, slots, learning rate, dropout and running statistics: the numbers of one process, in float64."""
+    cuts = [2 + 2 * at for at in range(len(counts))]
+    parts = [torch_on(ranks, tmp_path, last, kind) for ranks, last in zip(counts, cuts, strict=True)]
+    ((losses, state),) = torch_on(1, None, cuts[-1], kind)
+    for rank, (_, found) in enumerate(parts[-1]):
+        at = [loss for part in parts for loss in part[min(rank, len(part) - 1)][0]]
+        np.testing.assert_allclose(at, losses, rtol=1e-10)
+        for name, array in state.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def test_a_checkpoint_of_other_objects_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from neondist.comm import ProcessGrid, loopback
 from neondist.data import Synthetic
 from neondist.geometry import Box
 from neondist.layers import ConvLayerDist, FCLayerDist
+from neondist.train import Hook
 from neondist.train.callbacks import tiles_picture
 from neondist.train.callbacks.tiles_picture import collect, framed, strips
 
@@ -115,3 +116,18 @@ def test_strips_are_what_is_left(inner):
     if not inside.empty:
         count[inside.slices] += 1
     np.testing.assert_array_equal(count, 1)
+
+
+def test_a_run_that_goes_on_draws_after_its_first_epoch(tmp_path, pictures):
+    """Before the first step after a loss, nothing waits for matplotlib."""
+    experiment(1).run(output=tmp_path, hooks=[])
+    (tmp_path / "tiles.png").unlink()
+    found = []
+
+    class Look(Hook):
+        def after_step(self, run):
+            found.append((tmp_path / "tiles.png").exists())
+
+    experiment(3).run(output=tmp_path, resume=True, hooks=[Look()])
+    assert found == [False] * 5 + [True] * 5
+    assert is_png(tmp_path / "tiles.png")

@@ -25,12 +25,14 @@ class StopOnSignal(Hook):
     ----------
     signals : Signals, optional
         Who listens already; default from `open` to `close`.
+    remedy : str
+        How the run goes on, for the message.
     """
 
     joins_pretraining = True
 
-    def __init__(self, signals: Signals | None = None) -> None:
-        self.signals, self.own = signals or Signals(), signals is None
+    def __init__(self, signals: Signals | None = None, remedy: str = "--resume goes on from here") -> None:
+        self.signals, self.own, self.remedy = signals or Signals(), signals is None, remedy
         self.run: TrainState | None = None
 
     def open(self) -> None:
@@ -49,13 +51,13 @@ class StopOnSignal(Hook):
         self.signals.join(self._tell)
         heard = [name for names in run.grid.world.allgather(tuple(self.signals.heard)) for name in names]
         if heard and run.stop is None and run.epoch < run.epochs:
-            run.stop = _stop(heard[0])
+            run.stop = Stop(f"{heard[0]} came; {self.remedy}")
 
     def after_step(self, run: TrainState) -> None:
         """Stop, if a rank has heard a signal."""
         for name, flag in SIGNALS.items():
             if run.stop is None and run.model.sync.flags.ranks(flag):
-                run.stop = _stop(name)
+                run.stop = Stop(f"{name} came; {self.remedy}")
 
     def after_run(self, run: TrainState) -> None:
         """Leave those who are told."""
@@ -74,10 +76,6 @@ class StopOnSignal(Hook):
     def _tell(self, name: str) -> None:
         if self.run is not None:
             self.run.model.sync.flags.mine[SIGNALS[name]] = 1
-
-
-def _stop(name: str) -> Stop:
-    return Stop(f"{name} came; --resume goes on from here")
 
 
 DISK = 100e6

@@ -23,14 +23,33 @@ PIXELS = 512  # a larger image is drawn from every s-th cell, so that no rank ha
 class TilesPicture(Hook):
     """Draw an image before training begins, on rank 0; nothing without matplotlib or for other than images.
 
-    The views drawn are those of the first layer whose window is larger than one cell.
+    A run that goes on, perhaps after a loss, draws it after its first epoch: to import matplotlib takes longer than all
+    else before the next step. The views drawn are those of the first layer whose window is larger than one cell.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._drawn = False
 
     def before_run(self, run: TrainState) -> None:
-        """Collect the tiles (collective) and draw."""
+        """Draw, unless the run goes on; collective."""
+        self._drawn = False
+        if run.step == 0 and run.epoch == 0:
+            self._draw(run)
+
+    def after_epoch(self, run: TrainState) -> None:
+        """Draw, if that is still to be done; collective."""
+        self._draw(run)
+
+    def after_run(self, run: TrainState) -> None:
+        """Draw, if that is still to be done; collective."""
+        self._draw(run)
+
+    def _draw(self, run: TrainState) -> None:
+        """Collect the tiles and draw them, once."""
+        if self._drawn:
+            return
+        self._drawn = True
         shape, grid = run.dataset.sample_shape, run.grid
         if len(shape) != 3 or len(run.dataset.splits) == 1 or not len(run.dataset.selection):
             return
