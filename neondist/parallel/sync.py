@@ -143,7 +143,7 @@ class Bucketed(GradientSync):
     """
 
     #: bytes from which on a bucket is full
-    full = 2 << 20
+    full = 1 << 20
 
     def __init__(
         self, grid: ProcessGrid, buffer: Any, spans: Sequence[FlatRange], shared: int, exact: int | None = None

@@ -1,0 +1,168 @@
+"""How much of the time of gradient sums does sending them in buckets hide, on a link of a given bandwidth?
+
+One process trains one replica of two; its transport takes as long as the link would, without using a core. Sums of one
+message at the end of a step (`sync: allreduce`) and of buckets (`sync: bucketed`) take turns with a link without delay.
+
+    python tools/hidden_sums.py --share 0.3 0.6 1.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+import neondist as nd
+from neondist.bench.model.dry_run import DryRunTransport, Notes
+from neondist.comm import ReduceOp, Request, Transport
+from neondist.layers import ConvLayerDist, FCLayerDist, GlobalAvgPoolingLayerDist, MaxPoolingLayerDist, ReLU
+
+NETWORKS: dict[str, tuple[tuple[int, ...], int, Callable[[], list]]] = {
+    "even": (
+        (32, 32, 128),
+        4,
+        lambda: [*(_conv(128) for _ in range(8)), GlobalAvgPoolingLayerDist(), FCLayerDist(10)],
+    ),
+    "pyramid": (
+        (64, 64, 3),
+        4,
+        lambda: [
+            *(each for width in (64, 128, 256) for each in (_conv(width), _conv(width), MaxPoolingLayerDist(2))),
+            *(_conv(512), GlobalAvgPoolingLayerDist(), FCLayerDist(10)),
+        ],
+    ),
+    "classifier": (
+        (32, 32, 3),
+        16,
+        lambda: [
+            _conv(64),
+            MaxPoolingLayerDist(2),
+            _conv(128),
+            MaxPoolingLayerDist(2),
+            FCLayerDist(512),
+            FCLayerDist(10),
+        ],
+    ),
+}
+"""shape of a sample, batch of a replica, layers"""
+
+
+def _conv(channels: int) -> ConvLayerDist:
+    return ConvLayerDist(channels, 3, padding=1, activation=ReLU())
+
+
+@dataclass
+class Link:
+    """A link whose messages follow each other.
+
+    Attributes
+    ----------
+    bandwidth : bytes per second; 0: no delay
+    free : when the last message has arrived, in seconds of `time.perf_counter`
+    spent : seconds of all messages
+    """
+
+    bandwidth: float = 0.0
+    free: float = 0.0
+    spent: float = 0.0
+
+    def send(self, nbytes: int) -> float:
+        """Return when a message that is sent now arrives."""
+        taken = nbytes / self.bandwidth if self.bandwidth else 0.0
+        self.spent += taken
+        self.free = max(self.free, time.perf_counter()) + taken
+        return self.free
+
+
+class SlowTransport(DryRunTransport):
+    """A rank alone, whose sums take the time of a link."""
+
+    def __init__(self, rank: int, size: int, link: Link) -> None:
+        super().__init__(rank, size, Notes())
+        self.link = link
+
+    def split_by(self, color: Callable[[int], int]) -> Transport:
+        """Return this rank among those of its colour."""
+        group = [rank for rank in range(self.size) if color(rank) == color(self.rank)]
+        return SlowTransport(group.index(self.rank), len(group), self.link)
+
+    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
+        """Wait as long as the sum takes; the array stays this rank's share."""
+        self.iallreduce(array).wait()
+
+    def iallreduce(self, array: np.ndarray) -> Request:
+        """Send it; an array of one rank takes no time."""
+        return _Arrival(self.link.send(array.nbytes) if self.size > 1 else 0.0)
+
+
+class _Arrival(Request):
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.at - time.perf_counter()))
+
+
+class Side:
+    """A model with one way of synchronising, and its link."""
+
+    def __init__(self, name: str, sync: str) -> None:
+        shape, batch, layers = NETWORKS[name]
+        self.link = Link()
+        model = nd.ConvnetDist(layers(), cost=nd.CrossEntropy(), optimizer=nd.SGD(learning_rate=0.0), sync=sync)
+        grid = nd.ProcessGrid(SlowTransport(0, 2, self.link), replicas=2)
+        grid.tile_comm, grid.replica_comm = SlowTransport(0, 1, self.link), SlowTransport(0, 2, self.link)
+        model.build(shape, 2 * batch, grid)
+        x = np.random.default_rng(0).normal(size=(batch, *shape)).astype(np.float32)
+        self.step = lambda: model.train_batch(x, np.arange(batch) % 10, batch_size=2 * batch)
+        self.nbytes = sum(array.nbytes for array in model.gradients().values())
+        self.step()
+
+    def seconds(self, bandwidth: float) -> float:
+        """Return the seconds of a step on a link of some bandwidth."""
+        self.link.bandwidth = bandwidth
+        begin = time.perf_counter()
+        self.step()
+        return time.perf_counter() - begin
+
+
+def measure(name: str, share: float, rounds: int) -> str:
+    """Return a row of the table: the link takes `share` of a step's computing for all gradients."""
+    plain, buckets = Side(name, "allreduce"), Side(name, "bucketed")
+    computing = median(plain.seconds(0.0) for _ in range(5))
+    bandwidth = plain.nbytes / (share * computing)
+    hidden, turns = [], []
+    for _ in range(rounds):
+        whole = plain.seconds(bandwidth)
+        free_too, parts = buckets.seconds(0.0), buckets.seconds(bandwidth)
+        hidden.append(1 - (parts - free_too) / (plain.nbytes / bandwidth))
+        turns.append(parts / whole)
+    milliseconds = f"{1e3 * computing:.0f} ms | {1e3 * share * computing:.0f} ms"
+    return (
+        f"| {name} | {plain.nbytes / 1e6:.1f} MB | {milliseconds} | {median(hidden):.0%} ({min(hidden):.0%} to"
+        f" {max(hidden):.0%}) | {median(turns):.2f} |"
+    )
+
+
+def main() -> None:
+    """Print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--share", type=float, nargs="+", default=[0.3, 0.6, 1.0], help="seconds of sums over computing"
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    given = parser.parse_args()
+    print("| network | gradients | computing | sums | hidden by buckets, median (range) | step ÷ that of one sum |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name in given.networks:
+        for share in given.share:
+            print(measure(name, share, given.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
