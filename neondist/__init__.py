@@ -8,7 +8,7 @@ from .backends import Backend, Kernels, available, get_backend
 from .cluster import ResourceSpec, TaskSpec, TaskSpecDef
 from .comm import ProcessGrid, loopback
 from .costs import BCE, MAE, MSE, Cost, CrossEntropy, Dice, DiceCE, Focal, Huber, SoftmaxCrossEntropy, SumSquared
-from .data import CIFAR10, MNIST, Dataset, HDF5Dataset, ImageFiles, Photographs, Split, Synthetic
+from .data import CIFAR10, MNIST, ClimateFiles, Dataset, HDF5Dataset, ImageFiles, Photographs, Split, Synthetic
 from .data.augment import Brightness, Contrast, Elastic, Flip, Noise, QuarterTurns, Shift, Transform
 from .data.records import RecordIOWriter
 from .errors import (
@@ -172,6 +172,7 @@ __all__ = [
     "Best",
     "Box",
     "Brightness",
+    "ClimateFiles",
     "Concat",
     "ConfigError",
     "ConfusionMatrix",

@@ -130,6 +130,11 @@ class NetCDFSource(HDF5Source):
             found += collect(own, along, lambda name: self._of(name, self._in_scope(name), lost))
         return found, list(dict.fromkeys(lost))
 
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of the variable."""
+        with faults(Path(self.path)):
+            return {name: value for name, value in _texts(self._array).items() if value is not None}
+
     def known(self) -> list[str]:
         """Return the names of what is known of the variable beside its cells."""
         return names_of(*self.beside())

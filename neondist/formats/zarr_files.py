@@ -81,6 +81,10 @@ class ZarrSource(TileSource):
         with faults(self.path):
             return beside(self._place, self._array) if self._packing is not None else ([], [])
 
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of the array."""
+        return {name: value for name, value in attributes(self._array).items() if value is not None}
+
     def known(self) -> list[str]:
         """Return the names of what is known of the array beside its cells."""
         if self._packing is None:
