@@ -102,14 +102,19 @@ from .layers import (
     UpsampleLayerDist,
 )
 from .metrics import (
+    ACC,
     F1,
     PSNR,
+    R2,
+    RMSE,
     ROCAUC,
     SSIM,
     Accuracy,
+    Bias,
     ConfusionMatrix,
     IoU,
     LogLoss,
+    MeanAbsoluteError,
     Metric,
     Misclassification,
     Precision,
@@ -142,6 +147,7 @@ Scheme = ExchangePolicy
 """Border schemes are what users call exchange policies."""
 
 __all__ = [
+    "ACC",
     "BCE",
     "CIFAR10",
     "F1",
@@ -152,6 +158,8 @@ __all__ = [
     "MNIST",
     "MSE",
     "PSNR",
+    "R2",
+    "RMSE",
     "ROCAUC",
     "SGD",
     "SSIM",
@@ -170,6 +178,7 @@ __all__ = [
     "BatchNormLayer",
     "BatchNormLayerDist",
     "Best",
+    "Bias",
     "Box",
     "Brightness",
     "ClimateFiles",
@@ -254,6 +263,7 @@ __all__ = [
     "MLflow",
     "MaxPoolingLayer",
     "MaxPoolingLayerDist",
+    "MeanAbsoluteError",
     "Metric",
     "Misclassification",
     "Model",

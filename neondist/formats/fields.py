@@ -45,6 +45,8 @@ class Fields:
         Of the training range: a network gives (x - mean) / std.
     climatology : array (*tile, C), or None
         The mean over the training range of each cell that this rank owns, in physical units.
+    inputs : sequence of str
+        The names of the channels that the network is given.
     """
 
     source: str
@@ -54,6 +56,7 @@ class Fields:
     mean: np.ndarray = field(default_factory=lambda: np.zeros(1))
     std: np.ndarray = field(default_factory=lambda: np.ones(1))
     climatology: np.ndarray | None = None
+    inputs: Sequence[str] = ()
 
     @property
     def names(self) -> list[str]:

@@ -107,7 +107,8 @@ class ClimateFiles(Dataset):
         inputs = len(self.input_channels(series))
         self.sample_shape, self.classes = (*series.extent, inputs * self.steps), None
         chosen = [series.channels[at] for at in self.target_channels(series)]
-        self._fields = Fields(f"{series.names[0]}:{chosen[0].variable}", chosen, series.extent, series.latitude)
+        where = f"{series.names[0]}:{chosen[0].variable}"
+        self._fields = Fields(where, chosen, series.extent, series.latitude, inputs=self.channel_names(series))
         self._numbers()
 
     def open_series(self, files: str, field: str = "files") -> FieldSeries:
@@ -276,7 +277,8 @@ class FieldSplit(StreamedSplit):
         """Return the targets (n, *tile, C) of some samples, normalised."""
         found = super().targets(indices)
         assert self.fields is not None
-        return normalised(found, *scaling_of(self.fields), found.dtype)
+        # in float64, for float32 would round what is taken away, and so move all targets
+        return normalised(found, *scaling_of(self.fields), np.float64).astype(found.dtype)
 
 
 def scaling_of(fields: Fields) -> tuple[list[float], list[float]]:

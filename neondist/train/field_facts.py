@@ -1,0 +1,92 @@
+"""What a checkpoint keeps of fields: the names of channels, and how targets were normalised."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..data import Dataset
+from ..formats.fields import Fields
+from ..io.checkpoint.texts import of_kind, plain_json
+
+TEXT = "fields"
+
+
+def texts_of(fields: Fields | None) -> dict[str, str]:
+    """Return the text of a checkpoint; none where targets are no fields."""
+    if fields is None:
+        return {}
+    facts = {
+        "inputs": list(fields.inputs),
+        "outputs": fields.names,
+        "units": [channel.units for channel in fields.channels],
+        "mean": fields.mean.tolist(),
+        "std": fields.std.tolist(),
+    }
+    return {TEXT: json.dumps(facts)}
+
+
+def taken(texts: Mapping[str, str], fields: Fields) -> Fields:
+    """Return fields with the mean and std of a checkpoint.
+
+    Raises
+    ------
+    ValueError
+        Its channels are others, with the first name that differs; or it does not say what they are.
+    """
+    if TEXT not in texts:
+        raise ValueError("is of a network of other data: it has no names of variables")
+    facts = plain_json(texts[TEXT], dict)
+    for what, here in (("inputs", list(fields.inputs)), ("outputs", fields.names)):
+        require_same(what, _names(facts, what), here)
+    units = _names(facts, "units")
+    for channel, there in zip(fields.channels, units, strict=False):
+        if channel.units != there:
+            raise ValueError(
+                f"was trained with {channel.name} in '{there}', here it is in '{channel.units}'; convert the files"
+            )
+    mean, std = (_numbers(facts, name, len(fields.channels)) for name in ("mean", "std"))
+    if (std <= 0).any():
+        raise ValueError("'std' is not positive")
+    return replace(fields, mean=mean, std=std)
+
+
+def require_same(what: str, there: Sequence[str], here: Sequence[str]) -> None:
+    """Raise ValueError, with the first name that differs, unless two lists of channels are the same."""
+    longest = max(len(there), len(here))
+    mine, other = ([*names, *["nothing"] * (longest - len(names))] for names in (here, there))
+    for at, (a, b) in enumerate(zip(mine, other, strict=True)):
+        if a != b:
+            raise ValueError(
+                f"is of another network: channel {at} of its {what} is '{b}', the experiment has '{a}'; give the"
+                " variables, levels and steps that it was trained with"
+            )
+
+
+def take_fields(texts: Mapping[str, str], dataset: Dataset) -> None:
+    """Let an open data set normalise as the training did that wrote a checkpoint; ValueError as `taken`."""
+    for split in dataset.splits.values():
+        if split.fields is not None:
+            split.fields = taken(texts, split.fields)
+            images = plain_json(texts.get("images", "{}"), dict)
+            count = len(split.normalisation[0])
+            factor, offset = (_numbers(images, name, count) for name in ("factor", "offset"))
+            if (factor == 0).any():
+                raise ValueError("'factor' is 0")
+            split.normalise(offset / factor, 1 / factor)
+
+
+def _names(facts: dict[str, Any], name: str) -> list[str]:
+    return [of_kind(f"a name of '{name}'", one, str) for one in of_kind(f"'{name}'", facts.get(name), list)]
+
+
+def _numbers(facts: dict[str, Any], name: str, count: int) -> np.ndarray:
+    found = of_kind(f"'{name}'", facts.get(name), list)
+    if len(found) != count or not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in found):
+        raise ValueError(f"'{name}' are not {count} numbers")
+    return np.array(found, np.float64)
