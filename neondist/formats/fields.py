@@ -47,6 +47,7 @@ class Fields:
         The mean over the training range of each cell that this rank owns, in physical units.
     inputs : sequence of str
         The names of the channels that the network is given.
+    input_units : sequence of str
     """
 
     source: str
@@ -57,6 +58,7 @@ class Fields:
     std: np.ndarray = field(default_factory=lambda: np.ones(1))
     climatology: np.ndarray | None = None
     inputs: Sequence[str] = ()
+    input_units: Sequence[str] = ()
 
     @property
     def names(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,54 @@ from ..io.checkpoint.texts import of_kind, plain_json
 TEXT = "fields"
 
 
+@dataclass(frozen=True)
+class FieldFacts:
+    """What a checkpoint says of fields.
+
+    Attributes
+    ----------
+    inputs, input_units : of the channels that the network is given
+    outputs, units, mean, std : of those that it gives
+    """
+
+    inputs: list[str]
+    input_units: list[str]
+    outputs: list[str]
+    units: list[str]
+    mean: np.ndarray
+    std: np.ndarray
+
+    @classmethod
+    def of(cls, texts: Mapping[str, str]) -> FieldFacts:
+        """Return what the texts of a checkpoint say; ValueError, which says what is wrong, if that is nothing."""
+        if TEXT not in texts:
+            raise ValueError("is of a network of other data: it has no names of variables")
+        facts = plain_json(texts[TEXT], dict)
+        inputs, input_units, outputs, units = (
+            _names(facts, name) for name in ("inputs", "input_units", "outputs", "units")
+        )
+        if len(inputs) != len(input_units) or len(outputs) != len(units):
+            raise ValueError("it does not say the units of all its variables")
+        mean, std = (_numbers(facts, name, len(outputs)) for name in ("mean", "std"))
+        if (std <= 0).any():
+            raise ValueError("'std' is not positive")
+        return cls(inputs, input_units, outputs, units, mean, std)
+
+    def require(self, inputs: Sequence[str], input_units: Sequence[str]) -> None:
+        """Raise ValueError, with the first name that differs, unless a network of these channels is meant."""
+        _require_same("inputs", self.inputs, inputs)
+        for name, there, here in zip(inputs, self.input_units, input_units, strict=True):
+            if there != here:
+                raise ValueError(f"was trained with {name} in '{there}', here it is in '{here}'; convert the files")
+
+
 def texts_of(fields: Fields | None) -> dict[str, str]:
     """Return the text of a checkpoint; none where targets are no fields."""
     if fields is None:
         return {}
     facts = {
         "inputs": list(fields.inputs),
+        "input_units": list(fields.input_units),
         "outputs": fields.names,
         "units": [channel.units for channel in fields.channels],
         "mean": fields.mean.tolist(),
@@ -39,33 +81,10 @@ def taken(texts: Mapping[str, str], fields: Fields) -> Fields:
     ValueError
         Its channels are others, with the first name that differs; or it does not say what they are.
     """
-    if TEXT not in texts:
-        raise ValueError("is of a network of other data: it has no names of variables")
-    facts = plain_json(texts[TEXT], dict)
-    for what, here in (("inputs", list(fields.inputs)), ("outputs", fields.names)):
-        require_same(what, _names(facts, what), here)
-    units = _names(facts, "units")
-    for channel, there in zip(fields.channels, units, strict=False):
-        if channel.units != there:
-            raise ValueError(
-                f"was trained with {channel.name} in '{there}', here it is in '{channel.units}'; convert the files"
-            )
-    mean, std = (_numbers(facts, name, len(fields.channels)) for name in ("mean", "std"))
-    if (std <= 0).any():
-        raise ValueError("'std' is not positive")
-    return replace(fields, mean=mean, std=std)
-
-
-def require_same(what: str, there: Sequence[str], here: Sequence[str]) -> None:
-    """Raise ValueError, with the first name that differs, unless two lists of channels are the same."""
-    longest = max(len(there), len(here))
-    mine, other = ([*names, *["nothing"] * (longest - len(names))] for names in (here, there))
-    for at, (a, b) in enumerate(zip(mine, other, strict=True)):
-        if a != b:
-            raise ValueError(
-                f"is of another network: channel {at} of its {what} is '{b}', the experiment has '{a}'; give the"
-                " variables, levels and steps that it was trained with"
-            )
+    facts = FieldFacts.of(texts)
+    facts.require(fields.inputs, fields.input_units)
+    _require_same("outputs", facts.outputs, fields.names)
+    return replace(fields, mean=facts.mean, std=facts.std)
 
 
 def take_fields(texts: Mapping[str, str], dataset: Dataset) -> None:
@@ -79,6 +98,17 @@ def take_fields(texts: Mapping[str, str], dataset: Dataset) -> None:
             if (factor == 0).any():
                 raise ValueError("'factor' is 0")
             split.normalise(offset / factor, 1 / factor)
+
+
+def _require_same(what: str, there: Sequence[str], here: Sequence[str]) -> None:
+    longest = max(len(there), len(here))
+    mine, other = ([*names, *["nothing"] * (longest - len(names))] for names in (here, there))
+    for at, (a, b) in enumerate(zip(mine, other, strict=True)):
+        if a != b:
+            raise ValueError(
+                f"is of another network: channel {at} of its {what} is '{b}', the experiment has '{a}'; give the"
+                " variables, levels and steps that it was trained with"
+            )
 
 
 def _names(facts: dict[str, Any], name: str) -> list[str]:

@@ -108,18 +108,19 @@ class ClimateFiles(Dataset):
         self.sample_shape, self.classes = (*series.extent, inputs * self.steps), None
         chosen = [series.channels[at] for at in self.target_channels(series)]
         where = f"{series.names[0]}:{chosen[0].variable}"
-        self._fields = Fields(where, chosen, series.extent, series.latitude, inputs=self.channel_names(series))
+        self._fields = Fields(where, chosen, series.extent, series.latitude)
+        self._fields = replace(self._fields, inputs=self.channel_names(series), input_units=self.input_units(series))
         self._numbers()
 
-    def open_series(self, files: str, field: str = "files") -> FieldSeries:
-        """Return the variables of some files, checked.
+    def open_series(self, files: str, field: str = "files", targets: bool = True) -> FieldSeries:
+        """Return the variables of some files, checked; `targets`: those that only targets are, too.
 
         Raises
         ------
         DataError
             Files or variables do not belong together.
         """
-        more = [name for name in self.targets or () if name not in self.variables]
+        more = [name for name in self.targets or () if name not in self.variables] if targets else []
         options: Any = {"field": field, "fill": self.fill, "cache": self._cache}
         if not more:
             return FieldSeries(files, self.variables, self.levels, **options)
@@ -144,6 +145,10 @@ class ClimateFiles(Dataset):
         names = [series.channels[at].name for at in self.input_channels(series)]
         ages = range(self.steps - 1, -1, -1)
         return [f"{name}@t-{age}" if age else name for age in ages for name in names]
+
+    def input_units(self, series: FieldSeries) -> list[str]:
+        """Return the units of the images' channels."""
+        return [series.channels[at].units for at in self.input_channels(series)] * self.steps
 
     @property
     def fields(self) -> Fields:
