@@ -37,6 +37,9 @@ class ZarrSource(TileSource):
         if ".." in inside.split("/"):
             raise DataError(f"{name}: leads out of the folder; name an array in it")
         with faults(name):
+            if inside.strip("/") and not (path / inside.strip("/")).exists():
+                there = sorted(one.name for one in path.iterdir() if any((one / each).is_file() for each in METADATA))
+                raise DataError(f"{path}: has no array '{inside}'; it has {', '.join(there) or 'none'}")
             found: Any = zarr.open(FolderStore(path, read_only=True), path=inside.strip("/"), mode="r")
             image = Multiscale([""])
             if isinstance(found, zarr.Group):

@@ -153,6 +153,13 @@ def test_files_that_do_not_go_together(tmp_path, name):
         nd.ClimateFiles(str(tmp_path / "*.nc"), **({"variables": ["t2m"]} | given)).check()
 
 
+def test_a_variable_that_a_zarr_store_does_not_have(tmp_path):
+    pytest.importorskip("zarr", reason="Zarr needs zarr")
+    save(weather(0, 6), tmp_path / "0.zarr")
+    with pytest.raises(nd.DataError, match=r"0\.zarr: has no array 'pr'; it has lat, level, lon, t2m, time, u10, z"):
+        nd.ClimateFiles(str(tmp_path / "*.zarr"), ["t2m", "pr"]).check()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
